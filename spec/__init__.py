@@ -1,0 +1,1 @@
+"""What an operator writes (the YAML chain) and what a plugin provides (an OffloadingSpec)."""

@@ -1,0 +1,200 @@
+"""A YAML text as data that still knows where each of its keys stands.
+
+The YAML understood is the plain one: mappings, lists, text, numbers, true and false. Dates, merge
+keys (<<) and tags for other types are not part of it, so nothing here can grow beyond the text or
+make an object; a key that is written twice is a problem, not an overwrite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import yaml
+from yaml.constructor import ConstructorError, SafeConstructor
+from yaml.reader import ReaderError
+
+from spec.fields import mask_secrets
+
+Loc = tuple[int | str, ...]
+"""A place in a document: keys and list positions from the top."""
+
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {_TAG + name for name in ("null", "bool", "int", "float")}
+_UNDERSTOOD = _SCALARS | {_TAG + name for name in ("str", "seq", "map")}
+_REMEDIES = {
+    "mapping values are not allowed": "put a value with a colon in quotes, check the indentation",
+    "'\\t'": "indent with spaces, not tabs",
+    "undefined alias": "put a value that begins with * in quotes",
+    "constructor for the tag": "put a value that begins with ! in quotes",
+    "tag handle": "put a value that begins with ! in quotes",
+    "single document": "keep one document, without ---",
+    "could not find expected ':'": "write each line as key: value",
+    "expected ',' or": "close the bracket, check the commas",
+    "quoted scalar": "close the quote",
+    "invalid value": "put it in quotes if it is text",
+    "expected <block end>": "indent the keys of one mapping alike",
+    "unhashable key": "write keys as plain words",
+}
+
+
+class Fault(NamedTuple):
+    """What is wrong in a document as such: 1-based line, and words for a person."""
+
+    line: int
+    found: str
+    remedy: str
+
+
+class NotYaml(ValueError):
+    """The text is not the YAML understood here. Holds the faults, one or more."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        super().__init__("; ".join(f"line {f.line}: {f.found}" for f in faults))
+        self.faults = tuple(faults)
+
+
+class Document:
+    """Data, and the text's nodes it was made from; data from elsewhere has no lines."""
+
+    def __init__(self, data: object, root: yaml.Node | None = None) -> None:
+        self.data = data
+        self._root = root
+
+    def known_part(self, loc: Loc) -> Loc:
+        """The longest start of `loc` that the document has."""
+        value = self.data
+        for depth, part in enumerate(loc):
+            if not _holds(value, part):
+                return loc[:depth]
+            value = value[part]  # type: ignore[index]  # _holds has looked
+        return loc
+
+    def written_part(self, loc: Loc) -> Loc:
+        """`loc` without the steps that only a validator knows, as the choices of a union; its
+        last step may be a key that is missing."""
+        value, written = self.data, []
+        for part in loc[:-1]:
+            if _holds(value, part):
+                written.append(part)
+                value = value[part]  # type: ignore[index]  # _holds has looked
+        return (*written, *loc[-1:])
+
+    def value(self, loc: Loc) -> object:
+        """What stands at a `loc` that the document has."""
+        value: Any = self.data
+        for part in loc:
+            value = value[part]
+        return value
+
+    def line(self, loc: Loc) -> int | None:
+        """The 1-based line of the key at `loc`, or of what is nearest above it."""
+        steps = self._steps(loc)
+        return None if not steps else steps[-1][0].start_mark.line + 1
+
+    def text(self, loc: Loc) -> str | None:
+        """A scalar as it is written, without its quotes."""
+        steps = self._steps(loc)
+        if len(steps) != len(loc) + 1 or not isinstance(steps[-1][1], yaml.ScalarNode):
+            return None
+        return str(steps[-1][1].value)
+
+    def _steps(self, loc: Loc) -> list[tuple[yaml.Node, yaml.Node]]:
+        """Key and value nodes from the top to `loc`, as far as there are any."""
+        if self._root is None:
+            return []
+        steps = [(self._root, self._root)]
+        for part in loc:
+            step = _child(steps[-1][1], part)
+            if step is None:
+                break
+            steps.append(step)
+        return steps
+
+
+def read_yaml(text: str) -> Document:
+    """Read one YAML document; an empty text gives None as its data. Raises NotYaml."""
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        data = None if root is None else loader.construct_document(root)
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        found = f"the character U+{ord(text[error.position]):04X}"
+        raise NotYaml([Fault(line, found, "remove it")]) from error
+    except yaml.MarkedYAMLError as error:
+        raise NotYaml([_syntax(error)]) from error
+    except RecursionError as error:
+        raise NotYaml([Fault(1, "too many brackets in each other", "nest less")]) from error
+    if loader.repeated:
+        raise NotYaml(loader.repeated)
+    return Document(data, root)
+
+
+class _Loader(yaml.SafeLoader):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.repeated: list[Fault] = []
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        # In place of merging: `<<` is a key as any other here, and merges can grow without bound.
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConstructorError(None, None, "found unhashable key", key.start_mark)
+            line = key.start_mark.line + 1
+            if key.value in first:
+                word = mask_secrets(key.value[:60])
+                found = f"the key {word} again, after line {first[key.value]}"
+                self.repeated.append(Fault(line, found, "keep one of them"))
+            first.setdefault(key.value, line)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError) as error:
+            # `!!int x`, or a number with more digits than Python converts
+            raise ConstructorError(None, None, "found invalid value", node.start_mark) from error
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag in _SCALARS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.yaml_constructors = {
+    tag: construct
+    for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+    if tag in _UNDERSTOOD
+}
+_Loader.yaml_constructors[None] = SafeConstructor.construct_undefined
+
+
+def _syntax(error: yaml.MarkedYAMLError) -> Fault:
+    mark = error.problem_mark or error.context_mark
+    problem = error.problem or "invalid YAML"
+    told = f"{error.context or ''} {problem}"
+    remedy = next((do for sign, do in _REMEDIES.items() if sign in told), "correct the YAML here")
+    # A tag or an alias may be a password that its writer forgot to quote: it is not repeated.
+    for word in ("undefined alias", "constructor for the tag", "tag handle"):
+        if word in problem:
+            problem = f"a value that begins with {'*' if 'alias' in word else '!'}"
+    line = 1 if mark is None else mark.line + 1
+    problem = problem.removeprefix("but ").removeprefix("found ")
+    return Fault(line, f"invalid YAML ({problem})", remedy)
+
+
+def _holds(value: object, part: int | str) -> bool:
+    if isinstance(value, dict):
+        return part in value
+    return isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)
+
+
+def _child(node: yaml.Node, part: int | str) -> tuple[yaml.Node, yaml.Node] | None:
+    if isinstance(node, yaml.SequenceNode):
+        if isinstance(part, int) and part < len(node.value):
+            return node.value[part], node.value[part]
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value == str(part):
+                return key, value
+    return None

@@ -1,0 +1,150 @@
+"""Value objects that specs share: sizes and durations as an operator writes them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Annotated
+
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+
+_SIZE_UNITS = {
+    "B": Decimal(1),
+    **{f"{p}B": Decimal(1000**i) for i, p in enumerate(("k", "M", "G", "T", "P"), 1)},
+    "KB": Decimal(1000),
+    **{f"{p}iB": Decimal(1024**i) for i, p in enumerate(("K", "M", "G", "T", "P"), 1)},
+}
+_SECONDS = {
+    "ms": Decimal("0.001"),
+    "s": Decimal(1),
+    "m": Decimal(60),
+    "h": Decimal(3600),
+    "d": Decimal(86400),
+}
+_MAX_SIZE = 2**63 - 1
+_MAX_SECONDS = 36500 * 86400
+"""A century: what sockets, locks and servers still take as a timeout."""
+_NUMBER = re.compile(r"\s*([-+]?[0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def _parse(value: object, units: Mapping[str, Decimal], bare: str, example: str) -> Decimal:
+    """The number in `value` times its unit; `bare` is the unit of a number without one."""
+    known = ValueError(f"use one of {', '.join(units)}, like {example}")
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise known
+    if isinstance(value, str):
+        match = _NUMBER.fullmatch(value)
+        if match is None:
+            raise known
+        number, unit = Decimal(match[1]), match[2] or bare
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise known
+    else:
+        number, unit = Decimal(value), bare
+    if number <= 0:
+        raise ValueError(f"write more than zero, like {example}")
+    if unit not in units:
+        raise known
+    return number * units[unit]
+
+
+def parse_size(value: object) -> int:
+    """Bytes of "8GiB", "500MB" or a plain count of bytes. Raises ValueError."""
+    size = int(_parse(value, _SIZE_UNITS, "B", "8GiB"))
+    if not 1 <= size <= _MAX_SIZE:
+        raise ValueError("write one byte or more, and less than 8192PiB")
+    return size
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of "250ms", "1.5s", "10m", "1d". Raises ValueError; a bare number has no meaning."""
+    seconds = float(_parse(value, _SECONDS, "", "30s"))
+    if not 0.001 <= seconds <= _MAX_SECONDS:
+        raise ValueError("write 1ms or more, and 36500d at most")
+    return seconds
+
+
+def exact_size(size: int) -> str:
+    """The shortest way to write a size in bytes that reads back as the same number."""
+    exact = [f"{size // scale}{unit}" for unit, scale in _SIZE_UNITS.items() if size % scale == 0]
+    return min(exact, key=len)
+
+
+def format_size(size: int) -> str:
+    """A size in bytes for people: rounded to four digits in the largest binary unit."""
+    for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
+        scale = int(_SIZE_UNITS[unit])
+        if size >= scale:
+            return f"{size / scale:.4g}{unit}"
+    return f"{size}B"
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds in the largest unit that divides them, like "1d" or "1.5s"; reads back exactly."""
+    exact = Decimal(repr(seconds))
+    for unit in ("d", "h", "m"):
+        if exact >= _SECONDS[unit] and exact % _SECONDS[unit] == 0:
+            return f"{exact // _SECONDS[unit]}{unit}"
+    unit = "s" if exact >= 1 else "ms"
+    return f"{(exact / _SECONDS[unit]).normalize():f}{unit}"
+
+
+def _pattern(units: Mapping[str, Decimal], unit_needed: bool) -> str:
+    unit = f"({'|'.join(units)})" + ("" if unit_needed else "?")
+    return rf"^\s*\+?(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?\s*{unit}\s*$"
+
+
+ByteSize = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    PlainSerializer(exact_size, return_type=str, when_used="json"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "pattern": _pattern(_SIZE_UNITS, unit_needed=False)},
+                {"type": "integer", "minimum": 1},
+            ],
+            "examples": ["8GiB", "500MB"],
+        }
+    ),
+]
+"""A size in bytes, above zero."""
+
+Duration = Annotated[
+    float,
+    BeforeValidator(parse_duration),
+    PlainSerializer(format_duration, return_type=str, when_used="json"),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": _pattern(_SECONDS, unit_needed=True),
+            "examples": ["250ms", "30s", "1d"],
+        }
+    ),
+]
+"""A length of time in seconds, a millisecond or more; always written with its unit."""
+
+_USERINFO = re.compile(r"(.*?://)?(?:([^:/?#@\s]*):)?.*@", re.S)
+_LOST_AT = re.compile(r"(://[^:/?#\s\[]*:)(?!\d{0,5}(?:[/?#]|$))[^/?#\s]*")
+_QUERY_SECRET = re.compile(r"([?&][^=&\s]*(?:pass|auth|secret|token)[^=&\s]*=)[^&\s]*", re.I)
+_PATH = re.compile(r"/(?!/)(?!.*://)", re.S)
+
+
+def mask_secrets(text: str) -> str:
+    """One value as an operator wrote it, a URL's password in it shown as ***.
+
+    It masks too much rather than too little: what is shown to a person is not read back.
+    """
+    if "@" not in text:
+        # Where a port should be there may be a password whose @ was forgotten.
+        text = _LOST_AT.sub(r"\1***", text)
+    elif not _PATH.match(text):
+        text = _USERINFO.sub(lambda found: f"{found[1] or ''}{_user(found[2])}***@", text, count=1)
+    return _QUERY_SECRET.sub(r"\1***", text)
+
+
+def _user(name: str | None) -> str:
+    # Without a colon it may be a password that its writer took for the user's place.
+    return "" if name is None else f"{name}:"

@@ -1,0 +1,82 @@
+"""A chain from its YAML file, or the reasons why not: one line each, for the one who wrote it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from spec.chain import ChainSpec
+from spec.document import Document, NotYaml, read_yaml
+from spec.errors import SpecError as SpecError
+from spec.problems import explain, first_lines, problem_line
+
+MAX_BYTES = 1 << 20
+"""A larger file is no chain; reading stops here, also of a device or a pipe that has no end."""
+
+_EXAMPLE = "write version: 1 and tiers: like - {type: cpu, capacity: 8GiB}"
+
+
+def load_chain(chain: str | Path | Mapping[str, object]) -> ChainSpec:
+    """Make a chain of the YAML file at a path, or of what such a file would hold.
+
+    Raises SpecError. Nothing the chain names is opened or connected to.
+    """
+    if isinstance(chain, str | Path):
+        return _validate(*_read(Path(chain)))
+    if isinstance(chain, Mapping):
+        return _validate(Document(dict(chain)), "chain")
+    raise SpecError(
+        [problem_line("chain", None, (), f"a {type(chain).__name__}", "write a file's path")]
+    )
+
+
+def _validate(document: Document, source: str) -> ChainSpec:
+    if document.data is None:
+        raise SpecError([problem_line(source, 1, (), "nothing", _EXAMPLE)])
+    try:
+        return ChainSpec.model_validate(document.data)
+    except ValidationError as error:
+        # Not from error, which quotes what was written: a password, perhaps.
+        raise SpecError(explain(error, document, source)) from None
+
+
+def _read(path: Path) -> tuple[Document, str]:
+    source = str(path)
+    try:
+        return read_yaml(_text(path, source)), source
+    except NotYaml as error:
+        lines = [problem_line(source, at, (), found, do) for at, found, do in sorted(error.faults)]
+        raise SpecError(first_lines(lines, source)) from None
+
+
+def _text(path: Path, source: str) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise _unreadable(source, "no such file", "write the path of a chain's YAML") from None
+    except IsADirectoryError:
+        raise _unreadable(source, "a folder", "write the path of a chain's YAML") from None
+    except PermissionError:
+        user = f"user {os.getuid()}"
+        raise _unreadable(source, "a file closed to us", f"let {user} read it") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _unreadable(source, f"no readable file ({reason})", "write another path") from None
+    if len(data) > MAX_BYTES:
+        raise _unreadable(source, "more than 1 MiB", "a chain is some lines of YAML")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        found = f"the byte 0x{data[error.start]:02x}, which is not UTF-8"
+        raise SpecError(
+            [problem_line(source, number, (), found, "save the file as UTF-8")]
+        ) from None
+
+
+def _unreadable(source: str, found: str, remedy: str) -> SpecError:
+    return SpecError([problem_line(source, None, (), found, remedy)])

@@ -1,0 +1,206 @@
+"""What pydantic found wrong, as one line a problem: where, what was found, and what would do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from spec.chain import FORMAT_VERSION, MAX_TIERS, ChainSpec, name_clashes
+from spec.document import Document, Loc
+from spec.fields import mask_secrets
+from spec.hints import closest, did_you_mean, one_of
+from spec.offloading import OffloadingSpec
+from spec.registry import BrokenTierType, UnknownTierType, tier_class, tier_types
+
+MAX_LINES = 50
+"""More problems than this are counted, and not told."""
+
+_SHOWN = 80
+_PRIVATE = re.compile(r"pass|secret|token|auth|salt|credential", re.I)
+_TOP_LEVEL = "write version: 1 and tiers: at the top"
+_PLAIN_REMEDIES = {
+    "string_type": "write text, in quotes if it looks like a number, a date, or yes and no",
+    "path_type": "write a path, like /var/lib/kvtiers",
+    "bool_type": "use true or false",
+    "bool_parsing": "use true or false",
+    "tuple_type": "write a list, one line that begins with - for each",
+    "list_type": "write a list, one line that begins with - for each",
+    "dict_type": "write a mapping, like {type: cpu, capacity: 8GiB}",
+    "model_type": _TOP_LEVEL,
+    "invalid_key": "write keys as plain words, in quotes if need be",
+    "too_short": "add at least one tier, like - {type: cpu, capacity: 8GiB}",
+    "too_long": f"keep {MAX_TIERS} tiers at most",
+}
+
+Problem = Mapping[str, Any]
+"""One of the errors that a ValidationError lists."""
+
+
+def explain(error: ValidationError, document: Document, source: str) -> list[str]:
+    """Lines for a chain that did not validate, in the order of the document's lines."""
+    problems: list[Problem] = [
+        {**problem, "loc": document.written_part(problem["loc"])}
+        for problem in error.errors(include_url=False)
+    ]
+    wrong_version = [p for p in problems if p["loc"] == ("version",) and p["type"] != "missing"]
+    if wrong_version:
+        # Another version may mean other keys: what they look like from here is of no use.
+        problems = wrong_version
+    else:
+        problems += _clashes_so_far(document)
+    untold = len(problems[MAX_LINES:])
+    problems = problems[:MAX_LINES]
+    slips = dict(_slips(problems, document))
+    lines = [
+        (document.line(p["loc"]) or 0, _line(p, document, source, slips))
+        for p in problems
+        if not _follows(p, problems, slips)
+    ]
+    told = [text for _, text in sorted(lines, key=lambda line: line[0])]
+    return first_lines(list(dict.fromkeys(told)), source, untold)
+
+
+def first_lines(lines: list[str], source: str, untold: int = 0) -> list[str]:
+    """The lines, as many as a person can use, and one that counts the others and `untold`."""
+    more = untold + len(lines[MAX_LINES:])
+    if more == 0:
+        return lines
+    rest = problem_line(source, None, (), f"{more} more problems", "correct these first")
+    return [*lines[:MAX_LINES], rest]
+
+
+def _follows(problem: Problem, problems: Sequence[Problem], slips: Mapping[Loc, Loc]) -> bool:
+    """Whether a problem goes away with another: a key misspelt is missing too, and pydantic calls
+    a list too short when none of its items is right."""
+    loc = problem["loc"]
+    if problem["type"] == "too_short":
+        return any(p["loc"][: len(loc)] == loc != p["loc"] for p in problems)
+    return problem["type"] == "missing" and loc in slips.values()
+
+
+def problem_line(source: str, number: int | None, loc: Loc, found: str, remedy: str) -> str:
+    """One problem as one line, without anything a terminal would take as a command."""
+    place = source if number is None else f"{source}:{number}"
+    key = f"{_key(loc)}: " if loc else ""
+    text = f"{place}: {key}found {found}; {remedy}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _line(problem: Problem, document: Document, source: str, slips: Mapping[Loc, Loc]) -> str:
+    kind, loc = problem["type"], problem["loc"]
+    if kind == "missing":
+        return problem_line(source, document.line(loc), loc, "nothing", _add_it(loc, document))
+    if kind == "extra_forbidden":
+        remedy = f"did you mean {slips[loc][-1]}?" if loc in slips else _known(loc, document)
+        return problem_line(source, document.line(loc), loc, "an unknown key", remedy)
+    if kind == "invalid_key":
+        found, shown = f"the key {str(problem['input'])[:60]}", loc[:-1]
+    else:
+        shown = document.known_part(loc)
+        found = _describe(shown, document)
+    return problem_line(source, document.line(loc), shown, found, _remedy(problem, document))
+
+
+def _remedy(problem: Problem, document: Document) -> str:
+    kind, context = problem["type"], problem.get("ctx", {})
+    if problem["loc"] == ("version",):
+        return f"this kvtiers understands version {FORMAT_VERSION}"
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", context["expected"]) or [context["expected"]]
+        value = document.value(document.known_part(problem["loc"]))
+        near = did_you_mean(value, choices) if isinstance(value, str) else None
+        return near or f"use {one_of(choices)}"
+    if kind == "string_pattern_mismatch":
+        return f"use what matches {context['pattern']}"
+    if kind == "value_error" and "error" in context:
+        return str(context["error"])
+    if kind in _PLAIN_REMEDIES:
+        return _PLAIN_REMEDIES[kind]
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]
+
+
+def _add_it(loc: Loc, document: Document) -> str:
+    if loc == ("tiers",):
+        return _PLAIN_REMEDIES["too_short"]
+    if loc == ("version",):
+        return f"add version: {FORMAT_VERSION}"
+    if loc[-1] == "type":
+        return f"add type: {one_of(tier_types())}"
+    model = _model(loc[:-1], document)
+    field = model.model_json_schema()["properties"].get(loc[-1], {}) if model else {}
+    examples = field.get("examples") or [field.get("description", "").partition(". ")[0]]
+    return f"add {loc[-1]}: {examples[0]}".rstrip(": .")
+
+
+def _known(loc: Loc, document: Document) -> str:
+    model = _model(loc[:-1], document)
+    return f"use {one_of(model.model_fields)}" if model else "remove it"
+
+
+def _slips(problems: Iterable[Problem], document: Document) -> Iterator[tuple[Loc, Loc]]:
+    """Unknown keys and the known ones they were probably meant to be."""
+    for problem in problems:
+        loc = problem["loc"]
+        if problem["type"] != "extra_forbidden":
+            continue
+        model, written = _model(loc[:-1], document), document.value(loc[:-1])
+        fields = model.model_fields if model else ("type", "name")
+        free = [name for name in fields if isinstance(written, Mapping) and name not in written]
+        near = closest(str(loc[-1]), free)
+        if near is not None:
+            yield loc, (*loc[:-1], near)
+
+
+def _model(loc: Loc, document: Document) -> type[ChainSpec | OffloadingSpec] | None:
+    """What the mapping at `loc` is made into, as far as that is known."""
+    if not loc:
+        return ChainSpec
+    if len(loc) != 2 or loc[0] != "tiers":
+        return None
+    tier = document.value(loc)
+    tier_type = tier.get("type") if isinstance(tier, Mapping) else None
+    try:
+        return tier_class(tier_type) if isinstance(tier_type, str) else None
+    except (UnknownTierType, BrokenTierType):
+        return None
+
+
+def _clashes_so_far(document: Document) -> Iterator[Problem]:
+    """Names given twice, which the chain itself looks for only when all else is well."""
+    tiers = document.data.get("tiers") if isinstance(document.data, Mapping) else None
+    if isinstance(tiers, Sequence) and not isinstance(tiers, str):
+        names = [t.get("name") if isinstance(t, Mapping) else None for t in tiers[:MAX_TIERS]]
+        for clash in name_clashes(names):
+            yield {"type": "clash", "loc": ("tiers", *clash.loc), "msg": clash.remedy}
+
+
+def _describe(loc: Loc, document: Document) -> str:
+    value = document.value(loc)
+    if value is None:
+        return "nothing"
+    if isinstance(value, Mapping):
+        return "a mapping" if value else "an empty mapping"
+    if isinstance(value, list | tuple | set):
+        return "a list" if value else "an empty list"
+    if any(_PRIVATE.search(str(part)) for part in loc):
+        return "a value not shown here"
+    text = document.text(loc)
+    text = str(value) if text is None else text
+    if len(text) > _SHOWN:
+        return f"a text of {len(text)} characters"
+    masked = mask_secrets(text)
+    return repr(masked) if isinstance(value, str) else masked
+
+
+def _key(loc: Loc) -> str:
+    parts = [f"[{part}]" if isinstance(part, int) else f".{_word(part)}" for part in loc]
+    return "".join(parts).removeprefix(".")
+
+
+def _word(part: str) -> str:
+    shown = mask_secrets(part[:_SHOWN])
+    return shown if re.fullmatch(r"[\w.-]+", shown) else repr(shown)

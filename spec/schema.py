@@ -1,0 +1,49 @@
+"""The JSON Schema of a chain's YAML, from which editors complete and check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from spec.chain import ChainSpec
+from spec.offloading import OffloadingSpec
+from spec.registry import BrokenTierType, tier_class, tier_types
+
+
+def chain_schema() -> dict[str, Any]:
+    """The schema, in which a tier is one of the types installed here; broken ones are left out."""
+    schema = ChainSpec.model_json_schema()
+    _write_defaults(schema, ChainSpec)
+    definitions: dict[str, Any] = {}
+    choices = []
+    for tier_type in tier_types():
+        try:
+            definitions |= _tier_schema(tier_type, tier_class(tier_type))
+        except BrokenTierType:
+            continue
+        choices.append({"$ref": f"#/$defs/{tier_type}"})
+    schema["properties"]["tiers"]["items"] = {"oneOf": choices}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "kvtiers chain",
+        "$defs": definitions,
+    }
+
+
+def _write_defaults(schema: dict[str, Any], spec: type[BaseModel]) -> None:
+    # As an operator would write them: 256MiB, where pydantic has the number it stands for.
+    for name, written in spec.model_construct().model_dump(mode="json").items():
+        schema["properties"][name]["default"] = written
+
+
+def _tier_schema(tier_type: str, spec: type[OffloadingSpec]) -> dict[str, Any]:
+    """The tier's own schema, and those it refers to under names that no other tier's have."""
+    schema = spec.model_json_schema(ref_template=f"#/$defs/{tier_type}.{{model}}")
+    inner = schema.pop("$defs", {})
+    _write_defaults(schema, spec)
+    described = schema["properties"]["type"].get("description", "The tier's type.")
+    schema["properties"]["type"] = {"const": tier_type, "description": described}
+    schema["required"] = ["type", *schema.get("required", [])]
+    return {tier_type: schema, **{f"{tier_type}.{name}": part for name, part in inner.items()}}

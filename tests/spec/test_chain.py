@@ -1,0 +1,100 @@
+"""ChainSpec: names, places, defaults, and its way through JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from spec.chain import ChainSpec
+from spec.errors import SpecError
+from spec.load import load_chain
+from tiers.cpu.spec import CpuSpec
+
+CPU = {"type": "cpu", "capacity": "8GiB"}
+
+
+def disk(path: str, **more: Any) -> dict[str, Any]:
+    return {"type": "disk", "capacity": "200GiB", "path": path, **more}
+
+
+def redis(url: str = "redis://cache", **more: Any) -> dict[str, Any]:
+    return {"type": "redis", "url": url, **more}
+
+
+def chain(*tiers: dict[str, Any], **more: Any) -> ChainSpec:
+    return load_chain({"version": 1, "tiers": list(tiers), **more})
+
+
+def test_the_defaults() -> None:
+    made = chain(CPU)
+    assert (made.version, made.load, made.promote, made.salt) == (1, "first", True, "")
+    assert made.staging == 256 << 20
+
+
+def test_tiers_keep_their_order_and_settings() -> None:
+    made = chain(CPU, disk("/a"), redis(ttl="1d"))
+    cpu, on_disk, remote = made.tiers
+    assert isinstance(cpu, CpuSpec) and cpu.capacity == 8 << 30
+    assert on_disk.model_dump()["path"] == Path("/a")
+    assert remote.model_dump()["ttl"] == 86400.0
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [
+        ([None], ["disk"]),
+        ([None, None, None], ["disk", "disk-2", "disk-3"]),
+        (["nvme", None], ["nvme", "disk"]),
+        ([None, "disk"], ["disk-2", "disk"]),
+        ([None, None, "disk-2"], ["disk", "disk-3", "disk-2"]),
+    ],
+)
+def test_every_tier_has_a_name_of_its_own(given: list[str | None], resolved: list[str]) -> None:
+    made = chain(*(disk(f"/{n}", name=name) for n, name in enumerate(given)))
+    assert [tier.name for tier in made.tiers] == resolved
+    assert [tier.tier_name for tier in made.tiers] == resolved
+
+
+def test_types_are_counted_apart() -> None:
+    made = chain(CPU, disk("/a"), CPU, disk("/b"))
+    assert [tier.name for tier in made.tiers] == ["cpu", "disk", "cpu-2", "disk-2"]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "says"),
+    [
+        ((disk("/a"), disk("/a/")), r"tiers\[1\].path: .* tiers\[0\] .* another path"),
+        ((disk("/b/../a"), CPU, disk("/a")), r"tiers\[2\].path: "),
+        ((redis(), redis("redis://cache:6379/0")), r"tiers\[1\].url: .* url or key_prefix"),
+        ((CPU, disk("/a", name="x"), redis(name="x")), r"tiers\[2\].name: .*tiers\[1\] has this"),
+    ],
+)
+def test_two_tiers_are_not_one(tiers: tuple[dict[str, Any], ...], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        chain(*tiers)
+
+
+def test_alike_is_not_the_same() -> None:
+    chain(redis(key_prefix="a"), redis(key_prefix="b"), redis("redis://cache/1"), CPU, CPU)
+
+
+def test_a_chain_goes_through_json_and_stays_what_it_was() -> None:
+    made = chain({**CPU, "capacity": 8589934593}, disk("/a"), disk("/b"), redis(timeout="1.25s"))
+    assert ChainSpec.model_validate_json(made.model_dump_json()) == made
+    written = made.model_dump(mode="json")
+    assert written["staging"] == "256MiB" and written["tiers"][0]["capacity"] == "8589934593B"
+
+
+def test_a_chain_is_made_of_specs_too_and_is_frozen() -> None:
+    made = ChainSpec(version=1, tiers=(CpuSpec(capacity=1), CpuSpec(capacity=2)))
+    assert [tier.name for tier in made.tiers] == ["cpu", "cpu-2"]
+    with pytest.raises(ValidationError):
+        made.promote = False  # type: ignore[misc]
+
+
+def test_no_salt_and_no_password_shows() -> None:
+    made = chain(redis("redis://me:s3same@cache"), salt="p3pper")
+    assert not [s for s in (str(made), repr(made)) if "s3same" in s or "p3pper" in s]

@@ -1,0 +1,1 @@
+"""The CPU tier: blocks kept in the engine's own host pool."""

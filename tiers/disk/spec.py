@@ -1,0 +1,57 @@
+"""The disk tier's settings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from spec.fields import ByteSize
+from spec.offloading import StoreSite, StoreSpec
+
+if TYPE_CHECKING:
+    from tiers.disk.store import DiskStore
+
+
+def _named(value: object) -> object:
+    if value == "":
+        raise ValueError("no path; write it like /var/lib/kvtiers")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("a path can't hold a NUL character")
+    return value
+
+
+def _absolute(path: Path) -> Path:
+    try:
+        return Path(os.path.abspath(path.expanduser()))
+    except RuntimeError as error:
+        raise ValueError(f"{error} in {str(path)!r}; write the whole path") from error
+
+
+FolderPath = Annotated[Path, BeforeValidator(_named), AfterValidator(_absolute)]
+"""A folder: `~` stands for the home folder, a relative path starts at the working directory."""
+
+
+class DiskSpec(StoreSpec):
+    """A folder of this host that keeps blocks across restarts; its processes share it."""
+
+    identity: ClassVar[tuple[str, ...]] = ("path",)
+
+    type: Literal["disk"] = "disk"
+    capacity: ByteSize = Field(
+        description="Disk space for blocks, over all processes that share the path. The index "
+        "comes on top, well under 1 KiB a block."
+    )
+    path: FolderPath = Field(description="A folder of the tier's own; made when it is missing.")
+
+    def open(self, site: StoreSite) -> DiskStore:
+        """Open the store; the two sides of one engine may do so in one process.
+
+        Raises TierUnusable when the folder can't be used as it is, or holds less than one block
+        of every share.
+        """
+        from tiers.disk.store import DiskStore
+
+        return DiskStore(self.path, self.capacity, site)

@@ -1,0 +1,35 @@
+"""Every error kvtiers raises, as one tree.
+
+KVTiersError
+├── TierError            a tier could not do what it was asked; the guard makes it a miss
+│   ├── TierUnavailable  it may work again: a refused connection, a timeout, an I/O error
+│   ├── TierFull         no room could be made
+│   └── TierUnusable     not as it is configured: said once at open, the chain goes on without it
+└── RecordError          bytes that are not the record they should be
+"""
+
+from __future__ import annotations
+
+
+class KVTiersError(Exception):
+    """Base of all errors raised by kvtiers."""
+
+
+class TierError(KVTiersError):
+    """A tier could not do what it was asked."""
+
+
+class TierUnavailable(TierError):
+    """The tier failed for now and may work again later."""
+
+
+class TierFull(TierError):
+    """The tier has no room and could make none."""
+
+
+class TierUnusable(TierError):
+    """The tier can't work as it is configured; only a change by the operator helps."""
+
+
+class RecordError(KVTiersError):
+    """Stored bytes are not the record they were looked up as."""

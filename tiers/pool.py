@@ -1,0 +1,153 @@
+"""The host pool: fixed slots of host memory through which every block enters and leaves.
+
+Its two halves never share memory: `SlotPool` is the scheduler's bookkeeping of who uses which
+slot; `SlotMemory` is each worker's bytes. A slot that anything still reads or writes has a
+reference in the bookkeeping, so the scheduler never gives it away.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+ALIGNMENT = 4096
+"""Slots start at multiples of this: what direct I/O asks of addresses, to be safe everywhere."""
+
+
+def slot_stride(payload_bytes: int) -> int:
+    """Bytes from one slot to the next."""
+    return -(-payload_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Claim(NamedTuple):
+    """A slot taken for a key; `fresh` says that its bytes must still be gathered."""
+
+    slot: int
+    fresh: bool
+
+
+class SlotPool:
+    """Which slot holds which key, and how many readers and writers each slot has.
+
+    Used by the scheduler's thread alone. A slot with no reference is free. A resident block is
+    one whose tier keeps a reference of its own (see `Residency`).
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._refs = [0] * num_slots
+        self._keys: list[bytes | None] = [None] * num_slots
+        self._slots: dict[bytes, int] = {}
+        self._evictors: list[Callable[[], bool]] = []
+
+    def add_evictor(self, evict_one: Callable[[], bool]) -> None:
+        """Register what is asked, when no slot is free, to give up one resident block."""
+        self._evictors.append(evict_one)
+
+    def claim(self, key: bytes) -> Claim | None:
+        """Take one reference on the slot of `key`, a new slot if it has none; None: no room."""
+        slot = self._slots.get(key)
+        if slot is not None:
+            self._refs[slot] += 1
+            return Claim(slot, fresh=False)
+        if not self._free and not any(evict() for evict in self._evictors):
+            return None
+        slot = self._free.pop()
+        self._refs[slot] = 1
+        self._keys[slot] = key
+        self._slots[key] = slot
+        return Claim(slot, fresh=True)
+
+    def retain(self, slot: int) -> None:
+        """Take one more reference on a slot in use."""
+        assert self._refs[slot] > 0, f"slot {slot} is free"
+        self._refs[slot] += 1
+
+    def release(self, slot: int) -> None:
+        """Give one reference back; the last one frees the slot."""
+        assert self._refs[slot] > 0, f"slot {slot} is free"
+        self._refs[slot] -= 1
+        if self._refs[slot] == 0:
+            self.forget(slot)
+            self._free.append(slot)
+
+    def forget(self, slot: int) -> None:
+        """Part the slot from its key: a later claim of the key gets another slot."""
+        key = self._keys[slot]
+        if key is not None:
+            del self._slots[key]
+            self._keys[slot] = None
+
+    def references(self, slot: int) -> int:
+        """How many references the slot has now."""
+        return self._refs[slot]
+
+    @property
+    def in_use(self) -> int:
+        """Slots with at least one reference."""
+        return self.num_slots - len(self._free)
+
+
+class Residency(Protocol):
+    """Which blocks a host tier keeps in the pool; used by the scheduler's thread alone.
+
+    Each resident block holds one reference on its slot.
+    """
+
+    def find(self, key: bytes) -> int | None:
+        """The slot of a resident block, or None."""
+        ...
+
+    def admit(self, key: bytes, slot: int) -> None:
+        """Make a gathered block resident, evicting as the capacity demands."""
+        ...
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count these blocks as used now, the first of them most."""
+        ...
+
+    def discard(self, key: bytes) -> None:
+        """Stop keeping this block; unknown keys are ignored."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class SlotMemory:
+    """One worker's slots: page-aligned host memory, pinned when `pin` is set.
+
+    Owner of the bytes until `close`; views handed out must not outlive it.
+    """
+
+    def __init__(self, num_slots: int, payload_bytes: int, pin: bool) -> None:
+        self.payload_bytes = payload_bytes
+        stride = slot_stride(payload_bytes)
+        self._map = mmap.mmap(-1, max(1, num_slots) * stride)
+        flat = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.rows = flat.view(-1, stride)[:num_slots]
+        """All slots: uint8, shape (num_slots, slot_stride); a payload and then padding."""
+        self._view = memoryview(self._map)
+        self._stride = stride
+        self._pinned = flat if pin else None
+        if pin:
+            _cuda_check(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0))
+
+    def payload(self, slot: int) -> memoryview:
+        """The bytes of one slot, writable."""
+        start = slot * self._stride
+        return self._view[start : start + self.payload_bytes]
+
+    def close(self) -> None:
+        """Unpin. The memory goes back with the last view of it. Idempotent."""
+        if self._pinned is not None:
+            _cuda_check(torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr()))
+            self._pinned = None
+
+
+def _cuda_check(status: int) -> None:
+    if int(status) != 0:
+        raise RuntimeError(f"pinning host memory failed with CUDA error {int(status)}")

@@ -1,0 +1,1 @@
+"""The remote tier: blocks in a Redis or Valkey server that replicas share."""

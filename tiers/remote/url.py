@@ -1,0 +1,181 @@
+"""RedisUrl: where a Redis or Valkey server is, as a value that never shows its password."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from pydantic import (
+    PlainSerializer,
+    PlainValidator,
+    SecretStr,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from spec.fields import mask_secrets
+
+WHAT_WORKS = "redis://[user:password@]host[:port][/db] or unix://[user:password@]/path[?db=n]"
+DEFAULT_PORT = 6379
+_ESCAPE = "write / ? # and @ in a user name or password as %2F %3F %23 and %40"
+
+
+@dataclass(frozen=True)
+class RedisUrl:
+    """One server: TCP (`host` and `port`) or a unix socket (`path`, and no host).
+
+    str, repr and JSON show *** for the password; it is never part of an error message.
+    """
+
+    host: str | None
+    port: int
+    path: str | None
+    db: int
+    username: str | None
+    password: SecretStr | None
+
+    def __str__(self) -> str:
+        user = self.username or ""
+        who = f"{user}:***@" if self.password else f"{user}@" if user else ""
+        if self.path is not None:
+            return f"unix://{who}{self.path}?db={self.db}"
+        host = f"[{self.host}]" if ":" in (self.host or "") else self.host
+        return f"redis://{who}{host}:{self.port}/{self.db}"
+
+    def __repr__(self) -> str:
+        return f"RedisUrl({str(self)!r})"
+
+
+def parse_url(value: object) -> RedisUrl:
+    """Read a redis:// or unix:// URL. Raises ValueError, whose message shows no password."""
+    if not isinstance(value, str):
+        raise ValueError(f"not a URL; write it like {WHAT_WORKS}")
+    scheme, separator, _ = value.partition("://")
+    if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
+        raise ValueError(f"not a URL; write it like {WHAT_WORKS}")
+    later = _not_yet(scheme)
+    if later:
+        raise ValueError(f"{scheme}:// ({later}) is not supported yet; what works is {WHAT_WORKS}")
+    if scheme not in ("redis", "unix"):
+        raise ValueError(f"unknown scheme {scheme}://; what works is {WHAT_WORKS}")
+    parts = _split(value)
+    username, password = _userinfo(parts)
+    host, port, path, db = _socket(parts) if scheme == "unix" else _endpoint(parts)
+    return RedisUrl(host, port, path, db, username, password)
+
+
+def _not_yet(scheme: str) -> str | None:
+    words = {"sentinel": "Sentinel", "cluster": "Cluster", "rediss": "TLS", "valkeys": "TLS"}
+    return next((what for word, what in words.items() if word in scheme), None)
+
+
+def _split(value: str) -> SplitResult:
+    # urlsplit quotes what it can't read, and that may be a piece of a password: say it ourselves.
+    try:
+        parts = urlsplit(value)
+    except ValueError:
+        raise ValueError(f"not a URL; write it like {WHAT_WORKS}") from None
+    if parts.fragment or "@" in parts.path or "@" in parts.query:
+        raise ValueError(_ESCAPE)
+    return parts
+
+
+def _userinfo(parts: SplitResult) -> tuple[str | None, SecretStr | None]:
+    userinfo, at, _ = parts.netloc.rpartition("@")
+    if not at:
+        return None, None
+    username, colon, password = userinfo.partition(":")
+    if "@" in userinfo:
+        raise ValueError(_ESCAPE)
+    if password == "***":
+        raise ValueError("the password is masked (***); write the password itself")
+    if not colon:
+        raise ValueError("no password after the user name; write user:password@ or :password@")
+    return unquote(username) or None, SecretStr(unquote(password)) if password else None
+
+
+def _endpoint(parts: SplitResult) -> tuple[str, int, None, int]:
+    if "," in parts.netloc.rpartition("@")[2]:
+        raise ValueError(f"several hosts are not supported yet; what works is {WHAT_WORKS}")
+    try:
+        port = parts.port
+    except ValueError:
+        raise ValueError("the port is not a number from 1 to 65535") from None
+    if port == 0:
+        raise ValueError("the port is not a number from 1 to 65535")
+    db = _query(parts)
+    if parts.path not in ("", "/"):
+        if db is not None:
+            raise ValueError("the db is given twice; write it after the host, like /0")
+        db = _db(parts.path[1:])
+    return _host(parts.hostname), port or DEFAULT_PORT, None, db or 0
+
+
+def _host(host: str | None) -> str:
+    if not host:
+        raise ValueError(f"no host; write it like {WHAT_WORKS}")
+    try:
+        host.encode("idna")  # what a connection would do, and fail at, later
+    except UnicodeError:
+        raise ValueError("not a host name") from None
+    if not host.isprintable() or any(char in " \\\"'<>" for char in host):
+        raise ValueError("not a host name")
+    return host
+
+
+def _socket(parts: SplitResult) -> tuple[None, int, str, int]:
+    if parts.netloc.rpartition("@")[2]:
+        raise ValueError("a unix socket needs an absolute path; write it like unix:///path")
+    path = unquote(parts.path)
+    if not path.strip("/") or "\0" in path:
+        raise ValueError("no path; write it like unix:///path")
+    return None, 0, path, _query(parts) or 0
+
+
+def _query(parts: SplitResult) -> int | None:
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    unknown = sorted({name for name, _ in query} - {"db"})
+    if any("pass" in name or "user" in name for name in unknown):
+        raise ValueError("write the user and password before the host, like user:password@")
+    if unknown:
+        raise ValueError(f"unknown URL parameter {unknown[0]!r}; only db is known")
+    return _db(query[-1][1]) if query else None
+
+
+def _db(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 5):
+        raise ValueError("the db is not a number, like 0")
+    return int(text)
+
+
+def _validate(value: object) -> RedisUrl:
+    if isinstance(value, RedisUrl):
+        return value
+    try:
+        return parse_url(value)
+    except ValueError as error:
+        reason = str(error)
+    # pydantic quotes the value it was given in its errors: give it a masked one.
+    shown = mask_secrets(value) if isinstance(value, str) else f"a {type(value).__name__}"
+    problem = PydanticCustomError("value_error", "Value error, {reason}", {"reason": reason})
+    raise ValidationError.from_exception_data(
+        "RedisUrl", [InitErrorDetails(type=problem, loc=(), input=shown)]
+    )
+
+
+RedisUrlField = Annotated[
+    RedisUrl,
+    PlainValidator(_validate),
+    PlainSerializer(str),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": "^(redis|unix)://",
+            "examples": ["redis://cache.internal:6379/0", "unix:///run/valkey.sock?db=0"],
+        }
+    ),
+]
+"""A RedisUrl in a spec, written as a string."""

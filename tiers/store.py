@@ -1,0 +1,96 @@
+"""TierStore: the seam that a disk, a Redis or a plugin's tier implements.
+
+A store keeps opaque blocks under opaque keys. Its verbs are blocking, batch-first and
+thread-safe: several threads (and, for a shared tier, several processes) call them at once.
+Memory always belongs to the caller, who keeps it valid and unmoved until the call returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+
+class Block(NamedTuple):
+    """One block's key and bytes.
+
+    `payload` is a writable, contiguous, flat view of unsigned bytes (format "B") of the length
+    the store was opened with; its address is aligned to 4096 bytes when it lies in the host pool.
+    The caller owns it: a store never keeps it after the call.
+    """
+
+    key: bytes
+    payload: memoryview
+
+
+class TierStore(Protocol):
+    """Where blocks are kept. Every verb may raise a `TierError`; the guard makes that a miss."""
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Say for each key whether the store holds its block now."""
+        ...
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        """Store blocks; True for each that the store holds afterwards.
+
+        A key that is already held counts as True and may be skipped. False means that this one
+        block was not stored (no room, say); the others still are.
+        """
+        ...
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        """Fill each block's payload; True for each that now holds, verified, what was put.
+
+        False is a miss: absent, corrupt, or another's record. The payload's content is then
+        undefined and must not be used.
+        """
+        ...
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget these keys; unknown ones are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Release every resource. Idempotent; no other verb is called afterwards."""
+        ...
+
+
+@runtime_checkable
+class LocalIndex(Protocol):
+    """Capability: presence is answered from this host's memory, without I/O.
+
+    `peek` is `has` for the engine's scheduler thread: microseconds, never a wait on a lock that
+    is held during I/O. A store without it is asked in the background.
+    """
+
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        """Say for each key whether the store holds its block now."""
+        ...
+
+
+@runtime_checkable
+class Touch(Protocol):
+    """Capability: recency can be refreshed without a load."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count these keys as used now. Cheap and without I/O; it may take effect later."""
+        ...
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a store holds: `used` and `capacity` in bytes (capacity None: not bounded by us)."""
+
+    blocks: int
+    used: int
+    capacity: int | None
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """Capability: the store knows what it holds."""
+
+    def usage(self) -> Usage:
+        """Count what is held now."""
+        ...
