@@ -1,0 +1,83 @@
+"""What the disk tests share: opening, filling, and a full check of the books against the disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from spec.offloading import StoreSite
+from tiers.disk.index import Slot
+from tiers.disk.slab import slot_bytes
+from tiers.disk.spec import DiskSpec
+from tiers.disk.store import DiskStore
+from tiers.testing import Memory
+
+PAYLOAD = 60_000
+SLOT = slot_bytes(PAYLOAD)
+
+
+def open_disk(path: Path, slots: int = 8, payload: int = PAYLOAD) -> DiskStore:
+    """A store with room for so many slots of `PAYLOAD`."""
+    return DiskSpec(path=path, capacity=slots * SLOT).open(StoreSite(payload))
+
+
+def key(number: int) -> bytes:
+    return f"namespace-16-byt{number:08d}".encode()
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+def put(store: DiskStore, wanted: Sequence[bytes], payload: int = PAYLOAD) -> list[bool]:
+    return store.put(Memory(wanted, payload).fill().blocks)
+
+
+def get(store: DiskStore, wanted: Sequence[bytes], payload: int = PAYLOAD) -> list[bool]:
+    """Load; every hit is checked byte for byte."""
+    memory = Memory(wanted, payload)
+    hits = store.get(memory.blocks)
+    assert all(memory.holds(i) for i, hit in enumerate(hits) if hit), "a wrong block was served"
+    return hits
+
+
+def slab_path(path: Path, payload: int = PAYLOAD) -> Path:
+    return path / f"slab-{slot_bytes(payload)}.dat"
+
+
+def allocated(path: Path) -> int:
+    """Disk space behind the slab files in bytes, but for what the file system's own lists take."""
+    found = [file.stat() for file in path.glob("slab-*.dat")]
+    return sum(max(0, stat.st_blocks * 512 - 8192) for stat in found)
+
+
+def audit(store: DiskStore) -> None:
+    """Every slot is in exactly one state, every row has its counterpart, and the sums agree."""
+    vault = store._vault
+    with vault.index.edit(b"auditor of slots") as edit:
+        blocks = edit._txn.cursor(edit._tables["blocks"]).iternext(values=False)
+        entries = {block: edit.entry(block) for block in list(blocks)}
+        live = [entry.slot for entry in entries.values() if entry is not None]
+        reserved, free = list(edit.reservations()), edit.free()
+        every = [Slot(size, n) for size, count in edit.lengths().items() for n in range(count)]
+        assert Counter(live + reserved + free) == Counter(every)
+        recency = edit._txn.cursor(edit._tables["recency"])
+        stamps = {block: int.from_bytes(stamp, "big") for stamp, block in recency}
+        assert stamps == {block: entry.stamp for block, entry in entries.items() if entry}
+        assert edit.used == sum(slot.size for slot in live + reserved) <= edit.capacity
+        assert allocated(vault.path) <= edit.used
+
+
+def run_child(*args: object) -> subprocess.Popen[str]:
+    """Start `disk_child.py` in a process of its own."""
+    child = Path(__file__).with_name("disk_child.py")
+    return subprocess.Popen(
+        [sys.executable, str(child), *map(str, args)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        text=True,
+    )

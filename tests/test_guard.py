@@ -1,0 +1,300 @@
+"""The guard: whatever a store does, the caller sees hits and misses; a failing one gets a rest."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+from servers import RedisServer
+
+from spec.offloading import StoreSite
+from tiers.errors import RecordError, TierFull, TierUnavailable, TierUnusable
+from tiers.guard import Guarded, guard
+from tiers.remote.spec import RedisSpec
+from tiers.store import Block, LocalIndex, Measured, TierStore, Touch, Usage
+from tiers.testing import Memory, make_key
+
+KEY = make_key()
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Store:
+    """Holds every key, or raises `error` when one is set; remembers which verbs were asked."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.asked: list[str] = []
+
+    def _answer(self, verb: str, count: int) -> list[bool]:
+        self.asked.append(verb)
+        if self.error is not None:
+            raise self.error
+        return [True] * count
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._answer("has", len(keys))
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        return self._answer("put", len(blocks))
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        return self._answer("get", len(blocks))
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        self._answer("drop", 0)
+
+    def close(self) -> None:
+        self._answer("close", 0)
+
+
+class Peeking(Store):
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._answer("peek", len(keys))
+
+
+class Touching(Store):
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._answer("touch", 0)
+
+
+class Measuring(Store):
+    def usage(self) -> Usage:
+        self._answer("usage", 0)
+        return Usage(blocks=3, used=30, capacity=300)
+
+
+class Everything(Peeking, Touching, Measuring):
+    pass
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def ask_all(guarded: Guarded) -> None:
+    """Ask every verb of a store that fails: each must be a miss and none may raise."""
+    blocks = Memory([KEY, KEY], 8).blocks
+    assert guarded.has([KEY, KEY]) == [False, False]
+    assert guarded.put(blocks) == [False, False]
+    assert guarded.get(blocks) == [False, False]
+    guarded.drop([KEY])
+    if isinstance(guarded, LocalIndex):
+        assert guarded.peek([KEY, KEY]) == [False, False]
+    if isinstance(guarded, Touch):
+        guarded.touch([KEY])
+    if isinstance(guarded, Measured):
+        assert guarded.usage().blocks == 0
+
+
+def test_what_works_goes_through_unchanged() -> None:
+    store = Everything()
+    guarded = guard(store, "t")
+    assert guarded.has([KEY, KEY]) == [True, True]
+    assert guarded.get(Memory([KEY], 8).blocks) == [True]
+    assert isinstance(guarded, LocalIndex) and guarded.peek([KEY]) == [True]
+    assert isinstance(guarded, Measured) and guarded.usage() == Usage(3, 30, 300)
+    assert guarded.is_up
+    assert guarded.failures.total == 0
+
+
+@pytest.mark.parametrize("store", [Store, Peeking, Touching, Measuring, Everything])
+def test_a_guarded_store_has_just_the_capabilities_of_the_store(store: type[Store]) -> None:
+    plain: TierStore = store()
+    guarded: TierStore = guard(plain, "t")
+    for capability in (LocalIndex, Touch, Measured):
+        assert isinstance(guarded, capability) == isinstance(plain, capability)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TierUnavailable("gone"), TierUnusable("never"), OSError(5, "I/O"), ZeroDivisionError(), ""],
+)
+def test_any_failure_is_a_miss_and_opens_the_breaker(error: Exception | str, clock: Clock) -> None:
+    store = Everything()
+    store.error = error if isinstance(error, Exception) else UnicodeDecodeError("x", b"", 0, 1, "")
+    guarded = guard(store, "t", clock=clock)
+    ask_all(guarded)
+    assert store.asked == ["has"]  # nothing more was asked of a tier that is down
+    assert not guarded.is_up
+    assert guarded.failures.by_kind() == {type(store.error).__name__: 1}
+
+
+@pytest.mark.parametrize("error", [TierFull("full"), RecordError("bad")])
+def test_a_full_tier_or_a_bad_record_is_a_miss_and_no_more(error: Exception) -> None:
+    store = Everything()
+    store.error = error
+    guarded = guard(store, "t")
+    ask_all(guarded)
+    assert len(store.asked) == 7
+    assert guarded.is_up
+    assert guarded.failures.by_kind() == {type(error).__name__: 7}
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(1)])
+def test_a_request_to_stop_is_no_failure(stop: BaseException) -> None:
+    store = Store()
+    store.error = stop
+    with pytest.raises(type(stop)):
+        guard(store, "t").has([KEY])
+
+
+def test_a_store_that_answers_too_little_is_a_miss() -> None:
+    class Short(Peeking):
+        def _answer(self, verb: str, count: int) -> list[bool]:
+            return [True]
+
+    for verb in ("has", "peek"):
+        guarded = guard(Short(), "t")
+        assert getattr(guarded, verb)([KEY, KEY]) == [False, False]
+        assert guarded.failures.by_kind() == {"TierError": 1}
+
+
+def test_trials_get_rarer_until_one_succeeds(clock: Clock) -> None:
+    store = Store()
+    store.error = TierUnavailable("gone")
+    guarded = guard(store, "t", clock=clock)
+    guarded.has([KEY])
+    for wait in (1, 2, 4, 8, 16, 30, 30):
+        asked = len(store.asked)
+        clock.now += wait - 0.01
+        guarded.has([KEY])
+        assert len(store.asked) == asked
+        clock.now += 0.01
+        guarded.has([KEY])
+        guarded.has([KEY])  # one trial at a time
+        assert len(store.asked) == asked + 1
+    store.error = None
+    clock.now += 30
+    assert guarded.has([KEY]) == [True]
+    assert guarded.is_up
+    store.error = TierUnavailable("gone again")
+    guarded.has([KEY])
+    store.error = None
+    clock.now += 1  # the wait begins at its first length again
+    assert guarded.has([KEY]) == [True]
+
+
+def test_a_look_is_no_trial_and_never_ends_the_rest(clock: Clock) -> None:
+    store = Everything()
+    guarded = guard(store, "t", clock=clock)
+    assert isinstance(guarded, LocalIndex)
+    store.error = TierUnavailable("gone")
+    guarded.has([KEY])
+    store.error = None
+    assert guarded.peek([KEY]) == [False]
+    clock.now += 1
+    assert guarded.peek([KEY]) == [True]  # so that a load may try the tier
+    assert not guarded.is_up
+    assert guarded.get(Memory([KEY], 8).blocks) == [True]
+    assert guarded.is_up
+
+
+def test_a_call_from_before_the_failure_decides_nothing(clock: Clock) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(Store):
+        def get(self, blocks: Sequence[Block]) -> list[bool]:
+            entered.set()
+            assert go_on.wait(20)
+            return [True] * len(blocks)
+
+    store = Slow()
+    guarded = guard(store, "t", clock=clock)
+    hits: list[bool] = []
+    thread = threading.Thread(target=lambda: hits.extend(guarded.get(Memory([KEY], 8).blocks)))
+    thread.start()
+    assert entered.wait(20)
+    store.error = TierUnavailable("gone")
+    guarded.has([KEY])
+    go_on.set()
+    thread.join()
+    assert hits == [True]
+    assert not guarded.is_up
+
+
+def test_each_change_of_state_is_logged_once(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    store = Store()
+    guarded = guard(store, "nearby", clock=clock)
+    for _ in range(2):
+        store.error = TierUnavailable("no route")
+        for _ in range(5):
+            guarded.has([KEY])
+            clock.now += 10
+        store.error = None
+        clock.now += 30
+        guarded.has([KEY])
+        guarded.has([KEY])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 4
+    assert "nearby is down" in said[0] and "no route" in said[0]
+    assert "nearby is up again" in said[1]
+
+
+def test_close_reaches_a_store_that_is_down_and_only_once() -> None:
+    store = Store()
+    store.error = OSError("bad")
+    guarded = guard(store, "t")
+    guarded.has([KEY])
+    guarded.close()
+    guarded.close()
+    assert store.asked == ["has", "close"]
+
+
+def test_failures_of_many_threads_are_all_counted(clock: Clock) -> None:
+    store = Store()
+    store.error = TierFull("full")
+    guarded = guard(store, "t", clock=clock)
+
+    def ask() -> None:
+        for _ in range(500):
+            guarded.has([KEY])
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert guarded.failures.by_kind() == {"TierFull": 4000}
+
+
+@pytest.fixture
+def guarded_redis(server: RedisServer, clock: Clock) -> Iterator[Guarded]:
+    spec = RedisSpec.model_validate({"url": server.url, "timeout": "300ms"})
+    guarded = guard(spec.open(StoreSite(payload_bytes=4096)), "redis", clock=clock)
+    yield guarded
+    guarded.close()
+
+
+@pytest.mark.parametrize("fault", ["kill", "hang"])
+def test_a_real_server_goes_and_comes_back(
+    server: RedisServer, guarded_redis: Guarded, clock: Clock, fault: str
+) -> None:
+    memory = Memory([make_key(), make_key()], 4096).fill()
+    assert guarded_redis.put(memory.blocks) == [True, True]
+    getattr(server, fault)()
+    for _ in range(200):  # one of these waits for the server, not two hundred
+        assert guarded_redis.get(memory.blocks) == [False, False]
+    assert not guarded_redis.is_up
+    assert guarded_redis.failures.by_kind() == {"TierUnavailable": 1}
+    server.start() if fault == "kill" else server.resume()
+    assert guarded_redis.put(memory.fill().blocks) == [False, False]
+    clock.now += 1
+    assert guarded_redis.put(memory.blocks) == [True, True]
+    assert guarded_redis.get(memory.blocks) == [True, True]
+    assert memory.holds(0) and memory.holds(1)
+    assert guarded_redis.is_up

@@ -1,0 +1,44 @@
+"""What LMDB and the operating system raise, translated once."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+
+from tiers.errors import TierFull, TierUnavailable
+
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""The error numbers that mean that a file can't grow."""
+
+_FULL = (lmdb.MapFullError, lmdb.DiskError)
+_DAMAGE = (
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.VersionMismatchError,
+)
+
+
+class Damaged(TierUnavailable):
+    """The folder's content can't be right; nothing but a wipe repairs it."""
+
+
+@contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Raise vendor errors of the body as TierFull, TierUnavailable or Damaged of this path."""
+    try:
+        yield
+    except _FULL as error:
+        raise TierFull(f"{path}: no space for the index: {error}") from error
+    except _DAMAGE as error:
+        raise Damaged(f"{path}: the index is damaged: {error}") from error
+    except lmdb.Error as error:
+        raise TierUnavailable(f"{path}: {error}") from error
+    except OSError as error:
+        kind = TierFull if error.errno in NO_SPACE else TierUnavailable
+        raise kind(f"{path}: {error.strerror or error}") from error

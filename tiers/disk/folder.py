@@ -1,0 +1,145 @@
+"""The tier's folder: what it must be, what lies in it, and the lock held while it is opened.
+
+PATH/                 0700 when we make it, everything in it 0600
+  index.mdb           LMDB: which key is in which slot
+  index.mdb-lock
+  slab-<bytes>.dat    slots of that many bytes
+  owners/             one locked file per process that has the tier open
+  lock                held while a process opens the tier
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tiers.disk.slab import punch
+from tiers.errors import TierUnusable
+
+_LOCK_WAIT_S = 10.0
+_LOCK_POLL_S = 0.02
+
+logger = logging.getLogger(__name__)
+
+
+class Folder:
+    """Names and state of one tier's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.index = path / "index.mdb"
+        self.owners = path / "owners"
+        self._lock = path / "lock"
+
+    def prepare(self) -> None:
+        """Make the folder, or check the one that is there. Raises TierUnusable."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not os.path.lexists(self.path):
+                self.path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise TierUnusable(
+                f"{self.path}: the folder can't be made: {error.strerror}; "
+                "name a folder on a writable file system"
+            ) from error
+        self._check()
+        try:
+            self.owners.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _check(self) -> None:
+        try:
+            found = self.path.lstat()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if stat.S_ISLNK(found.st_mode):
+            raise TierUnusable(f"{self.path} is a symbolic link; name the folder it points to")
+        if not stat.S_ISDIR(found.st_mode):
+            raise TierUnusable(f"{self.path} is a file; name a folder, or move the file away")
+        if found.st_uid != os.geteuid():
+            raise TierUnusable(
+                f"{self.path} belongs to user {found.st_uid}, this process runs as "
+                f"{os.geteuid()}; give the folder to that user, or name another"
+            )
+        if found.st_mode & 0o022:
+            raise TierUnusable(
+                f"{self.path} has mode {found.st_mode & 0o7777:04o}, so others can write to it; "
+                "chmod it to 0700, or name a folder of the tier's own"
+            )
+        self._check_files()
+
+    def _check_files(self) -> None:
+        # A link planted in the folder would have us write where it points.
+        for file in self._files():
+            found = file.lstat()
+            if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid():
+                raise TierUnusable(
+                    f"{file} is a symbolic link or belongs to another user; remove it"
+                )
+
+    def _files(self) -> list[Path]:
+        fixed = (self.index, Path(f"{self.index}-lock"), self.owners, self._lock)
+        return [f for f in (*fixed, *self.path.glob("slab-*.dat")) if os.path.lexists(f)]
+
+    def _unwritable(self, error: OSError) -> TierUnusable:
+        return TierUnusable(
+            f"{self.path} can't be written: {error.strerror}; "
+            "make it writable for this user, or name another folder"
+        )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder's lock: one process at a time looks at the owners, wipes and repairs.
+
+        Raises TierUnusable when the lock can't be had in time, or when the file system lacks
+        what the tier needs.
+        """
+        try:
+            lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            self._require_holes(lock)
+            self._acquire(lock)
+            yield
+        finally:
+            os.close(lock)
+
+    def _require_holes(self, lock: int) -> None:
+        try:
+            punch(lock, 0, 4096)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise self._unwritable(error) from error
+            raise TierUnusable(
+                f"{self.path} is on a file system that can't punch holes, so the space of "
+                "evicted blocks could not be given back; use ext4, XFS, Btrfs or tmpfs"
+            ) from error
+
+    def _acquire(self, lock: int) -> None:
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise TierUnusable(
+                        f"{self.path}: another process has been opening the tier for "
+                        f"{_LOCK_WAIT_S:.0f} s; end it (fuser {self._lock} names it)"
+                    ) from error
+            time.sleep(_LOCK_POLL_S)
+
+    def wipe(self, why: str) -> None:
+        """Remove index and slabs; only under the lock, and only when no process has them open."""
+        logger.warning("disk tier %s starts empty: %s", self.path, why)
+        for file in self._files():
+            if file not in (self.owners, self._lock):
+                file.unlink(missing_ok=True)

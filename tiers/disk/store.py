@@ -1,0 +1,205 @@
+"""The disk tier as a store: the verbs, and the blocks' way between caller's memory and slabs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from spec.fields import format_size
+from spec.offloading import StoreSite
+from tiers.block import HEADER_BYTES, expect, pack_header, parse_header, verify
+from tiers.disk.failures import translated
+from tiers.disk.index import Entry, Slot
+from tiers.disk.slab import slot_bytes
+from tiers.disk.vault import THREADS, Vault, require_own, vaults
+from tiers.errors import RecordError, TierError, TierFull, TierUnusable
+from tiers.store import Block, Usage
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
+
+
+class _Load(NamedTuple):
+    """A block to fill: its place in the batch, and where it lies."""
+
+    place: int
+    block: Block
+    entry: Entry
+
+
+class DiskStore:
+    """A TierStore in a folder, with LocalIndex, Touch and Measured.
+
+    Stores of one process on one folder share what is open (see `vault`); processes share the
+    index. The capacity bounds the disk space of all slots, live and being written; the last
+    store opened on a folder sets it. Blocks of any payload length share the folder.
+
+    A block is written by two transactions: the first reserves its slot, and drops whatever was
+    there; the second, after the write, gives the key to the slot. Loads take no lock: a record
+    that is not the one the index named, for whatever reason, is a miss.
+    """
+
+    def __init__(self, path: Path, capacity: int, site: StoreSite) -> None:
+        """Open the folder. Raises TierUnusable."""
+        size = slot_bytes(site.payload_bytes)
+        if capacity < size * site.shares:
+            raise TierUnusable(
+                f"{path}: capacity {format_size(capacity)} is less than one block of each of "
+                f"{site.shares} process(es); set at least {size * site.shares}B"
+            )
+        self._vault = vaults.acquire(path, capacity)
+        self._closed = False
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Say which blocks are live: microseconds, from the index's mapped memory."""
+        with self._vault.in_use() as vault:
+            return vault.index.has(keys)
+
+    peek = has
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count blocks as used now, the first of them most. Reaches the index with the next put,
+        or at close; recency alone is lost if the process is killed before."""
+        require_own(self._vault)
+        self._vault.note(keys)
+
+    def usage(self) -> Usage:
+        """Count live blocks, and the bytes of live and reserved slots, over all processes."""
+        with self._vault.in_use() as vault:
+            return vault.index.usage()
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget blocks and give their disk space back."""
+        with self._vault.in_use() as vault:
+            vault.drop(keys)
+
+    def close(self) -> None:
+        """Let go of the folder; the process's last store on it syncs the index. Idempotent.
+
+        In a forked child it does nothing: the parent's files and locks stay the parent's.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            require_own(self._vault)
+        except TierUnusable:
+            return
+        vaults.release(self._vault)
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        """Store blocks. Raises TierFull or TierUnavailable only if none of them is held then."""
+        batch: dict[bytes, Block] = {}
+        for block in blocks:
+            batch.setdefault(block.key, block)
+        with self._vault.in_use() as vault:
+            if all(vault.index.has(list(batch))):
+                vault.note(list(batch))
+                return [True] * len(blocks)
+            held = self._store(vault, batch)
+        return [block.key in held for block in blocks]
+
+    def _store(self, vault: Vault, batch: dict[bytes, Block]) -> set[bytes]:
+        sizes = {key: slot_bytes(len(block.payload)) for key, block in batch.items()}
+        held, slots = vault.reserve(sizes)
+        outcomes: list[Entry | OSError] = []
+        try:
+            jobs = [(batch[key], slot) for key, slot in slots.items()]
+            outcomes = self._spread(lambda job: _write(vault, *job), jobs)
+        finally:
+            # Whatever happened, each reserved slot ends as a block or as free space.
+            done = zip(slots, outcomes, strict=False)
+            written = {key: entry for key, entry in done if isinstance(entry, Entry)}
+            held |= vault.settle(list(batch), slots, written)
+        failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
+        if failed:
+            logger.warning("disk tier %s: %d writes failed: %s", vault.path, len(failed), failed[0])
+        if not held:
+            raise failed[0] if failed else TierFull(f"{vault.path}: no slot could be freed")
+        return held
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        """Load blocks. Raises TierUnavailable if every block that the index has fails to read."""
+        with self._vault.in_use() as vault:
+            entries = vault.index.find([block.key for block in blocks])
+            jobs = [
+                _Load(place, block, entry)
+                for place, (block, entry) in enumerate(zip(blocks, entries, strict=True))
+                if entry is not None and entry.payload_bytes == len(block.payload)
+            ]
+            outcomes = self._spread(lambda job: _read(vault, job), jobs)
+            self._report_failures(vault, outcomes)
+            self._drop_damaged(vault, jobs, outcomes)
+            done = zip(jobs, outcomes, strict=True)
+            loaded = {job.place for job, outcome in done if outcome is None}
+            vault.note([block.key for place, block in enumerate(blocks) if place in loaded])
+        return [place in loaded for place in range(len(blocks))]
+
+    def _report_failures(self, vault: Vault, outcomes: Sequence[object]) -> None:
+        failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
+        if failed and len(failed) == len(outcomes):
+            raise failed[0]
+        if failed:
+            logger.warning("disk tier %s: %d reads failed: %s", vault.path, len(failed), failed[0])
+
+    def _drop_damaged(
+        self, vault: Vault, jobs: Sequence[_Load], outcomes: Sequence[object]
+    ) -> None:
+        # A slot that was evicted and written again while we read looks damaged, but then its
+        # entry has changed too. The other loads are good even if the index takes no edit now.
+        done = zip(jobs, outcomes, strict=True)
+        damaged = {job.block.key: job.entry for job, o in done if isinstance(o, RecordError)}
+        if not damaged:
+            return
+        try:
+            with translated(vault.path):
+                dropped = vault.forget(damaged)
+        except TierError as error:
+            logger.warning("disk tier %s: damaged blocks stay: %s", vault.path, error)
+        else:
+            if dropped:
+                logger.warning("disk tier %s: dropped %d damaged blocks", vault.path, dropped)
+
+    def _spread(self, job: Callable[[Item], Outcome], items: Sequence[Item]) -> list[Outcome]:
+        """Run a job on each item over the I/O threads; outcomes in order, after all have ended."""
+        lanes = min(THREADS, len(items))
+        if lanes <= 1:
+            return [job(item) for item in items]
+
+        def run(lane: int) -> list[Outcome]:
+            return [job(item) for item in items[lane::lanes]]
+
+        futures = [self._vault.threads.submit(run, lane) for lane in range(lanes)]
+        wait(futures)
+        columns = [future.result() for future in futures]
+        return [columns[i % lanes][i // lanes] for i in range(len(items))]
+
+
+def _write(vault: Vault, block: Block, slot: Slot) -> Entry | OSError:
+    header = pack_header(block.key, len(block.payload), block.payload)
+    try:
+        vault.slabs[slot.size].write(slot.number, header, block.payload)
+    except OSError as error:
+        return error
+    return Entry(slot, len(block.payload), parse_header(header).checksum, 0)
+
+
+def _read(vault: Vault, job: _Load) -> RecordError | OSError | None:
+    """Fill the block's payload from its slot; what was wrong, if anything."""
+    (_, block, entry), header = job, bytearray(HEADER_BYTES)
+    try:
+        read = vault.slabs[entry.slot.size].read(entry.slot.number, header, block.payload)
+        if read < HEADER_BYTES + len(block.payload):
+            raise RecordError("the slab file ends inside the record")
+        record = expect(header, block.key, len(block.payload))
+        if record.checksum != entry.checksum:
+            raise RecordError("the record is another than the index names")
+        verify(record, block.payload)
+    except (RecordError, OSError) as error:
+        return error
+    return None
