@@ -1,0 +1,61 @@
+"""Gather and scatter between paged KV and host slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tiers.gpu.copier import open_copier
+from tiers.pool import SlotMemory
+
+BLOCKS = 12
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ),
+]
+
+
+def paged(device: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "a": torch.randint(0, 255, (BLOCKS, 2, 24), dtype=torch.uint8).to(device),
+        "b": torch.randn(2, BLOCKS, 8, dtype=torch.bfloat16).to(device),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [5, 1, 0, 6], [2]])
+def test_what_was_gathered_is_scattered_back(device: str, slots: list[int]) -> None:
+    kv = paged(device)
+    copier = open_copier(kv, BLOCKS)
+    memory = SlotMemory(8, copier.payload_bytes, copier.pin)
+    blocks = [7, 3, 11, 0][: len(slots)]
+    before = {name: cache.clone() for name, cache in kv.items()}
+    copier.gather(blocks, memory.rows, slots).wait()
+    targets = [1, 2, 4, 5][: len(slots)]
+    copier.scatter(memory.rows, slots, targets, copier.fence())
+    for source, target in zip(blocks, targets, strict=True):
+        assert torch.equal(kv["a"][target], before["a"][source])
+        assert torch.equal(kv["b"][:, target], before["b"][:, source])
+    untouched = [b for b in range(BLOCKS) if b not in targets]
+    assert torch.equal(kv["a"][untouched], before["a"][untouched])
+    copier.close()
+    memory.close()
+
+
+def test_slots_beside_the_gathered_ones_keep_their_bytes() -> None:
+    kv = paged("cpu")
+    copier = open_copier(kv, BLOCKS)
+    memory = SlotMemory(4, copier.payload_bytes, pin=False)
+    memory.rows.fill_(9)
+    copier.gather([3], memory.rows, [2]).wait()
+    assert (memory.rows[[0, 1, 3]] == 9).all()
+    assert bytes(memory.payload(2)) == bytes(memory.rows[2, : copier.payload_bytes].tolist())
+
+
+def test_a_device_we_do_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="meta"):
+        open_copier({"a": torch.zeros(4, 2, device="meta")}, 4)

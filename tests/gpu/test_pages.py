@@ -1,0 +1,115 @@
+"""Byte views of paged KV: every byte of a block, once, in any layout an engine registers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tiers.gpu.pages import block_pages, layout_digest
+
+BLOCKS = 6
+
+
+def fused_heads_first() -> torch.Tensor:
+    return torch.zeros(BLOCKS, 3, 4, 10, dtype=torch.bfloat16)
+
+
+def kv_before_blocks() -> torch.Tensor:
+    return torch.zeros(2, BLOCKS, 4, 3, 5, dtype=torch.float16)
+
+
+def kv_after_blocks() -> torch.Tensor:
+    return torch.zeros(BLOCKS, 2, 4, 3, 5)
+
+
+def tokens_before_heads_in_memory() -> torch.Tensor:
+    return torch.zeros(BLOCKS, 4, 3, 10).permute(0, 2, 1, 3)
+
+
+def kernel_blocks_of_half_size() -> torch.Tensor:
+    return torch.zeros(BLOCKS * 2, 3, 2, 10)
+
+
+def padded_pages() -> torch.Tensor:
+    return torch.zeros(BLOCKS, 64)[:, :40].view(BLOCKS, 4, 10)
+
+
+LAYOUTS = [
+    fused_heads_first,
+    kv_before_blocks,
+    kv_after_blocks,
+    tokens_before_heads_in_memory,
+    kernel_blocks_of_half_size,
+    padded_pages,
+]
+
+
+def block_of(cache: torch.Tensor, block: int) -> torch.Tensor:
+    """One block's elements, found without the code under test."""
+    if cache.shape[0] == 2:
+        return cache[:, block]
+    ratio = cache.shape[0] // BLOCKS
+    return cache[block * ratio : (block + 1) * ratio]
+
+
+@pytest.mark.parametrize("make", LAYOUTS, ids=lambda make: make.__name__)
+def test_a_row_is_all_of_its_block_and_nothing_else(make) -> None:
+    cache = make()
+    pages = block_pages({"layer": cache}, BLOCKS)
+    assert all(page.shape[0] == BLOCKS and page.dtype == torch.uint8 for page in pages)
+    for block in range(BLOCKS):
+        for page in pages:
+            page[block] = 0xAB
+        expected = torch.full_like(block_of(cache, block), 0)
+        expected = torch.full(expected.shape, 0).to(cache.dtype)
+        assert not torch.equal(block_of(cache, block), expected)
+        total = block_of(cache, block).numel() * cache.element_size()
+        assert sum(page.shape[1] for page in pages) == total
+        for other in set(range(BLOCKS)) - {block}:
+            assert not block_of(cache, other).any()
+        cache.zero_()
+
+
+def test_layers_interleaved_in_one_allocation() -> None:
+    storage = torch.arange(BLOCKS * 3 * 8, dtype=torch.int32)
+    whole = storage.view(BLOCKS, 3, 8)
+    layers = {f"layer{i}": whole[:, i] for i in range(3)}
+    pages = block_pages(layers, BLOCKS)
+    row = torch.cat([page[4] for page in pages]).view(torch.int32)
+    assert torch.equal(row, whole[4].flatten())
+
+
+def test_a_tensor_that_layers_share_counts_once() -> None:
+    cache = fused_heads_first()
+    assert len(block_pages({"a": cache, "b": cache}, BLOCKS)) == 1
+
+
+def test_a_tensor_without_blocks_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'layer7'.*\(5, 4\).*6 blocks"):
+        block_pages({"layer7": torch.zeros(5, 4)}, BLOCKS)
+
+
+def test_overlapping_elements_are_refused() -> None:
+    with pytest.raises(ValueError, match="overlap"):
+        block_pages({"layer": torch.zeros(BLOCKS, 1, 8).expand(BLOCKS, 4, 8)}, BLOCKS)
+
+
+def test_the_digest_tells_layouts_of_equal_size_apart() -> None:
+    heads_first = torch.zeros(BLOCKS, 3, 4, 10)
+    digests = {
+        layout_digest({"layer": cache}, BLOCKS)
+        for cache in (
+            heads_first,
+            tokens_before_heads_in_memory(),
+            heads_first.view(torch.int32),
+            torch.zeros(BLOCKS, 4, 3, 10),
+        )
+    }
+    assert len(digests) == 4
+    assert layout_digest({"layer": heads_first}, BLOCKS) in digests
+
+
+def test_the_digest_is_the_same_for_more_blocks() -> None:
+    assert layout_digest({"x": torch.zeros(6, 2, 4)}, 6) == layout_digest(
+        {"x": torch.zeros(60, 2, 4)}, 60
+    )

@@ -1,0 +1,236 @@
+"""What an engine and a connector say to each other.
+
+The shapes are vLLM's, written down as protocols, so that its scheduler and runner (or the replay
+engine) can pass their own objects unchanged. A connector has one role: the SCHEDULER half decides,
+the WORKER half moves bytes. `OffloadingConnectorMetadata` crosses to every worker once per step,
+`OffloadingWorkerMetadata` crosses back; both are plain dataclasses that pickle.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tiers.connector.stats import Counters, add_counters
+
+
+class Role(enum.Enum):
+    """Which half of a connector an object is."""
+
+    SCHEDULER = 0
+    WORKER = 1
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a connector must know of its engine.
+
+    `facts`: everything but layout and rank that makes KV interchangeable (see `namespace`).
+    `block_tokens`: tokens per block. `hash_tokens`: tokens per entry of `Request.block_hashes`.
+    `num_blocks`: blocks in each worker's paged KV. `rank`: of this worker, 0 in the scheduler.
+    """
+
+    facts: Mapping[str, str]
+    block_tokens: int
+    hash_tokens: int
+    num_blocks: int
+    rank: int = 0
+    world_size: int = 1
+
+
+class Request(Protocol):
+    """A request as the scheduler sees it."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Chained hashes of the full blocks of all known tokens; it only grows."""
+        ...
+
+
+class Blocks(Protocol):
+    """A request's blocks in the paged KV."""
+
+    def get_block_ids(self) -> tuple[list[int], ...]: ...
+
+
+class NewRequest(Protocol):
+    """A request in the first step that runs it."""
+
+    @property
+    def req_id(self) -> str: ...
+    @property
+    def block_ids(self) -> tuple[list[int], ...]: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+
+class CachedRequests(Protocol):
+    """Requests that ran before; parallel lists."""
+
+    @property
+    def req_ids(self) -> Sequence[str]: ...
+    @property
+    def resumed_req_ids(self) -> set[str]: ...
+    @property
+    def new_block_ids(self) -> Sequence[tuple[list[int], ...] | None]: ...
+    @property
+    def num_computed_tokens(self) -> Sequence[int]: ...
+
+
+class SchedulerOutput(Protocol):
+    """What one step will run."""
+
+    @property
+    def scheduled_new_reqs(self) -> Sequence[NewRequest]: ...
+    @property
+    def scheduled_cached_reqs(self) -> CachedRequests: ...
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]: ...
+
+
+class ConnectorOutput(Protocol):
+    """What the workers of one step sent back, aggregated over ranks."""
+
+    kv_connector_worker_meta: Any
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a worker says of itself before the first request.
+
+    `namespace`: digest under which its blocks are known. `payload_bytes`: bytes of one block.
+    """
+
+    rank: int
+    namespace: bytes
+    payload_bytes: int
+
+
+class StoreItem(NamedTuple):
+    """One block to store: its key, its slot, and the paged block to gather the slot's bytes from.
+
+    `source` is None where another connector of the chain gathers the slot, or did so earlier.
+    """
+
+    key: bytes
+    slot: int
+    source: int | None
+
+
+class LoadItem(NamedTuple):
+    """One block to load into paged block `target`; `slot` holds it, None: ask the store."""
+
+    key: bytes
+    target: int
+    slot: int | None
+
+
+@dataclass(frozen=True)
+class StoreJob:
+    """Blocks of one request on their way into a tier."""
+
+    job_id: int
+    items: list[StoreItem]
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """Blocks of one request on their way to the engine."""
+
+    job_id: int
+    request_id: str
+    items: list[LoadItem]
+
+
+@dataclass
+class OffloadingConnectorMetadata:
+    """One step's orders to the workers of one tier.
+
+    `jobs_to_flush`: store jobs whose paged blocks are about to be overwritten.
+    `idle`: the step computes nothing, so a worker may wait a moment for its transfers.
+    """
+
+    reqs_to_load: list[LoadJob] = field(default_factory=list)
+    reqs_to_store: list[StoreJob] = field(default_factory=list)
+    jobs_to_flush: list[int] = field(default_factory=list)
+    idle: bool = False
+
+
+@dataclass
+class JobResult:
+    """How a job ended: on how many ranks, and which of its items failed on any of them."""
+
+    ranks: int
+    failed: set[int]
+
+
+@dataclass
+class OffloadingWorkerMetadata:
+    """What the workers of one tier finished since the last step."""
+
+    jobs: dict[int, JobResult] = field(default_factory=dict)
+    hellos: dict[int, Hello] = field(default_factory=dict)
+    unusable: str | None = None
+    counters: Counters = field(default_factory=dict)
+
+    def aggregate(self, other: OffloadingWorkerMetadata) -> OffloadingWorkerMetadata:
+        """Fold another rank's metadata into this one, which is returned."""
+        for job_id, theirs in other.jobs.items():
+            ours = self.jobs.setdefault(job_id, JobResult(0, set()))
+            ours.ranks += theirs.ranks
+            ours.failed |= theirs.failed
+        self.hellos.update(other.hellos)
+        self.unusable = self.unusable or other.unusable
+        add_counters(self.counters, other.counters)
+        return self
+
+
+class Copy(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> None:
+        """Return when the bytes have arrived; raise what made the copy fail."""
+        ...
+
+
+class Copier(Protocol):
+    """Moves blocks between the engine's paged KV and rows of host memory (see `tiers.gpu`).
+
+    `payload_bytes`: bytes of one block over all layers. `layout`: text that differs whenever the
+    same bytes would mean something else.
+    """
+
+    @property
+    def payload_bytes(self) -> int: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def pin(self) -> bool:
+        """Whether host memory should be pinned for this device."""
+        ...
+
+    def fence(self) -> object:
+        """Mark what the engine's device has been told to do so far."""
+        ...
+
+    def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> Copy:
+        """Begin copying paged `blocks[i]` to `rows[slots[i]]`, after all work queued so far."""
+        ...
+
+    def scatter(
+        self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
+    ) -> None:
+        """Copy `rows[slots[i]]` to paged `blocks[i]` once the fence `after` has passed; blocks."""
+        ...
+
+    def close(self) -> None:
+        """Wait for copies under way and release threads and streams."""
+        ...

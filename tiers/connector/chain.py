@@ -1,0 +1,97 @@
+"""From a chain's spec to its connectors: one per tier, sharing one host pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spec.chain import ChainSpec
+from spec.fields import format_size
+from spec.offloading import HostSpec, OffloadingSpec, StoreSite, StoreSpec
+from tiers.connector.base import EngineInfo, Hello, Role
+from tiers.connector.host import HostSlots, OpenCopier, slots_within
+from tiers.connector.manager import HostManager, StoreManager, TierManager
+from tiers.connector.multi import MultiConnector
+from tiers.connector.offloading import OffloadingConnector
+from tiers.connector.scheduler import OffloadingScheduler, OpenManager
+from tiers.connector.worker import OffloadingWorker
+from tiers.errors import TierUnusable
+from tiers.guard import guard
+from tiers.pool import SlotPool
+
+DRAIN_SECONDS = 10.0
+"""How long a tier may go on storing when the engine shuts down."""
+
+
+def open_chain(
+    chain: ChainSpec, engine: EngineInfo, role: Role, open_copier: OpenCopier
+) -> MultiConnector:
+    """Make the connectors of a chain in one role. No tier is opened before the workers are known.
+
+    Host memory over all ranks: the host tiers' capacities and `chain.staging`. Each process also
+    uses a few bounce slots per store tier.
+    """
+    engine = replace(engine, facts={**engine.facts, "salt": chain.salt})
+    budget = chain.staging + sum(t.capacity for t in chain.tiers if isinstance(t, HostSpec))
+    if role is Role.SCHEDULER:
+        pool = _ChainPool(budget, engine.world_size)
+        children = [
+            OffloadingConnector(
+                tier.tier_name,
+                scheduler=OffloadingScheduler(
+                    tier.tier_name, engine, _manager_opener(tier, pool), chain.promote
+                ),
+            )
+            for tier in chain.tiers
+        ]
+        return MultiConnector(role, children)
+    host = HostSlots(engine, budget, open_copier)
+    children = [
+        OffloadingConnector(
+            tier.tier_name,
+            worker=OffloadingWorker(
+                tier.tier_name,
+                tier if isinstance(tier, StoreSpec) else None,
+                host,
+                DRAIN_SECONDS,
+            ),
+            host=host,
+        )
+        for tier in chain.tiers
+    ]
+    return MultiConnector(role, children)
+
+
+class _ChainPool:
+    """The chain's slots; made when the first tier learns how large a block is."""
+
+    def __init__(self, budget: int, world_size: int) -> None:
+        self._budget = budget
+        self._world_size = world_size
+        self._pool: SlotPool | None = None
+
+    def open(self, payload_bytes: int) -> SlotPool:
+        if self._pool is None:
+            self._pool = SlotPool(slots_within(self._budget, payload_bytes, self._world_size))
+        return self._pool
+
+
+def _manager_opener(tier: OffloadingSpec, chain_pool: _ChainPool) -> OpenManager:
+    def open_manager(hellos: Sequence[Hello]) -> tuple[TierManager, SlotPool]:
+        # Ranks whose blocks are larger have fewer slots: what fits those fits all.
+        payload = max(hello.payload_bytes for hello in hellos)
+        pool = chain_pool.open(payload)
+        if isinstance(tier, HostSpec):
+            slots = slots_within(tier.capacity, payload, len(hellos))
+            if slots == 0:
+                raise TierUnusable(
+                    f"capacity {format_size(tier.capacity)} over {len(hellos)} rank(s) is less "
+                    f"than one block of {format_size(payload)}"
+                )
+            return HostManager(tier.residency(pool, slots), pool), pool
+        if isinstance(tier, StoreSpec):
+            store = guard(tier.open(StoreSite(payload, len(hellos))), tier.tier_name)
+            return StoreManager(store, [hello.namespace for hello in hellos]), pool
+        raise TierUnusable(f"type {tier.type!r} is neither a StoreSpec nor a HostSpec")
+
+    return open_manager

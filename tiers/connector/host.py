@@ -1,0 +1,102 @@
+"""The worker's half of the host pool, shared by all tiers of a chain: one gather feeds them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from tiers.block import namespace
+from tiers.connector.base import Copier, Copy, EngineInfo, Hello, StoreItem
+from tiers.pool import SlotMemory, slot_stride
+
+OpenCopier = Callable[[Mapping[str, torch.Tensor], int], Copier]
+
+
+def slots_within(budget: int, payload_bytes: int, world_size: int) -> int:
+    """How many slots each of `world_size` ranks gets of a budget in bytes for all of them."""
+    return budget // world_size // slot_stride(payload_bytes)
+
+
+class HostSlots:
+    """One worker's slots, their copier, and what each slot holds.
+
+    Slots are handed out by the scheduler, which never gives away one that is still referenced
+    here; so a slot's entries below have one writer at a time and need no lock.
+    """
+
+    def __init__(self, engine: EngineInfo, budget: int, open_copier: OpenCopier) -> None:
+        self.engine = engine
+        self._budget = budget
+        self._open_copier = open_copier
+        self._users = 0
+        self._copier: Copier | None = None
+        self._memory: SlotMemory | None = None
+        self._holds: dict[int, bytes] = {}
+        self._gathers: dict[int, Copy] = {}
+
+    def open(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Take the engine's paged KV; the first tier of the chain to call this does the work."""
+        self._users += 1
+        if self._copier is not None:
+            return
+        self._copier = self._open_copier(kv_caches, self.engine.num_blocks)
+        num_slots = slots_within(self._budget, self.payload_bytes, self.engine.world_size)
+        self._memory = SlotMemory(num_slots, self.payload_bytes, self._copier.pin)
+
+    @property
+    def copier(self) -> Copier:
+        """The copier; only once the paged KV is registered."""
+        assert self._copier is not None, "register_kv_caches comes first"
+        return self._copier
+
+    @property
+    def memory(self) -> SlotMemory:
+        """The slots' bytes; only once the paged KV is registered."""
+        assert self._memory is not None, "register_kv_caches comes first"
+        return self._memory
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one block on this rank."""
+        return self.copier.payload_bytes
+
+    def hello(self) -> Hello:
+        """What the scheduler must know of this worker."""
+        facts = {**self.engine.facts, "layout": self.copier.layout}
+        facts["block_tokens"] = str(self.engine.block_tokens)
+        digest = namespace(facts, self.engine.rank, self.engine.world_size)
+        return Hello(self.engine.rank, digest, self.payload_bytes)
+
+    def gather(self, items: Sequence[StoreItem]) -> Copy | None:
+        """Begin filling the slots whose bytes no one has gathered yet."""
+        fresh = [item for item in items if item.source is not None]
+        if not fresh:
+            return None
+        slots = [item.slot for item in fresh]
+        blocks = [item.source for item in fresh if item.source is not None]
+        for item in fresh:
+            self._holds.pop(item.slot, None)
+        copy = self.copier.gather(blocks, self.memory.rows, slots)
+        for item in fresh:
+            self._gathers[item.slot] = copy
+            self._holds[item.slot] = item.key
+        return copy
+
+    def settle(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
+        """Wait for gathers of these slots; True for each that then holds its key's block.
+
+        A slot that another tier should have gathered and did not is False, never stale bytes.
+        """
+        for slot, key in zip(slots, keys, strict=True):
+            gather = self._gathers.get(slot)
+            if gather is not None and self._holds.get(slot) == key:
+                gather.wait()
+        return [self._holds.get(s) == k for s, k in zip(slots, keys, strict=True)]
+
+    def close(self) -> None:
+        """Give back memory and threads once the last tier of the chain is closed."""
+        self._users -= 1
+        if self._users == 0 and self._copier is not None:
+            self._copier.close()
+            self.memory.close()

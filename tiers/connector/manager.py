@@ -1,0 +1,231 @@
+"""A tier as the scheduler sees it: what it holds, and what goes in and out.
+
+Two kinds: `HostManager` keeps blocks in the host pool, `StoreManager` asks a store. Used by the
+scheduler's thread alone; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+from tiers.pool import Residency, SlotPool
+from tiers.store import LocalIndex, TierStore, Touch
+
+
+class TierManager(Protocol):
+    """The scheduler's side of one tier."""
+
+    completes_on_gather: bool
+    """Whether stores end as soon as the slots are filled, so that the engine should step on."""
+
+    def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int | None:
+        """How many leading `keys` the tier holds; None: not known yet, ask again.
+
+        `first` is the block index of `keys[0]` in its request.
+        """
+        ...
+
+    def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Pin these blocks; the slot of each that is in the host pool."""
+        ...
+
+    def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
+        """Unpin blocks of an ended load."""
+        ...
+
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether the tier should be given each block; those it has count as used."""
+        ...
+
+    def complete_store(self, key: bytes, slot: int, stored: bool) -> None:
+        """Note how storing a block ended; the slot is still referenced."""
+        ...
+
+    def discard(self, key: bytes) -> None:
+        """Forget a block that failed to load."""
+        ...
+
+    def forget_request(self, request_id: str) -> None:
+        """Drop what is kept for a request."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
+        ...
+
+
+class HostManager:
+    """A tier whose blocks stay in the host pool."""
+
+    completes_on_gather = True
+
+    def __init__(self, residency: Residency, pool: SlotPool) -> None:
+        self._residency = residency
+        self._pool = pool
+
+    def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int:
+        """Count leading resident blocks."""
+        for count, key in enumerate(keys):
+            if self._residency.find(key) is None:
+                return count
+        return len(keys)
+
+    def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Take a reference on each resident slot, so that eviction passes it by."""
+        slots = [self._residency.find(key) for key in keys]
+        for slot in slots:
+            if slot is not None:
+                self._pool.retain(slot)
+        self._residency.touch(keys)
+        return slots
+
+    def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
+        """Give the references back."""
+        for slot in slots:
+            if slot is not None:
+                self._pool.release(slot)
+
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        """Want what is not resident."""
+        held = [self._residency.find(key) is not None for key in keys]
+        self._residency.touch([key for key, has in zip(keys, held, strict=True) if has])
+        return [not has for has in held]
+
+    def complete_store(self, key: bytes, slot: int, stored: bool) -> None:
+        """Make a gathered block resident."""
+        if stored and self._residency.find(key) is None:
+            self._residency.admit(key, slot)
+
+    def discard(self, key: bytes) -> None:
+        """Stop keeping the block."""
+        self._residency.discard(key)
+
+    def forget_request(self, request_id: str) -> None:
+        """Nothing is kept per request."""
+
+    def close(self) -> None:
+        """The pool goes with the connector."""
+
+
+class _Lookup(NamedTuple):
+    first: int
+    answer: Future[list[bool]]
+    asked: float
+
+
+class StoreManager:
+    """A tier behind a store, asked on this thread where it answers from memory, else behind it.
+
+    `namespaces`: one per rank; a block is held only where every rank's part is.
+    """
+
+    completes_on_gather = False
+    RECENT = 1 << 17
+    """Keys remembered as held, so that a store behind a network is not offered them again."""
+    RECENT_SECONDS = 60.0
+    """How long they are; then an offer renews a time to live, or replaces what was evicted."""
+    LOOKUP_DEADLINE = 1.0
+    """Seconds after which a lookup under way counts as a miss."""
+    LOOKUP_LIFETIME = 0.5
+    """Seconds for which an answer holds while its request waits to run."""
+
+    def __init__(
+        self,
+        store: TierStore,
+        namespaces: Sequence[bytes],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._index = store if isinstance(store, LocalIndex) else None
+        self._touch = store if isinstance(store, Touch) else None
+        self._namespaces = namespaces
+        self._clock = clock
+        self._recent: OrderedDict[bytes, float] = OrderedDict()
+        self._lookups: dict[str, _Lookup] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvtiers-lookup")
+
+    def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int | None:
+        """Count leading held blocks, or begin to find out."""
+        if self._index is not None:
+            return self._peek_prefix(self._index, keys)
+        now = self._clock()
+        lookup = self._lookups.get(request_id)
+        if lookup is None or lookup.first > first or self._is_stale(lookup, now):
+            answer = self._thread.submit(self._ask, list(keys))
+            lookup = self._lookups[request_id] = _Lookup(first, answer, now)
+        if lookup.answer.done():
+            held = lookup.answer.result()[first - lookup.first :]
+            return held.index(False) if False in held else len(held)
+        return None if now < lookup.asked + self.LOOKUP_DEADLINE else 0
+
+    def _is_stale(self, lookup: _Lookup, now: float) -> bool:
+        return lookup.answer.done() and now > lookup.asked + self.LOOKUP_LIFETIME
+
+    def _peek_prefix(self, index: LocalIndex, keys: Sequence[bytes]) -> int:
+        # In steps, since most lookups of a long prompt end in its first blocks.
+        for start in range(0, len(keys), 64):
+            part = keys[start : start + 64]
+            held = self._on_all_ranks(index.peek, part)
+            if not all(held):
+                return start + held.index(False)
+        return len(keys)
+
+    def _ask(self, keys: list[bytes]) -> list[bool]:
+        return self._on_all_ranks(self._store.has, keys)
+
+    def _on_all_ranks(
+        self, has: Callable[[Sequence[bytes]], list[bool]], keys: Sequence[bytes]
+    ) -> list[bool]:
+        ranks = [has([space + key for key in keys]) for space in self._namespaces]
+        return [all(held) for held in zip(*ranks, strict=True)]
+
+    def _remember(self, key: bytes) -> None:
+        if self._index is not None:
+            return
+        self._recent[key] = self._clock() + self.RECENT_SECONDS
+        self._recent.move_to_end(key)
+        if len(self._recent) > self.RECENT:
+            self._recent.popitem(last=False)
+
+    def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Stores keep their blocks elsewhere; one that goes before it is read is a miss."""
+        for key in keys:
+            self._remember(key)
+        return [None] * len(keys)
+
+    def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
+        """Nothing was pinned."""
+
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        """Want what is not known to be held; the store itself skips what it turns out to have."""
+        if self._index is None:
+            now = self._clock()
+            return [self._recent.get(key, now) <= now for key in keys]
+        held = self._on_all_ranks(self._index.peek, keys)
+        if self._touch is not None:
+            known = [key for key, has in zip(keys, held, strict=True) if has]
+            for space in self._namespaces:
+                self._touch.touch([space + key for key in known])
+        return [not has for has in held]
+
+    def complete_store(self, key: bytes, slot: int, stored: bool) -> None:
+        """Remember what is held now."""
+        if stored:
+            self._remember(key)
+
+    def discard(self, key: bytes) -> None:
+        """Forget that the block is held."""
+        self._recent.pop(key, None)
+
+    def forget_request(self, request_id: str) -> None:
+        """Drop the request's lookup; one under way ends unread."""
+        self._lookups.pop(request_id, None)
+
+    def close(self) -> None:
+        """Close the store."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._store.close()

@@ -1,0 +1,140 @@
+"""OffloadingConnector: one tier behind the connector contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tiers.connector.base import (
+    Blocks,
+    ConnectorOutput,
+    Hello,
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+    Request,
+    Role,
+    SchedulerOutput,
+)
+from tiers.connector.contract import Connector
+from tiers.connector.host import HostSlots
+from tiers.connector.scheduler import OffloadingScheduler
+from tiers.connector.stats import TierStats
+from tiers.connector.worker import OffloadingWorker
+
+
+class OffloadingConnector(Connector):
+    """One tier. Made by `tiers.connector.chain`, which shares the host pool among siblings."""
+
+    def __init__(
+        self,
+        tier: str,
+        scheduler: OffloadingScheduler | None = None,
+        worker: OffloadingWorker | None = None,
+        host: HostSlots | None = None,
+    ) -> None:
+        super().__init__(Role.SCHEDULER if scheduler else Role.WORKER)
+        self.tier = tier
+        self._scheduler = scheduler
+        self._worker = worker
+        self._host = host
+
+    @property
+    def scheduler(self) -> OffloadingScheduler:
+        """The deciding half; only in the SCHEDULER role."""
+        assert self._scheduler is not None, "a worker's connector was asked to decide"
+        return self._scheduler
+
+    @property
+    def worker(self) -> OffloadingWorker:
+        """The moving half; only in the WORKER role."""
+        assert self._worker is not None, "a scheduler's connector was asked to move bytes"
+        return self._worker
+
+    def shutdown(self) -> None:
+        """Release the tier in this process."""
+        (self._scheduler or self.worker).close()
+
+    def get_kv_connector_stats(self) -> TierStats | None:
+        """Counters of this tier; the workers' come through the scheduler half."""
+        if self._scheduler is None or self._scheduler.stats.is_empty():
+            return None
+        stats, self._scheduler.stats = self._scheduler.stats, TierStats()
+        return stats
+
+    # -- scheduler ---------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """The longest prefix this tier holds beyond the computed tokens, in whole blocks."""
+        return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Blocks, num_external_tokens: int
+    ) -> None:
+        """Load into the allocated blocks."""
+        self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        """This tier's loads and stores of the step."""
+        return self.scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: ConnectorOutput) -> None:
+        """Note ended transfers."""
+        self.scheduler.update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Never holds blocks back: the fence on reuse protects stores under way."""
+        self.scheduler.request_finished(request.request_id)
+        return False, None
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
+        """Open the tier with what its workers said; another connector's words are ignored."""
+        hellos = [hello for hello in metadata.values() if isinstance(hello, Hello)]
+        self.scheduler.welcome({hello.rank: hello for hello in hellos})
+
+    def has_pending_push_work(self) -> bool:
+        """Whether a short transfer is about to end."""
+        return self.scheduler.must_step()
+
+    # -- worker ------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Open the tier over the engine's paged KV."""
+        self.worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> Hello | None:
+        """Who this worker is."""
+        return self._host.hello() if self._host is not None else None
+
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        """Fence blocks that are about to be overwritten."""
+        self.worker.handle_preemptions(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin loads."""
+        self.worker.start_load_kv(self._orders())
+
+    def wait_for_save(self) -> None:
+        """Begin stores."""
+        self.worker.wait_for_save(self._orders())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Ended loads; saves hold nothing back and are not reported."""
+        return None, self.worker.get_finished(self._orders()) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks the engine must recompute."""
+        return self.worker.get_block_ids_with_load_errors()
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        """What ended on this worker."""
+        return self.worker.build_connector_worker_meta()
+
+    def _orders(self) -> OffloadingConnectorMetadata:
+        assert isinstance(self._metadata, OffloadingConnectorMetadata), "no step is bound"
+        return self._metadata

@@ -1,0 +1,1 @@
+"""The engine's paged KV as bytes, and the copies between it and host memory."""

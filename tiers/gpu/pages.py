@@ -1,0 +1,82 @@
+"""Byte views of an engine's paged KV, whatever its layout.
+
+An engine registers one tensor per layer. Its blocks lie along one dimension; the rest of its
+shape (K and V fused or apart, heads before or after tokens, layers interleaved in one allocation)
+differs by attention backend and version, so nothing is assumed of it: the strides say where a
+block's bytes are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+
+import torch
+
+
+def block_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[torch.Tensor]:
+    """View every layer's tensor as pages: uint8, shape (num_blocks, page_bytes), no copies.
+
+    A block's payload is its row of every page view, in this order. Tensors that several layers
+    share are viewed once. The views alias the engine's memory and live as long as it does.
+    Raises ValueError for a tensor without a block dimension or with overlapping elements.
+    """
+    views: dict[tuple[int, tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
+    for name, cache in kv_caches.items():
+        for view in _pages(name, cache, num_blocks):
+            views.setdefault((view.data_ptr(), tuple(view.shape), view.stride()), view)
+    return list(views.values())
+
+
+def layout_digest(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> str:
+    """Text that is equal only where the same bytes of a block mean the same KV.
+
+    Made of layer names, dtypes, shapes and the order of strides within a block.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, cache in kv_caches.items():
+        blocked = _blocks_first(name, cache, num_blocks)
+        inner = tuple(blocked.shape[1:]), tuple(blocked.stride()[1:])
+        digest.update(repr((name, str(cache.dtype), inner)).encode())
+    return digest.hexdigest()
+
+
+def _blocks_first(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Move the block dimension to the front; engines put it first or, older ones, second.
+
+    A kernel's block may be a fraction of the engine's: then that many kernel blocks make one.
+    """
+    exact = [d for d in range(min(2, cache.dim())) if cache.shape[d] == num_blocks]
+    split = [d for d in range(min(2, cache.dim())) if cache.shape[d] % num_blocks == 0]
+    if not (exact or split) or cache.numel() == 0:
+        raise ValueError(
+            f"layer {name!r}: no block dimension in shape {tuple(cache.shape)}; one of the first "
+            f"two must be a multiple of {num_blocks} blocks"
+        )
+    front = cache.movedim((exact or split)[0], 0)
+    return front if exact else front.unflatten(0, (num_blocks, -1))
+
+
+def _pages(name: str, cache: torch.Tensor, num_blocks: int) -> Iterator[torch.Tensor]:
+    """Views of the contiguous runs of bytes that every block of one tensor is made of."""
+    blocked = _blocks_first(name, cache, num_blocks)
+    run = 1
+    outer: list[tuple[int, int]] = []
+    dims = [(s, n) for s, n in zip(blocked.stride()[1:], blocked.shape[1:], strict=True) if n > 1]
+    for stride, size in sorted(dims):
+        if stride == run and not outer:
+            run *= size
+        elif stride < run:
+            raise ValueError(f"layer {name!r}: elements overlap (strides {cache.stride()})")
+        else:
+            outer.append((stride, size))
+    item = cache.element_size()
+    steps = [[i * stride for i in range(size)] for stride, size in reversed(outer)]
+    for offsets in itertools.product(*steps):
+        yield torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
+            cache.untyped_storage(),
+            (blocked.storage_offset() + sum(offsets)) * item,
+            (num_blocks, run * item),
+            (blocked.stride(0) * item, 1),
+        )
