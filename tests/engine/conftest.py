@@ -1,0 +1,83 @@
+"""A real vLLM engine with a tiny random Llama, run in a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, Run
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder without weights: vLLM makes random ones, always the same."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run_vllm(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Run batches of requests through a fresh engine, with the chain of `tiers` or without."""
+    folder = tmp_path_factory.mktemp("vllm")
+    runs = itertools.count()
+
+    def run(batches: Sequence[Batch], tiers: Sequence[Any] | None = None, **options: Any) -> Run:
+        name = folder / f"run-{next(runs)}"
+        env = dict(os.environ)
+        env.update(options.pop("env", {}))
+        env.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+        engine = {
+            "model": str(tiny_llama),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": 1024,
+            "num_gpu_blocks_override": 40,
+            "enforce_eager": True,
+            "disable_log_stats": False,
+            **options,
+        }
+        if tiers is not None:
+            chain = name.with_suffix(".yaml")
+            chain.write_text(
+                yaml.safe_dump({"version": 1, "staging": "64MiB", "tiers": list(tiers)})
+            )
+            config = subprocess.run(
+                [str(Path(sys.executable).with_name("kvtiers")), "config", str(chain)],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+            engine["kv_transfer_config"] = json.loads(config.stdout)
+        result = name.with_suffix(".json")
+        job = {"engine": engine, "batches": batches, "result": str(result)}
+        child = subprocess.run(
+            [sys.executable, str(CHILD)],
+            input=json.dumps(job),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
+            timeout=280,
+        )
+        assert child.returncode == 0 and result.exists(), child.stdout[-6000:]
+        data = json.loads(result.read_text())
+        return Run(
+            [[r["tokens"] for r in batch] for batch in data["batches"]],
+            [[r["cached"] for r in batch] for batch in data["batches"]],
+            data["tiers"],
+            data["preemptions"],
+            child.stdout,
+        )
+
+    return run

@@ -1,0 +1,54 @@
+"""What tests of a real vLLM engine share: the tiny model, prompts, and what a run showed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CHILD = Path(__file__).with_name("vllm_child.py")
+BLOCK_TOKENS = 32
+Batch = Sequence[tuple[list[int], int]]
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 1000,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.5,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one engine answered, and what its tiers counted."""
+
+    tokens: list[list[list[int]]]
+    cached: list[list[int]]
+    tiers: dict[str, dict[str, float]]
+    preemptions: float
+    log: str
+
+    def loaded(self) -> dict[str, float]:
+        """Tokens that came from each tier that served any."""
+        tokens = {tier: self.count(tier, "loaded_tokens") for tier in self.tiers}
+        return {tier: count for tier, count in tokens.items() if count}
+
+    def count(self, tier: str, counter: str) -> float:
+        return self.tiers.get(tier, {}).get(counter, 0)
+
+
+def documents(count: int, length: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of random tokens."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 1000) for _ in range(length)] for _ in range(count)]

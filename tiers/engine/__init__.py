@@ -1,0 +1,1 @@
+"""The engines that drive connectors: vLLM, and a small one of our own for tests and traces."""

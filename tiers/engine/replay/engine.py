@@ -1,0 +1,195 @@
+"""ReplayEngine: a whole engine in one object."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from spec.chain import ChainSpec
+from tiers.connector.base import EngineInfo, Role
+from tiers.connector.chain import open_chain
+from tiers.connector.host import OpenCopier
+from tiers.connector.multi import MultiConnector
+from tiers.connector.offloading import OffloadingConnector
+from tiers.connector.stats import TierStats
+from tiers.engine.replay.blocks import BlockPool
+from tiers.engine.replay.model import VOCABULARY, ReplayModel
+from tiers.engine.replay.scheduler import (
+    ReplayRequest,
+    ReplayScheduler,
+    StepOutput,
+    describe,
+)
+from tiers.engine.replay.worker import LocalWorker, ProcessWorker, Worker
+from tiers.gpu.copier import open_copier
+
+MAX_IDLE_STEPS = 100_000
+SETTLE_SECONDS = 60.0
+
+
+class ReplayEngine:
+    """Runs requests over a chain of tiers, or without one (`chain` None).
+
+    `world_size` ranks hold a share of the KV each; with `processes` each runs in its own process,
+    so that all that crosses is pickled. `facts` name the model to the namespace.
+    """
+
+    def __init__(
+        self,
+        chain: ChainSpec | None,
+        model: ReplayModel | None = None,
+        *,
+        num_blocks: int = 64,
+        batch_tokens: int = 256,
+        prefix_caching: bool = True,
+        world_size: int = 1,
+        processes: bool = False,
+        facts: Mapping[str, str] | None = None,
+        open_copier: OpenCopier = open_copier,
+    ) -> None:
+        self.model = model or ReplayModel()
+        self.stats = TierStats()
+        self.steps = 0
+        open_half = functools.partial(
+            _open_half,
+            chain,
+            EngineInfo(
+                facts=dict(facts or {"model": "replay"}),
+                block_tokens=self.model.block_tokens,
+                hash_tokens=self.model.block_tokens,
+                num_blocks=num_blocks,
+                world_size=world_size,
+            ),
+            open_copier,
+        )
+        make: Callable[..., Worker] = ProcessWorker if processes else LocalWorker
+        open_worker = functools.partial(open_half, Role.WORKER)
+        self.workers = [
+            make(self.model, num_blocks, rank, open_worker) for rank in range(world_size)
+        ]
+        self.connector = open_half(Role.SCHEDULER, 0)
+        if self.connector is not None:
+            said = {rank: worker.handshake() for rank, worker in enumerate(self.workers)}
+            self.connector.set_xfer_handshake_metadata(said)
+        self.scheduler = ReplayScheduler(
+            self.connector,
+            BlockPool(num_blocks, prefix_caching),
+            self.model.block_tokens,
+            batch_tokens,
+        )
+        self._aggregator = _Aggregator(world_size)
+        self.num_blocks = num_blocks
+        self.closed = False
+        self._ids = itertools.count()
+
+    def add(self, prompt: Iterable[int], max_tokens: int = 4, salt: str = "") -> ReplayRequest:
+        """Queue a request. Raises ValueError for one that can never fit."""
+        request = ReplayRequest(
+            f"request-{next(self._ids)}",
+            list(prompt),
+            max_tokens,
+            self.model.block_tokens,
+            salt,
+        )
+        needed = -(-(request.num_tokens + max_tokens) // self.model.block_tokens)
+        if not request.prompt or needed > self.num_blocks:
+            raise ValueError(f"a request of {needed} blocks; 1..{self.num_blocks} fit")
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> bool:
+        """Run one step; False: it had nothing to compute."""
+        step = self.scheduler.schedule()
+        for worker in self.workers:
+            worker.begin(step)
+        outputs = [worker.end() for worker in self.workers]
+        output = self._aggregator.aggregate(outputs)
+        sampled = {
+            work.request_id: _sample(sum(o.sums[work.request_id] for o in outputs))
+            for work in step.work
+            if work.samples
+        }
+        self.scheduler.update(step, output, sampled)
+        if self.connector is not None:
+            self.stats.aggregate(self.connector.get_kv_connector_stats() or TierStats())
+        self.steps += 1
+        return bool(step.work)
+
+    def run(self) -> None:
+        """Step until every request has ended and every short transfer is over.
+
+        Raises RuntimeError, naming the requests, when nothing moves any more.
+        """
+        idle = 0
+        while self.scheduler.busy:
+            idle = 0 if self.step() else idle + 1
+            if idle > MAX_IDLE_STEPS:
+                stuck = describe(list(self.scheduler.requests.values()))
+                raise RuntimeError(f"the engine is stuck:\n{stuck}")
+
+    def generate(self, prompt: Iterable[int], max_tokens: int = 4, salt: str = "") -> ReplayRequest:
+        """Run one request to its end."""
+        request = self.add(prompt, max_tokens, salt)
+        self.run()
+        return request
+
+    def settle(self) -> None:
+        """Step until no transfer is under way, also those that an engine need not wait for."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        children = self.connector.children if self.connector is not None else ()
+        tiers = [child.scheduler for child in children if isinstance(child, OffloadingConnector)]
+        while any(tier.jobs_under_way for tier in tiers):
+            self.step()
+            if time.monotonic() > deadline:
+                raise RuntimeError("transfers do not end")
+
+    def close(self) -> None:
+        """Shut both halves down, as an engine does."""
+        self.closed = True
+        for worker in self.workers:
+            worker.close()
+        if self.connector is not None:
+            self.connector.shutdown()
+
+
+def _open_half(
+    chain: ChainSpec | None, engine: EngineInfo, copier: OpenCopier, role: Role, rank: int
+) -> MultiConnector | None:
+    if chain is None:
+        return None
+    info = EngineInfo(**{**vars(engine), "rank": rank})
+    return open_chain(chain, info, role, copier)
+
+
+def _sample(total: int) -> int:
+    return total % VOCABULARY
+
+
+class _Aggregator:
+    """What an executor makes of its ranks' outputs: an end counts once all have said it."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._said: Counter[tuple[str, str]] = Counter()
+
+    def aggregate(self, outputs: list[StepOutput]) -> StepOutput:
+        whole = StepOutput(kv_connector_worker_meta=outputs[0].kv_connector_worker_meta)
+        for output in outputs:
+            whole.invalid_block_ids |= output.invalid_block_ids
+            whole.finished_recving |= self._ended_everywhere("recv", output.finished_recving)
+            whole.finished_sending |= self._ended_everywhere("send", output.finished_sending)
+        for other in outputs[1:]:
+            ours, theirs = whole.kv_connector_worker_meta, other.kv_connector_worker_meta
+            both = ours is not None and theirs is not None
+            whole.kv_connector_worker_meta = ours.aggregate(theirs) if both else ours or theirs
+        return whole
+
+    def _ended_everywhere(self, what: str, requests: set[str]) -> set[str]:
+        self._said.update((what, request) for request in requests)
+        ended = {r for r in requests if self._said[what, r] == self._world_size}
+        for request in ended:
+            del self._said[what, request]
+        return ended

@@ -1,0 +1,76 @@
+"""The replay engine's model: its KV is a function of the whole prefix, its answers of all KV.
+
+A token's KV is mixed from the KV of the token before it, as the paged memory holds it, and an
+answer from every byte of KV of its request. So a block that is loaded wrong, or not at all,
+changes the answer, as it would in a real model, only always and not just mostly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+VOCABULARY = 50_000
+_PRIME = 1_000_003
+_MASK = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class ReplayModel:
+    """Shape of the KV: int64, per layer `(num_blocks, block_tokens, width)`."""
+
+    layers: int = 2
+    width: int = 8
+    block_tokens: int = 4
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one block on one rank."""
+        return self.layers * self.block_tokens * self.width * 8
+
+    def allocate(self, num_blocks: int) -> dict[str, torch.Tensor]:
+        """Paged KV for one rank."""
+        shape = (num_blocks, self.block_tokens, self.width)
+        return {
+            f"layers.{i}.attn": torch.zeros(shape, dtype=torch.int64) for i in range(self.layers)
+        }
+
+
+def _step(state: int, token: int) -> int:
+    return (state * _PRIME + token + 1) & _MASK
+
+
+def states(tokens: Sequence[int], before: int = 0) -> list[int]:
+    """The model's state after each token, starting from the state `before` them."""
+    result = []
+    for token in tokens:
+        before = _step(before, token)
+        result.append(before)
+    return result
+
+
+def kv_of(model: ReplayModel, token_states: Sequence[int], layer: int, rank: int) -> torch.Tensor:
+    """KV of tokens with these states: int64 (tokens, width); column 0 is the state itself."""
+    state = torch.tensor(token_states, dtype=torch.int64).unsqueeze(1)
+    columns = torch.arange(model.width, dtype=torch.int64)
+    return state + columns * (state % 8191 + layer * 131 + rank * 17)
+
+
+def answer(
+    model: ReplayModel, prompt: Sequence[int], max_tokens: int, world_size: int = 1
+) -> list[int]:
+    """What the model answers, computed without an engine: what every engine must answer."""
+    tokens = list(prompt)
+    total = 0
+    known = 0
+    before = 0
+    for _ in range(max_tokens):
+        fresh = states(tokens[known:], before)
+        for rank in range(world_size):
+            for layer in range(model.layers):
+                total += int(kv_of(model, fresh, layer, rank).sum())
+        before, known = fresh[-1], len(tokens)
+        tokens.append(total % VOCABULARY)
+    return tokens[len(prompt) :]

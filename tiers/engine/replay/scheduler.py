@@ -1,0 +1,362 @@
+"""The replay engine's scheduler: which requests a step runs, and what their ends mean."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiers.connector.contract import Connector
+from tiers.engine.replay.blocks import BlockPool, chain_hash
+
+
+class Status(enum.Enum):
+    """Where a request is."""
+
+    WAITING = enum.auto()
+    LOADING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(eq=False)
+class ReplayRequest:
+    """A request; also the `Request` that connectors see."""
+
+    request_id: str
+    prompt: list[int]
+    max_tokens: int
+    block_tokens: int
+    salt: str = ""
+    tokens: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    status: Status = Status.WAITING
+    loaded_tokens: int = 0
+    has_run: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.hash_blocks()
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and answer so far."""
+        return len(self.tokens)
+
+    @property
+    def output(self) -> list[int]:
+        """The answer so far."""
+        return self.tokens[len(self.prompt) :]
+
+    def hash_blocks(self) -> None:
+        """Extend `block_hashes` to all full blocks."""
+        size = self.block_tokens
+        for i in range(len(self.block_hashes), len(self.tokens) // size):
+            parent = self.block_hashes[-1] if self.block_hashes else b""
+            part = self.tokens[i * size : (i + 1) * size]
+            self.block_hashes.append(chain_hash(parent, part, self.salt))
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """The request's blocks, as connectors ask for them."""
+        return (list(self.blocks),)
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """A request in the first step that runs it."""
+
+    req_id: str
+    block_ids: tuple[list[int], ...]
+    num_computed_tokens: int
+
+
+@dataclass
+class CachedRequests:
+    """Requests that ran before; parallel lists."""
+
+    req_ids: list[str] = field(default_factory=list)
+    resumed_req_ids: set[str] = field(default_factory=set)
+    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens of one request that a step computes."""
+
+    request_id: str
+    tokens: list[int]
+    start: int
+    blocks: list[int]
+    samples: bool
+
+
+@dataclass
+class Step:
+    """What one step runs: the `SchedulerOutput` of connectors, and the workers' work."""
+
+    scheduled_new_reqs: list[NewRequest] = field(default_factory=list)
+    scheduled_cached_reqs: CachedRequests = field(default_factory=CachedRequests)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    finished_req_ids: set[str] = field(default_factory=set)
+    work: list[Work] = field(default_factory=list)
+    kv_connector_metadata: Any = None
+
+
+@dataclass
+class StepOutput:
+    """What the workers made of a step, aggregated over ranks."""
+
+    sums: dict[str, int] = field(default_factory=dict)
+    finished_recving: set[str] = field(default_factory=set)
+    finished_sending: set[str] = field(default_factory=set)
+    invalid_block_ids: set[int] = field(default_factory=set)
+    kv_connector_worker_meta: Any = None
+
+
+class ReplayScheduler:
+    """Decides, as vLLM's scheduler does, and calls the connector where that would."""
+
+    def __init__(
+        self, connector: Connector | None, pool: BlockPool, block_tokens: int, batch_tokens: int
+    ) -> None:
+        self.connector = connector
+        self.pool = pool
+        self.preemptions = 0
+        self.requests: dict[str, ReplayRequest] = {}
+        self._block_tokens = block_tokens
+        self._batch_tokens = batch_tokens
+        self._waiting: deque[ReplayRequest] = deque()
+        self._running: list[ReplayRequest] = []
+        self._received: set[str] = set()
+        self._ended: set[str] = set()
+
+    def add(self, request: ReplayRequest) -> None:
+        """Queue a request. Raises ValueError for one that can never fit."""
+        self.requests[request.request_id] = request
+        self._waiting.append(request)
+
+    @property
+    def busy(self) -> bool:
+        """Whether another step is needed."""
+        pending = self.connector is not None and self.connector.has_pending_push_work()
+        return bool(self.requests) or pending
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def schedule(self) -> Step:
+        """Decide the next step and hand its orders to the connector."""
+        step = Step()
+        budget = self._batch_tokens
+        for request in list(self._running):
+            if request in self._running:
+                budget -= self._run(request, step, budget)
+        for request in self._waiting:
+            self._end_load(request)
+        for request in list(self._waiting):
+            if budget <= 0:
+                break
+            if request.status is Status.LOADING:
+                continue
+            if request.num_computed_tokens == 0 and not self._match(request):
+                continue
+            if request.status is not Status.WAITING:
+                continue
+            ran = self._run(request, step, budget)
+            if ran == 0:
+                break
+            budget -= ran
+            self._waiting.remove(request)
+            self._running.append(request)
+            request.status = Status.RUNNING
+        step.finished_req_ids, self._ended = self._ended, set()
+        if self.connector is not None:
+            step.kv_connector_metadata = self.connector.build_connector_meta(step)
+        for work in step.work:
+            self.requests[work.request_id].num_computed_tokens += len(work.tokens)
+        return step
+
+    def _end_load(self, request: ReplayRequest) -> None:
+        if request.request_id not in self._received:
+            return
+        self._received.discard(request.request_id)
+        request.status = Status.WAITING
+        if request.num_computed_tokens == 0:
+            self._free(request)
+            return
+        self._know_blocks(request)
+        if request.num_computed_tokens == request.num_tokens:
+            request.num_computed_tokens -= 1
+
+    def _match(self, request: ReplayRequest) -> bool:
+        """Find the request's prefix here and in the connector; False: it can't start now."""
+        limit = (request.num_tokens - 1) // self._block_tokens
+        local = self.pool.find_prefix(request.block_hashes[:limit])
+        computed = len(local) * self._block_tokens
+        external: int | None = 0
+        is_async = False
+        if self.connector is not None:
+            external, is_async = self.connector.get_num_new_matched_tokens(request, computed)
+        if external is None:
+            return False
+        self.pool.share(local)
+        fresh = self.pool.take(external // self._block_tokens)
+        if fresh is None:
+            self.pool.release(local)
+            return False
+        request.blocks = local + fresh
+        request.num_computed_tokens = computed + external
+        request.loaded_tokens = external
+        if self.connector is not None:
+            self.connector.update_state_after_alloc(request, request, external)
+        if external:
+            assert is_async, "the replay engine loads beside its steps only"
+            request.status = Status.LOADING
+        return True
+
+    def _run(self, request: ReplayRequest, step: Step, budget: int) -> int:
+        """Put a request's next tokens into the step; how many fit."""
+        start = request.num_computed_tokens
+        count = min(request.num_tokens - start, budget)
+        if count <= 0:
+            return 0
+        needed = -(-(start + count) // self._block_tokens) - len(request.blocks)
+        fresh = self._take(request, step, max(0, needed))
+        if fresh is None:
+            return 0
+        request.blocks += fresh
+        tokens = request.tokens[start : start + count]
+        samples = start + count == request.num_tokens
+        step.work.append(Work(request.request_id, tokens, start, list(request.blocks), samples))
+        step.num_scheduled_tokens[request.request_id] = count
+        self._describe(request, step, fresh)
+        return count
+
+    def _describe(self, request: ReplayRequest, step: Step, fresh: list[int]) -> None:
+        start = request.num_computed_tokens
+        if not request.has_run:
+            request.has_run = True
+            step.scheduled_new_reqs.append(
+                NewRequest(request.request_id, (list(request.blocks),), start)
+            )
+            return
+        cached = step.scheduled_cached_reqs
+        resumed = request.status is not Status.RUNNING
+        if resumed:
+            cached.resumed_req_ids.add(request.request_id)
+        blocks = list(request.blocks) if resumed else fresh
+        cached.req_ids.append(request.request_id)
+        cached.new_block_ids.append((blocks,) if blocks else None)
+        cached.num_computed_tokens.append(start)
+
+    def _take(self, request: ReplayRequest, step: Step, count: int) -> list[int] | None:
+        """Take blocks for a request, from others that are less far if need be."""
+        while (fresh := self.pool.take(count)) is None:
+            if request.status is Status.RUNNING:
+                idle = [r for r in self._running if r.request_id not in step.num_scheduled_tokens]
+                self._preempt(idle[-1])
+                if idle[-1] is request:
+                    return None
+            else:
+                waiting = [r for r in self._waiting if r.status is Status.WAITING and r.blocks]
+                if not waiting or waiting[-1] is request:
+                    return None
+                self._restart(waiting[-1])
+        return fresh
+
+    def _preempt(self, request: ReplayRequest) -> None:
+        self.preemptions += 1
+        self._running.remove(request)
+        self._restart(request)
+        request.status = Status.WAITING
+        self._waiting.appendleft(request)
+
+    def _restart(self, request: ReplayRequest) -> None:
+        self._free(request)
+        request.num_computed_tokens = 0
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def update(self, step: Step, output: StepOutput, sampled: dict[str, int]) -> None:
+        """Take in a step's results."""
+        self._recompute(output.invalid_block_ids)
+        for work in step.work:
+            request = self.requests.get(work.request_id)
+            if request is None or request.status is not Status.RUNNING:
+                continue
+            self._know_blocks(request)
+            if work.samples:
+                request.tokens.append(sampled[work.request_id])
+                request.hash_blocks()
+                if len(request.output) == request.max_tokens:
+                    self._running.remove(request)
+                    self._finish(request)
+        if self.connector is not None:
+            self.connector.update_connector_output(output)
+        for request_id in output.finished_recving:
+            request = self.requests[request_id]
+            if request.status is Status.LOADING:
+                self._received.add(request_id)
+            else:
+                assert request.status is Status.FINISHED
+                self._drop(request)
+        for request_id in output.finished_sending:
+            self._drop(self.requests[request_id])
+
+    def _recompute(self, invalid: set[int]) -> None:
+        for request in self._waiting:
+            if request.status is not Status.LOADING:
+                continue
+            count = request.num_computed_tokens // self._block_tokens
+            bad = [i for i, block in enumerate(request.blocks[:count]) if block in invalid]
+            if bad:
+                request.num_computed_tokens = bad[0] * self._block_tokens
+
+    def _know_blocks(self, request: ReplayRequest) -> None:
+        full = min(request.num_computed_tokens // self._block_tokens, len(request.block_hashes))
+        for block, block_hash in zip(
+            request.blocks[:full], request.block_hashes[:full], strict=True
+        ):
+            self.pool.know(block, block_hash)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now."""
+        request = self.requests.get(request_id)
+        if request is None or request.status is Status.FINISHED:
+            return
+        loading = request.status is Status.LOADING and request_id not in self._received
+        self._received.discard(request_id)
+        if request in self._running:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
+        self._finish(request, keep_blocks=loading)
+
+    def _finish(self, request: ReplayRequest, keep_blocks: bool = False) -> None:
+        request.status = Status.FINISHED
+        saving = False
+        if self.connector is not None:
+            saving, _ = self.connector.request_finished(request, list(request.blocks))
+        self._ended.add(request.request_id)
+        if not saving and not keep_blocks:
+            self._drop(request)
+
+    def _drop(self, request: ReplayRequest) -> None:
+        self._free(request)
+        del self.requests[request.request_id]
+
+    def _free(self, request: ReplayRequest) -> None:
+        self.pool.release(request.blocks)
+        request.blocks = []
+
+
+def describe(requests: Sequence[ReplayRequest]) -> str:
+    """One line per request, for the error of an engine that stopped moving."""
+    return "\n".join(
+        f"{r.request_id}: {r.status.name}, {r.num_computed_tokens}/{r.num_tokens} tokens"
+        for r in requests
+    )

@@ -1,0 +1,165 @@
+"""The replay engine's workers: paged KV, the model's work on it, the connector's worker half."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+
+from tiers.connector.contract import Connector
+from tiers.engine.replay.model import ReplayModel, kv_of, states
+from tiers.engine.replay.scheduler import Step, StepOutput, Work
+
+OpenConnector = Callable[[int], Connector | None]
+"""Makes the worker half for a rank, in that rank's process; picklable for workers of their own."""
+
+
+class ReplayWorker:
+    """One rank, in this process."""
+
+    def __init__(
+        self, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
+    ) -> None:
+        self._model = model
+        self._rank = rank
+        self.kv = model.allocate(num_blocks)
+        self.connector = open_connector(rank)
+        if self.connector is not None:
+            self.connector.register_kv_caches(self.kv)
+
+    def handshake(self) -> Any:
+        """What this rank's connector says of itself."""
+        return self.connector.get_handshake_metadata() if self.connector is not None else None
+
+    def execute(self, step: Step) -> StepOutput:
+        """Run a step, with the connector's members called in vLLM's order."""
+        if self.connector is None:
+            return StepOutput(sums=self._forward(step))
+        self.connector.handle_preemptions(step.kv_connector_metadata)
+        self.connector.bind_connector_metadata(step.kv_connector_metadata)
+        output = StepOutput(sums=self._forward(step))
+        self.connector.start_load_kv(None)
+        self.connector.wait_for_save()
+        sent, received = self.connector.get_finished(step.finished_req_ids)
+        output.finished_sending, output.finished_recving = sent or set(), received or set()
+        output.invalid_block_ids = self.connector.get_block_ids_with_load_errors()
+        output.kv_connector_worker_meta = self.connector.build_connector_worker_meta()
+        self.connector.clear_connector_metadata()
+        return output
+
+    def _forward(self, step: Step) -> dict[str, int]:
+        return {work.request_id: self._compute(work) for work in step.work}
+
+    def _compute(self, work: Work) -> int:
+        """Write the KV of a request's next tokens; the sum over all its KV where it samples."""
+        size = self._model.block_tokens
+        first = next(iter(self.kv.values()))
+        before = 0
+        if work.start:
+            last = work.start - 1
+            before = int(first[work.blocks[last // size], last % size, 0])
+        fresh = states(work.tokens, before)
+        positions = range(work.start, work.start + len(fresh))
+        index = torch.tensor([work.blocks[p // size] * size + p % size for p in positions])
+        end = work.start + len(fresh)
+        total = 0
+        for layer, cache in enumerate(self.kv.values()):
+            flat = cache.view(-1, self._model.width)
+            flat[index] = kv_of(self._model, fresh, layer, self._rank)
+            if work.samples:
+                held = cache[torch.tensor(work.blocks)].view(-1, self._model.width)
+                total += int(held[:end].sum())
+        return total
+
+    def close(self) -> None:
+        """Shut the connector down."""
+        if self.connector is not None:
+            self.connector.shutdown()
+
+
+class Worker(Protocol):
+    """A rank, wherever it runs."""
+
+    def begin(self, step: Step) -> None:
+        """Start a step."""
+        ...
+
+    def end(self) -> StepOutput:
+        """Wait for the step that was started."""
+        ...
+
+    def handshake(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class LocalWorker(ReplayWorker):
+    """A rank in the engine's process."""
+
+    def begin(self, step: Step) -> None:
+        """Keep the step for `end`."""
+        self._step = step
+
+    def end(self) -> StepOutput:
+        """Run it."""
+        return self.execute(self._step)
+
+
+class ProcessWorker:
+    """A rank in a process of its own; steps and outputs cross as pickles, as in a real engine."""
+
+    def __init__(
+        self, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(theirs, model, num_blocks, rank, open_connector), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self._handshake = self._receive()
+
+    def handshake(self) -> Any:
+        """What the rank's connector says of itself."""
+        return self._handshake
+
+    def begin(self, step: Step) -> None:
+        """Send the step."""
+        self._pipe.send(step)
+
+    def end(self) -> StepOutput:
+        """Receive what was made of it. Raises RuntimeError with the rank's own traceback."""
+        output = self._receive()
+        assert isinstance(output, StepOutput)
+        return output
+
+    def _receive(self) -> Any:
+        failed, value = self._pipe.recv()
+        if failed:
+            raise RuntimeError(f"a worker failed:\n{value}")
+        return value
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.send(None)
+        self.process.join(timeout=30)
+        self._pipe.close()
+
+
+def _serve(
+    pipe: Connection, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
+) -> None:
+    torch.set_num_threads(1)
+    worker = ReplayWorker(model, num_blocks, rank, open_connector)
+    try:
+        pipe.send((False, worker.handshake()))
+        while (step := pipe.recv()) is not None:
+            pipe.send((False, worker.execute(step)))
+        worker.close()
+    except (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        pipe.send((True, traceback.format_exc()))
