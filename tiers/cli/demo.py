@@ -1,0 +1,106 @@
+"""`kvtiers demo`: watch a prefix come back from every tier of a chain."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tiers.demo.plan import Plan
+    from tiers.demo.worker import Asked
+
+
+def demo(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Serve this model; by default SmolLM2-135M-Instruct.")
+    ] = None,
+    spec: Annotated[
+        Path | None,
+        typer.Option(help="Use this chain; by default CPU, disk and an embedded Valkey."),
+    ] = None,
+    engine_args: Annotated[
+        str, typer.Option(metavar="JSON", help="Arguments of vllm.LLM, over the demo's own.")
+    ] = "{}",
+) -> None:
+    """Serve real prompts cold, then from CPU memory, from disk and from Redis, and compare."""
+    from contextlib import ExitStack
+    from tempfile import TemporaryDirectory
+
+    from rich.console import Console
+
+    from tiers.demo import phases
+    from tiers.demo.plan import make_plan
+    from tiers.errors import KVTiersError
+
+    arguments = _engine_arguments(engine_args)
+    console = Console(highlight=False)
+    try:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvtiers-demo-")))
+            chain = spec or stack.enter_context(phases.embedded_chain(folder))
+            plan = make_plan(chain, folder)
+            asked = _run(console, plan, model, arguments, folder)
+            faults = _show(console, plan, asked, json_file)
+            for phase, fault in faults.items():
+                _complain(f"{phases.log_tail(plan, phase, folder)}\n{phase}: {fault}")
+    except KVTiersError as error:
+        _complain(str(error))
+        raise typer.Exit(1) from error
+    if faults:
+        raise typer.Exit(1)
+
+
+def _engine_arguments(text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"--engine-args is not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise typer.BadParameter("--engine-args must be a JSON object")
+    return arguments
+
+
+def _run(
+    console: Console, plan: Plan, model: str | None, engine_args: dict[str, Any], folder: Path
+) -> list[Asked]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from tiers.demo import phases
+    from tiers.demo.model import obtain
+
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=phases.steps(plan) + 1, completed=-1)
+
+        def step(scene: str) -> None:
+            progress.update(bar, advance=1, description=scene)
+
+        step("the model is fetched and converted, the first time")
+        return phases.run(plan, model or str(obtain()), engine_args, folder, step)
+
+
+def _show(
+    console: Console, plan: Plan, asked: list[Asked], json_file: Path | None
+) -> dict[str, str]:
+    from tiers.demo import report
+
+    results = report.summarise(asked)
+    if json_file is not None:
+        json_file.write_text(report.to_json(results), encoding="utf-8")
+    console.print(report.table(results))
+    console.print("TTFT: time to first token, median over the prompts, asked one at a time.")
+    for phase, why in plan.skipped.items():
+        console.print(f"{phase} is not shown: {why}.")
+    return report.faults(results, plan.serving)
+
+
+def _complain(text: str) -> None:
+    typer.echo(text, err=True)

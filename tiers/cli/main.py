@@ -1,0 +1,57 @@
+"""`kvtiers`: the commands, each a function in a module of its own.
+
+To add one, write `tiers/cli/<command>.py` with a function of that name and list it in `COMMANDS`.
+The module is imported for `kvtiers --help`, so it imports what it needs inside the function.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from spec.errors import SpecError
+from tiers.cli.config import config
+from tiers.cli.demo import demo
+from tiers.cli.schema import schema
+from tiers.cli.validate import validate
+
+COMMANDS = (validate, config, schema, demo)
+
+app = typer.Typer(
+    name="kvtiers",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in COMMANDS:
+    app.command()(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"kvtiers {version('kvtiers')}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvtiers(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Keep the KV cache of earlier prompts in a chain of tiers: CPU memory, disk, Redis."""
+
+
+def main() -> None:
+    """Run the command line; a chain that can't be used ends any command with status 2."""
+    try:
+        app(prog_name="kvtiers")
+    except SpecError as error:
+        typer.echo(str(error), err=True)
+        sys.exit(2)

@@ -1,0 +1,76 @@
+"""`kvtiers validate`: a chain as it was understood, or what is wrong with it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from tiers.cli.arguments import ChainFile
+
+if TYPE_CHECKING:
+    from spec.chain import ChainSpec
+    from spec.offloading import OffloadingSpec
+
+COLUMNS = ("order", "name", "type", "settings")
+_HIDDEN = "***"
+
+
+def validate(file: ChainFile) -> None:
+    """Check a chain and print it.
+
+    Names and defaults are filled in; nothing is opened or connected to.
+    """
+    from spec.load import load_chain
+
+    chain = load_chain(file)
+    rows = [
+        (str(order), str(tier.name), tier.type, _settings(tier))
+        for order, tier in enumerate(chain.tiers, 1)
+    ]
+    print_table = _print_rich if sys.stdout.isatty() else _print_plain
+    print_table(rows)
+    typer.echo(_chain_settings(chain))
+
+
+def _settings(tier: OffloadingSpec) -> str:
+    from spec.fields import mask_secrets
+
+    # The JSON form, since in it sizes have units and secrets are masked.
+    dumped = tier.model_dump(mode="json", exclude={"type", "name"}, exclude_none=True)
+    return _one_line(", ".join(f"{key} {mask_secrets(_text(dumped[key]))}" for key in dumped))
+
+
+def _chain_settings(chain: ChainSpec) -> str:
+    dumped = chain.model_dump(mode="json", exclude={"tiers"})
+    dumped["salt"] = _HIDDEN if chain.salt else "none"
+    return ", ".join(f"{key} {_text(value)}" for key, value in dumped.items())
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _print_plain(rows: Sequence[Sequence[str]]) -> None:
+    table = [COLUMNS, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(COLUMNS))]
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        typer.echo("  ".join(cells).rstrip())
+
+
+def _print_rich(rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*COLUMNS)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)

@@ -1,0 +1,121 @@
+"""Which engines run on which chain, and what each phase shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from spec.chain import ChainSpec
+from spec.document import read_yaml
+from spec.load import load_chain
+from tiers.errors import KVTiersError
+
+COLD = "cold"
+SCENES = {
+    COLD: "first sight",
+    "cpu": "same engine",
+    "disk": "restarted",
+    "remote": "other replica",
+}
+"""The phases in order, and what happened before each.
+
+In `cpu` the engine's own cache has evicted the prefix; in `remote` the disk path is fresh too.
+"""
+
+
+class Return(NamedTuple):
+    """How a prefix comes back: the tier type that serves it, and the types emptied before."""
+
+    phase: str
+    served_by: str
+    emptied: frozenset[str]
+
+
+RETURNS = (
+    Return("cpu", "cpu", frozenset()),
+    Return("disk", "disk", frozenset({"cpu"})),
+    Return("remote", "redis", frozenset({"cpu", "disk"})),
+)
+
+
+class NothingToShow(KVTiersError):
+    """No phase can show anything of the chain."""
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """One engine process: the chain's file it uses and the phases it goes through."""
+
+    title: str
+    chain: Path
+    phases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The engines in order. `serving`: for each phase after cold, the names of the tiers that
+    must serve it. `skipped`: for each phase left out, why."""
+
+    runs: tuple[EngineRun, ...]
+    serving: Mapping[str, frozenset[str]]
+    skipped: Mapping[str, str]
+
+
+def make_plan(chain: Path, folder: Path) -> Plan:
+    """Plan the demo of a chain's file; what the replica needs is written into `folder`.
+
+    Raises what `load_chain` raises, and NothingToShow.
+    """
+    spec = load_chain(chain)
+    skipped = {r.phase: why for r in RETURNS if (why := _why_not(r, spec)) is not None}
+    shown = {r.phase: r.served_by for r in RETURNS if r.phase not in skipped}
+    if not shown:
+        reasons = "; ".join(f"{phase}: {why}" for phase, why in skipped.items())
+        raise NothingToShow(f"{chain} has nothing that the demo could show ({reasons})")
+    first = (COLD, "cpu") if "cpu" in shown else (COLD,)
+    runs = [EngineRun("first engine", chain, first)]
+    if "disk" in shown:
+        runs.append(EngineRun("restarted engine", chain, ("disk",)))
+    if "remote" in shown:
+        runs.append(EngineRun("second replica", replica_chain(chain, folder), ("remote",)))
+    serving = {
+        phase: frozenset(tier.tier_name for tier in spec.tiers if tier.type == served_by)
+        for phase, served_by in shown.items()
+    }
+    return Plan(tuple(runs), serving, skipped)
+
+
+def _why_not(back: Return, chain: ChainSpec) -> str | None:
+    left = [tier.type for tier in chain.tiers if tier.type not in back.emptied]
+    if back.served_by not in left:
+        return f"the chain has no {back.served_by} tier"
+    if left[0] != back.served_by:
+        return f"the {left[0]} tier comes before the {back.served_by} tier and would serve it"
+    return None
+
+
+def default_chain(folder: Path, redis_url: str) -> Path:
+    """Write the demo's own chain into `folder`; its disk tier lies there too."""
+    path = folder / "chain.yaml"
+    tiers = [
+        {"type": "cpu", "capacity": "1GiB"},
+        {"type": "disk", "capacity": "1GiB", "path": str(folder / "disk")},
+        {"type": "redis", "url": redis_url, "ttl": "1h"},
+    ]
+    path.write_text(yaml.safe_dump({"version": 1, "tiers": tiers}, sort_keys=False))
+    return path
+
+
+def replica_chain(chain: Path, folder: Path) -> Path:
+    """Write what another replica would use: `chain` with every disk tier in a fresh folder."""
+    document: Any = read_yaml(chain.read_text(encoding="utf-8-sig")).data
+    for number, tier in enumerate(document["tiers"]):
+        if tier["type"] == "disk":
+            tier["path"] = str(folder / f"replica-disk-{number}")
+    path = folder / "replica.yaml"
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
+    return path
