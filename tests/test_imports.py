@@ -1,0 +1,139 @@
+"""Imports point down: `spec` knows no tier, leaves don't know each other, one file knows vLLM."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LEAVES = {"gpu", "cpu", "disk", "remote"}
+FOLDERS = {p.name for p in (ROOT / "tiers").iterdir() if (p / "__init__.py").exists()}
+MODULES = sorted(
+    p.relative_to(ROOT) for part in ("spec", "tiers") for p in (ROOT / part).rglob("*.py")
+)
+HEAVY = {
+    "torch",
+    "vllm",
+    "lmdb",
+    "redis",
+    "zstandard",
+    "prometheus_client",
+    "numpy",
+    "transformers",
+}
+KNOW_VLLM = {
+    "tiers/engine/vllm.py": "the adapter",
+    "tiers/engine/plugin.py": "registers the adapter, in a process that is vLLM's own",
+    "tiers/demo/worker.py": "is the user of vLLM in the demo",
+}
+
+
+def imports(path: Path, only_at_import: bool = False) -> Iterator[str]:
+    """Dotted names that a module imports when it runs, those for type checkers left out.
+
+    `from a import b` gives a.b, since b may be a module.
+    """
+    yield from _imports(ast.parse((ROOT / path).read_text()), only_at_import)
+
+
+def _imports(node: ast.AST, only_at_import: bool) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if only_at_import and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute here"
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        yield from _imports(child, only_at_import)
+
+
+def folder(name: str) -> str | None:
+    """The folder of `tiers` that a dotted name or a module's path lies in."""
+    parts = name.removesuffix(".py").replace("/", ".").split(".")
+    return parts[1] if parts[0] == "tiers" and len(parts) > 1 and parts[1] in FOLDERS else None
+
+
+def may_import(importer: str, imported: str) -> bool:
+    """Whether a file may import a name of ours."""
+    if importer.startswith("spec/"):
+        return imported.startswith("spec.")
+    here, there = folder(importer), folder(imported)
+    if there is None or there == here:
+        return True
+    allowed: dict[str | None, set[str]] = {
+        None: set(),
+        "connector": set(),
+        "engine": {"connector", "gpu"},
+        "demo": {"engine"},
+        "cli": {"engine", "demo"},
+        **{leaf: set() for leaf in LEAVES},
+    }
+    return there in allowed.get(here, set())
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_imports_point_down(module: Path) -> None:
+    ours = [name for name in imports(module) if name.split(".")[0] in ("spec", "tiers")]
+    assert [name for name in ours if not may_import(str(module), name)] == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "allowed"),
+    [
+        ("spec/chain.py", "tiers.errors", False),
+        ("spec/chain.py", "spec.fields", True),
+        ("tiers/guard.py", "tiers.disk.store", False),
+        ("tiers/guard.py", "tiers.store.TierStore", True),
+        ("tiers/disk/store.py", "tiers.cpu.lru", False),
+        ("tiers/disk/store.py", "tiers.disk.slab", True),
+        ("tiers/remote/store.py", "tiers.connector.base", False),
+        ("tiers/connector/chain.py", "tiers.gpu.copier", False),
+        ("tiers/connector/chain.py", "tiers.guard", True),
+        ("tiers/engine/vllm.py", "tiers.disk.store", False),
+        ("tiers/engine/vllm.py", "tiers.gpu.copier", True),
+        ("tiers/cli/main.py", "tiers.disk.spec", False),
+    ],
+)
+def test_the_rule_itself(importer: str, imported: str, allowed: bool) -> None:
+    assert may_import(importer, imported) is allowed
+
+
+def test_spec_needs_only_pydantic_and_yaml() -> None:
+    allowed = {"spec", "pydantic", "pydantic_core", "yaml", *sys.stdlib_module_names}
+    modules = [module for module in MODULES if module.parts[0] == "spec"]
+    roots = {name.split(".")[0] for module in modules for name in imports(module)}
+    assert roots - allowed == set()
+
+
+def test_vllm_is_imported_in_one_place() -> None:
+    users = {str(m) for m in MODULES if any(n.split(".")[0] == "vllm" for n in imports(m))}
+    assert users <= set(KNOW_VLLM)
+    at_import = {
+        str(m)
+        for m in MODULES
+        if any(n.split(".")[0] == "vllm" for n in imports(m, only_at_import=True))
+    }
+    assert at_import == {"tiers/engine/vllm.py"}
+
+
+def test_nothing_is_unpickled() -> None:
+    banned = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    users = [str(m) for m in MODULES if banned & {n.split(".")[0] for n in imports(m)}]
+    assert users == []
+
+
+def test_specs_and_the_command_load_nothing_heavy() -> None:
+    names = [str(m.with_suffix("")).replace("/", ".") for m in MODULES]
+    light = [n for n in names if n.split(".")[0] == "spec" or n.endswith(".spec") or ".cli." in n]
+    assert {"tiers.disk.spec", "tiers.cli.main", "spec.load"} <= set(light)
+    code = f"import sys, {', '.join(light)}; print(*sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("", "")

@@ -1,0 +1,110 @@
+"""What README.md shows works as it is shown."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from spec.load import load_chain
+
+README = Path(__file__).parent.parent / "README.md"
+NO_SERVER = ("validate", "config", "schema", "--help", "--version")
+"""What `kvtiers` can be followed by to be run here; the rest takes an engine or a network."""
+
+
+class Shown(NamedTuple):
+    """A fenced block: its language and text, and the line of its fence."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks(readme: str) -> list[Shown]:
+    """The fenced blocks of a Markdown text."""
+    fence = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```\s*$", re.M | re.S)
+    return [
+        Shown(found[1], found[2], readme.count("\n", 0, found.start()) + 1)
+        for found in fence.finditer(readme)
+    ]
+
+
+def is_chain(block: Shown) -> bool:
+    """Whether a block is a whole chain."""
+    lines = [line for line in block.text.splitlines() if line and not line.startswith("#")]
+    return block.language in ("yaml", "yml") and lines[:1] != [] and lines[0].startswith("version:")
+
+
+def commands(block: Shown) -> list[str]:
+    """The `kvtiers` commands of a shell block that can run here, also those inside `$(...)`."""
+    if block.language not in ("sh", "bash", "shell", "console"):
+        return []
+    lines = [line.removeprefix("$ ") for line in block.text.replace("\\\n", " ").splitlines()]
+    whole = [line for line in lines if line.startswith("kvtiers ")]
+    inner = [found for line in lines for found in re.findall(r"\$\((kvtiers [^)]*)\)", line)]
+    return [command for command in whole + inner if command.split()[1] in NO_SERVER]
+
+
+SHOWN = blocks(README.read_text()) if README.exists() else []
+CHAINS = [block for block in SHOWN if is_chain(block)]
+COMMANDS = [(block.line, command) for block in SHOWN for command in commands(block)]
+
+
+def test_readme_shows_a_chain_and_commands() -> None:
+    assert CHAINS and COMMANDS
+
+
+@pytest.mark.parametrize("block", CHAINS, ids=lambda block: f"line {block.line}")
+def test_chains_validate(tmp_path: Path, block: Shown) -> None:
+    path = tmp_path / "chain.yaml"
+    path.write_text(block.text)
+    load_chain(path)
+
+
+@pytest.mark.parametrize(
+    "command", [c for _, c in COMMANDS], ids=[f"line {n}" for n, _ in COMMANDS]
+)
+def test_commands_run(tmp_path: Path, command: str) -> None:
+    """Every chain that a command names is the first one shown."""
+    for name in re.findall(r"[\w.-]+\.ya?ml", command):
+        (tmp_path / name).write_text(CHAINS[0].text)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", "-c", command],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_is_looked_for_is_found() -> None:
+    text = """\
+# Title
+```yaml
+# a comment
+version: 1
+tiers: []
+```
+```yaml
+other: 1
+```
+```sh
+$ kvtiers validate chain.yaml
+kvtiers demo
+vllm serve model \\
+  --kv-transfer-config "$(kvtiers config chain.yaml)"
+make demo
+```
+"""
+    chain, other, shell = blocks(text)
+    assert (chain.line, is_chain(chain), is_chain(other)) == (2, True, False)
+    assert commands(shell) == ["kvtiers validate chain.yaml", "kvtiers config chain.yaml"]
+    assert commands(chain) == []
