@@ -120,13 +120,15 @@ class Residency(Protocol):
 class SlotMemory:
     """One worker's slots: page-aligned host memory, pinned when `pin` is set.
 
+    With `touch` the system provides all of it now (about 0.8 s per GiB), not at first use.
     Owner of the bytes until `close`; views handed out must not outlive it.
     """
 
-    def __init__(self, num_slots: int, payload_bytes: int, pin: bool) -> None:
+    def __init__(self, num_slots: int, payload_bytes: int, pin: bool, touch: bool = False) -> None:
         self.payload_bytes = payload_bytes
         stride = slot_stride(payload_bytes)
-        self._map = mmap.mmap(-1, max(1, num_slots) * stride)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (mmap.MAP_POPULATE if touch else 0)
+        self._map = mmap.mmap(-1, max(1, num_slots) * stride, flags)
         flat = torch.frombuffer(self._map, dtype=torch.uint8)
         self.rows = flat.view(-1, stride)[:num_slots]
         """All slots: uint8, shape (num_slots, slot_stride); a payload and then padding."""

@@ -59,3 +59,13 @@ def test_slots_beside_the_gathered_ones_keep_their_bytes() -> None:
 def test_a_device_we_do_not_know_is_refused() -> None:
     with pytest.raises(ValueError, match="meta"):
         open_copier({"a": torch.zeros(4, 2, device="meta")}, 4)
+
+
+@pytest.mark.parametrize(("block", "slot"), [(BLOCKS, 0), (-1, 0), (0, 4), (0, -1)])
+def test_memory_that_is_not_ours_is_not_touched(block: int, slot: int) -> None:
+    copier = open_copier(paged("cpu"), BLOCKS)
+    memory = SlotMemory(4, copier.payload_bytes, pin=False)
+    with pytest.raises(IndexError):
+        copier.scatter(memory.rows, [slot], [block], None)
+    with pytest.raises(IndexError):
+        copier.gather([block], memory.rows, [slot]).wait()

@@ -15,15 +15,7 @@ def config(file: ChainFile) -> None:
     It is the value of --kv-transfer-config; the chain is checked first.
     """
     from spec.load import load_chain
-    from tiers.engine.plugin import CONNECTOR
+    from tiers.engine.plugin import transfer_config
 
     load_chain(file)
-    # A path and not the content: command lines show in process lists, and a chain may hold a
-    # password.
-    transfer = {
-        "kv_connector": CONNECTOR,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"chain": str(file.absolute())},
-    }
-    typer.echo(json.dumps(transfer, separators=(",", ":")))
+    typer.echo(json.dumps(transfer_config(file), separators=(",", ":")))

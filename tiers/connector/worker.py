@@ -89,7 +89,8 @@ class OffloadingWorker:
         payload = self._host.payload_bytes
         rows = min(64, max(1, BOUNCE_BYTES // slot_stride(payload)))
         pin = self._host.copier.pin
-        self._bounce = [SlotMemory(rows, payload, pin) for _ in range(LOADERS)]
+        # A load that first had to be given its memory would take twice as long.
+        self._bounce = [SlotMemory(rows, payload, pin, touch=True) for _ in range(LOADERS)]
         try:
             site = StoreSite(payload, self._host.engine.world_size)
             self._store = guard(self._spec.open(site), self.tier)

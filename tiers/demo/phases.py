@@ -17,7 +17,7 @@ from tiers.demo.needs import need
 from tiers.demo.plan import EngineRun, Plan, default_chain
 from tiers.demo.prompts import conversations, warm_up
 from tiers.demo.worker import Asked, Job
-from tiers.engine.plugin import CONNECTOR
+from tiers.engine.plugin import transfer_config
 from tiers.errors import KVTiersError
 
 MAX_TOKENS = 24
@@ -102,7 +102,7 @@ def run(
                 "model": model,
                 **ENGINE_ARGS,
                 **engine_args,
-                "kv_transfer_config": _transfer_config(engine.chain),
+                "kv_transfer_config": transfer_config(engine.chain),
             },
             salt=salt,
             max_tokens=MAX_TOKENS,
@@ -112,15 +112,6 @@ def run(
         )
         asked += _run_engine(engine, job, _log(folder, number), step)
     return asked
-
-
-def _transfer_config(chain: Path) -> dict[str, Any]:
-    return {
-        "kv_connector": CONNECTOR,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"chain": str(chain)},
-    }
 
 
 def _run_engine(engine: EngineRun, job: Job, log: Path, step: Step) -> list[Asked]:

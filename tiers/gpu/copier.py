@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -21,12 +22,17 @@ class _Done:
 
 
 class CpuCopier:
-    """Copies for an engine whose paged KV is in host memory; gathers run on one thread."""
+    """Copies for an engine whose paged KV is in host memory; gathers run on one thread.
+
+    One memmove per page: 5.4 GB/s each way with 30 pages of 48 KiB per block, one thread, where
+    one memcpy of all the bytes makes 7.1; `index_copy_` made 1.4, and is no faster on two.
+    """
 
     pin = False
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         self._pages = block_pages(kv_caches, num_blocks)
+        self._num_blocks = num_blocks
         self.layout = layout_digest(kv_caches, num_blocks)
         self.payload_bytes = sum(page.shape[1] for page in self._pages)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvtiers-gather")
@@ -40,26 +46,31 @@ class CpuCopier:
         return _Done(self._thread.submit(self._gather, list(blocks), rows, list(slots)))
 
     def _gather(self, blocks: list[int], rows: torch.Tensor, slots: list[int]) -> None:
-        for part, (first, last) in _slot_runs(slots):
-            index = torch.tensor([blocks[i] for i in part])
-            for page, column in self._columns(rows[first:last]):
-                torch.index_select(page, 0, index, out=column)
+        for paged, slot, length in self._addresses(blocks, rows, slots):
+            ctypes.memmove(slot, paged, length)
 
     def scatter(
         self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
     ) -> None:
         """Copy rows to paged blocks on the calling thread."""
-        for part, (first, last) in _slot_runs(slots):
-            index = torch.tensor([blocks[i] for i in part])
-            for page, column in self._columns(rows[first:last]):
-                page.index_copy_(0, index, column)
+        for paged, slot, length in self._addresses(blocks, rows, slots):
+            ctypes.memmove(paged, slot, length)
 
-    def _columns(self, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        start = 0
+    def _addresses(
+        self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]
+    ) -> Iterator[tuple[int, int, int]]:
+        """(address in the paged KV, address in the row, bytes) of every page of every block."""
+        if not all(0 <= block < self._num_blocks for block in blocks) or not all(
+            0 <= slot < rows.shape[0] for slot in slots
+        ):
+            raise IndexError(f"blocks {blocks} or slots {slots} are out of range")
+        pairs = list(zip(blocks, slots, strict=True))
+        row, row_stride = rows.data_ptr(), rows.stride(0)
         for page in self._pages:
-            stop = start + page.shape[1]
-            yield page, rows[:, start:stop]
-            start = stop
+            start, stride, length = page.data_ptr(), page.stride(0), page.shape[1]
+            for block, slot in pairs:
+                yield start + block * stride, row + slot * row_stride, length
+            row += length
 
     def close(self) -> None:
         """Finish the gathers under way."""
@@ -131,6 +142,13 @@ class CudaCopier(CpuCopier):
                     page.index_copy_(0, index, column)
             done.record(self._load_stream)
         done.synchronize()
+
+    def _columns(self, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        start = 0
+        for page in self._pages:
+            stop = start + page.shape[1]
+            yield page, rows[:, start:stop]
+            start = stop
 
     def _index(self, blocks: list[int]) -> torch.Tensor:
         # From pageable memory the copy would make this thread wait for the stream.
