@@ -22,6 +22,7 @@ from spec.offloading import OffloadingSpec
 from spec.registry import BrokenTierType, UnknownTierType, tier_class, tier_types
 
 FORMAT_VERSION = 1
+LoadPolicy = Literal["first", "longest", "stitched"]
 MAX_TIERS = 32
 """A chain longer than this is a mistake, and every lookup would walk it."""
 
@@ -73,9 +74,10 @@ class ChainSpec(BaseModel):
     tiers: tuple[Annotated[SerializeAsAny[OffloadingSpec], BeforeValidator(_as_spec)], ...] = Field(
         min_length=1, max_length=MAX_TIERS, description="Load priority: the first is tried first."
     )
-    load: Literal["first"] = Field(
+    load: LoadPolicy = Field(
         default="first",
-        description="Which tier serves a prefix: the first, in order, that has any of it.",
+        description="Which tier serves a prefix: the first, in order, that has any of it; the one "
+        "that has the longest; or, stitched, for each block the first that has that block.",
     )
     promote: bool = Field(
         default=True, description="Keep blocks that a lower tier served in the higher ones too."

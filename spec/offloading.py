@@ -43,6 +43,9 @@ class OffloadingSpec(BaseModel):
     """Fields that together say where the tier keeps its blocks: two tiers of one type in a chain
     must differ in them. Empty: any number may be alike."""
 
+    hit_source: ClassVar[str] = "external_unspecified"
+    """What the engine calls tokens that come from such a tier."""
+
     type: str = Field(description="Tier type: the name of a kvtiers.tiers entry point.")
     name: TierName | None = Field(
         default=None, description="Unique name in metrics and logs; defaults to the type."
@@ -68,6 +71,8 @@ class StoreSpec(OffloadingSpec):
 
 class HostSpec(OffloadingSpec):
     """A tier whose blocks stay in the host pool of the engine's workers."""
+
+    hit_source: ClassVar[str] = "host"
 
     capacity: ByteSize = Field(description="Host memory for this tier, over all ranks.")
 

@@ -13,7 +13,7 @@ from spec.offloading import StoreSite
 from tiers.errors import RecordError, TierFull, TierUnavailable, TierUnusable
 from tiers.guard import Guarded, guard
 from tiers.remote.spec import RedisSpec
-from tiers.store import Block, LocalIndex, Measured, TierStore, Touch, Usage
+from tiers.store import Block, Clear, LocalIndex, Measured, TierStore, Touch, Usage
 from tiers.testing import Memory, make_key
 
 KEY = make_key()
@@ -74,7 +74,12 @@ class Measuring(Store):
         return Usage(blocks=3, used=30, capacity=300)
 
 
-class Everything(Peeking, Touching, Measuring):
+class Clearing(Store):
+    def clear(self, namespace: bytes) -> None:
+        self._answer("clear", 0)
+
+
+class Everything(Peeking, Touching, Measuring, Clearing):
     pass
 
 
@@ -94,6 +99,8 @@ def ask_all(guarded: Guarded) -> None:
         assert guarded.peek([KEY, KEY]) == [False, False]
     if isinstance(guarded, Touch):
         guarded.touch([KEY])
+    if isinstance(guarded, Clear):
+        guarded.clear(KEY[:2])
     if isinstance(guarded, Measured):
         assert guarded.usage().blocks == 0
 
@@ -109,11 +116,11 @@ def test_what_works_goes_through_unchanged() -> None:
     assert guarded.failures.total == 0
 
 
-@pytest.mark.parametrize("store", [Store, Peeking, Touching, Measuring, Everything])
+@pytest.mark.parametrize("store", [Store, Peeking, Touching, Measuring, Clearing, Everything])
 def test_a_guarded_store_has_just_the_capabilities_of_the_store(store: type[Store]) -> None:
     plain: TierStore = store()
     guarded: TierStore = guard(plain, "t")
-    for capability in (LocalIndex, Touch, Measured):
+    for capability in (LocalIndex, Touch, Measured, Clear):
         assert isinstance(guarded, capability) == isinstance(plain, capability)
 
 
@@ -137,9 +144,9 @@ def test_a_full_tier_or_a_bad_record_is_a_miss_and_no_more(error: Exception) -> 
     store.error = error
     guarded = guard(store, "t")
     ask_all(guarded)
-    assert len(store.asked) == 7
+    assert len(store.asked) == 8
     assert guarded.is_up
-    assert guarded.failures.by_kind() == {type(error).__name__: 7}
+    assert guarded.failures.by_kind() == {type(error).__name__: 8}
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(1)])

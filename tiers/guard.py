@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any, TypeVar, cast
 
 from tiers.errors import KVTiersError, RecordError, TierError, TierFull
-from tiers.store import Block, LocalIndex, Measured, TierStore, Touch, Usage
+from tiers.store import Block, Clear, LocalIndex, Measured, TierStore, Touch, Usage
 
 T = TypeVar("T")
 
@@ -216,6 +216,12 @@ class _Touch(Guarded):
         self._look(lambda: self._store.touch(keys), None)
 
 
+class _Clear(Guarded):
+    def clear(self, namespace: bytes) -> None:
+        """As the store; a failure clears nothing."""
+        self._ask(lambda: self._store.clear(namespace), otherwise=None)
+
+
 class _Measured(Guarded):
     def usage(self) -> Usage:
         """As the store; nothing held while the tier is left alone."""
@@ -225,6 +231,7 @@ class _Measured(Guarded):
 _CAPABILITIES: tuple[tuple[type, type[Guarded]], ...] = (
     (LocalIndex, _Peek),
     (Touch, _Touch),
+    (Clear, _Clear),
     (Measured, _Measured),
 )
 

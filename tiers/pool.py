@@ -95,8 +95,11 @@ class SlotPool:
 class Residency(Protocol):
     """Which blocks a host tier keeps in the pool; used by the scheduler's thread alone.
 
-    Each resident block holds one reference on its slot.
+    Each resident block holds one reference on its slot. `on_evict` is told the key of each block
+    given up for room.
     """
+
+    on_evict: Callable[[bytes], None] | None
 
     def find(self, key: bytes) -> int | None:
         """The slot of a resident block, or None."""
@@ -112,6 +115,10 @@ class Residency(Protocol):
 
     def discard(self, key: bytes) -> None:
         """Stop keeping this block; unknown keys are ignored."""
+        ...
+
+    def clear(self) -> list[bytes]:
+        """Stop keeping any block; the keys of those that were kept."""
         ...
 
     def __len__(self) -> int: ...

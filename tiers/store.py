@@ -78,6 +78,18 @@ class Touch(Protocol):
         ...
 
 
+@runtime_checkable
+class Clear(Protocol):
+    """Capability: the store is of this host alone, and a namespace in it can be emptied.
+
+    A store that other hosts share has it not: they may still use what one engine gives up.
+    """
+
+    def clear(self, namespace: bytes) -> None:
+        """Forget every key that begins with these bytes."""
+        ...
+
+
 @dataclass(frozen=True)
 class Usage:
     """What a store holds: `used` and `capacity` in bytes (capacity None: not bounded by us)."""

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 
 from tiers.block import MAX_KEY_BYTES, NAMESPACE_BYTES
 from tiers.errors import TierUnusable
-from tiers.store import Block, LocalIndex, Measured, TierStore, Touch
+from tiers.store import Block, Clear, LocalIndex, Measured, TierStore, Touch
 
 _CANARY = 0xA5
 
@@ -326,6 +326,10 @@ class StoreContract:
             if isinstance(store, Touch):
                 store.touch(keys)
                 assert self.hits(store, keys[:2]) == [True, True]
+            if isinstance(store, Clear):
+                store.clear(keys[0][:NAMESPACE_BYTES])
+                assert list(store.has(keys[:2])) == [False, True], "one namespace, and all of it"
+                self.put(store, keys[:1])
             if isinstance(store, Measured):
                 usage = store.usage()
                 assert usage.blocks >= 2

@@ -9,8 +9,8 @@ import pytest
 
 from tiers.connector.base import Role
 from tiers.connector.contract import Connector
-from tiers.connector.multi import (
-    MultiConnector,
+from tiers.connector.multi import MultiConnector
+from tiers.connector.multi_metadata import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
     MultiWorkerMetadata,

@@ -1,4 +1,4 @@
-"""A real vLLM engine with a tiny random Llama, run in a process of its own."""
+"""Engines: the replay engine, and a real vLLM with a tiny random Llama in its own process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,34 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from replay_chains import MODEL, close
 from tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, Run
+
+from spec.chain import ChainSpec
+from tiers.connector.manager import StoreManager
+from tiers.engine.replay import ReplayEngine
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReplayEngine]]:
+    """Make replay engines; what they leave is checked, and they are closed, after the test."""
+    # A busy machine must not make misses of hits that a test counts on.
+    monkeypatch.setattr(StoreManager, "LOOKUP_DEADLINE", 30.0)
+    engines: list[ReplayEngine] = []
+
+    def make(chain: ChainSpec | None, **options: Any) -> ReplayEngine:
+        engines.append(ReplayEngine(chain, MODEL, **options))
+        return engines[-1]
+
+    yield make
+    for made in engines:
+        close(made)
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +55,7 @@ def run_vllm(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
         name = folder / f"run-{next(runs)}"
         env = dict(os.environ)
         env.update(options.pop("env", {}))
+        abort = options.pop("abort", 0)
         env.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
         engine = {
             "model": str(tiny_llama),
@@ -60,7 +82,7 @@ def run_vllm(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
             )
             engine["kv_transfer_config"] = json.loads(config.stdout)
         result = name.with_suffix(".json")
-        job = {"engine": engine, "batches": batches, "result": str(result)}
+        job = {"engine": engine, "batches": batches, "result": str(result), "abort": abort}
         child = subprocess.run(
             [sys.executable, str(CHILD)],
             input=json.dumps(job),

@@ -2,104 +2,17 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from replay_chains import MODEL, SLOT, chain_of, close, cpu, disk, drive, redis
 from servers import RedisServer
 
-from spec.chain import ChainSpec
-from spec.load import load_chain
-from tiers.connector.manager import StoreManager
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 from tiers.gpu.copier import CpuCopier
-
-MODEL = ReplayModel()
-SLOT = 4096
-"""Bytes of host pool that one of the model's small blocks takes."""
-
-
-def chain_of(*tiers: dict[str, Any], **more: Any) -> ChainSpec:
-    return load_chain({"version": 1, "staging": 64 * SLOT, "tiers": list(tiers), **more})
-
-
-def cpu(blocks: int = 64, **more: Any) -> dict[str, Any]:
-    return {"type": "cpu", "capacity": blocks * SLOT, **more}
-
-
-def disk(path: Path, capacity: str = "1MiB", **more: Any) -> dict[str, Any]:
-    return {"type": "disk", "path": str(path), "capacity": capacity, **more}
-
-
-def redis(server: RedisServer, space: object, **more: Any) -> dict[str, Any]:
-    return {"type": "redis", "url": server.url, "key_prefix": str(space), **more}
-
-
-@pytest.fixture(autouse=True)
-def patient_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine must not make misses of hits that a test counts on."""
-    monkeypatch.setattr(StoreManager, "LOOKUP_DEADLINE", 30.0)
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., ReplayEngine]]:
-    """Make engines; what they leave is checked, and they are closed, when the test is over."""
-    engines: list[ReplayEngine] = []
-
-    def make(chain: ChainSpec | None, **options: Any) -> ReplayEngine:
-        engines.append(ReplayEngine(chain, MODEL, **options))
-        return engines[-1]
-
-    yield make
-    for made in engines:
-        close(made)
-
-
-def close(engine: ReplayEngine) -> None:
-    """Let transfers end; nothing may be left of the requests. Then shut down."""
-    if engine.closed:
-        return
-    engine.settle()
-    assert engine.scheduler.pool.num_free == engine.num_blocks
-    for child in engine.connector.children if engine.connector else ():
-        scheduler = child.scheduler
-        assert not scheduler.reqs_being_loaded and not scheduler.blocks_being_stored
-        assert scheduler.slots_pinned == 0
-    engine.close()
-
-
-def workload(seed: int, count: int = 60) -> list[tuple[list[int], int]]:
-    """Prompts that share prefixes, and how many tokens to answer."""
-    rng = random.Random(seed)
-    roots = [[rng.randrange(1000) for _ in range(rng.randrange(5, 60))] for _ in range(6)]
-    return [
-        (
-            rng.choice(roots) + [rng.randrange(1000) for _ in range(rng.randrange(1, 10))],
-            rng.randrange(1, 8),
-        )
-        for _ in range(count)
-    ]
-
-
-def drive(engine: ReplayEngine, seed: int, abort: float = 0.0, world_size: int = 1) -> None:
-    """Run a workload, several requests at once; every answer that ends must be right."""
-    rng = random.Random(seed)
-    requests = []
-    for prompt, max_tokens in workload(seed):
-        requests.append((engine.add(prompt, max_tokens), prompt))
-        for _ in range(rng.randrange(3)):
-            engine.step()
-        if rng.random() < abort:
-            engine.scheduler.abort(rng.choice(requests)[0].request_id)
-    engine.run()
-    for request, prompt in requests:
-        expected = answer(MODEL, prompt, request.max_tokens, world_size)
-        assert request.output == expected[: len(request.output)], request.request_id
-        if not abort:
-            assert len(request.output) == request.max_tokens
 
 
 def test_the_model_shows_a_single_wrong_byte(engine: Callable[..., ReplayEngine]) -> None:
@@ -114,12 +27,23 @@ def test_the_model_shows_a_single_wrong_byte(engine: Callable[..., ReplayEngine]
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("processes", [False, True], ids=["one process", "own processes"])
-@pytest.mark.parametrize("kind", ["cpu", "disk", "redis", "all"])
+@pytest.mark.parametrize(
+    ("kind", "load"),
+    [
+        ("cpu", "first"),
+        ("disk", "first"),
+        ("redis", "first"),
+        ("all", "first"),
+        ("all", "longest"),
+        ("all", "stitched"),
+    ],
+)
 def test_answers_are_those_of_an_engine_without_tiers(
     engine: Callable[..., ReplayEngine],
     tmp_path: Path,
     shared_server: RedisServer,
     kind: str,
+    load: str,
     processes: bool,
     prefix_caching: bool,
 ) -> None:
@@ -128,7 +52,7 @@ def test_answers_are_those_of_an_engine_without_tiers(
         "disk": disk(tmp_path / "disk", "160KiB"),
         "redis": redis(shared_server, tmp_path),
     }
-    chain = chain_of(*(tiers.values() if kind == "all" else [tiers[kind]]))
+    chain = chain_of(*(tiers.values() if kind == "all" else [tiers[kind]]), load=load)
     made = engine(chain, num_blocks=24, prefix_caching=prefix_caching, processes=processes)
     drive(made, seed=1)
     made.settle()

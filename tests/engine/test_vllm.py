@@ -84,6 +84,23 @@ def test_concurrent_requests_and_preemption(
     assert run.tokens == [expected, expected]
 
 
+def test_hundreds_of_requests_with_aborts_in_too_little_kv(
+    run_vllm: Callable[..., Run], plain: Run, tmp_path: Path, shared_server: Any
+) -> None:
+    requests = CONCURRENT * 19
+    redis = {"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path)}
+    tiers = [{"type": "cpu", "capacity": "2MiB"}, disk(tmp_path / "disk"), redis]
+    run = run_vllm([requests], tiers, num_gpu_blocks_override=34, abort=100, **IN_PROCESS)
+    assert run.preemptions > 0
+    assert sum(run.loaded().values()) > 0
+    whole = 0
+    for number, tokens in enumerate(run.tokens[0]):
+        (expected,) = plain.tokens[4 + number % len(CONCURRENT)]
+        assert tokens == expected[: len(tokens)], f"request {number}"
+        whole += len(tokens) == len(expected)
+    assert whole >= len(requests) - 100
+
+
 def test_unusable_tiers_are_reported_and_the_others_serve(
     run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path, server: Any
 ) -> None:

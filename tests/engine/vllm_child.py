@@ -1,13 +1,15 @@
 """Runs a real vLLM engine in a process of its own: a job as JSON on stdin, its results to a file.
 
 The job: `engine` (arguments of LLM), `batches` (each a list of requests that run at once; a
-request is `[prompt_token_ids, max_tokens]`), `result` (where to write). The result: per batch and
-request its tokens and the tokens that came from any cache, and the tiers' counters at the end.
+request is `[prompt_token_ids, max_tokens]`), `result` (where to write), and perhaps `abort` (how
+many requests of each batch are aborted, at random moments). The result: per batch and request its
+tokens and the tokens that came from any cache, and the tiers' counters at the end.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,27 +22,49 @@ def main() -> None:
     llm = LLM(**job["engine"])
     batches = []
     for batch in job["batches"]:
-        params = [
-            SamplingParams(
-                max_tokens=max_tokens,
-                temperature=0,
-                detokenize=False,
-                ignore_eos=True,
-                logprobs=0,
+        requests = [
+            (
+                TokensPrompt(prompt_token_ids=tokens),
+                SamplingParams(
+                    max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True
+                ),
             )
-            for _, max_tokens in batch
+            for tokens, max_tokens in batch
         ]
-        prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens, _ in batch]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        batches.append(
-            [
-                {"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens}
-                for o in outputs
-            ]
-        )
+        if job.get("abort"):
+            batches.append(with_aborts(llm.llm_engine, requests, job["abort"]))
+            continue
+        prompts, params = zip(*requests, strict=True)
+        outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
+        batches.append([shown(output) for output in outputs])
     result = {"batches": batches, "tiers": counters(llm), "preemptions": preemptions(llm)}
     llm.llm_engine.engine_core.shutdown()
     Path(job["result"]).write_text(json.dumps(result))
+
+
+def shown(output: Any) -> dict[str, Any]:
+    return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
+
+
+def with_aborts(engine: Any, requests: list[Any], aborts: int) -> list[dict[str, Any]]:
+    """Add requests while others run, and abort some; an aborted one shows what it had said."""
+    rng = random.Random(0)
+    results: dict[str, dict[str, Any]] = {}
+    names: dict[str, str] = {}
+    doomed = {str(i) for i in rng.sample(range(len(requests)), aborts)}
+    waiting = list(enumerate(requests))
+    while waiting or engine.has_unfinished_requests():
+        for _ in range(rng.randrange(4)):
+            if waiting:
+                number, (prompt, params) = waiting.pop(0)
+                names[str(number)] = engine.add_request(str(number), prompt, params) or str(number)
+        for output in engine.step():
+            results[output.request_id] = shown(output)
+        for name in [n for n in doomed & names.keys() if rng.random() < 0.1]:
+            doomed.discard(name)
+            engine.abort_request([name])
+    nothing: dict[str, Any] = {"tokens": [], "cached": 0}
+    return [results.get(str(number), nothing) for number in range(len(requests))]
 
 
 def counters(llm: Any) -> dict[str, dict[str, float]]:

@@ -32,6 +32,7 @@ class EngineInfo:
     `facts`: everything but layout and rank that makes KV interchangeable (see `namespace`).
     `block_tokens`: tokens per block. `hash_tokens`: tokens per entry of `Request.block_hashes`.
     `num_blocks`: blocks in each worker's paged KV. `rank`: of this worker, 0 in the scheduler.
+    `kv_events`: whether the engine takes events; none are kept for one that does not.
     """
 
     facts: Mapping[str, str]
@@ -40,6 +41,7 @@ class EngineInfo:
     num_blocks: int
     rank: int = 0
     world_size: int = 1
+    kv_events: bool = False
 
 
 class Request(Protocol):
@@ -191,6 +193,29 @@ class OffloadingWorkerMetadata:
         self.unusable = self.unusable or other.unusable
         add_counters(self.counters, other.counters)
         return self
+
+
+@dataclass
+class TransferResults:
+    """Requests whose transfers ended on a worker; failed loads are among the received ones too."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class BlockEvent:
+    """Blocks that a tier now holds (`stored`), or no longer holds.
+
+    `hashes`: the engine's own. Tiers that drop blocks elsewhere (a disk shared by processes, a
+    server with a time to live) say so only when a load finds it out.
+    """
+
+    tier: str
+    stored: bool
+    hashes: tuple[bytes, ...]
+    block_tokens: int
 
 
 class Copy(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -41,10 +42,17 @@ def open_chain(
                 scheduler=OffloadingScheduler(
                     tier.tier_name, engine, _manager_opener(tier, pool), chain.promote
                 ),
+                hit_source=tier.hit_source,
             )
             for tier in chain.tiers
         ]
-        return MultiConnector(role, children)
+        return MultiConnector(
+            role,
+            children,
+            load=chain.load,
+            block_tokens=engine.block_tokens,
+            chain=_identity(chain),
+        )
     host = HostSlots(engine, budget, open_copier)
     children = [
         OffloadingConnector(
@@ -59,7 +67,12 @@ def open_chain(
         )
         for tier in chain.tiers
     ]
-    return MultiConnector(role, children)
+    return MultiConnector(role, children, chain=_identity(chain))
+
+
+def _identity(chain: ChainSpec) -> str:
+    # Workers say the same to every tier of every chain with one salt.
+    return "tiers-" + hashlib.blake2b(chain.salt.encode(), digest_size=8).hexdigest()
 
 
 class _ChainPool:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from tiers.connector.base import Blocks, ConnectorOutput, Request, Role, SchedulerOutput
+from tiers.connector.base import (
+    Blocks,
+    ConnectorOutput,
+    Request,
+    Role,
+    SchedulerOutput,
+    TransferResults,
+)
+from tiers.connector.shared_load import SharedLoad
 from tiers.connector.stats import TierStats
 
 
@@ -66,11 +75,77 @@ class Connector(ABC):
         """
         return False, None
 
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`, from an engine with several KV cache groups: blocks of each."""
+        (only,) = block_ids
+        return self.request_finished(request, only)
+
+    def register_finished_partial_tail(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """Take a finished request's last, partial blocks; True: they must stay until sent."""
+        return False
+
+    def on_new_request(self, request: Request) -> None:
+        """A request was queued; it has no blocks yet."""
+
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         """Take what each worker's `get_handshake_metadata` said, before the first request."""
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
+        """The same, with workers named by (pipeline rank, tensor rank)."""
+        self.set_xfer_handshake_metadata(metadata)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """The engine's cache manager, for connectors that look into it."""
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The engine's block pool, from engines that have no `bind_kv_cache_manager`."""
+
+    def withhold(self, request: Request) -> None:
+        """Store nothing of this request: another connector loads it within its steps, and
+        whether that worked is known only when its blocks would have been stored."""
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> Mapping[str, int]:
+        """Where the tokens that this connector loads for a request come from, in the engine's
+        words: host, disk, external_unspecified. Counts sum up to `num_external_tokens`."""
+        return {"external_unspecified": num_external_tokens} if num_external_tokens else {}
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """KV cache groups that a load of the request brings; all of a model with one group."""
+        return (0,)
+
+    def take_events(self) -> Iterable[Any]:
+        """Events since the last call."""
+        return ()
+
+    def reset_cache(self) -> bool | None:
+        """Forget all blocks; False: it could not be done. Nothing stored before is loaded again."""
+        return None
+
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping although no request runs."""
+        return False
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether transfers under way will soon give blocks back to the engine."""
+        return False
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether a save that is lost is worse than a later miss."""
+        return False
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether a load can bring recurrent state up to where full attention is."""
         return False
 
     # -- worker ------------------------------------------------------------------------------
@@ -78,6 +153,25 @@ class Connector(ABC):
     @abstractmethod
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's paged KV: layer name to tensor, owned by the engine."""
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Whether the engine should allocate all layers as one tensor, and register that."""
+        return False
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+        """Take one tensor of all layers; only for who has `prefer_cross_layer_blocks`."""
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        """The engine's own copy between device and host, for connectors without one."""
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """Where the engine should allocate its KV; None: where it likes."""
+        return None
+
+    def get_finished_count(self) -> int | None:
+        """How many workers report each transfer; None: all of them."""
+        return None
 
     def get_handshake_metadata(self) -> Any:
         """What the scheduler half must know of this worker; picklable."""
@@ -97,7 +191,10 @@ class Connector(ABC):
 
     @abstractmethod
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Return once blocks that this step overwrites are no longer read."""
+        """Return once blocks that this step overwrites are no longer read.
+
+        Takes the step's orders, or, from engines before 0.21, the ids of preempted requests.
+        """
 
     @abstractmethod
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -111,6 +208,12 @@ class Connector(ABC):
     ) -> None:
         """A layer's KV is computed; blocks are stored after the step, all layers together."""
 
+    def finish_forward(self) -> None:
+        """The model no longer reads the step's KV."""
+
+    def reset_capture_state(self) -> None:
+        """Graphs are captured: forget what was done meanwhile."""
+
     @abstractmethod
     def wait_for_save(self) -> None:
         """The step is computed: begin its stores."""
@@ -119,6 +222,11 @@ class Connector(ABC):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose (saves, loads) ended since the last call."""
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
+        """The same in one object, with the loads that failed as a whole."""
+        sent, received = self.get_finished(finished_req_ids)
+        return TransferResults(sent or set(), received or set())
+
     @abstractmethod
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Paged blocks whose load failed since the last call; the engine recomputes them."""
@@ -126,3 +234,29 @@ class Connector(ABC):
     @abstractmethod
     def build_connector_worker_meta(self) -> Any:
         """What this worker finished, for the scheduler half; None: nothing."""
+
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        """Events that this worker collected since the last call, in the engine's own form."""
+        return None
+
+
+@runtime_checkable
+class BlockLoader(Protocol):
+    """Capability, scheduler role: a connector that can load any blocks of a request.
+
+    The contract knows only leading prefixes; the load policy `stitched` asks this of each tier.
+    """
+
+    def holds(self, request: Request, blocks: range) -> list[bool] | None:
+        """Which of these blocks of the request could be loaded; None: ask again later."""
+        ...
+
+    def count_lookup(self, hit: bool) -> None:
+        """Count, once for all its `holds`, that a request was looked up."""
+        ...
+
+    def load_blocks(
+        self, request: Request, blocks: Blocks, ranges: Sequence[range], shared: SharedLoad
+    ) -> None:
+        """As `update_state_after_alloc`, and load these ranges of blocks, which it holds."""
+        ...

@@ -2,80 +2,54 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch
-
+from spec.chain import LoadPolicy
 from tiers.connector.base import Blocks, ConnectorOutput, Request, Role, SchedulerOutput
-from tiers.connector.contract import Connector
-from tiers.connector.policy import first
+from tiers.connector.chooser import Chooser
+from tiers.connector.contract import BlockLoader, Connector
+from tiers.connector.multi_metadata import (
+    MultiConnectorMetadata,
+    MultiHandshakeMetadata,
+    MultiWorkerMetadata,
+)
+from tiers.connector.multi_worker import MultiWorker
+from tiers.connector.policy import NOBODY, Choice, clip
+from tiers.connector.shared_load import SharedLoad
 from tiers.connector.stats import TierStats
-from tiers.errors import KVTiersError
-
-logger = logging.getLogger(__name__)
 
 
-@dataclass
-class MultiConnectorMetadata:
-    """One step's orders: an entry per child, in order.
+class MultiConnector(MultiWorker):
+    """Loads from the children that the load policy chooses; stores to all."""
 
-    `extra_async_saves`: requests that more than one child is saving, and how many more.
-    """
+    limits_requests = True
+    """It applies what a request says of itself (see `limits`), also as a child of another."""
 
-    metadata: tuple[Any, ...]
-    extra_async_saves: dict[str, int]
-
-
-@dataclass
-class MultiWorkerMetadata:
-    """What the children of one worker finished: an entry per child, in order."""
-
-    metadata: tuple[Any, ...]
-
-    def aggregate(self, other: MultiWorkerMetadata) -> MultiWorkerMetadata:
-        """Fold another rank's metadata into this one, child by child."""
-        pairs = zip(self.metadata, other.metadata, strict=True)
-        self.metadata = tuple(
-            a.aggregate(b) if a is not None and b is not None else a if b is None else b
-            for a, b in pairs
-        )
-        return self
-
-
-@dataclass(frozen=True)
-class MultiHandshakeMetadata:
-    """What the children of one worker say of themselves, in order."""
-
-    metadata: tuple[Any, ...]
-
-
-class MultiConnector(Connector):
-    """Loads from the first child, in load-priority order, that has a prefix; stores to all."""
-
-    def __init__(self, role: Role, children: Sequence[Connector]) -> None:
-        super().__init__(role)
-        self.children = tuple(children)
-        self._serving: dict[str, int] = {}
-        self._extra_async_saves: dict[str, int] = {}
+    def __init__(
+        self,
+        role: Role,
+        children: Sequence[Connector],
+        *,
+        names: Sequence[str] | None = None,
+        chain: str = "",
+        load: LoadPolicy = "first",
+        block_tokens: int = 1,
+    ) -> None:
+        """`names`: of the children, unique; `chain`: differs between chains of one engine."""
+        super().__init__(role, children, names=names, chain=chain)
+        self._block_tokens = block_tokens
+        self._chooser = Chooser(self.children, self.names, load, block_tokens)
+        self._choices: dict[str, Choice] = {}
 
     def shutdown(self) -> None:
-        """Shut every child down, also when one raises; then raise what the first one did."""
-        errors: list[Exception] = []
-        for child in self.children:
-            try:
-                child.shutdown()
-            except (KVTiersError, OSError, RuntimeError, ValueError) as error:
-                logger.exception("a tier failed to shut down")
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        """Shut every child down, also when one raises; then raise."""
+        self.for_each(lambda child: child.shutdown())
 
     def get_kv_connector_stats(self) -> TierStats | None:
-        """All children's counters, by tier name."""
-        stats = [s for child in self.children if (s := child.get_kv_connector_stats()) is not None]
+        """All tiers' counters, by tier name."""
+        stats = [s for s in self.stats_by_child().values() if isinstance(s, TierStats)]
         if not stats:
             return None
         total = TierStats()
@@ -83,46 +57,96 @@ class MultiConnector(Connector):
             total.aggregate(one)
         return total
 
+    def stats_by_child(self) -> dict[str, Any]:
+        """What each child counted since the last call, in its own form, by the child's name."""
+        stats = {
+            name: child.get_kv_connector_stats()
+            for name, child in zip(self.names, self.children, strict=True)
+        }
+        return {name: one for name, one in stats.items() if one is not None}
+
     # -- scheduler ---------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """What the child that the policy chooses has."""
-
-        def answers() -> Iterator[tuple[int | None, bool]]:
-            for child in self.children:
-                yield child.get_num_new_matched_tokens(request, num_computed_tokens)
-
-        choice = first(answers())
-        self._serving.pop(request.request_id, None)
-        if choice.child is not None:
-            self._serving[request.request_id] = choice.child
+        """What the children that the policy chooses have."""
+        choice = self._chooser.choose(request, num_computed_tokens)
+        self._choices[request.request_id] = choice
         return choice.tokens, choice.is_async
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int
     ) -> None:
-        """The serving child loads; the others learn of the blocks, so that they can store them."""
-        serving = self._serving.get(request.request_id)
+        """Serving children load; the others learn of the blocks, so that they can store them."""
+        choice = self._choices.get(request.request_id, NOBODY)
+        shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
+        if choice.child is not None and num_external_tokens and not choice.is_async:
+            self.withhold(request)
+        shared = SharedLoad(len(shares))
+        if len(shares) > 1:
+            self._extra_async_loads[request.request_id] = len(shares) - 1
         for index, child in enumerate(self.children):
-            tokens = num_external_tokens if index == serving else 0
-            child.update_state_after_alloc(request, blocks, tokens)
+            if index in shares:
+                assert isinstance(child, BlockLoader)
+                child.load_blocks(request, blocks, shares[index], shared)
+            else:
+                tokens = num_external_tokens if index == choice.child else 0
+                child.update_state_after_alloc(request, blocks, tokens)
+
+    def withhold(self, request: Request) -> None:
+        """None of our own children stores it; others have no such member."""
+
+        def withhold(child: Connector) -> None:
+            if hasattr(child, "withhold"):
+                child.withhold(request)
+
+        self.for_each(withhold)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[str, int]:
+        """What each serving child says of its part of the tokens."""
+        sources: Counter[str] = Counter()
+        for index, tokens in self._tokens_of_each(request, num_external_tokens).items():
+            child = self.children[index]
+            sources.update(child.get_external_cache_hit_sources(request, tokens))
+        return dict(sources)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Groups that the serving children load."""
+        serving = self._tokens_of_each(request, None)
+        groups = [self.children[i].get_loaded_kv_cache_group_ids(request) for i in serving]
+        return tuple(sorted(set().union(*groups)))
+
+    def _tokens_of_each(self, request: Request, tokens: int | None) -> dict[int, int]:
+        """How many of so many tokens (None: all found) each serving child loads."""
+        choice = self._choices.get(request.request_id, NOBODY)
+        tokens = (choice.tokens or 0) if tokens is None else tokens
+        if choice.child is not None:
+            return {choice.child: tokens}
+        shares = clip(choice.shares or {}, tokens // self._block_tokens)
+        return {i: sum(map(len, parts)) * self._block_tokens for i, parts in shares.items()}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiConnectorMetadata:
-        """All children's orders, and, once, the saves to wait for."""
+        """All children's orders, and, once, the saves and loads to wait for."""
         saves, self._extra_async_saves = self._extra_async_saves, {}
+        loads, self._extra_async_loads = self._extra_async_loads, {}
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
-        return MultiConnectorMetadata(metadata, saves)
+        return MultiConnectorMetadata(metadata, saves, loads)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Show each child its own metadata only; the output is as it was afterwards."""
         whole = connector_output.kv_connector_worker_meta
         parts = whole.metadata if isinstance(whole, MultiWorkerMetadata) else ()
+        mine = iter(parts or (None,) * len(self.children))
+
+        def update(child: Connector) -> None:
+            connector_output.kv_connector_worker_meta = next(mine)
+            child.update_connector_output(connector_output)
+
         try:
-            for index, child in enumerate(self.children):
-                connector_output.kv_connector_worker_meta = parts[index] if parts else None
-                child.update_connector_output(connector_output)
+            self.for_each(update)
         finally:
             connector_output.kv_connector_worker_meta = whole
 
@@ -130,109 +154,118 @@ class MultiConnector(Connector):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Tell every child; the request's blocks stay while any of them is saving it."""
-        saving = 0
-        merged: dict[str, Any] | None = None
-        for child in self.children:
-            is_saving, params = child.request_finished(request, block_ids)
-            saving += is_saving
-            if params is not None:
+        return self._finish(request, lambda child: child.request_finished(request, block_ids))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`, with the blocks of each KV cache group."""
+        if not all(hasattr(child, "request_finished_all_groups") for child in self.children):
+            # An engine's connector for one group only; the engine then has no more.
+            (only,) = block_ids
+            return self.request_finished(request, only)
+        return self._finish(
+            request, lambda child: child.request_finished_all_groups(request, block_ids)
+        )
+
+    def _finish(
+        self, request: Request, tell: Callable[[Connector], tuple[bool, dict[str, Any] | None]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Tell every child, also when one raises, and forget the request in any case."""
+        answers: list[tuple[bool, dict[str, Any] | None]] = []
+        try:
+            self.for_each(lambda child: answers.append(tell(child)))
+            merged: dict[str, Any] | None = None
+            for params in (params for _, params in answers if params is not None):
                 merged = _merge(merged or {}, params)
+        finally:
+            self._choices.pop(request.request_id, None)
+            self._chooser.forget(request.request_id)
+        saving = sum(is_saving for is_saving, _ in answers)
         if saving > 1:
             self._extra_async_saves[request.request_id] = saving - 1
-        self._serving.pop(request.request_id, None)
         return saving > 0, merged
+
+    def register_finished_partial_tail(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """Offer the tail to every child; whether any takes it."""
+        taken = [
+            child.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
+            for child in self.children
+        ]
+        return any(taken)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         """Give each child what its own workers said."""
+        for child, said in self._said_to_each(metadata):
+            child.set_xfer_handshake_metadata(said)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
+        """The same, with workers named by (pipeline rank, tensor rank)."""
+        for child, said in self._said_to_each(metadata):
+            child.set_xfer_handshake_metadata_pp_aware(said)
+
+    def _said_to_each(
+        self, metadata: Mapping[Any, Any]
+    ) -> Iterator[tuple[Connector, dict[Any, Any]]]:
+        ours = {
+            worker: whole.metadata
+            for worker, whole in metadata.items()
+            if isinstance(whole, MultiHandshakeMetadata) and whole.chain == self._chain
+        }
         for index, child in enumerate(self.children):
-            said = {
-                worker: whole.metadata[index]
-                for worker, whole in metadata.items()
-                if isinstance(whole, MultiHandshakeMetadata) and whole.metadata[index] is not None
-            }
+            # Chains of one name say the same to each tier, however many tiers they have.
+            parts = {w: whole[min(index, len(whole) - 1)] for w, whole in ours.items()}
+            said = {worker: part for worker, part in parts.items() if part is not None}
             if said:
-                child.set_xfer_handshake_metadata(said)
+                yield child, said
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Every child may look into the engine's cache manager."""
+        self.for_each(lambda child: child.bind_kv_cache_manager(kv_cache_manager))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Every child may look into the engine's block pool."""
+        self.for_each(lambda child: child.bind_gpu_block_pool(gpu_block_pool))
+
+    def on_new_request(self, request: Request) -> None:
+        """Every child learns of a request before it is first asked for it."""
+        self.for_each(lambda child: child.on_new_request(request))
+
+    def take_events(self) -> Iterator[Any]:
+        """All children's events, in order."""
+        for child in self.children:
+            yield from child.take_events()
+
+    def reset_cache(self) -> bool:
+        """Reset every child; False: one refuses."""
+        answers: list[bool | None] = []
+        self.for_each(lambda child: answers.append(child.reset_cache()))
+        return False not in answers
 
     def has_pending_push_work(self) -> bool:
         """Whether any child needs steps."""
         return any(child.has_pending_push_work() for child in self.children)
 
-    # -- worker ------------------------------------------------------------------------------
+    def has_pending_block_frees(self) -> bool:
+        """Whether any child will soon give blocks back."""
+        return any(child.has_pending_block_frees() for child in self.children)
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Every child takes the same paged KV."""
-        for child in self.children:
-            child.register_kv_caches(kv_caches)
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether any child must not lose a save."""
+        return any(child.requires_kv_delivery for child in self.children)
 
-    def get_handshake_metadata(self) -> MultiHandshakeMetadata:
-        """What all children say."""
-        return MultiHandshakeMetadata(tuple(c.get_handshake_metadata() for c in self.children))
-
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Give each child its orders."""
-        assert isinstance(connector_metadata, MultiConnectorMetadata), "another connector's orders"
-        self._extra_async_saves.update(connector_metadata.extra_async_saves)
-        for child, orders in zip(self.children, connector_metadata.metadata, strict=True):
-            child.bind_connector_metadata(orders)
-        super().bind_connector_metadata(connector_metadata)
-
-    def clear_connector_metadata(self) -> None:
-        """The step is over for every child."""
-        for child in self.children:
-            child.clear_connector_metadata()
-        super().clear_connector_metadata()
-
-    def handle_preemptions(self, kv_connector_metadata: MultiConnectorMetadata) -> None:
-        """Every child fences, before blocks are overwritten."""
-        for child, orders in zip(self.children, kv_connector_metadata.metadata, strict=True):
-            child.handle_preemptions(orders)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin every child's loads."""
-        for child in self.children:
-            child.start_load_kv(forward_context, **kwargs)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for every child."""
-        for child in self.children:
-            child.wait_for_layer_load(layer_name)
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """A save goes to all."""
-        for child in self.children:
-            child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
-
-    def wait_for_save(self) -> None:
-        """Begin every child's stores."""
-        for child in self.children:
-            child.wait_for_save()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Loads that ended; saves that ended on every child that was saving."""
-        sent: set[str] = set()
-        received: set[str] = set()
-        for child in self.children:
-            child_sent, child_received = child.get_finished(finished_req_ids)
-            received |= child_received or set()
-            sent |= {r for r in child_sent or () if self._is_last_save(r)}
-        return sent or None, received or None
-
-    def _is_last_save(self, request_id: str) -> bool:
-        left = self._extra_async_saves.pop(request_id, 0)
-        if left > 1:
-            self._extra_async_saves[request_id] = left - 1
-        return left == 0
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that any child failed to load."""
-        return set().union(*(c.get_block_ids_with_load_errors() for c in self.children))
-
-    def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
-        """What every child finished; None: nothing."""
-        metadata = tuple(child.build_connector_worker_meta() for child in self.children)
-        return MultiWorkerMetadata(metadata) if any(m is not None for m in metadata) else None
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether every child does."""
+        return bool(self.children) and all(
+            child.supports_divergent_local_hybrid_hits for child in self.children
+        )
 
 
 def _merge(params: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

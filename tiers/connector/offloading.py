@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tiers.connector.base import (
+    BlockEvent,
     Blocks,
     ConnectorOutput,
     Hello,
@@ -20,6 +21,7 @@ from tiers.connector.base import (
 from tiers.connector.contract import Connector
 from tiers.connector.host import HostSlots
 from tiers.connector.scheduler import OffloadingScheduler
+from tiers.connector.shared_load import SharedLoad
 from tiers.connector.stats import TierStats
 from tiers.connector.worker import OffloadingWorker
 
@@ -33,12 +35,14 @@ class OffloadingConnector(Connector):
         scheduler: OffloadingScheduler | None = None,
         worker: OffloadingWorker | None = None,
         host: HostSlots | None = None,
+        hit_source: str = "external_unspecified",
     ) -> None:
         super().__init__(Role.SCHEDULER if scheduler else Role.WORKER)
         self.tier = tier
         self._scheduler = scheduler
         self._worker = worker
         self._host = host
+        self._hit_source = hit_source
 
     @property
     def scheduler(self) -> OffloadingScheduler:
@@ -77,6 +81,20 @@ class OffloadingConnector(Connector):
         """Load into the allocated blocks."""
         self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
+    def holds(self, request: Request, blocks: range) -> list[bool] | None:
+        """Which of these blocks this tier could load."""
+        return self.scheduler.holds(request, blocks)
+
+    def count_lookup(self, hit: bool) -> None:
+        """Count a request that this tier was asked about."""
+        self.scheduler.count_lookup(hit)
+
+    def load_blocks(
+        self, request: Request, blocks: Blocks, ranges: Sequence[range], shared: SharedLoad
+    ) -> None:
+        """Load this tier's part of a shared load."""
+        self.scheduler.load_blocks(request, blocks, ranges, shared)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         """This tier's loads and stores of the step."""
         return self.scheduler.build_connector_meta(scheduler_output)
@@ -92,10 +110,38 @@ class OffloadingConnector(Connector):
         self.scheduler.request_finished(request.request_id)
         return False, None
 
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, whatever the groups."""
+        return self.request_finished(request, [])
+
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         """Open the tier with what its workers said; another connector's words are ignored."""
         hellos = [hello for hello in metadata.values() if isinstance(hello, Hello)]
         self.scheduler.welcome({hello.rank: hello for hello in hellos})
+
+    def on_new_request(self, request: Request) -> None:
+        """Begin to look it up, where that takes time."""
+        self.scheduler.on_new_request(request)
+
+    def withhold(self, request: Request) -> None:
+        """Store nothing of it."""
+        self.scheduler.withhold(request)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> Mapping[str, int]:
+        """All from this tier."""
+        return {self._hit_source: num_external_tokens} if num_external_tokens else {}
+
+    def take_events(self) -> list[BlockEvent]:
+        """What the tier came to hold and lost."""
+        return self.scheduler.take_events()
+
+    def reset_cache(self) -> bool:
+        """Begin a new generation of keys; False: loads of the one before are under way."""
+        return self.scheduler.reset_cache()
 
     def has_pending_push_work(self) -> bool:
         """Whether a short transfer is about to end."""
@@ -111,9 +157,12 @@ class OffloadingConnector(Connector):
         """Who this worker is."""
         return self._host.hello() if self._host is not None else None
 
-    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
-        """Fence blocks that are about to be overwritten."""
-        self.worker.handle_preemptions(kv_connector_metadata)
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Fence blocks that are about to be overwritten; all, where only requests are named."""
+        if isinstance(kv_connector_metadata, OffloadingConnectorMetadata):
+            self.worker.handle_preemptions(kv_connector_metadata)
+        else:
+            self.worker.fence_all()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin loads."""

@@ -1,20 +1,36 @@
-"""Load policies: which connector of a chain serves a request."""
+"""Load policies: which connectors of a chain serve a request, and which blocks each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
+
+Shares = dict[int, list[range]]
+"""Blocks of one request that each child loads: child to ranges of block indexes, in order."""
+
+Holds = Callable[[range], list[bool] | None]
+"""Which of these blocks of the request a child can load; None: it is still looking."""
+
+WAVE = 64
+"""Blocks asked for at once, since most lookups of a long prompt end in its first blocks."""
 
 
 class Choice(NamedTuple):
     """The child that serves, how many tokens, and whether beside the steps.
 
-    `tokens` None: a child is still looking, ask again. `child` None: nobody serves.
+    `tokens` None: a child is still looking, ask again. `child` None: nobody serves, or several
+    do, each its `shares`.
     """
 
     child: int | None
     tokens: int | None
     is_async: bool
+    shares: Shares | None = None
+
+
+NOBODY = Choice(None, 0, False)
+LATER = Choice(None, None, False)
 
 
 def first(answers: Iterable[tuple[int | None, bool]]) -> Choice:
@@ -30,4 +46,86 @@ def first(answers: Iterable[tuple[int | None, bool]]) -> Choice:
             looking = True
         elif tokens > 0 and not looking:
             return Choice(child, tokens, is_async)
-    return Choice(None, None if looking else 0, False)
+    return LATER if looking else NOBODY
+
+
+def longest(answers: Iterable[tuple[int | None, bool]], loadable: int) -> Choice:
+    """The child with the longest prefix; of several, the one of the highest load priority.
+
+    A child that is still looking is waited for, unless one has all `loadable` tokens already:
+    then nobody below it is asked.
+    """
+    best, looking = NOBODY, False
+    for child, (tokens, is_async) in enumerate(answers):
+        if tokens is None:
+            looking = True
+        elif tokens > (best.tokens or 0):
+            best = Choice(child, tokens, is_async)
+        if best.tokens and best.tokens >= loadable:
+            return best
+    return LATER if looking else best
+
+
+class Stitch(NamedTuple):
+    """A prefix in which each block has the child of the highest load priority that holds it.
+
+    `stop`: the block behind its last. `looking`: a child that has not answered yet might make it
+    longer. `hits`: each child that answered, and whether it held any block it was asked for.
+    """
+
+    shares: Shares
+    stop: int
+    looking: bool
+    hits: dict[int, bool]
+
+
+def stitched(children: dict[int, Holds], blocks: range) -> Stitch:
+    """Stitch a prefix of `blocks` from the `children`, which are in load-priority order.
+
+    A child is asked only where those above it leave a gap, and nobody is asked beyond a gap that
+    all of them leave. One that is still looking holds nothing so far; it is worth waiting for only
+    where such a gap ends the prefix.
+    """
+    owners: list[int] = []
+    hits: dict[int, bool] = {}
+    for start in range(blocks.start, blocks.stop, WAVE):
+        wave = range(start, min(start + WAVE, blocks.stop))
+        looking = False
+        found: list[int | None] = [None] * len(wave)
+        for child, holds in children.items():
+            if None not in found:
+                break
+            held = holds(wave)
+            if held is None:
+                looking = True
+                continue
+            hits[child] = hits.get(child, False) or any(held)
+            pairs = zip(found, held, strict=True)
+            found = [child if has and one is None else one for one, has in pairs]
+        owners += [one for one in found[: _gap(found)] if one is not None]
+        if None in found:
+            return Stitch(_runs(owners, blocks.start), blocks.start + len(owners), looking, hits)
+    return Stitch(_runs(owners, blocks.start), blocks.stop, False, hits)
+
+
+def _gap(found: Sequence[int | None]) -> int:
+    return found.index(None) if None in found else len(found)
+
+
+def _runs(owners: Sequence[int], block: int) -> Shares:
+    shares: Shares = {}
+    for owner, run in groupby(owners):
+        stop = block + len(list(run))
+        shares.setdefault(owner, []).append(range(block, stop))
+        block = stop
+    return shares
+
+
+def clip(shares: Shares, count: int) -> Shares:
+    """The shares of the first `count` blocks alone; children that are left with none are out."""
+    stop = min((ranges[0].start for ranges in shares.values()), default=0) + count
+    clipped = {
+        child: [range(r.start, min(r.stop, stop)) for r in ranges if r.start < stop]
+        for child, ranges in shares.items()
+    }
+    return {child: ranges for child, ranges in clipped.items() if ranges}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiers.connector.base import (
+    BlockEvent,
     Blocks,
     ConnectorOutput,
     EngineInfo,
@@ -22,44 +23,32 @@ from tiers.connector.base import (
     StoreItem,
     StoreJob,
 )
+from tiers.connector.generation import Generation
 from tiers.connector.manager import TierManager
+from tiers.connector.requests import GROUP, RequestState, RequestTable
+from tiers.connector.shared_load import SharedLoad
 from tiers.connector.stats import TierStats
 from tiers.errors import TierUnusable
 from tiers.pool import SlotPool
 
 logger = logging.getLogger(__name__)
 
-GROUP = (0).to_bytes(2, "little")
-"""KV cache group in a key; models with one group only, so far."""
-
 OpenManager = Callable[[Sequence[Hello]], tuple[TierManager, SlotPool]]
 """Opens a tier once every worker has said hello. Raises TierUnusable."""
 
 
 @dataclass
-class _RequestState:
-    """What the scheduler half knows of a request.
-
-    `keys`: of the full blocks known so far. `block_ids`: its blocks in the paged KV.
-    `match`: (first block, blocks) of the last lookup. `offered`: leading blocks that need not be
-    offered for storing again. `recompute`: a load of it failed, so it is not loaded again.
-    """
-
-    request: Request
-    keys: list[bytes] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
-    match: tuple[int, int] = (0, 0)
-    offered: int = 0
-    recompute: bool = False
-
-
-@dataclass
 class _Pending:
-    """A job until every rank has ended it."""
+    """A job until every rank has ended it.
+
+    Of a load: `blocks` are its items' indexes in the request, `shared` is what it is a part of.
+    """
 
     job: LoadJob | StoreJob
     ranks_left: int
     failed: set[int] = field(default_factory=set)
+    blocks: list[int] = field(default_factory=list)
+    shared: SharedLoad = field(default_factory=lambda: SharedLoad(1))
 
 
 class OffloadingScheduler:
@@ -72,12 +61,10 @@ class OffloadingScheduler:
         self.stats = TierStats()
         self._engine = engine
         self._open_manager = open_manager
-        self._promote = promote
         self._manager: TierManager | None = None
         self._unusable = False
-        self._pool = SlotPool(0)
+        self.pool = SlotPool(0)
         self._hellos: dict[int, Hello] = {}
-        self._states: dict[str, _RequestState] = {}
         self._pending: dict[int, _Pending] = {}
         self._loads: list[LoadJob] = []
         self.slots_pinned = 0
@@ -85,6 +72,9 @@ class OffloadingScheduler:
         self._reading: dict[int, int] = {}
         self._overwritten: set[int] = set()
         self._job_ids = itertools.count()
+        self._generation = Generation()
+        self._requests = RequestTable(engine, self._generation, promote)
+        self._events: list[BlockEvent] = []
 
     # -- opening -----------------------------------------------------------------------------
 
@@ -95,7 +85,8 @@ class OffloadingScheduler:
             return
         try:
             ranks = [self._hellos[rank] for rank in sorted(self._hellos)]
-            self._manager, self._pool = self._open_manager(ranks)
+            self._manager, self.pool = self._open_manager(ranks)
+            self._manager.on_evict = lambda key: self._note(False, [key])
         except TierUnusable as error:
             self._give_up(str(error))
 
@@ -122,6 +113,11 @@ class OffloadingScheduler:
         """Loads and stores that have not ended on all ranks."""
         return len(self._pending)
 
+    @property
+    def requests_known(self) -> int:
+        """Requests that have not finished."""
+        return len(self._requests)
+
     def must_step(self) -> bool:
         """Whether a transfer will end soon whose end only a step can tell us of."""
         if self._manager is None:
@@ -139,7 +135,7 @@ class OffloadingScheduler:
         """How many tokens beyond the computed ones the tier could load; None: ask again."""
         if self._manager is None or self._unusable:
             return 0, False
-        state = self._state_of(request)
+        state = self._requests.state_of(request)
         first, rest = divmod(num_computed_tokens, self._engine.block_tokens)
         keys = state.keys[first:]
         if rest or not keys or state.recompute:
@@ -147,7 +143,7 @@ class OffloadingScheduler:
         found = self._manager.lookup(request.request_id, first, keys)
         if found is None:
             return None, False
-        self.stats.add(self.tier, lookups=1, hits=int(found > 0))
+        self.count_lookup(found > 0)
         state.match = (first, found)
         return found * self._engine.block_tokens, found > 0
 
@@ -155,40 +151,71 @@ class OffloadingScheduler:
         self, request: Request, blocks: Blocks, num_external_tokens: int
     ) -> None:
         """Note the request's blocks; load into them what was promised for it."""
-        state = self._state_of(request)
-        state.block_ids = list(blocks.get_block_ids()[0])
-        # Another tier may load into these blocks while this one still reads what they held.
-        self._overwritten.update(state.block_ids)
+        state = self._allocated(request, blocks)
         if num_external_tokens == 0 or self._manager is None:
             return
         first, found = state.match
         count = num_external_tokens // self._engine.block_tokens
         assert 0 < count <= found, f"{count} blocks to load of {found} found"
-        keys = state.keys[first : first + count]
-        slots = self._manager.prepare_load(keys)
-        targets = state.block_ids[first : first + count]
-        items = [LoadItem(*item) for item in zip(keys, targets, slots, strict=True)]
-        job = LoadJob(next(self._job_ids), request.request_id, items)
-        self._pending[job.job_id] = _Pending(job, self._engine.world_size)
-        self._loads.append(job)
+        self._load(self._manager, state, list(range(first, first + count)), SharedLoad(1))
 
-    def _state_of(self, request: Request) -> _RequestState:
-        state = self._states.get(request.request_id)
-        if state is None:
-            state = self._states[request.request_id] = _RequestState(request)
-        ratio = self._engine.block_tokens // self._engine.hash_tokens
-        hashes = request.block_hashes
-        for block in range(len(state.keys), len(hashes) // ratio):
-            state.keys.append(bytes(hashes[(block + 1) * ratio - 1]) + GROUP)
+    def holds(self, request: Request, blocks: range) -> list[bool] | None:
+        """Which of these blocks the tier could load; None: ask again."""
+        state = self._requests.state_of(request)
+        keys = state.keys[blocks.start :]
+        if self._manager is None or self._unusable or state.recompute or len(keys) < len(blocks):
+            return [False] * len(blocks)
+        return self._manager.held(request.request_id, blocks.start, keys, len(blocks))
+
+    def count_lookup(self, hit: bool) -> None:
+        """Count that the tier has answered for a request."""
+        self.stats.add(self.tier, lookups=1, hits=int(hit))
+
+    def load_blocks(
+        self, request: Request, blocks: Blocks, ranges: Sequence[range], shared: SharedLoad
+    ) -> None:
+        """Note the request's blocks; load into them this tier's part of a shared load."""
+        state = self._allocated(request, blocks)
+        assert self._manager is not None, "blocks to load from a tier that held none"
+        self._load(self._manager, state, [block for part in ranges for block in part], shared)
+
+    def _allocated(self, request: Request, blocks: Blocks) -> RequestState:
+        state = self._requests.state_of(request)
+        state.block_ids = list(blocks.get_block_ids()[0])
+        # Another tier may load into these blocks while this one still reads what they held.
+        self._overwritten.update(state.block_ids)
         return state
 
+    def _load(
+        self, manager: TierManager, state: RequestState, blocks: list[int], shared: SharedLoad
+    ) -> None:
+        keys = [state.keys[block] for block in blocks]
+        targets = [state.block_ids[block] for block in blocks]
+        slots = manager.prepare_load(keys)
+        items = [LoadItem(*item) for item in zip(keys, targets, slots, strict=True)]
+        job = LoadJob(next(self._job_ids), state.request.request_id, items)
+        pending = _Pending(job, self._engine.world_size, blocks=blocks, shared=shared)
+        self._pending[job.job_id] = pending
+        self._loads.append(job)
+
+    def on_new_request(self, request: Request) -> None:
+        """Begin to find out what the tier has of a request, if it can't tell at once."""
+        if self._manager is not None and not self._unusable:
+            state = self._requests.state_of(request)
+            if state.keys:
+                self._manager.expect(request.request_id, state.keys)
+
     # -- storing -----------------------------------------------------------------------------
+
+    def withhold(self, request: Request) -> None:
+        """Never offer its blocks."""
+        self._requests.state_of(request).store = False
 
     def build_connector_meta(self, output: SchedulerOutput) -> OffloadingConnectorMetadata:
         """Orders for the workers of this step."""
         overwritten, self._overwritten = self._overwritten, set()
         stores: list[StoreJob] = []
-        for state, computed in self._scheduled(output, overwritten):
+        for state, computed in self._requests.scheduled(output, overwritten):
             job = self._offer(state, computed)
             if job is not None:
                 stores.append(job)
@@ -202,42 +229,11 @@ class OffloadingScheduler:
             loads, stores, sorted(flush), not output.num_scheduled_tokens
         )
 
-    def _scheduled(
-        self, output: SchedulerOutput, overwritten: set[int]
-    ) -> Iterator[tuple[_RequestState, int]]:
-        """Each request this step runs, with its tokens computed when the step is over.
-
-        Blocks that the step writes are added to `overwritten`.
-        """
-        for new in output.scheduled_new_reqs:
-            state = self._states.get(new.req_id)
-            if state is not None:
-                state.block_ids = list(new.block_ids[0])
-                overwritten.update(self._written(state, new.num_computed_tokens))
-                if not self._promote:
-                    state.offered = new.num_computed_tokens // self._engine.block_tokens
-                yield state, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
-        cached = output.scheduled_cached_reqs
-        for i, request_id in enumerate(cached.req_ids):
-            state = self._states.get(request_id)
-            if state is None:
-                continue
-            blocks = cached.new_block_ids[i]
-            added = list(blocks[0]) if blocks is not None else []
-            resumed = request_id in cached.resumed_req_ids
-            state.block_ids = added if resumed else state.block_ids + added
-            computed = cached.num_computed_tokens[i]
-            overwritten.update(self._written(state, computed))
-            yield state, computed + output.num_scheduled_tokens.get(request_id, 0)
-
-    def _written(self, state: _RequestState, computed: int) -> list[int]:
-        return state.block_ids[computed // self._engine.block_tokens :]
-
-    def _offer(self, state: _RequestState, computed: int) -> StoreJob | None:
+    def _offer(self, state: RequestState, computed: int) -> StoreJob | None:
         """Store what the step completes: full blocks of known tokens that the tier wants."""
-        if self._manager is None or self._unusable:
+        if self._manager is None or self._unusable or not state.store:
             return None
-        self._state_of(state.request)
+        self._requests.state_of(state.request)
         first = state.offered
         last = min(len(state.keys), computed // self._engine.block_tokens, len(state.block_ids))
         if last <= first:
@@ -262,11 +258,11 @@ class OffloadingScheduler:
 
     def _take_slot(self, key: bytes, source: int) -> StoreItem | None:
         # A tier that lags behind may not hold all slots, or it would starve the others.
-        if self.slots_pinned >= max(1, self._pool.num_slots // 2) and not (
+        if self.slots_pinned >= max(1, self.pool.num_slots // 2) and not (
             self._manager and self._manager.completes_on_gather
         ):
             return None
-        claim = self._pool.claim(key)
+        claim = self.pool.claim(key)
         if claim is None:
             return None
         self.slots_pinned += 1
@@ -297,32 +293,66 @@ class OffloadingScheduler:
         del self._pending[job_id]
         assert self._manager is not None
         if isinstance(pending.job, LoadJob):
-            self._load_ended(self._manager, pending.job, pending.failed)
+            self._load_ended(self._manager, pending.job, pending)
         else:
             self._store_ended(self._manager, pending.job, pending.failed)
 
-    def _load_ended(self, manager: TierManager, job: LoadJob, failed: set[int]) -> None:
+    def _load_ended(self, manager: TierManager, job: LoadJob, pending: _Pending) -> None:
         manager.complete_load([i.key for i in job.items], [i.slot for i in job.items])
-        for index in failed:
+        for index in pending.failed:
             manager.discard(job.items[index].key)
-        state = self._states.get(job.request_id)
-        if failed and state is not None:
+        self._note(False, [job.items[index].key for index in sorted(pending.failed)])
+        state = self._requests.get(job.request_id)
+        if pending.failed and state is not None:
             state.recompute = True
-        usable = min(failed, default=len(job.items))
-        self.stats.add(self.tier, loaded_tokens=usable * self._engine.block_tokens)
+        failed = [pending.blocks[index] for index in pending.failed]
+        pending.shared.end(pending.blocks, failed, self._count_loaded)
+
+    def _count_loaded(self, blocks: int) -> None:
+        self.stats.add(self.tier, loaded_tokens=blocks * self._engine.block_tokens)
 
     def _store_ended(self, manager: TierManager, job: StoreJob, failed: set[int]) -> None:
+        held: list[bytes] = []
         for index, item in enumerate(job.items):
-            manager.complete_store(item.key, item.slot, index not in failed)
+            if not self._generation.made(item.key):
+                manager.drop(item.key)
+            elif manager.complete_store(item.key, item.slot, index not in failed):
+                held.append(item.key)
             self._storing.discard(item.key)
-            self._pool.release(item.slot)
+            self.pool.release(item.slot)
             self.slots_pinned -= 1
             if item.source is not None and self._reading.get(item.source) == job.job_id:
                 del self._reading[item.source]
+        self._note(True, held)
+
+    def _note(self, stored: bool, keys: Sequence[bytes]) -> None:
+        # Keys of before a reset are of no interest: the engine itself says that all is cleared.
+        if not self._engine.kv_events:
+            return
+        blocks = [self._generation.block(key) for key in keys if self._generation.made(key)]
+        hashes = tuple(block[: -len(GROUP)] for block in blocks)
+        if hashes:
+            self._events.append(BlockEvent(self.tier, stored, hashes, self._engine.block_tokens))
+
+    def take_events(self) -> list[BlockEvent]:
+        """What the tier came to hold and lost since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def reset_cache(self) -> bool:
+        """Never again find what was stored so far; stores under way end unfindable too.
+
+        False: loads of before are still under way, whose requests may use what they bring.
+        """
+        if self._manager is not None:
+            self._note(False, self._manager.reset())
+        self._generation.renew()
+        self._requests.reset()
+        return not self.reqs_being_loaded
 
     def request_finished(self, request_id: str) -> None:
         """Drop what is kept for a request; its transfers under way end on their own."""
-        self._states.pop(request_id, None)
+        self._requests.forget(request_id)
         if self._manager is not None:
             self._manager.forget_request(request_id)
 

@@ -205,6 +205,12 @@ class OffloadingWorker:
             if store.job.job_id in flush and store.gather is not None:
                 wait_quietly(store.gather)
 
+    def fence_all(self) -> None:
+        """Wait for every gather under way."""
+        for store in self._stores:
+            if store.gather is not None:
+                wait_quietly(store.gather)
+
     # -- ends --------------------------------------------------------------------------------
 
     def _end(self, job_id: int, future: Future[Outcome], blocks: int, verb: str) -> Outcome:

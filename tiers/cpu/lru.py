@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class LruResidency:
     def __init__(self, pool: SlotPool, max_slots: int) -> None:
         self.evicted = 0
         """Blocks given up for room since the start."""
+        self.on_evict: Callable[[bytes], None] | None = None
         self._pool = pool
         self._max_slots = max_slots
         self._slots: OrderedDict[bytes, int] = OrderedDict()
@@ -53,6 +54,13 @@ class LruResidency:
         if slot is not None:
             self._pool.release(slot)
 
+    def clear(self) -> list[bytes]:
+        """Stop keeping any block; the slot of one that is being copied goes with its last user."""
+        keys = list(self._slots)
+        for key in keys:
+            self.discard(key)
+        return keys
+
     def evict_one(self) -> bool:
         """Give up the least recently used block that nothing is copying; False: found none.
 
@@ -63,6 +71,8 @@ class LruResidency:
             if self._pool.references(slot) == 1:
                 self.discard(key)
                 self.evicted += 1
+                if self.on_evict is not None:
+                    self.on_evict(key)
                 return True
             self._slots.move_to_end(key)
         return False

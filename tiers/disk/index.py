@@ -147,6 +147,17 @@ class Index:
         with self._env.begin(db=self._tables["blocks"]) as txn:
             return [txn.get(key) is not None for key in keys]
 
+    def starting_with(self, beginning: bytes) -> list[bytes]:
+        """Every live key that begins with these bytes."""
+        keys = []
+        with self._env.begin(db=self._tables["blocks"]) as txn:
+            cursor = txn.cursor()
+            more = cursor.set_range(beginning)
+            while more and cursor.key().startswith(beginning):
+                keys.append(cursor.key())
+                more = cursor.next()
+        return keys
+
     def usage(self) -> Usage:
         """Count live blocks, and the bytes of live and reserved slots."""
         with self._env.begin() as txn:

@@ -38,6 +38,7 @@ class DiskSpec(StoreSpec):
     """A folder of this host that keeps blocks across restarts; its processes share it."""
 
     identity: ClassVar[tuple[str, ...]] = ("path",)
+    hit_source: ClassVar[str] = "disk"
 
     type: Literal["disk"] = "disk"
     capacity: ByteSize = Field(

@@ -24,6 +24,9 @@ Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
 
+_CLEARED_AT_ONCE = 256
+
+
 class _Load(NamedTuple):
     """A block to fill: its place in the batch, and where it lies."""
 
@@ -33,7 +36,7 @@ class _Load(NamedTuple):
 
 
 class DiskStore:
-    """A TierStore in a folder, with LocalIndex, Touch and Measured.
+    """A TierStore in a folder, with LocalIndex, Touch, Clear and Measured.
 
     Stores of one process on one folder share what is open (see `vault`); processes share the
     index. The capacity bounds the disk space of all slots, live and being written; the last
@@ -77,6 +80,14 @@ class DiskStore:
         """Forget blocks and give their disk space back."""
         with self._vault.in_use() as vault:
             vault.drop(keys)
+
+    def clear(self, namespace: bytes) -> None:
+        """Forget a namespace's blocks, for all processes on the folder."""
+        with self._vault.in_use() as vault:
+            keys = vault.index.starting_with(namespace)
+            # Not in one edit: other threads and processes store meanwhile.
+            for start in range(0, len(keys), _CLEARED_AT_ONCE):
+                vault.drop(keys[start : start + _CLEARED_AT_ONCE])
 
     def close(self) -> None:
         """Let go of the folder; the process's last store on it syncs the index. Idempotent.

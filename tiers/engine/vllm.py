@@ -1,4 +1,4 @@
-"""vLLM's side of the contract: the one module that imports vLLM.
+"""vLLM's side of the contract: this module and its `vllm_*` parts alone import vLLM.
 
 `KVTiersConnector` is a connector as vLLM makes and calls it; it hands every call to the
 engine-neutral `MultiConnector` of the chain that its configuration names.
@@ -6,38 +6,40 @@ engine-neutral `MultiConnector` of the chain that its configuration names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from prometheus_client import Counter
 from vllm import __version__ as vllm_version
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
-from tiers.connector.base import EngineInfo, Role
+from tiers.connector.base import BlockEvent, EngineInfo, Role
 from tiers.connector.chain import open_chain
-from tiers.connector.multi import (
+from tiers.connector.multi import MultiConnector
+from tiers.connector.multi_metadata import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
-from tiers.connector.stats import COUNTERS, TierStats
 from tiers.engine.fingerprint import model_facts
+from tiers.engine.vllm_children import (
+    any_requires_piecewise,
+    child_configs,
+    identity,
+    required_layout,
+)
+from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
+from tiers.engine.vllm_worker import WorkerMembers
 from tiers.gpu.copier import open_copier
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ def engine_info(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engi
     if odd:
         raise ValueError(f"kvtiers serves full attention; this model has {', '.join(odd)}.")
     block_tokens = group_spec.block_size
+    events = vllm_config.kv_events_config
     return EngineInfo(
         facts=model_facts(vllm_config, vllm_version, get_none_hash_seed()),
         block_tokens=block_tokens,
@@ -82,11 +85,15 @@ def engine_info(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engi
         num_blocks=kv_cache_config.num_blocks,
         rank=vllm_config.parallel_config.rank,
         world_size=vllm_config.parallel_config.world_size,
+        kv_events=bool(events and events.enable_kv_cache_events),
     )
 
 
-def configured_chain(vllm_config: VllmConfig) -> ChainSpec:
-    """The chain that `kv_connector_extra_config` names. Raises ValueError when it can't be used."""
+def configured_chain(vllm_config: VllmConfig) -> ChainSpec | None:
+    """The chain that `kv_connector_extra_config` names; None: it lists connectors instead.
+
+    Raises ValueError when it can't be used.
+    """
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
         raise ValueError(
@@ -95,35 +102,103 @@ def configured_chain(vllm_config: VllmConfig) -> ChainSpec:
             "--kv-transfer-config, as `kvtiers config FILE` prints it."
         )
     extra = transfer.kv_connector_extra_config
+    if set(extra) == {"connectors"} and extra["connectors"]:
+        return None
     if set(extra) != {"chain"}:
         raise ValueError(
-            f"kv_connector_extra_config has {sorted(extra)}; it takes one key, chain: the path of "
-            "a chain's YAML file, or the chain itself."
+            f"kv_connector_extra_config has {sorted(extra)}; it takes one key. chain: the path of "
+            "a chain's YAML file, or the chain itself; or connectors: a list of connectors."
         )
     return load_chain(extra["chain"])
 
 
-class KVTiersConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """A chain of tiers as a vLLM connector."""
+def _as_vllm(event: BlockEvent) -> KVCacheEvent:
+    hashes = [maybe_convert_block_hash(BlockHash(one)) for one in event.hashes]
+    if not event.stored:
+        return BlockRemoved(block_hashes=hashes, medium=event.tier)
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=event.block_tokens,
+        lora_id=None,
+        medium=event.tier,
+        lora_name=None,
+    )
+
+
+class KVTiersConnector(WorkerMembers):
+    """A chain of tiers, or a list of any connectors, as a vLLM connector."""
+
+    limits_requests = True
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        chain = configured_chain(vllm_config)
-        info = engine_info(vllm_config, kv_cache_config)
         ours = Role.SCHEDULER if role is KVConnectorRole.SCHEDULER else Role.WORKER
-        self._chain = open_chain(chain, info, ours, open_copier)
+        chain = configured_chain(vllm_config)
+        children = child_configs(vllm_config)
+        self._makers = {child.name: child.maker for child in children}
+        if chain is not None:
+            info = engine_info(vllm_config, kv_cache_config)
+            self._chain = open_chain(chain, info, ours, open_copier)
+        else:
+            self._chain = MultiConnector(
+                ours,
+                [child.cls(child.vllm_config, role, kv_cache_config) for child in children],
+                names=[child.name for child in children],
+                chain=identity(vllm_config),
+                block_tokens=vllm_config.cache_config.block_size,
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store that is lost is a later miss, nothing worse."""
-        return False
+        """Not for our tiers: a store that is lost is a later miss, nothing worse."""
+        return self._chain.requires_kv_delivery
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return self._chain.supports_divergent_local_hybrid_hits
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        return required_layout(vllm_config)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return any_requires_piecewise(extra_config)
 
     def shutdown(self) -> None:
         self._chain.shutdown()
 
     # -- scheduler ---------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self._kv_cache_manager = kv_cache_manager
+        self._chain.bind_kv_cache_manager(kv_cache_manager)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._chain.bind_gpu_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        self._chain.on_new_request(request)
+
+    def withhold(self, request: Request) -> None:
+        """No member of vLLM's: an outer connector of ours calls it (see `Connector.withhold`)."""
+        self._chain.withhold(request)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        # Here, since older engines have no such class, and then do not call this.
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        found = self._chain.get_external_cache_hit_sources(request, num_external_tokens)
+        return {CacheHitSource(source): tokens for source, tokens in found.items()}
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return self._chain.get_loaded_kv_cache_group_ids(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -146,8 +221,21 @@ class KVTiersConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._chain.request_finished(request, block_ids)
 
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._chain.request_finished_all_groups(request, block_ids)
+
+    def register_finished_partial_tail(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        return self._chain.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
+
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
-        self._chain.set_xfer_handshake_metadata(metadata)
+        self._chain.set_xfer_handshake_metadata_pp_aware(metadata)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         self._chain.set_xfer_handshake_metadata(metadata)
@@ -155,61 +243,40 @@ class KVTiersConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def has_pending_push_work(self) -> bool:
         return self._chain.has_pending_push_work()
 
+    def has_pending_block_frees(self) -> bool:
+        return self._chain.has_pending_block_frees()
+
+    def take_events(self) -> Iterator[Any]:
+        for event in self._chain.take_events():
+            yield _as_vllm(event) if isinstance(event, BlockEvent) else event
+
     def reset_cache(self) -> bool:
-        logger.error("kvtiers can't drop its tiers' blocks yet: restart with another salt.")
-        return False
+        """Never load again what was stored so far; False: ask again, loads are under way.
 
-    # -- worker ------------------------------------------------------------------------------
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._chain.register_kv_caches(kv_caches)
-
-    def get_handshake_metadata(self) -> MultiHandshakeMetadata:
-        return self._chain.get_handshake_metadata()
-
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        super().bind_connector_metadata(connector_metadata)
-        self._chain.bind_connector_metadata(connector_metadata)
-
-    def clear_connector_metadata(self) -> None:
-        super().clear_connector_metadata()
-        self._chain.clear_connector_metadata()
-
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        self._chain.handle_preemptions(kv_connector_metadata)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._chain.start_load_kv(forward_context, **kwargs)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self._chain.wait_for_layer_load(layer_name)
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        self._chain.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
-
-    def wait_for_save(self) -> None:
-        self._chain.wait_for_save()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._chain.get_finished(finished_req_ids)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._chain.get_block_ids_with_load_errors()
-
-    def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
-        return self._chain.build_connector_worker_meta()
+        It holds while this engine runs. An engine that starts later with the same facts finds
+        what is left in shared tiers: after a change of weights in place, give it another salt.
+        """
+        if not self._makers:
+            logger.warning(
+                "kvtiers was reset and begins anew. If the weights were changed in place, set "
+                "another salt in the chain before the next start: shared tiers keep old blocks."
+            )
+        return self._chain.reset_cache()
 
     # -- stats -------------------------------------------------------------------------------
 
-    def get_kv_connector_stats(self) -> KVTiersStats | None:
-        stats = self._chain.get_kv_connector_stats()
-        return KVTiersStats(stats.data) if stats is not None else None
+    def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
+        counted = self._chain.stats_by_child()
+        if not counted:
+            return None
+        whole = MultiKVConnectorStats()
+        for name, stats in counted.items():
+            whole.add(name, stats, self._makers.get(name))
+        return whole
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTiersStats:
-        return KVTiersStats(data or {})
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MultiKVConnectorStats:
+        return rebuild(data)
 
     @classmethod
     def build_prom_metrics(
@@ -220,50 +287,3 @@ class KVTiersConnector(KVConnectorBase_V1):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVTiersPromMetrics:
         return KVTiersPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-class KVTiersStats(KVConnectorStats):  # type: ignore[misc]
-    """Counters by tier name, in the clothes vLLM expects."""
-
-    data: dict[str, Any]
-
-    def reset(self) -> None:
-        self.data.clear()
-
-    def aggregate(self, other: KVConnectorStats) -> KVTiersStats:
-        self.data = TierStats(self.data).aggregate(TierStats(other.data)).data
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        return TierStats(self.data).reduce()
-
-    def is_empty(self) -> bool:
-        return TierStats(self.data).is_empty()
-
-
-class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`vllm:kvtiers_<counter>{tier="<name>"}` beside vLLM's own metrics.
-
-    The prefix is vLLM's because its offline `get_metrics` shows no others.
-    """
-
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: metric_types[Counter](
-                name=f"vllm:kvtiers_{name}", documentation=what, labelnames=[*labelnames, "tier"]
-            )
-            for name, what in COUNTERS.items()
-        }
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        labels = self.per_engine_labelvalues[engine_idx]
-        for tier, counters in transfer_stats_data.items():
-            for name, value in counters.items():
-                self._counters[name].labels(*labels, tier).inc(value)

@@ -64,6 +64,11 @@ class BlockPool:
             self._hashes[block] = block_hash
             self._cached[block_hash] = block
 
+    def forget_all(self) -> None:
+        """No block holds a known prefix any more."""
+        for block in range(len(self._hashes)):
+            self._forget(block)
+
     def release(self, blocks: Sequence[int]) -> None:
         """Give references back; the tail of a prefix is taken again before its head."""
         for block in reversed(blocks):

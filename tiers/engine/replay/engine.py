@@ -7,9 +7,10 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from spec.chain import ChainSpec
-from tiers.connector.base import EngineInfo, Role
+from tiers.connector.base import BlockEvent, EngineInfo, Role
 from tiers.connector.chain import open_chain
 from tiers.connector.host import OpenCopier
 from tiers.connector.multi import MultiConnector
@@ -34,7 +35,8 @@ class ReplayEngine:
     """Runs requests over a chain of tiers, or without one (`chain` None).
 
     `world_size` ranks hold a share of the KV each; with `processes` each runs in its own process,
-    so that all that crosses is pickled. `facts` name the model to the namespace.
+    so that all that crosses is pickled. `facts` name the model to the namespace. With
+    `kv_events` the connector's events gather in `events`.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class ReplayEngine:
         processes: bool = False,
         facts: Mapping[str, str] | None = None,
         open_copier: OpenCopier = open_copier,
+        kv_events: bool = False,
     ) -> None:
         self.model = model or ReplayModel()
         self.stats = TierStats()
         self.steps = 0
+        self.events: list[BlockEvent] = []
         open_half = functools.partial(
             _open_half,
             chain,
@@ -62,6 +66,7 @@ class ReplayEngine:
                 hash_tokens=self.model.block_tokens,
                 num_blocks=num_blocks,
                 world_size=world_size,
+                kv_events=kv_events,
             ),
             open_copier,
         )
@@ -85,7 +90,13 @@ class ReplayEngine:
         self.closed = False
         self._ids = itertools.count()
 
-    def add(self, prompt: Iterable[int], max_tokens: int = 4, salt: str = "") -> ReplayRequest:
+    def add(
+        self,
+        prompt: Iterable[int],
+        max_tokens: int = 4,
+        salt: str = "",
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> ReplayRequest:
         """Queue a request. Raises ValueError for one that can never fit."""
         request = ReplayRequest(
             f"request-{next(self._ids)}",
@@ -93,6 +104,7 @@ class ReplayEngine:
             max_tokens,
             self.model.block_tokens,
             salt,
+            kv_transfer_params,
         )
         needed = -(-(request.num_tokens + max_tokens) // self.model.block_tokens)
         if not request.prompt or needed > self.num_blocks:
@@ -114,6 +126,7 @@ class ReplayEngine:
         }
         self.scheduler.update(step, output, sampled)
         if self.connector is not None:
+            self.events += self.connector.take_events()
             self.stats.aggregate(self.connector.get_kv_connector_stats() or TierStats())
         self.steps += 1
         return bool(step.work)
@@ -130,9 +143,15 @@ class ReplayEngine:
                 stuck = describe(list(self.scheduler.requests.values()))
                 raise RuntimeError(f"the engine is stuck:\n{stuck}")
 
-    def generate(self, prompt: Iterable[int], max_tokens: int = 4, salt: str = "") -> ReplayRequest:
+    def generate(
+        self,
+        prompt: Iterable[int],
+        max_tokens: int = 4,
+        salt: str = "",
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> ReplayRequest:
         """Run one request to its end."""
-        request = self.add(prompt, max_tokens, salt)
+        request = self.add(prompt, max_tokens, salt, kv_transfer_params)
         self.run()
         return request
 
@@ -145,6 +164,13 @@ class ReplayEngine:
             self.step()
             if time.monotonic() > deadline:
                 raise RuntimeError("transfers do not end")
+
+    def reset_cache(self) -> bool:
+        """Forget all prefixes, here and in the connector, as after a change of weights; False:
+        requests still use some."""
+        self.scheduler.pool.forget_all()
+        unused = not any(request.blocks for request in self.scheduler.requests.values())
+        return (self.connector is None or self.connector.reset_cache() is not False) and unused
 
     def close(self) -> None:
         """Shut both halves down, as an engine does."""

@@ -19,11 +19,15 @@ _MASK = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class ReplayModel:
-    """Shape of the KV: int64, per layer `(num_blocks, block_tokens, width)`."""
+    """Shape of the KV: int64, per layer `(num_blocks, block_tokens, width)`.
+
+    Models of different `weights` have different KV, and so answers, for the same tokens.
+    """
 
     layers: int = 2
     width: int = 8
     block_tokens: int = 4
+    weights: int = 0
 
     @property
     def payload_bytes(self) -> int:
@@ -55,7 +59,7 @@ def kv_of(model: ReplayModel, token_states: Sequence[int], layer: int, rank: int
     """KV of tokens with these states: int64 (tokens, width); column 0 is the state itself."""
     state = torch.tensor(token_states, dtype=torch.int64).unsqueeze(1)
     columns = torch.arange(model.width, dtype=torch.int64)
-    return state + columns * (state % 8191 + layer * 131 + rank * 17)
+    return state + columns * (state % 8191 + layer * 131 + rank * 17 + model.weights)
 
 
 def answer(

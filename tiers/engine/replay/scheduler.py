@@ -30,6 +30,7 @@ class ReplayRequest:
     max_tokens: int
     block_tokens: int
     salt: str = ""
+    kv_transfer_params: dict[str, Any] | None = None
     tokens: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -139,6 +140,8 @@ class ReplayScheduler:
         """Queue a request. Raises ValueError for one that can never fit."""
         self.requests[request.request_id] = request
         self._waiting.append(request)
+        if self.connector is not None:
+            self.connector.on_new_request(request)
 
     @property
     def busy(self) -> bool:

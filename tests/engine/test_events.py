@@ -1,0 +1,70 @@
+"""Events tell which tier holds which block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from replay_chains import MODEL, chain_of, cpu, damage_disk, disk, drive, workload
+
+from tiers.engine.replay import ReplayEngine
+from tiers.engine.replay.scheduler import ReplayRequest
+
+
+def told(engine: ReplayEngine, tier: str) -> set[bytes]:
+    """The blocks that a tier holds by its events, each of which must change something."""
+    held: set[bytes] = set()
+    for event in engine.events:
+        if event.tier == tier:
+            hashes = set(event.hashes)
+            assert hashes.isdisjoint(held) if event.stored else hashes <= held
+            held = held | hashes if event.stored else held - hashes
+    return held
+
+
+def test_events_of_a_small_host_tier_are_what_it_holds(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    made = engine(chain_of(cpu(20), disk(tmp_path)), num_blocks=24, kv_events=True)
+    drive(made, seed=5, abort=0.2)
+    made.settle()
+    assert made.connector is not None
+    host = made.connector.children[0]
+    held = told(made, "cpu")
+    assert 0 < len(held) <= 20
+    assert any(not event.stored for event in made.events), "the tier was meant to be too small"
+    for number, (prompt, _) in enumerate(workload(5)):
+        request = ReplayRequest(f"probe-{number}", prompt, 1, MODEL.block_tokens)
+        blocks = range(len(request.block_hashes))
+        assert host.holds(request, blocks) == [one in held for one in request.block_hashes]
+        host.request_finished(request, [])
+
+
+def test_a_reset_removes_what_a_host_tier_held(engine: Callable[..., ReplayEngine]) -> None:
+    made = engine(chain_of(cpu()), kv_events=True)
+    made.generate(range(40), 1)
+    made.settle()
+    assert len(told(made, "cpu")) == 10
+    made.reset_cache()
+    made.step()
+    assert told(made, "cpu") == set()
+
+
+def test_a_block_that_failed_to_load_is_told_as_removed(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    made = engine(chain_of(disk(tmp_path)), prefix_caching=False, kv_events=True)
+    made.generate(range(40), 1)
+    made.settle()
+    assert len(told(made, "disk")) == 10
+    damage_disk(tmp_path)
+    made.generate([*range(38), 1, 2], 1)
+    assert any(not event.stored for event in made.events)
+
+
+def test_nothing_is_kept_for_an_engine_that_takes_no_events(
+    engine: Callable[..., ReplayEngine],
+) -> None:
+    made = engine(chain_of(cpu(4)))
+    drive(made, seed=1)
+    assert made.events == []

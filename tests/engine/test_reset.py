@@ -1,0 +1,193 @@
+"""After a reset nothing of before is loaded, wherever it was, and whatever was under way."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from replay_chains import MODEL, chain_of, close, cpu, disk, drive, redis, workload
+from servers import RedisServer
+
+from tiers.connector.base import Copy
+from tiers.engine.replay import ReplayEngine, answer
+from tiers.gpu.copier import CpuCopier
+
+PROMPT, OTHER = list(range(50)), list(range(100, 150))
+FULL = 48
+"""Tokens of either prompt that lie in full blocks."""
+
+
+class HeldCopy:
+    """A gather that ends when it is let go."""
+
+    def __init__(self, copy: Copy, go: threading.Event) -> None:
+        self._copy = copy
+        self._go = go
+
+    def wait(self) -> None:
+        assert self._go.wait(30)
+        self._copy.wait()
+
+
+def holding(go: threading.Event) -> Callable[..., CpuCopier]:
+    """Copiers whose copies end only while `go` is set."""
+
+    class Copier(CpuCopier):
+        def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> Any:
+            return HeldCopy(super().gather(blocks, rows, slots), go)
+
+        def scatter(self, *args: Any) -> None:
+            assert go.wait(30)
+            super().scatter(*args)
+
+    return Copier
+
+
+def finish(engine: ReplayEngine, prompt: list[int]) -> None:
+    """Answer a prompt; its stores may go on."""
+    engine.add(prompt, 3)
+    while engine.scheduler.requests:
+        engine.step()
+
+
+@pytest.fixture(params=["cpu", "disk", "redis", "all"])
+def tiers(request: Any, tmp_path: Path, shared_server: RedisServer) -> list[dict[str, Any]]:
+    each = {
+        "cpu": cpu(),
+        "disk": disk(tmp_path / "disk"),
+        "redis": redis(shared_server, tmp_path),
+    }
+    return list(each.values()) if request.param == "all" else [each[request.param]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stored_and_being_stored(
+    engine: Callable[..., ReplayEngine], tiers: list[dict[str, Any]], ranks: int
+) -> None:
+    go = threading.Event()
+    go.set()
+    made = engine(chain_of(*tiers), prefix_caching=False, world_size=ranks, open_copier=holding(go))
+    made.generate(PROMPT, 3)
+    made.settle()
+    assert made.generate(PROMPT, 3).loaded_tokens == FULL
+    made.settle()
+    go.clear()
+    finish(made, OTHER)
+    assert made.connector is not None
+    assert any(child.scheduler.blocks_being_stored for child in made.connector.children)
+    assert made.reset_cache()
+    go.set()
+    made.settle()
+    for prompt in (PROMPT, OTHER):
+        request = made.generate(prompt, 3)
+        assert request.loaded_tokens == 0
+        assert request.output == answer(MODEL, prompt, 3, ranks)
+        made.settle()
+        assert made.generate(prompt, 3).loaded_tokens == FULL, "what is stored since is loaded"
+
+
+def test_own_processes(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, shared_server: RedisServer
+) -> None:
+    chain = chain_of(cpu(), disk(tmp_path / "disk"), redis(shared_server, tmp_path))
+    made = engine(chain, world_size=2, processes=True)
+    drive(made, seed=1, world_size=2)
+    assert made.reset_cache()
+    loaded = sum(tier.get("loaded_tokens", 0) for tier in made.stats.data.values())
+    drive(made, seed=2, world_size=2)  # other prompts, while the stores of before end
+    request = made.generate(PROMPT, 3)
+    assert request.loaded_tokens == 0
+    made.settle()
+    assert sum(tier.get("loaded_tokens", 0) for tier in made.stats.data.values()) >= loaded
+
+
+def test_a_disk_of_before_the_reset_is_empty_for_the_next_start(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    go = threading.Event()
+    go.set()
+    chain = chain_of(disk(tmp_path))
+    made = engine(chain, prefix_caching=False, open_copier=holding(go))
+    made.generate(PROMPT, 3)
+    made.settle()
+    go.clear()
+    finish(made, OTHER)
+    assert made.reset_cache()
+    go.set()
+    close(made)
+    again = engine(chain, prefix_caching=False)
+    assert [again.generate(prompt, 3).loaded_tokens for prompt in (PROMPT, OTHER)] == [0, 0]
+
+
+def test_a_replica_goes_on_with_what_is_shared(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, shared_server: RedisServer
+) -> None:
+    chain = chain_of(redis(shared_server, tmp_path))
+    one, two = engine(chain, prefix_caching=False), engine(chain, prefix_caching=False)
+    one.generate(PROMPT, 3)
+    one.settle()
+    assert one.reset_cache()
+    one.generate(OTHER, 3)
+    one.settle()
+    assert two.generate(PROMPT, 3).loaded_tokens == FULL
+    assert two.generate(OTHER, 3).loaded_tokens == 0, "stored after a reset that `two` had not"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_change_in_place_again_and_again(
+    engine: Callable[..., ReplayEngine], tiers: list[dict[str, Any]], ranks: int
+) -> None:
+    """Stores of before are still under way each time; one old block would change an answer."""
+    made = engine(chain_of(*tiers), num_blocks=48, world_size=ranks)
+    prompts = [prompt for prompt, _ in workload(7, count=12)]
+    for weights in range(4):
+        model = dataclasses.replace(MODEL, weights=weights)
+        for worker in made.workers:
+            worker._model = model
+        assert made.reset_cache()
+        for _ in range(2):
+            requests = [made.add(prompt, 3) for prompt in prompts]
+            while made.scheduler.requests:
+                made.step()
+            for request, prompt in zip(requests, prompts, strict=True):
+                assert request.output == answer(model, prompt, 3, ranks)
+
+
+def test_a_request_that_runs_meanwhile_is_not_stored(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    made = engine(chain_of(cpu(), disk(tmp_path)), prefix_caching=False)
+    running = made.add(PROMPT, 20)
+    for _ in range(5):
+        made.step()
+    assert not made.reset_cache(), "its blocks are still in use"
+    made.run()
+    made.settle()
+    assert running.output == answer(MODEL, PROMPT, 20)
+    assert made.generate(PROMPT, 4).loaded_tokens == 0
+    made.settle()
+    again = made.generate(PROMPT + running.output, 1)
+    assert again.loaded_tokens == FULL + 4, "what the request before has stored, and no more"
+
+
+def test_a_load_under_way_refuses(engine: Callable[..., ReplayEngine], tmp_path: Path) -> None:
+    go = threading.Event()
+    go.set()
+    chain = chain_of(cpu(), disk(tmp_path))
+    made = engine(chain, prefix_caching=False, open_copier=holding(go))
+    made.generate(PROMPT, 3)
+    made.settle()
+    go.clear()
+    made.add(PROMPT, 3)
+    made.step()
+    assert made.connector is not None
+    assert made.connector.reset_cache() is False
+    go.set()
+    made.run()
+    assert made.connector.reset_cache() is True
+    assert made.generate(PROMPT, 3).loaded_tokens == 0

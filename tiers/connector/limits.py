@@ -1,0 +1,46 @@
+"""What one request says of its own loading and storing, in its `kv_transfer_params`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tiers.connector.base import Request
+
+KEY = "kvtiers"
+"""Our entry of `kv_transfer_params`; other entries belong to other connectors."""
+
+
+class RequestLimits(BaseModel):
+    """Limits of one request; the default is none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    max_load_tokens: int | None = Field(
+        default=None, ge=0, description="Load at most so many tokens, in whole blocks."
+    )
+    tiers: Annotated[tuple[str, ...] | None, Field(strict=False)] = Field(
+        default=None, description="Load from these tiers only; a name no tier has matches none."
+    )
+    store: bool = Field(default=True, description="Whether the request's blocks are stored.")
+
+
+UNLIMITED = RequestLimits()
+
+
+def read_limits(request: Request) -> tuple[RequestLimits, str | None]:
+    """A request's limits, and what is wrong with them: then they are as if there were none."""
+    params = getattr(request, "kv_transfer_params", None)
+    found = params.get(KEY) if isinstance(params, Mapping) else None
+    if found is None:
+        return UNLIMITED, None
+    try:
+        return RequestLimits.model_validate(found), None
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, (KEY, *problem['loc'])))}: {problem['msg']}"
+            for problem in error.errors(include_url=False)
+        ]
+        return UNLIMITED, "; ".join(problems)

@@ -1,0 +1,48 @@
+"""What the halves of a MultiConnector say to each other: an entry per child, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class MultiConnectorMetadata:
+    """One step's orders.
+
+    `extra_async_saves`: requests that more than one child is saving, and how many more;
+    `extra_async_loads`: the same of those that this step begins to load.
+    """
+
+    metadata: tuple[Any, ...]
+    extra_async_saves: dict[str, int]
+    extra_async_loads: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class MultiWorkerMetadata:
+    """What the children of one worker finished."""
+
+    metadata: tuple[Any, ...]
+
+    def aggregate(self, other: MultiWorkerMetadata) -> MultiWorkerMetadata:
+        """Both ranks' metadata, child by child."""
+        pairs = zip(self.metadata, other.metadata, strict=True)
+        return MultiWorkerMetadata(
+            tuple(
+                a.aggregate(b) if a is not None and b is not None else a if b is None else b
+                for a, b in pairs
+            )
+        )
+
+
+@dataclass(frozen=True)
+class MultiHandshakeMetadata:
+    """What the children of one worker say of themselves.
+
+    `chain` names what they agree on: an engine's own MultiConnector gives the words of its first
+    child to all of them, so whoever does not agree must not listen.
+    """
+
+    metadata: tuple[Any, ...]
+    chain: str = ""

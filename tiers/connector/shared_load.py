@@ -1,0 +1,30 @@
+"""SharedLoad: one load of one request, over all tiers that serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+
+class SharedLoad:
+    """What of a load the engine can use: the blocks before the first that failed in any tier.
+
+    That is known when the last tier has ended. Used by the scheduler's thread alone.
+    """
+
+    def __init__(self, tiers: int) -> None:
+        self._left = tiers
+        self._failed: list[int] = []
+        self._parts: list[tuple[Sequence[int], Callable[[int], None]]] = []
+
+    def end(
+        self, blocks: Sequence[int], failed: Iterable[int], count: Callable[[int], None]
+    ) -> None:
+        """One tier has ended its `blocks`; `count` is told, once, how many are of use."""
+        self._parts.append((blocks, count))
+        self._failed += failed
+        self._left -= 1
+        if self._left > 0:
+            return
+        first = min(self._failed, default=None)
+        for part, count_usable in self._parts:
+            count_usable(len(part) if first is None else sum(block < first for block in part))

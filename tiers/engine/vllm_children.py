@@ -1,0 +1,119 @@
+"""Connectors of vLLM, or of others, as children of our MultiConnector."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from spec.chain import name_clashes, resolve_names
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class ChildConfig:
+    """One entry of `connectors`: its unique name, its class, and the config it is made with."""
+
+    name: str
+    cls: type[Any]
+    vllm_config: VllmConfig
+
+    @property
+    def maker(self) -> dict[str, Any]:
+        """How another process finds the class again; plain data."""
+        transfer = self.vllm_config.kv_transfer_config
+        return {
+            "kv_connector": transfer.kv_connector,
+            "kv_connector_module_path": transfer.kv_connector_module_path,
+        }
+
+
+def child_configs(vllm_config: VllmConfig) -> list[ChildConfig]:
+    """The children that `connectors` lists, in load-priority order; none where it is missing.
+
+    An entry holds what a KVTransferConfig does, and perhaps a `name`; engine id, role and failure
+    policy are the parent's unless it says otherwise. Raises ValueError.
+    """
+    parent = vllm_config.kv_transfer_config
+    inherited = {
+        "engine_id": parent.engine_id,
+        "kv_role": parent.kv_role,
+        "kv_load_failure_policy": parent.kv_load_failure_policy,
+    }
+    entries = parent.kv_connector_extra_config.get("connectors", [])
+    names = child_names(entries)
+    return [
+        _child(name, {**inherited, **entry}, vllm_config)
+        for name, entry in zip(names, entries, strict=True)
+    ]
+
+
+def child_names(entries: list[dict[str, Any]]) -> list[str]:
+    """A unique name for each entry: its own, or that of its connector. Raises ValueError."""
+    named = [(str(entry.get("kv_connector")), entry.get("name")) for entry in entries]
+    for clash in name_clashes([name for _, name in named]):
+        index, key = clash.loc
+        raise ValueError(
+            f"connectors[{index}].{key}: connectors{clash.remedy.removeprefix('tiers')}"
+        )
+    return resolve_names(named)
+
+
+def _child(name: str, settings: dict[str, Any], vllm_config: VllmConfig) -> ChildConfig:
+    transfer = KVTransferConfig(**{k: v for k, v in settings.items() if k != "name"})
+    config = copy.copy(vllm_config)
+    config.kv_transfer_config = transfer
+    return ChildConfig(name, child_class(transfer), config)
+
+
+def child_class(transfer: KVTransferConfig) -> type[Any]:
+    """The class an entry names. Raises ValueError for one that can't be a child."""
+    cls: type[Any] = KVConnectorFactory.get_connector_class(transfer)
+    if cls.__name__ == "KVTiersConnector" and "connectors" in transfer.kv_connector_extra_config:
+        raise ValueError("connectors of connectors: list them all in the outer one")
+    return cls
+
+
+def made_by(maker: Mapping[str, Any]) -> type[Any]:
+    """The class that a `ChildConfig.maker` describes."""
+    transfer = KVTransferConfig(kv_role="kv_both", **maker)
+    cls: type[Any] = KVConnectorFactory.get_connector_class(transfer)
+    return cls
+
+
+def identity(vllm_config: VllmConfig) -> str:
+    """The same in both roles of one list of children, and different for another list."""
+    entries = vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"]
+    text = json.dumps(entries, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def required_layout(vllm_config: VllmConfig) -> str | None:
+    """The KV cache layout that children ask for. Raises ValueError, naming who asks for which."""
+    asked = {
+        child.name: layout
+        for child in child_configs(vllm_config)
+        if (layout := child.cls.get_required_kvcache_layout(child.vllm_config)) is not None
+    }
+    if len(set(asked.values())) > 1:
+        wishes = ", ".join(f"{name}: {layout}" for name, layout in asked.items())
+        raise ValueError(f"connectors ask for different KV cache layouts ({wishes})")
+    return next(iter(asked.values()), None)
+
+
+def any_requires_piecewise(extra_config: Mapping[str, Any]) -> bool:
+    """Whether any child works layer by layer, which whole CUDA graphs would skip."""
+    for entry in extra_config.get("connectors", []):
+        settings = {key: value for key, value in entry.items() if key != "name"}
+        cls = child_class(KVTransferConfig(**{"kv_role": "kv_both", **settings}))
+        if cls.requires_piecewise_for_cudagraph(entry.get("kv_connector_extra_config", {})):
+            return True
+    return False
