@@ -149,6 +149,7 @@ def test_no_token_differs_and_nothing_is_left_behind(
         wrong += request.output != expected[: len(request.output)]
     assert wrong == 0
     assert engine.scheduler.preemptions > 0
+    assert engine.stats["cpu"]["evictions"] > 0
     assert all(engine.stats[tier]["loaded_tokens"] > 0 for tier in ("cpu", "indexed", "disk"))
     assert_nothing_left(engine)
     engine.close()

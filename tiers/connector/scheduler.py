@@ -86,7 +86,7 @@ class OffloadingScheduler:
         try:
             ranks = [self._hellos[rank] for rank in sorted(self._hellos)]
             self._manager, self.pool = self._open_manager(ranks)
-            self._manager.on_evict = lambda key: self._note(False, [key])
+            self._manager.on_evict = self._evicted
         except TierUnusable as error:
             self._give_up(str(error))
 
@@ -324,6 +324,10 @@ class OffloadingScheduler:
             if item.source is not None and self._reading.get(item.source) == job.job_id:
                 del self._reading[item.source]
         self._note(True, held)
+
+    def _evicted(self, key: bytes) -> None:
+        self.stats.add(self.tier, evictions=1)
+        self._note(False, [key])
 
     def _note(self, stored: bool, keys: Sequence[bytes]) -> None:
         # Keys of before a reset are of no interest: the engine itself says that all is cleared.

@@ -19,6 +19,7 @@ COUNTERS = {
     "store_seconds": "Seconds spent storing, summed over stores.",
     "store_failures": "Blocks the tier did not store.",
     "store_dropped": "Blocks not offered to the tier because no slot was free or it lagged behind.",
+    "evictions": "Blocks given up for room, where the tier tells: of ours, cpu does.",
     "tier_failures": "Operations of the tier that failed.",
 }
 """Every counter a tier has, and what it counts."""
