@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, Protocol
 
+from tiers.connector.policy import WAVE
 from tiers.pool import Residency, SlotPool
 from tiers.store import Clear, LocalIndex, TierStore, Touch
 
@@ -235,9 +236,8 @@ class StoreManager:
         return lookup.answer.done() and now > lookup.asked + self.LOOKUP_LIFETIME
 
     def _peek_prefix(self, index: LocalIndex, keys: Sequence[bytes]) -> int:
-        # In steps, since most lookups of a long prompt end in its first blocks.
-        for start in range(0, len(keys), 64):
-            part = keys[start : start + 64]
+        for start in range(0, len(keys), WAVE):
+            part = keys[start : start + WAVE]
             held = self._on_all_ranks(index.peek, part)
             if not all(held):
                 return start + held.index(False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -87,15 +87,16 @@ class OffloadingWorker:
         if self._spec is None:
             return
         payload = self._host.payload_bytes
-        rows = min(64, max(1, BOUNCE_BYTES // slot_stride(payload)))
-        pin = self._host.copier.pin
-        # A load that first had to be given its memory would take twice as long.
-        self._bounce = [SlotMemory(rows, payload, pin, touch=True) for _ in range(LOADERS)]
         try:
             site = StoreSite(payload, self._host.engine.world_size)
             self._store = guard(self._spec.open(site), self.tier)
         except TierUnusable as error:
             self._unusable = str(error)
+            return
+        rows = min(64, max(1, BOUNCE_BYTES // slot_stride(payload)))
+        pin = self._host.copier.pin
+        # A load that first had to be given its memory would take twice as long.
+        self._bounce = [SlotMemory(rows, payload, pin, touch=True) for _ in range(LOADERS)]
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -201,15 +202,11 @@ class OffloadingWorker:
     def handle_preemptions(self, meta: OffloadingConnectorMetadata) -> None:
         """Wait for gathers from blocks that this step overwrites."""
         flush = set(meta.jobs_to_flush)
-        for store in self._stores:
-            if store.job.job_id in flush and store.gather is not None:
-                wait_quietly(store.gather)
+        _fence([store for store in self._stores if store.job.job_id in flush])
 
     def fence_all(self) -> None:
         """Wait for every gather under way."""
-        for store in self._stores:
-            if store.gather is not None:
-                wait_quietly(store.gather)
+        _fence(self._stores)
 
     # -- ends --------------------------------------------------------------------------------
 
@@ -262,9 +259,10 @@ class OffloadingWorker:
         self._host.close()
 
 
-def wait_quietly(copy: Copy) -> None:
-    """Wait for a copy; whoever reads its bytes learns that it failed."""
-    try:
-        copy.wait()
-    except RuntimeError as error:
-        logger.debug("a gather failed: %s", error)
+def _fence(stores: Sequence[_Store]) -> None:
+    """Wait for gathers; whoever reads the bytes of one that failed learns of it."""
+    for gather in (store.gather for store in stores if store.gather is not None):
+        try:
+            gather.wait()
+        except RuntimeError as error:
+            logger.debug("a gather failed: %s", error)
