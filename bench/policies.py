@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import PrivateAttr
 
@@ -53,7 +53,8 @@ BLOCK_TOKENS = 512
 NAMESPACE = b"trace"
 STAGING_BLOCKS = 4096
 """Slots beside those of the CPU tier: no store is ever dropped, so that only policies differ."""
-POLICIES: tuple[LoadPolicy, ...] = get_args(LoadPolicy)
+POLICIES: tuple[LoadPolicy, ...] = ("first", "longest", "stitched")
+"""Those that decide by what tiers have alone; for the other there is `bench.cheapest`."""
 
 
 class IndexStore:

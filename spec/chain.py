@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     SerializeAsAny,
     ValidationError,
+    ValidationInfo,
     field_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -22,7 +23,7 @@ from spec.offloading import OffloadingSpec
 from spec.registry import BrokenTierType, UnknownTierType, tier_class, tier_types
 
 FORMAT_VERSION = 1
-LoadPolicy = Literal["first", "longest", "stitched"]
+LoadPolicy = Literal["first", "longest", "stitched", "cheapest"]
 MAX_TIERS = 32
 """A chain longer than this is a mistake, and every lookup would walk it."""
 
@@ -61,6 +62,23 @@ def _typeless(value: Mapping[object, object]) -> ValidationError:
     return ValidationError.from_exception_data("tier", problems)
 
 
+class CheapestSpec(BaseModel):
+    """How the load policy `cheapest` weighs loading against computing."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    min_tokens: int = Field(
+        default=64, ge=1, description="Prefixes shorter than this are computed, not loaded."
+    )
+    margin: float = Field(
+        default=0.05,
+        ge=0,
+        le=10,
+        description="By how much loading must be faster than computing the same tokens: 0.05 is "
+        "five percent.",
+    )
+
+
 class ChainSpec(BaseModel):
     """The chain: its tiers in load priority, and how they work together.
 
@@ -77,7 +95,14 @@ class ChainSpec(BaseModel):
     load: LoadPolicy = Field(
         default="first",
         description="Which tier serves a prefix: the first, in order, that has any of it; the one "
-        "that has the longest; or, stitched, for each block the first that has that block.",
+        "that has the longest; stitched, for each block the first that has that block; or "
+        "cheapest, the one that is measured to bring the request soonest to the end of its prompt, "
+        "if that is sooner than computing it.",
+    )
+    cheapest: CheapestSpec | None = Field(
+        default=None,
+        validate_default=True,
+        description="Settings of the load policy cheapest; only with it.",
     )
     promote: bool = Field(
         default=True, description="Keep blocks that a lower tier served in the higher ones too."
@@ -89,6 +114,16 @@ class ChainSpec(BaseModel):
     salt: str = Field(
         default="", description="Engines with different salts never share blocks.", repr=False
     )
+
+    @field_validator("cheapest", mode="after")
+    @classmethod
+    def _go_with_load(
+        cls, cheapest: CheapestSpec | None, info: ValidationInfo
+    ) -> CheapestSpec | None:
+        load = info.data.get("load")
+        if cheapest is not None and load not in ("cheapest", None):
+            raise ValueError("write load: cheapest, or remove this")
+        return CheapestSpec() if cheapest is None and load == "cheapest" else cheapest
 
     @field_validator("tiers", mode="after")
     @classmethod

@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from spec.chain import FORMAT_VERSION, MAX_TIERS, ChainSpec, name_clashes
+from spec.chain import FORMAT_VERSION, MAX_TIERS, ChainSpec, CheapestSpec, name_clashes
 from spec.document import Document, Loc
 from spec.fields import mask_secrets
 from spec.hints import closest, did_you_mean, one_of
-from spec.offloading import OffloadingSpec
 from spec.registry import BrokenTierType, UnknownTierType, tier_class, tier_types
 
 MAX_LINES = 50
@@ -115,6 +114,8 @@ def _remedy(problem: Problem, document: Document) -> str:
         return near or f"use {one_of(choices)}"
     if kind == "string_pattern_mismatch":
         return f"use what matches {context['pattern']}"
+    if kind == "model_type" and problem["loc"]:
+        return "write its settings, like {min_tokens: 64}"
     if kind == "value_error" and "error" in context:
         return str(context["error"])
     if kind in _PLAIN_REMEDIES:
@@ -155,10 +156,12 @@ def _slips(problems: Iterable[Problem], document: Document) -> Iterator[tuple[Lo
             yield loc, (*loc[:-1], near)
 
 
-def _model(loc: Loc, document: Document) -> type[ChainSpec | OffloadingSpec] | None:
+def _model(loc: Loc, document: Document) -> type[BaseModel] | None:
     """What the mapping at `loc` is made into, as far as that is known."""
     if not loc:
         return ChainSpec
+    if loc == ("cheapest",):
+        return CheapestSpec
     if len(loc) != 2 or loc[0] != "tiers":
         return None
     tier = document.value(loc)

@@ -15,7 +15,7 @@ def chain_schema() -> dict[str, Any]:
     """The schema, in which a tier is one of the types installed here; broken ones are left out."""
     schema = ChainSpec.model_json_schema()
     _write_defaults(schema, ChainSpec)
-    definitions: dict[str, Any] = {}
+    definitions: dict[str, Any] = {"CheapestSpec": schema["$defs"]["CheapestSpec"]}
     choices = []
     for tier_type in tier_types():
         try:

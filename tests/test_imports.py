@@ -29,8 +29,10 @@ HEAVY = {
 KNOW_VLLM = {
     "tiers/engine/vllm.py": "the adapter",
     "tiers/engine/vllm_children.py": "a part of it: vLLM's connectors as children of ours",
+    "tiers/engine/vllm_groups.py": "a part of it: KV cache groups",
     "tiers/engine/vllm_stats.py": "a part of it: stats and metrics",
     "tiers/engine/vllm_worker.py": "a part of it: what workers call",
+    "tiers/engine/vllm_offloading.py": "our tiers under a connector of vLLM's own",
     "tiers/engine/plugin.py": "registers the adapter, in a process that is vLLM's own",
     "tiers/demo/worker.py": "is the user of vLLM in the demo",
 }

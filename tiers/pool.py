@@ -128,14 +128,26 @@ class SlotMemory:
     """One worker's slots: page-aligned host memory, pinned when `pin` is set.
 
     With `touch` the system provides all of it now (about 0.8 s per GiB), not at first use.
+    With `file`, a descriptor of the caller's, it is the start of that file, shared with others.
     Owner of the bytes until `close`; views handed out must not outlive it.
     """
 
-    def __init__(self, num_slots: int, payload_bytes: int, pin: bool, touch: bool = False) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        payload_bytes: int,
+        pin: bool,
+        touch: bool = False,
+        file: int | None = None,
+    ) -> None:
         self.payload_bytes = payload_bytes
         stride = slot_stride(payload_bytes)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (mmap.MAP_POPULATE if touch else 0)
-        self._map = mmap.mmap(-1, max(1, num_slots) * stride, flags)
+        own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (mmap.MAP_POPULATE if touch else 0)
+        length = max(1, num_slots) * stride
+        if file is None:
+            self._map = mmap.mmap(-1, length, own)
+        else:
+            self._map = mmap.mmap(file, length, mmap.MAP_SHARED)
         flat = torch.frombuffer(self._map, dtype=torch.uint8)
         self.rows = flat.view(-1, stride)[:num_slots]
         """All slots: uint8, shape (num_slots, slot_stride); a payload and then padding."""

@@ -120,7 +120,10 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
     status, out, err = kvtiers("schema")
     schema = json.loads(out)
     assert (status, err) == (0, "") and schema == chain_schema()
-    assert set(schema["properties"]) == {"version", "tiers", "load", "promote", "staging", "salt"}
+    assert set(schema["properties"]) == {
+        *("version", "tiers", "load", "cheapest", "promote", "staging", "salt")
+    }
+    assert schema["$defs"]["CheapestSpec"]["additionalProperties"] is False
     assert set(schema["required"]) == {"version", "tiers"}
     types = {choice["$ref"] for choice in schema["properties"]["tiers"]["items"]["oneOf"]}
     assert {"#/$defs/cpu", "#/$defs/disk", "#/$defs/redis"} <= types

@@ -229,6 +229,7 @@ def test_handshakes_reach_their_children(multi: MultiConnector, calls: list[Any]
     )
     assert calls == [
         ("a", "handshake", {0: "a0", 1: "a1"}),
+        ("b", "handshake", {}),
         ("c", "handshake", {0: "c0", 1: "c1"}),
     ]
 

@@ -307,7 +307,7 @@ def test_workers_words_reach_the_children_they_are_for(
     calls.clear()
     another = MultiHandshakeMetadata(("x", "y", "z"), "another chain")
     getattr(multi, member)({(0, 0): said, (0, 1): another, (0, 2): "another connector's"})
-    assert calls == [("a", member, {(0, 0): "of a"})]
+    assert calls == [("a", member, {(0, 0): "of a"}), ("b", member, {}), ("c", member, {})]
 
 
 def test_chains_that_agree_may_have_different_lengths(

@@ -14,6 +14,9 @@ from tiers.connector.base import Role, TransferResults
 from tiers.connector.multi import MultiConnector
 from tiers.connector.shared_load import SharedLoad
 
+STEP = SimpleNamespace(num_scheduled_tokens={})
+"""A step that runs nobody."""
+
 
 @dataclass
 class FakeRequest:
@@ -75,7 +78,7 @@ def load(multi: MultiConnector, request: FakeRequest, take: int | None = None) -
     tokens, is_async = multi.get_num_new_matched_tokens(request, 0)
     assert tokens and is_async
     multi.update_state_after_alloc(request, None, tokens if take is None else take)
-    return multi.build_connector_meta(None).extra_async_loads
+    return multi.build_connector_meta(STEP).extra_async_loads
 
 
 def test_each_child_loads_its_ranges_and_the_others_nothing() -> None:
@@ -98,9 +101,9 @@ def test_a_request_is_received_when_the_last_child_has_ended(times: int) -> None
     for _ in range(times):  # a preempted request is loaded again
         tokens, _ = multi.get_num_new_matched_tokens(FakeRequest(), 0)
         multi.update_state_after_alloc(FakeRequest(), None, tokens)
-        orders = pickle.loads(pickle.dumps(multi.build_connector_meta(None)))
+        orders = pickle.loads(pickle.dumps(multi.build_connector_meta(STEP)))
         assert orders.extra_async_loads == {"r": 2}
-        assert multi.build_connector_meta(None).extra_async_loads == {}, "they travel once"
+        assert multi.build_connector_meta(STEP).extra_async_loads == {}, "they travel once"
         multi.request_finished(FakeRequest(), [])  # an abort changes nothing of that
         worker.bind_connector_metadata(orders)
         tiers[1].ended = {"r"}

@@ -29,7 +29,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReplayEngi
     engines: list[ReplayEngine] = []
 
     def make(chain: ChainSpec | None, **options: Any) -> ReplayEngine:
-        engines.append(ReplayEngine(chain, MODEL, **options))
+        engines.append(ReplayEngine(chain, options.pop("model", MODEL), **options))
         return engines[-1]
 
     yield make
@@ -38,11 +38,24 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReplayEngi
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Path]:
     """A model's folder without weights: vLLM makes random ones, always the same."""
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    return folder
+    folder = tmp_path_factory.mktemp("models")
+
+    def make(config: dict[str, Any]) -> Path:
+        # KV is known by the model's path, among others, so that one model has one folder.
+        model = folder / str(config["model_type"])
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps(config))
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tiny_model: Callable[[dict[str, Any]], Path]) -> Path:
+    """The model of most tests."""
+    return tiny_model(LLAMA)
 
 
 @pytest.fixture(scope="session")

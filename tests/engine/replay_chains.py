@@ -12,7 +12,7 @@ from servers import RedisServer
 from spec.chain import ChainSpec
 from spec.load import load_chain
 from spec.offloading import StoreSite
-from tiers.connector.scheduler import GROUP
+from tiers.connector.parts import GROUP_BYTES
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 
@@ -81,10 +81,11 @@ def drive(engine: ReplayEngine, seed: int, abort: float = 0.0, world_size: int =
             assert len(request.output) == request.max_tokens
 
 
-def names(engine: ReplayEngine, hashes: Iterable[bytes]) -> list[bytes]:
+def names(engine: ReplayEngine, hashes: Iterable[bytes], group: int = 0) -> list[bytes]:
     """What stores call these blocks, of all ranks."""
+    suffix = group.to_bytes(GROUP_BYTES, "little")
     said = [worker.handshake().metadata[0].namespace for worker in engine.workers]
-    return [space + block_hash + GROUP for space in said for block_hash in hashes]
+    return [space + block_hash + suffix for space in said for block_hash in hashes]
 
 
 def drop_from_disk(folder: Path, keys: list[bytes]) -> None:

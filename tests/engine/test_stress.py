@@ -20,7 +20,9 @@ from tiers.errors import TierFull, TierUnavailable
 from tiers.gpu.copier import CpuCopier
 from tiers.store import Block
 
-MODEL = ReplayModel()
+PLAIN = ReplayModel()
+HYBRID = ReplayModel(windows=(None, 14, 7))
+WINDOWS = ReplayModel(windows=(14,))
 SLOT = 4096
 
 
@@ -109,13 +111,24 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("prefix_caching", [True, False])
-def test_no_token_differs_and_nothing_is_left_behind(
-    tmp_path: Path, world_size: int, prefix_caching: bool
-) -> None:
+SETTINGS = {
+    "cached": (PLAIN, "first", 1, True),
+    "uncached": (PLAIN, "first", 1, False),
+    "two ranks": (PLAIN, "first", 2, True),
+    "two ranks uncached": (PLAIN, "first", 2, False),
+    "hybrid": (HYBRID, "first", 2, True),
+    "hybrid stitched": (HYBRID, "stitched", 1, False),
+    "windows": (WINDOWS, "longest", 1, True),
+}
+"""Model, load policy, ranks, and whether the engine caches prefixes itself."""
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_token_differs_and_nothing_is_left_behind(tmp_path: Path, setting: str) -> None:
+    model, load, world_size, prefix_caching = SETTINGS[setting]
     chain = ChainSpec(
         version=1,
+        load=load,
         staging=24 * SLOT,
         tiers=(
             CpuSpec(type="cpu", capacity=16 * SLOT),
@@ -126,8 +139,8 @@ def test_no_token_differs_and_nothing_is_left_behind(
     )
     engine = ReplayEngine(
         chain,
-        MODEL,
-        num_blocks=30,
+        model,
+        num_blocks=30 * len(model.windows),
         prefix_caching=prefix_caching,
         world_size=world_size,
         open_copier=LateCopies,
@@ -145,7 +158,7 @@ def test_no_token_differs_and_nothing_is_left_behind(
 
     wrong = 0
     for request, prompt in requests:
-        expected = answer(MODEL, prompt, request.max_tokens, world_size)
+        expected = answer(model, prompt, request.max_tokens, world_size)
         wrong += request.output != expected[: len(request.output)]
     assert wrong == 0
     assert engine.scheduler.preemptions > 0

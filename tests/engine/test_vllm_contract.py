@@ -113,6 +113,25 @@ def test_children_are_configured_as_their_entries_say() -> None:
     assert parent.kv_transfer_config.kv_connector == "KVTiersConnector", "the parent's is its own"
 
 
+def test_a_list_of_connectors_may_say_which_of_them_serves() -> None:
+    from tiers.engine.vllm import configured_chain
+    from tiers.engine.vllm_children import load_policy
+
+    def config(**extra: Any) -> Any:
+        made = config_of(EXAMPLE, OURS)
+        made.kv_transfer_config.kv_connector_extra_config.update(extra)
+        return made
+
+    assert configured_chain(config(load="longest")) is None
+    assert load_policy(config()) == "first"
+    assert load_policy(config(load="longest")) == "longest"
+    for wrong in ("stitched", "fastest", ["first"], None):
+        with pytest.raises(ValueError, match="first or longest"):
+            load_policy(config(load=wrong))
+    with pytest.raises(ValueError, match="loads"):
+        configured_chain(config(loads="longest"))
+
+
 def test_two_children_of_one_name_are_refused() -> None:
     from tiers.engine.vllm_children import child_configs
 
@@ -217,6 +236,19 @@ def test_stats_from_live_objects_and_from_vllms_own_form() -> None:
         build({"UnknownConnector": {"data": {"x": [1]}}})
 
 
+def inner_maker(entry: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": entry["kv_connector"], "kv_connector_module_path": None}
+
+
+def vllms_own(tiers: dict[str, Any]) -> Any:
+    """What vLLM's MultiConnector makes of the stats of one of ours."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
+
+    from tiers.engine.vllm_stats import MultiKVConnectorStats
+
+    return multi_connector.MultiKVConnectorStats({"KVTiersConnector": MultiKVConnectorStats(tiers)})
+
+
 def test_metrics_are_registered_once_whatever_the_children() -> None:
     from prometheus_client import CollectorRegistry
 
@@ -227,21 +259,29 @@ def test_metrics_are_registered_once_whatever_the_children() -> None:
     def typed(cls: type) -> Any:
         return lambda **kwargs: cls(registry=registry, **kwargs)
 
-    children = [{**NIXL, "name": "left"}, {**NIXL, "name": "right"}, OURS, OURS, EXAMPLE]
+    inner = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {
+            "connectors": [{"kv_role": "kv_both", **child} for child in (OURS, NIXL)]
+        },
+    }
+    children = [{**NIXL, "name": "left"}, {**NIXL, "name": "right"}, OURS, OURS, EXAMPLE, inner]
     metrics = KVTiersConnector.build_prom_metrics(
         config_of(*children),
         {kind: typed(kind) for kind in (Counter, Gauge, Histogram)},
         ["engine"],
         {0: ["0"]},
     )
-    metrics.observe(counted().to_dict())
+    whole = counted()
+    whole.add("MultiConnector", vllms_own({"tape": {"hits": 7.0}}), inner_maker(inner))
+    metrics.observe(whole.to_dict())
     hits = {
         sample.labels["tier"]: sample.value
         for metric in registry.collect()
         for sample in metric.samples
         if sample.name == "vllm:kvtiers_hits_total"
     }
-    assert hits == {"ours/cpu": 2.0, "also-ours/cpu": 3.0, "disk": 1.0}
+    assert hits == {"ours/cpu": 2.0, "also-ours/cpu": 3.0, "disk": 1.0, "tape": 7.0}
     transfers = [
         sample.value
         for metric in registry.collect()

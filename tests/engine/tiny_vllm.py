@@ -28,6 +28,26 @@ LLAMA = {
     "eos_token_id": 2,
 }
 
+WINDOW = 96
+GEMMA = {
+    **LLAMA,
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 32,
+}
+"""Layers with windows and without: several KV cache groups, which share their tensors."""
+
+MISTRAL = {
+    **LLAMA,
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": WINDOW,
+}
+"""Windows only: one KV cache group."""
+
 
 @dataclass(frozen=True)
 class Run:

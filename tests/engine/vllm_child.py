@@ -72,7 +72,7 @@ def counters(llm: Any) -> dict[str, dict[str, float]]:
     prefix = "vllm:kvtiers_"
     tiers: dict[str, dict[str, float]] = {}
     for metric in llm.get_metrics():
-        if metric.name.startswith(prefix):
+        if metric.name.startswith(prefix) and hasattr(metric, "value"):
             name = metric.name.removeprefix(prefix)
             tiers.setdefault(metric.labels["tier"], {})[name] = metric.value
     return tiers

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from spec.chain import ChainSpec
+from spec.chain import ChainSpec, CheapestSpec
 from spec.errors import SpecError
 from spec.load import load_chain
 from tiers.cpu.spec import CpuSpec
@@ -79,6 +79,28 @@ def test_two_tiers_are_not_one(tiers: tuple[dict[str, Any], ...], says: str) -> 
 
 def test_alike_is_not_the_same() -> None:
     chain(redis(key_prefix="a"), redis(key_prefix="b"), redis("redis://cache/1"), CPU, CPU)
+
+
+def test_cheapest_has_settings_of_its_own() -> None:
+    assert chain(CPU).cheapest is None
+    made = chain(CPU, load="cheapest", cheapest={"margin": 0.2})
+    assert (made.cheapest.min_tokens, made.cheapest.margin) == (64, 0.2)  # type: ignore[union-attr]
+    assert chain(CPU, load="cheapest").cheapest == CheapestSpec()
+    assert ChainSpec.model_validate_json(made.model_dump_json()) == made
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"load": "longest", "cheapest": {}}, "cheapest: found an .* write load: cheapest, or rem"),
+        ({"load": "cheapest", "cheapest": {"min_token": 1}}, "did you mean min_tokens"),
+        ({"load": "cheapest", "cheapest": {"margin": -1}}, "cheapest.margin: found -1; input sho"),
+        ({"load": "cheapest", "cheapest": 64}, "cheapest: found 64; write its settings, like"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        chain(CPU, **settings)
 
 
 def test_a_chain_goes_through_json_and_stays_what_it_was() -> None:

@@ -44,12 +44,14 @@ def _settings(tier: OffloadingSpec) -> str:
 
 
 def _chain_settings(chain: ChainSpec) -> str:
-    dumped = chain.model_dump(mode="json", exclude={"tiers"})
+    dumped = chain.model_dump(mode="json", exclude={"tiers"}, exclude_none=True)
     dumped["salt"] = _HIDDEN if chain.salt else "none"
     return ", ".join(f"{key} {_text(value)}" for key, value in dumped.items())
 
 
 def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return f"({', '.join(f'{key} {_text(one)}' for key, one in value.items())})"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

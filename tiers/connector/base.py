@@ -9,13 +9,13 @@ the WORKER half moves bytes. `OffloadingConnectorMetadata` crosses to every work
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tiers.connector.stats import Counters, add_counters
+from tiers.connector.stats import Measures, merge
 
 
 class Role(enum.Enum):
@@ -25,14 +25,32 @@ class Role(enum.Enum):
     WORKER = 1
 
 
+class KVGroup(NamedTuple):
+    """Layers that share a block table: one KV cache group of the engine.
+
+    `tokens`: per paged block. `window`: how many tokens attention looks back, its own included;
+    None: all. The engine keeps what a window reaches, and no more.
+    """
+
+    tokens: int
+    window: int | None = None
+
+
+def no_mark(request: Request) -> bytes:
+    """For engines whose block hashes say all that a request's KV depends on."""
+    return b""
+
+
 @dataclass(frozen=True)
 class EngineInfo:
     """What a connector must know of its engine.
 
     `facts`: everything but layout and rank that makes KV interchangeable (see `namespace`).
-    `block_tokens`: tokens per block. `hash_tokens`: tokens per entry of `Request.block_hashes`.
-    `num_blocks`: blocks in each worker's paged KV. `rank`: of this worker, 0 in the scheduler.
-    `kv_events`: whether the engine takes events; none are kept for one that does not.
+    `block_tokens`: tokens per block, whole in every group. `hash_tokens`: tokens per entry of
+    `Request.block_hashes`. `num_blocks`: blocks in each worker's paged KV. `rank`: of this worker,
+    0 in the scheduler. `kv_events`: whether the engine takes events; none are kept for one that
+    does not. `groups`: its KV cache groups; none named: one, of full attention. `mark`: what a
+    request's KV depends on beside its block hashes, in at most 16 bytes.
     """
 
     facts: Mapping[str, str]
@@ -42,6 +60,23 @@ class EngineInfo:
     rank: int = 0
     world_size: int = 1
     kv_events: bool = False
+    groups: tuple[KVGroup, ...] = ()
+    mark: Callable[[Request], bytes] = no_mark
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """Its groups, one at least."""
+        return self.groups or (KVGroup(self.block_tokens),)
+
+    @property
+    def loads_whole(self) -> bool:
+        """Whether a load that fails in part is of no use at all.
+
+        An engine can't tell which request a paged block is of where it has several groups. And
+        what precedes a block that failed can't end a prefix where attention has a window, since
+        its own window was not loaded.
+        """
+        return len(self.kv_groups) > 1 or any(g.window is not None for g in self.kv_groups)
 
 
 class Request(Protocol):
@@ -168,10 +203,12 @@ class OffloadingConnectorMetadata:
 
 @dataclass
 class JobResult:
-    """How a job ended: on how many ranks, and which of its items failed on any of them."""
+    """How a job ended: on how many ranks, which of its items failed on any of them, and how many
+    seconds moving them took on the slowest."""
 
     ranks: int
     failed: set[int]
+    seconds: float = 0.0
 
 
 @dataclass
@@ -181,7 +218,7 @@ class OffloadingWorkerMetadata:
     jobs: dict[int, JobResult] = field(default_factory=dict)
     hellos: dict[int, Hello] = field(default_factory=dict)
     unusable: str | None = None
-    counters: Counters = field(default_factory=dict)
+    measures: Measures = field(default_factory=dict)
 
     def aggregate(self, other: OffloadingWorkerMetadata) -> OffloadingWorkerMetadata:
         """Fold another rank's metadata into this one, which is returned."""
@@ -189,9 +226,10 @@ class OffloadingWorkerMetadata:
             ours = self.jobs.setdefault(job_id, JobResult(0, set()))
             ours.ranks += theirs.ranks
             ours.failed |= theirs.failed
+            ours.seconds = max(ours.seconds, theirs.seconds)
         self.hellos.update(other.hellos)
         self.unusable = self.unusable or other.unusable
-        add_counters(self.counters, other.counters)
+        merge(self.measures, other.measures)
         return self
 
 
@@ -206,16 +244,19 @@ class TransferResults:
 
 @dataclass(frozen=True)
 class BlockEvent:
-    """Blocks that a tier now holds (`stored`), or no longer holds.
+    """Blocks of one KV cache group that a tier now holds (`stored`), or no longer holds.
 
-    `hashes`: the engine's own. Tiers that drop blocks elsewhere (a disk shared by processes, a
-    server with a time to live) say so only when a load finds it out.
+    `hashes`: the engine's own. `block_tokens`: per block of the group. `group`: None, where the
+    model has one only. Tiers that drop blocks
+    elsewhere (a disk shared by processes, a server with a time to live) say so only when a load
+    finds it out.
     """
 
     tier: str
     stored: bool
     hashes: tuple[bytes, ...]
     block_tokens: int
+    group: int | None = None
 
 
 class Copy(Protocol):

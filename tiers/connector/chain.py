@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from spec.chain import ChainSpec
@@ -14,6 +15,7 @@ from tiers.connector.host import HostSlots, OpenCopier, slots_within
 from tiers.connector.manager import HostManager, StoreManager, TierManager
 from tiers.connector.multi import MultiConnector
 from tiers.connector.offloading import OffloadingConnector
+from tiers.connector.parts import Parts
 from tiers.connector.scheduler import OffloadingScheduler, OpenManager
 from tiers.connector.worker import OffloadingWorker
 from tiers.errors import TierUnusable
@@ -25,7 +27,11 @@ DRAIN_SECONDS = 10.0
 
 
 def open_chain(
-    chain: ChainSpec, engine: EngineInfo, role: Role, open_copier: OpenCopier
+    chain: ChainSpec,
+    engine: EngineInfo,
+    role: Role,
+    open_copier: OpenCopier,
+    now: Callable[[], float] = time.monotonic,
 ) -> MultiConnector:
     """Make the connectors of a chain in one role. No tier is opened before the workers are known.
 
@@ -40,7 +46,7 @@ def open_chain(
             OffloadingConnector(
                 tier.tier_name,
                 scheduler=OffloadingScheduler(
-                    tier.tier_name, engine, _manager_opener(tier, pool), chain.promote
+                    tier.tier_name, engine, _manager_opener(tier, pool), chain.promote, now
                 ),
                 hit_source=tier.hit_source,
             )
@@ -50,7 +56,10 @@ def open_chain(
             role,
             children,
             load=chain.load,
+            cheapest=chain.cheapest,
+            now=now,
             block_tokens=engine.block_tokens,
+            window=Parts(engine).window,
             chain=_identity(chain),
         )
     host = HostSlots(engine, budget, open_copier)

@@ -17,6 +17,7 @@ from tiers.connector.base import (
     SchedulerOutput,
     TransferResults,
 )
+from tiers.connector.load_meter import LoadMeter
 from tiers.connector.shared_load import SharedLoad
 from tiers.connector.stats import TierStats
 
@@ -247,8 +248,9 @@ class BlockLoader(Protocol):
     The contract knows only leading prefixes; the load policy `stitched` asks this of each tier.
     """
 
-    def holds(self, request: Request, blocks: range) -> list[bool] | None:
-        """Which of these blocks of the request could be loaded; None: ask again later."""
+    def holds(self, request: Request, blocks: range) -> Sequence[int] | None:
+        """How much of each of these blocks of the request could be loaded: NOTHING, BODY or WHOLE
+        (see `tiers.connector.parts`). None: ask again later."""
         ...
 
     def count_lookup(self, hit: bool) -> None:
@@ -259,4 +261,21 @@ class BlockLoader(Protocol):
         self, request: Request, blocks: Blocks, ranges: Sequence[range], shared: SharedLoad
     ) -> None:
         """As `update_state_after_alloc`, and load these ranges of blocks, which it holds."""
+        ...
+
+
+@runtime_checkable
+class TimedLoader(BlockLoader, Protocol):
+    """Capability, scheduler role: how long the connector's loads take is measured.
+
+    The load policy `cheapest` asks this of each tier.
+    """
+
+    @property
+    def load_meter(self) -> LoadMeter:
+        """What is known of its loads."""
+        ...
+
+    def note(self, **measures: float) -> None:
+        """Add to its stats what the policy counts and measures."""
         ...

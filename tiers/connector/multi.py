@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from spec.chain import LoadPolicy
+from spec.chain import CheapestSpec, LoadPolicy
 from tiers.connector.base import Blocks, ConnectorOutput, Request, Role, SchedulerOutput
+from tiers.connector.cheapest import Cheapest, load_meters
 from tiers.connector.chooser import Chooser
 from tiers.connector.contract import BlockLoader, Connector
 from tiers.connector.multi_metadata import (
@@ -36,11 +38,27 @@ class MultiConnector(MultiWorker):
         chain: str = "",
         load: LoadPolicy = "first",
         block_tokens: int = 1,
+        window: int = 0,
+        cheapest: CheapestSpec | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`names`: of the children, unique; `chain`: differs between chains of one engine."""
+        """`names`: of the children, unique; `chain`: differs between chains of one engine.
+        `window`: blocks at the end of a prefix that must be whole (see `Parts`). `cheapest`:
+        settings of the load policy of that name; `now`: seconds, never going back."""
         super().__init__(role, children, names=names, chain=chain)
         self._block_tokens = block_tokens
-        self._chooser = Chooser(self.children, self.names, load, block_tokens)
+        self._cheapest: Cheapest | None = None
+        if load == "cheapest":
+            self._cheapest = Cheapest(
+                cheapest or CheapestSpec(),
+                block_tokens,
+                load_meters(children),
+                now,
+                cut=window == 0,
+            )
+        self._chooser = Chooser(
+            self.children, self.names, load, block_tokens, window=window, cheapest=self._cheapest
+        )
         self._choices: dict[str, Choice] = {}
 
     def shutdown(self) -> None:
@@ -80,9 +98,13 @@ class MultiConnector(MultiWorker):
     ) -> None:
         """Serving children load; the others learn of the blocks, so that they can store them."""
         choice = self._choices.get(request.request_id, NOBODY)
+        self._chooser.decided(request.request_id, choice)
         shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
-        if choice.child is not None and num_external_tokens and not choice.is_async:
-            self.withhold(request)
+        if choice.child is not None and num_external_tokens:
+            if choice.is_async:
+                self._chooser.loads(request.request_id, choice.child)
+            else:
+                self.withhold(request)
         shared = SharedLoad(len(shares))
         if len(shares) > 1:
             self._extra_async_loads[request.request_id] = len(shares) - 1
@@ -130,14 +152,17 @@ class MultiConnector(MultiWorker):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiConnectorMetadata:
         """All children's orders, and, once, the saves and loads to wait for."""
+        self._chooser.runs(scheduler_output)
         saves, self._extra_async_saves = self._extra_async_saves, {}
         loads, self._extra_async_loads = self._extra_async_loads, {}
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
-        return MultiConnectorMetadata(metadata, saves, loads)
+        step = self._cheapest.prefill.step_begins(scheduler_output) if self._cheapest else None
+        return MultiConnectorMetadata(metadata, saves, loads, step)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Show each child its own metadata only; the output is as it was afterwards."""
         whole = connector_output.kv_connector_worker_meta
+        self._chooser.step_ended(getattr(whole, "step", None))
         parts = whole.metadata if isinstance(whole, MultiWorkerMetadata) else ()
         mine = iter(parts or (None,) * len(self.children))
 
@@ -220,9 +245,8 @@ class MultiConnector(MultiWorker):
         for index, child in enumerate(self.children):
             # Chains of one name say the same to each tier, however many tiers they have.
             parts = {w: whole[min(index, len(whole) - 1)] for w, whole in ours.items()}
-            said = {worker: part for worker, part in parts.items() if part is not None}
-            if said:
-                yield child, said
+            # One that says nothing is called all the same, as an engine calls it.
+            yield child, {worker: part for worker, part in parts.items() if part is not None}
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Every child may look into the engine's cache manager."""

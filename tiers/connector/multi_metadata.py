@@ -11,19 +11,22 @@ class MultiConnectorMetadata:
     """One step's orders.
 
     `extra_async_saves`: requests that more than one child is saving, and how many more;
-    `extra_async_loads`: the same of those that this step begins to load.
+    `extra_async_loads`: the same of those that this step begins to load. `step`: the number under
+    which the scheduler measures how long the step takes; None: it does not.
     """
 
     metadata: tuple[Any, ...]
     extra_async_saves: dict[str, int]
     extra_async_loads: dict[str, int] = field(default_factory=dict)
+    step: int | None = None
 
 
 @dataclass
 class MultiWorkerMetadata:
-    """What the children of one worker finished."""
+    """What the children of one worker finished, and the number of the step that is over."""
 
     metadata: tuple[Any, ...]
+    step: int | None = None
 
     def aggregate(self, other: MultiWorkerMetadata) -> MultiWorkerMetadata:
         """Both ranks' metadata, child by child."""
@@ -32,7 +35,8 @@ class MultiWorkerMetadata:
             tuple(
                 a.aggregate(b) if a is not None and b is not None else a if b is None else b
                 for a, b in pairs
-            )
+            ),
+            self.step,
         )
 
 

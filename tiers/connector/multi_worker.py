@@ -178,7 +178,7 @@ class MultiWorker(Connector):
         """Loads and saves that ended on every child that was loading, or saving."""
         whole = TransferResults()
         for child in self.children:
-            results = child.get_transfer_results(finished_req_ids)
+            results = _transfer_results(child, finished_req_ids)
             whole.failed_recving |= results.failed_recving
             whole.finished_recving |= _last(self._extra_async_loads, results.finished_recving)
             whole.finished_sending |= _last(self._extra_async_saves, results.finished_sending)
@@ -189,9 +189,12 @@ class MultiWorker(Connector):
         return set().union(*(c.get_block_ids_with_load_errors() for c in self.children))
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
-        """What every child finished; None: nothing."""
+        """What every child finished; None: nothing, and the step is not measured."""
         metadata = tuple(child.build_connector_worker_meta() for child in self.children)
-        return MultiWorkerMetadata(metadata) if any(m is not None for m in metadata) else None
+        step = getattr(self._metadata, "step", None)
+        if step is None and all(m is None for m in metadata):
+            return None
+        return MultiWorkerMetadata(metadata, step)
 
     def get_kv_connector_kv_cache_events(self) -> Any:
         """The events of all children that collect any on workers; None: none does."""
@@ -211,3 +214,11 @@ def _last(more: dict[str, int], ended: set[str]) -> set[str]:
         if more[request] == 0:
             del more[request]
     return last
+
+
+def _transfer_results(child: Connector, finished_req_ids: set[str]) -> TransferResults:
+    """What one child says; a connector of vLLM before 0.30 knows `get_finished` alone."""
+    if hasattr(child, "get_transfer_results"):
+        return child.get_transfer_results(finished_req_ids)
+    sent, received = child.get_finished(finished_req_ids)
+    return TransferResults(sent or set(), received or set())

@@ -17,9 +17,11 @@ from tiers.connector.base import (
     Request,
     Role,
     SchedulerOutput,
+    TransferResults,
 )
 from tiers.connector.contract import Connector
 from tiers.connector.host import HostSlots
+from tiers.connector.load_meter import LoadMeter
 from tiers.connector.scheduler import OffloadingScheduler
 from tiers.connector.shared_load import SharedLoad
 from tiers.connector.stats import TierStats
@@ -62,10 +64,8 @@ class OffloadingConnector(Connector):
 
     def get_kv_connector_stats(self) -> TierStats | None:
         """Counters of this tier; the workers' come through the scheduler half."""
-        if self._scheduler is None or self._scheduler.stats.is_empty():
-            return None
-        stats, self._scheduler.stats = self._scheduler.stats, TierStats()
-        return stats
+        stats = self._scheduler.take_stats() if self._scheduler is not None else TierStats()
+        return None if stats.is_empty() else stats
 
     # -- scheduler ---------------------------------------------------------------------------
 
@@ -81,13 +81,22 @@ class OffloadingConnector(Connector):
         """Load into the allocated blocks."""
         self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def holds(self, request: Request, blocks: range) -> list[bool] | None:
-        """Which of these blocks this tier could load."""
+    def holds(self, request: Request, blocks: range) -> Sequence[int] | None:
+        """How much of each of these blocks this tier could load."""
         return self.scheduler.holds(request, blocks)
 
     def count_lookup(self, hit: bool) -> None:
         """Count a request that this tier was asked about."""
         self.scheduler.count_lookup(hit)
+
+    @property
+    def load_meter(self) -> LoadMeter:
+        """How long this tier's loads take."""
+        return self.scheduler.load_meter
+
+    def note(self, **measures: float) -> None:
+        """Count for this tier."""
+        self.scheduler.stats.add(self.tier, **measures)
 
     def load_blocks(
         self, request: Request, blocks: Blocks, ranges: Sequence[range], shared: SharedLoad
@@ -97,6 +106,7 @@ class OffloadingConnector(Connector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         """This tier's loads and stores of the step."""
+        self.scheduler.load_meter.stepped()
         return self.scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
@@ -134,6 +144,10 @@ class OffloadingConnector(Connector):
     ) -> Mapping[str, int]:
         """All from this tier."""
         return {self._hit_source: num_external_tokens} if num_external_tokens else {}
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All: a load brings whatever the engine has a place for."""
+        return self.scheduler.group_ids
 
     def take_events(self) -> list[BlockEvent]:
         """What the tier came to hold and lost."""
@@ -175,6 +189,12 @@ class OffloadingConnector(Connector):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Ended loads; saves hold nothing back and are not reported."""
         return None, self.worker.get_finished(self._orders()) or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
+        """The same, with requests that must be recomputed whole."""
+        _, received = self.get_finished(finished_req_ids)
+        failed = self.worker.get_requests_with_load_errors()
+        return TransferResults(finished_recving=received or set(), failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks the engine must recompute."""

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from tiers.connector.parts import BODY, WHOLE
+
 Shares = dict[int, list[range]]
 """Blocks of one request that each child loads: child to ranges of block indexes, in order."""
 
-Holds = Callable[[range], list[bool] | None]
-"""Which of these blocks of the request a child can load; None: it is still looking."""
+Holds = Callable[[range], Sequence[int] | None]
+"""How much of each of these blocks of the request a child can load (see `tiers.connector.parts`);
+None: it is still looking."""
 
 WAVE = 64
 """Blocks asked for at once, since most lookups of a long prompt end in its first blocks."""
@@ -20,13 +23,18 @@ class Choice(NamedTuple):
     """The child that serves, how many tokens, and whether beside the steps.
 
     `tokens` None: a child is still looking, ask again. `child` None: nobody serves, or several
-    do, each its `shares`.
+    do, each its `shares`. `probed`: the child that loads only to be measured. `passed`: children
+    that have tokens which are computed since that is faster. `seconds`: until the end of the
+    prompt, where that is estimated.
     """
 
     child: int | None
     tokens: int | None
     is_async: bool
     shares: Shares | None = None
+    probed: int | None = None
+    passed: tuple[int, ...] = ()
+    seconds: float = 0.0
 
 
 NOBODY = Choice(None, 0, False)
@@ -79,33 +87,63 @@ class Stitch(NamedTuple):
     hits: dict[int, bool]
 
 
-def stitched(children: dict[int, Holds], blocks: range) -> Stitch:
+def usable(held: Sequence[int], window: int) -> int:
+    """The longest prefix of which all blocks are held, its last `window` ones whole."""
+    stop = next((i for i, much in enumerate(held) if not much), len(held))
+    if not window:
+        return stop
+    longest_so_far = whole = 0
+    for block in range(stop):
+        whole = whole + 1 if held[block] == WHOLE else 0
+        if whole >= min(window, block + 1):
+            longest_so_far = block + 1
+    return longest_so_far
+
+
+def stitched(children: dict[int, Holds], blocks: range, window: int = 0) -> Stitch:
     """Stitch a prefix of `blocks` from the `children`, which are in load-priority order.
 
     A child is asked only where those above it leave a gap, and nobody is asked beyond a gap that
     all of them leave. One that is still looking holds nothing so far; it is worth waiting for only
-    where such a gap ends the prefix.
+    where such a gap ends the prefix. The last `window` blocks come from children that hold them
+    whole.
     """
-    owners: list[int] = []
+    bodies: list[int | None] = []
+    wholes: list[int | None] = []
     hits: dict[int, bool] = {}
+    looking = False
     for start in range(blocks.start, blocks.stop, WAVE):
         wave = range(start, min(start + WAVE, blocks.stop))
-        looking = False
-        found: list[int | None] = [None] * len(wave)
+        body: list[int | None] = [None] * len(wave)
+        whole = list(body)
+        waited = False
         for child, holds in children.items():
-            if None not in found:
+            if None not in (whole if window else body):
                 break
             held = holds(wave)
             if held is None:
-                looking = True
+                waited = True
                 continue
             hits[child] = hits.get(child, False) or any(held)
-            pairs = zip(found, held, strict=True)
-            found = [child if has and one is None else one for one, has in pairs]
-        owners += [one for one in found[: _gap(found)] if one is not None]
-        if None in found:
-            return Stitch(_runs(owners, blocks.start), blocks.start + len(owners), looking, hits)
-    return Stitch(_runs(owners, blocks.start), blocks.stop, False, hits)
+            body = _fill(body, child, [much > 0 for much in held])
+            whole = _fill(whole, child, [much == WHOLE for much in held])
+        gap = _gap(body)
+        bodies += body[:gap]
+        wholes += whole[:gap]
+        looking = waited if not window else looking or waited
+        if gap < len(wave):
+            break
+    count = usable([WHOLE if one is not None else BODY for one in wholes], window)
+    if count == len(blocks):
+        looking = False
+    tail = max(0, count - window)
+    owners = [one for one in bodies[:tail] + wholes[tail:count] if one is not None]
+    return Stitch(_runs(owners, blocks.start), blocks.start + count, looking, hits)
+
+
+def _fill(found: list[int | None], child: int, has: Sequence[bool]) -> list[int | None]:
+    pairs = zip(found, has, strict=True)
+    return [child if holds and one is None else one for one, holds in pairs]
 
 
 def _gap(found: Sequence[int | None]) -> int:

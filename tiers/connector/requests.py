@@ -4,39 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tiers.connector.base import EngineInfo, Request, SchedulerOutput
 from tiers.connector.generation import Generation
-from tiers.connector.limits import read_limits
-
-GROUP = (0).to_bytes(2, "little")
-"""KV cache group in a key; models with one group only, so far."""
+from tiers.connector.limits import RequestLimits, read_limits
+from tiers.connector.parts import NULL_BLOCK, Parts
 
 
 @dataclass
 class RequestState:
     """What the scheduler half knows of a request.
 
-    `keys`: of the full blocks known so far. `block_ids`: its blocks in the paged KV.
-    `match`: (first block, blocks) of the last lookup. `offered`: leading blocks that need not be
-    offered for storing again. `recompute`: this tier failed to load it and is not asked again, so
-    a request is loaded in vain once per tier at most. `store`: whether its blocks are stored.
+    `keys`: of all parts of the full blocks known so far, block by block. `tables`: its blocks in
+    the paged KV, per KV cache group. `match`: (first block, blocks) of the last lookup. `offered`:
+    leading blocks that need not be offered for storing again. `recompute`: this tier failed to
+    load it and is not asked again, so a request is loaded in vain once per tier at most. `store`:
+    whether its blocks are stored. `mark`: see `EngineInfo`. `asked`: when a lookup was begun that
+    is not answered yet.
     """
 
     request: Request
+    limits: RequestLimits
+    mark: bytes
     keys: list[bytes] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+    tables: tuple[list[int], ...] = ()
     match: tuple[int, int] = (0, 0)
     offered: int = 0
     recompute: bool = False
     store: bool = True
+    asked: float | None = None
+
+
+class Scheduled(NamedTuple):
+    """A request in a step, with its tokens computed `before` and `after` it."""
+
+    state: RequestState
+    before: int
+    after: int
 
 
 class RequestTable:
     """The unfinished requests; used by the scheduler's thread alone."""
 
-    def __init__(self, engine: EngineInfo, generation: Generation, promote: bool) -> None:
+    def __init__(
+        self, engine: EngineInfo, parts: Parts, generation: Generation, promote: bool
+    ) -> None:
         self._engine = engine
+        self._block_tokens = engine.block_tokens
+        self._parts = parts
         self._generation = generation
         self._promote = promote
         self._states: dict[str, RequestState] = {}
@@ -52,13 +68,42 @@ class RequestTable:
         """The state of a request, with the keys of all blocks that are full by now."""
         state = self._states.get(request.request_id)
         if state is None:
-            store = read_limits(request)[0].store
-            state = self._states[request.request_id] = RequestState(request, store=store)
-        ratio = self._engine.block_tokens // self._engine.hash_tokens
+            limits, mark = read_limits(request)[0], self._engine.mark(request)
+            state = RequestState(request, limits, mark, store=limits.store)
+            self._states[request.request_id] = state
         hashes = request.block_hashes
-        for block in range(len(state.keys), len(hashes) // ratio):
-            state.keys.append(self._generation.key(bytes(hashes[(block + 1) * ratio - 1]) + GROUP))
+        full = len(hashes) * self._engine.hash_tokens // self._block_tokens
+        for block in range(len(state.keys) // len(self._parts), full):
+            for key in self._parts.keys(hashes, block, state.mark):
+                state.keys.append(self._generation.key(key))
         return state
+
+    def stop(self, state: RequestState, first: int) -> int:
+        """The block behind the last that could be loaded, from block `first` on."""
+        known = len(state.keys) // len(self._parts)
+        if not self._parts.window:
+            return known
+        # A prefix has its windowed parts at its end, which must be where the load ends. And the
+        # last token is always computed; its window may reach one token further back.
+        stop = min(known, (state.request.num_tokens - 1) // self._block_tokens)
+        most = state.limits.max_load_tokens
+        return stop if most is None else min(stop, first + most // self._block_tokens)
+
+    def to_load(
+        self, state: RequestState, blocks: list[int]
+    ) -> tuple[list[int], list[bytes], list[int]]:
+        """Block, key and paged block of each part that the engine has a place for."""
+        of_block: list[int] = []
+        keys: list[bytes] = []
+        targets: list[int] = []
+        size = len(self._parts)
+        for block in blocks:
+            for part, paged in enumerate(self._parts.paged(state.tables, block)):
+                if paged != NULL_BLOCK or not self._parts.window:
+                    of_block.append(block)
+                    keys.append(state.keys[block * size + part])
+                    targets.append(paged)
+        return of_block, keys, targets
 
     def forget(self, request_id: str) -> None:
         """Drop a request that has finished."""
@@ -70,14 +115,12 @@ class RequestTable:
         A request that has blocks has computed some of them with what is reset, so that none of
         its blocks may be stored. The others begin anew.
         """
-        self._states = {i: state for i, state in self._states.items() if state.block_ids}
+        self._states = {i: state for i, state in self._states.items() if any(state.tables)}
         for state in self._states.values():
             state.store, state.recompute = False, True
 
-    def scheduled(
-        self, output: SchedulerOutput, overwritten: set[int]
-    ) -> Iterator[tuple[RequestState, int]]:
-        """Each request a step runs, with its tokens computed when the step is over.
+    def scheduled(self, output: SchedulerOutput, overwritten: set[int]) -> Iterator[Scheduled]:
+        """Each request a step runs.
 
         Blocks that the step writes are added to `overwritten`.
         """
@@ -85,23 +128,44 @@ class RequestTable:
             state = self._states.get(new.req_id)
             if state is None:
                 continue
-            state.block_ids = list(new.block_ids[0])
-            overwritten.update(self._written(state, new.num_computed_tokens))
+            state.tables = tuple(list(table) for table in new.block_ids)
+            before = new.num_computed_tokens
+            overwritten.update(self._parts.written(state.tables, before))
             if not self._promote:
-                state.offered = new.num_computed_tokens // self._engine.block_tokens
-            yield state, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+                state.offered = before // self._block_tokens
+            yield Scheduled(state, before, before + output.num_scheduled_tokens[new.req_id])
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             state = self._states.get(request_id)
             if state is None:
                 continue
-            blocks = cached.new_block_ids[i]
-            added = list(blocks[0]) if blocks is not None else []
-            resumed = request_id in cached.resumed_req_ids
-            state.block_ids = added if resumed else state.block_ids + added
-            computed = cached.num_computed_tokens[i]
-            overwritten.update(self._written(state, computed))
-            yield state, computed + output.num_scheduled_tokens.get(request_id, 0)
+            added = cached.new_block_ids[i] or tuple([] for _ in self._engine.kv_groups)
+            if request_id in cached.resumed_req_ids or not state.tables:
+                state.tables = tuple([] for _ in added)
+            for table, more in zip(state.tables, added, strict=True):
+                table += more
+            before = cached.num_computed_tokens[i]
+            overwritten.update(self._parts.written(state.tables, before))
+            after = before + output.num_scheduled_tokens.get(request_id, 0)
+            yield Scheduled(state, before, after)
 
-    def _written(self, state: RequestState, computed: int) -> list[int]:
-        return state.block_ids[computed // self._engine.block_tokens :]
+    def offers(self, scheduled: Scheduled) -> list[tuple[bytes, int]]:
+        """Key and paged block of each part of the blocks that are not offered yet."""
+        state, before, after = scheduled
+        self.state_of(state.request)
+        size = len(self._parts)
+        first = state.offered
+        last = min(
+            len(state.keys) // size,
+            after // self._block_tokens,
+            self._parts.blocks_in(state.tables),
+        )
+        state.offered = max(first, last)
+        offers: list[tuple[bytes, int]] = []
+        for block in range(first, last):
+            # Its block table as we know it still names what the engine has given away since.
+            kept = self._parts.kept(block, before)
+            for part, paged in enumerate(self._parts.paged(state.tables, block)):
+                if kept[part] and (paged != NULL_BLOCK or not self._parts.window):
+                    offers.append((state.keys[block * size + part], paged))
+        return offers

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from tiers.connector.base import (
     BlockEvent,
@@ -20,18 +23,23 @@ from tiers.connector.base import (
     OffloadingWorkerMetadata,
     Request,
     SchedulerOutput,
-    StoreItem,
     StoreJob,
 )
 from tiers.connector.generation import Generation
+from tiers.connector.load_meter import LoadMeter
 from tiers.connector.manager import TierManager
-from tiers.connector.requests import GROUP, RequestState, RequestTable
+from tiers.connector.parts import NOTHING, Parts
+from tiers.connector.policy import usable
+from tiers.connector.requests import RequestState, RequestTable, Scheduled
 from tiers.connector.shared_load import SharedLoad
 from tiers.connector.stats import TierStats
+from tiers.connector.storing import Storing
 from tiers.errors import TierUnusable
 from tiers.pool import SlotPool
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OpenManager = Callable[[Sequence[Hello]], tuple[TierManager, SlotPool]]
 """Opens a tier once every worker has said hello. Raises TierUnusable."""
@@ -41,39 +49,47 @@ OpenManager = Callable[[Sequence[Hello]], tuple[TierManager, SlotPool]]
 class _Pending:
     """A job until every rank has ended it.
 
-    Of a load: `blocks` are its items' indexes in the request, `shared` is what it is a part of.
+    Of a load: the `blocks` of the request that it brings, in which of them each of its items is,
+    and what load it is a part of. `failed`: items.
     """
 
     job: LoadJob | StoreJob
     ranks_left: int
-    failed: set[int] = field(default_factory=set)
     blocks: list[int] = field(default_factory=list)
+    of_block: list[int] = field(default_factory=list)
     shared: SharedLoad = field(default_factory=lambda: SharedLoad(1))
+    failed: set[int] = field(default_factory=set)
+    seconds: float = 0.0
 
 
 class OffloadingScheduler:
     """One tier, in the scheduler's process. Nothing here does I/O or waits."""
 
     def __init__(
-        self, tier: str, engine: EngineInfo, open_manager: OpenManager, promote: bool
+        self,
+        tier: str,
+        engine: EngineInfo,
+        open_manager: OpenManager,
+        promote: bool,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tier = tier
+        self.load_meter = LoadMeter(now)
         self.stats = TierStats()
+        self._told: dict[str, float] = {}
         self._engine = engine
         self._open_manager = open_manager
         self._manager: TierManager | None = None
         self._unusable = False
-        self.pool = SlotPool(0)
         self._hellos: dict[int, Hello] = {}
         self._pending: dict[int, _Pending] = {}
         self._loads: list[LoadJob] = []
-        self.slots_pinned = 0
-        self._storing: set[bytes] = set()
-        self._reading: dict[int, int] = {}
+        self._storing = Storing()
         self._overwritten: set[int] = set()
         self._job_ids = itertools.count()
         self._generation = Generation()
-        self._requests = RequestTable(engine, self._generation, promote)
+        self._parts = Parts(engine)
+        self._requests = RequestTable(engine, self._parts, self._generation, promote)
         self._events: list[BlockEvent] = []
 
     # -- opening -----------------------------------------------------------------------------
@@ -85,7 +101,7 @@ class OffloadingScheduler:
             return
         try:
             ranks = [self._hellos[rank] for rank in sorted(self._hellos)]
-            self._manager, self.pool = self._open_manager(ranks)
+            self._manager, self._storing.pool = self._open_manager(ranks)
             self._manager.on_evict = self._evicted
         except TierUnusable as error:
             self._give_up(str(error))
@@ -109,6 +125,35 @@ class OffloadingScheduler:
         return len(self._storing)
 
     @property
+    def pool(self) -> SlotPool:
+        """The slots of the chain; none until the tier is open."""
+        return self._storing.pool
+
+    @property
+    def slots_pinned(self) -> int:
+        """Slots that those blocks hold."""
+        return self._storing.slots_pinned
+
+    def take_stats(self) -> TierStats:
+        """What was measured since the last call; gauges only where they have changed."""
+        stats, self.stats = self.stats, TierStats()
+        gauges = self._under_way()
+        if gauges != self._told:
+            self._told = gauges
+            stats.add(self.tier, **gauges)
+        return stats
+
+    def _under_way(self) -> dict[str, float]:
+        size = sum(hello.payload_bytes for hello in self._hellos.values())
+        names = ("loading_jobs", "loading_bytes", "storing_jobs", "storing_bytes")
+        gauges = dict.fromkeys(names, 0.0)
+        for job in (pending.job for pending in self._pending.values()):
+            verb = "loading" if isinstance(job, LoadJob) else "storing"
+            gauges[f"{verb}_jobs"] += 1
+            gauges[f"{verb}_bytes"] += len(job.items) * size
+        return gauges
+
+    @property
     def jobs_under_way(self) -> int:
         """Loads and stores that have not ended on all ranks."""
         return len(self._pending)
@@ -117,6 +162,11 @@ class OffloadingScheduler:
     def requests_known(self) -> int:
         """Requests that have not finished."""
         return len(self._requests)
+
+    @property
+    def group_ids(self) -> tuple[int, ...]:
+        """The engine's KV cache groups."""
+        return tuple(range(len(self._engine.kv_groups)))
 
     def must_step(self) -> bool:
         """Whether a transfer will end soon whose end only a step can tell us of."""
@@ -137,15 +187,44 @@ class OffloadingScheduler:
             return 0, False
         state = self._requests.state_of(request)
         first, rest = divmod(num_computed_tokens, self._engine.block_tokens)
-        keys = state.keys[first:]
-        if rest or not keys or state.recompute:
+        stop = self._requests.stop(state, first)
+        if rest or stop <= first or state.recompute:
             return 0, False
-        found = self._manager.lookup(request.request_id, first, keys)
+        found = self._timed(state, partial(self._lookup, self._manager, state, range(first, stop)))
         if found is None:
             return None, False
         self.count_lookup(found > 0)
         state.match = (first, found)
         return found * self._engine.block_tokens, found > 0
+
+    def _timed(self, state: RequestState, ask: Callable[[], T | None]) -> T | None:
+        """Ask the tier; its answer, once there is one, took so long since it was first asked."""
+        now = time.perf_counter()
+        asked = now if state.asked is None else state.asked
+        answer = ask()
+        state.asked = asked if answer is None else None
+        if answer is not None:
+            self.stats.add(self.tier, lookup_seconds=[time.perf_counter() - asked])
+        return answer
+
+    def _lookup(self, manager: TierManager, state: RequestState, blocks: range) -> int | None:
+        """Leading blocks of these that the tier could load; None: not known yet."""
+        if self._parts.window:
+            held = self._held(manager, state, blocks)
+            return held if held is None else usable(held, self._parts.window)
+        start = blocks.start * len(self._parts)
+        found = manager.lookup(state.request.request_id, start, state.keys[start:])
+        return found if found is None else found // len(self._parts)
+
+    def _held(
+        self, manager: TierManager, state: RequestState, blocks: range
+    ) -> Sequence[int] | None:
+        size = len(self._parts)
+        start = blocks.start * size
+        parts = manager.held(
+            state.request.request_id, start, state.keys[start:], len(blocks) * size
+        )
+        return None if parts is None else self._parts.held(parts)
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int
@@ -159,13 +238,15 @@ class OffloadingScheduler:
         assert 0 < count <= found, f"{count} blocks to load of {found} found"
         self._load(self._manager, state, list(range(first, first + count)), SharedLoad(1))
 
-    def holds(self, request: Request, blocks: range) -> list[bool] | None:
-        """Which of these blocks the tier could load; None: ask again."""
+    def holds(self, request: Request, blocks: range) -> Sequence[int] | None:
+        """How much of each of these blocks the tier could load; None: ask again."""
         state = self._requests.state_of(request)
-        keys = state.keys[blocks.start :]
-        if self._manager is None or self._unusable or state.recompute or len(keys) < len(blocks):
-            return [False] * len(blocks)
-        return self._manager.held(request.request_id, blocks.start, keys, len(blocks))
+        stop = self._requests.stop(state, blocks.start)
+        if self._manager is None or self._unusable or state.recompute or stop <= blocks.start:
+            return [NOTHING] * len(blocks)
+        asked = range(blocks.start, min(stop, blocks.stop))
+        held = self._timed(state, partial(self._held, self._manager, state, asked))
+        return held if held is None else [*held, *[NOTHING] * (len(blocks) - len(asked))]
 
     def count_lookup(self, hit: bool) -> None:
         """Count that the tier has answered for a request."""
@@ -181,22 +262,23 @@ class OffloadingScheduler:
 
     def _allocated(self, request: Request, blocks: Blocks) -> RequestState:
         state = self._requests.state_of(request)
-        state.block_ids = list(blocks.get_block_ids()[0])
+        state.tables = tuple(list(table) for table in blocks.get_block_ids())
+        state.asked = None
         # Another tier may load into these blocks while this one still reads what they held.
-        self._overwritten.update(state.block_ids)
+        self._overwritten.update(*state.tables)
         return state
 
     def _load(
         self, manager: TierManager, state: RequestState, blocks: list[int], shared: SharedLoad
     ) -> None:
-        keys = [state.keys[block] for block in blocks]
-        targets = [state.block_ids[block] for block in blocks]
+        of_block, keys, targets = self._requests.to_load(state, blocks)
         slots = manager.prepare_load(keys)
         items = [LoadItem(*item) for item in zip(keys, targets, slots, strict=True)]
         job = LoadJob(next(self._job_ids), state.request.request_id, items)
-        pending = _Pending(job, self._engine.world_size, blocks=blocks, shared=shared)
+        pending = _Pending(job, self._engine.world_size, blocks, of_block, shared)
         self._pending[job.job_id] = pending
         self._loads.append(job)
+        self.load_meter.began(job.job_id, len(blocks) * self._engine.block_tokens)
 
     def on_new_request(self, request: Request) -> None:
         """Begin to find out what the tier has of a request, if it can't tell at once."""
@@ -214,59 +296,25 @@ class OffloadingScheduler:
     def build_connector_meta(self, output: SchedulerOutput) -> OffloadingConnectorMetadata:
         """Orders for the workers of this step."""
         overwritten, self._overwritten = self._overwritten, set()
-        stores: list[StoreJob] = []
-        for state, computed in self._requests.scheduled(output, overwritten):
-            job = self._offer(state, computed)
-            if job is not None:
-                stores.append(job)
-        flush = {self._reading[b] for b in overwritten & self._reading.keys()}
+        scheduled = self._requests.scheduled(output, overwritten)
+        stores = [job for one in scheduled if (job := self._offer(one)) is not None]
+        flush = self._storing.readers(overwritten)
+        self._storing.begin(stores)
         loads, self._loads = self._loads, []
-        for store in stores:
-            for item in store.items:
-                if item.source is not None:
-                    self._reading[item.source] = store.job_id
-        return OffloadingConnectorMetadata(
-            loads, stores, sorted(flush), not output.num_scheduled_tokens
-        )
+        return OffloadingConnectorMetadata(loads, stores, flush, not output.num_scheduled_tokens)
 
-    def _offer(self, state: RequestState, computed: int) -> StoreJob | None:
+    def _offer(self, scheduled: Scheduled) -> StoreJob | None:
         """Store what the step completes: full blocks of known tokens that the tier wants."""
-        if self._manager is None or self._unusable or not state.store:
+        if self._manager is None or self._unusable or not scheduled.state.store:
             return None
-        self._requests.state_of(state.request)
-        first = state.offered
-        last = min(len(state.keys), computed // self._engine.block_tokens, len(state.block_ids))
-        if last <= first:
-            return None
-        state.offered = last
-        keys = state.keys[first:last]
-        items: list[StoreItem] = []
-        for block, (key, wanted) in enumerate(zip(keys, self._manager.wants(keys), strict=True)):
-            if not wanted or key in self._storing:
-                continue
-            item = self._take_slot(key, state.block_ids[first + block])
-            if item is None:
-                self.stats.add(self.tier, store_dropped=1)
-                continue
-            items.append(item)
+        items, dropped = self._storing.claim(self._manager, self._requests.offers(scheduled))
+        if dropped:
+            self.stats.add(self.tier, store_dropped=dropped)
         if not items:
             return None
-        self._storing.update(item.key for item in items)
         job = StoreJob(next(self._job_ids), items)
         self._pending[job.job_id] = _Pending(job, self._engine.world_size)
         return job
-
-    def _take_slot(self, key: bytes, source: int) -> StoreItem | None:
-        # A tier that lags behind may not hold all slots, or it would starve the others.
-        if self.slots_pinned >= max(1, self.pool.num_slots // 2) and not (
-            self._manager and self._manager.completes_on_gather
-        ):
-            return None
-        claim = self.pool.claim(key)
-        if claim is None:
-            return None
-        self.slots_pinned += 1
-        return StoreItem(key, claim.slot, source if claim.fresh else None)
 
     # -- ends --------------------------------------------------------------------------------
 
@@ -275,7 +323,7 @@ class OffloadingScheduler:
         meta = output.kv_connector_worker_meta
         if not isinstance(meta, OffloadingWorkerMetadata):
             return
-        self.stats.add(self.tier, **meta.counters)
+        self.stats.add(self.tier, **meta.measures)
         self.welcome(meta.hellos)
         if meta.unusable is not None:
             self._give_up(meta.unusable)
@@ -287,6 +335,7 @@ class OffloadingScheduler:
         if pending is None:
             return
         pending.failed |= result.failed
+        pending.seconds = max(pending.seconds, result.seconds)
         pending.ranks_left -= result.ranks
         if pending.ranks_left > 0:
             return
@@ -298,6 +347,8 @@ class OffloadingScheduler:
             self._store_ended(self._manager, pending.job, pending.failed)
 
     def _load_ended(self, manager: TierManager, job: LoadJob, pending: _Pending) -> None:
+        self.load_meter.ended(job.job_id, pending.seconds, whole=not pending.failed)
+        self.stats.add(self.tier, **self.load_meter.gauges())
         manager.complete_load([i.key for i in job.items], [i.slot for i in job.items])
         for index in pending.failed:
             manager.discard(job.items[index].key)
@@ -305,7 +356,9 @@ class OffloadingScheduler:
         state = self._requests.get(job.request_id)
         if pending.failed and state is not None:
             state.recompute = True
-        failed = [pending.blocks[index] for index in pending.failed]
+        failed = {pending.of_block[index] for index in pending.failed}
+        if failed and self._engine.loads_whole:
+            failed.add(0)
         pending.shared.end(pending.blocks, failed, self._count_loaded)
 
     def _count_loaded(self, blocks: int) -> None:
@@ -318,11 +371,7 @@ class OffloadingScheduler:
                 manager.drop(item.key)
             elif manager.complete_store(item.key, item.slot, index not in failed):
                 held.append(item.key)
-            self._storing.discard(item.key)
-            self.pool.release(item.slot)
-            self.slots_pinned -= 1
-            if item.source is not None and self._reading.get(item.source) == job.job_id:
-                del self._reading[item.source]
+            self._storing.end(job.job_id, item)
         self._note(True, held)
 
     def _evicted(self, key: bytes) -> None:
@@ -333,10 +382,16 @@ class OffloadingScheduler:
         # Keys of before a reset are of no interest: the engine itself says that all is cleared.
         if not self._engine.kv_events:
             return
-        blocks = [self._generation.block(key) for key in keys if self._generation.made(key)]
-        hashes = tuple(block[: -len(GROUP)] for block in blocks)
-        if hashes:
-            self._events.append(BlockEvent(self.tier, stored, hashes, self._engine.block_tokens))
+        hashes: dict[int, list[bytes]] = {}
+        for key in keys:
+            if self._generation.made(key):
+                block_hash, group = self._parts.hash_of(key)
+                hashes.setdefault(group, []).append(block_hash)
+        groups = self._engine.kv_groups
+        for group, found in sorted(hashes.items()):
+            name = group if len(groups) > 1 else None
+            tokens = groups[group].tokens
+            self._events.append(BlockEvent(self.tier, stored, tuple(found), tokens, name))
 
     def take_events(self) -> list[BlockEvent]:
         """What the tier came to hold and lost since the last call."""

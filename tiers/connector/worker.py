@@ -22,7 +22,7 @@ from tiers.connector.base import (
     StoreJob,
 )
 from tiers.connector.host import HostSlots
-from tiers.connector.stats import Counters, add_counters
+from tiers.connector.stats import Measures, merge
 from tiers.errors import TierUnusable
 from tiers.guard import Guarded, guard
 from tiers.pool import SlotMemory, slot_stride
@@ -73,7 +73,8 @@ class OffloadingWorker:
         self._stores: list[_Store] = []
         self._ended: dict[int, JobResult] = {}
         self._failed_blocks: set[int] = set()
-        self._counters: Counters = {}
+        self._failed_requests: set[str] = set()
+        self._measures: Measures = {}
         self._said_hello = False
         self._failures_seen = 0
         self._bounce: list[SlotMemory] = []
@@ -165,12 +166,20 @@ class OffloadingWorker:
         self._loads = [load for load in self._loads if not load.future.done()]
         for load in ended:
             outcome = self._end(load.job.job_id, load.future, len(load.job.items), "load")
-            self._failed_blocks |= {load.job.items[i].target for i in outcome.failed}
+            if self._host.engine.loads_whole:
+                self._failed_requests |= {load.job.request_id} if outcome.failed else set()
+            else:
+                self._failed_blocks |= {load.job.items[i].target for i in outcome.failed}
         return {load.job.request_id for load in ended}
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Paged blocks that a load left without their KV, since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def get_requests_with_load_errors(self) -> set[str]:
+        """Requests whose load failed, since the last call; where blocks can't be named."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     # -- storing -----------------------------------------------------------------------------
@@ -183,10 +192,12 @@ class OffloadingWorker:
 
     def _put(self, job: StoreJob) -> Outcome:
         slots = [item.slot for item in job.items]
-        held = self._host.settle(slots, [item.key for item in job.items])
         began = time.perf_counter()
+        held = self._host.settle(slots, [item.key for item in job.items])
         good = [i for i, ok in enumerate(held) if ok]
         if self._spec is not None:
+            # The gather is shared with other tiers; only those of host memory have no more to do.
+            began = time.perf_counter()
             stored = [False] * len(good)
             if self._store is not None:
                 memory = self._host.memory
@@ -217,17 +228,21 @@ class OffloadingWorker:
             outcome = Outcome(set(range(blocks)), 0.0)
         else:
             outcome = future.result()
-        self._ended[job_id] = JobResult(1, outcome.failed)
+        self._ended[job_id] = JobResult(1, outcome.failed, outcome.seconds)
         good = blocks - len(outcome.failed)
+        size = good * self._host.payload_bytes
         past = {"load": "loaded", "store": "stored"}[verb]
-        self._count(f"{past}_blocks", good)
-        self._count(f"{past}_bytes", good * self._host.payload_bytes)
-        self._count(f"{verb}_seconds", outcome.seconds)
-        self._count(f"{verb}_failures", len(outcome.failed))
+        merge(
+            self._measures,
+            {
+                f"{past}_blocks": good,
+                f"{past}_bytes": size,
+                f"{verb}_failures": len(outcome.failed),
+                f"{verb}_seconds": [] if error else [outcome.seconds],
+                f"{verb}_size_bytes": [] if error else [size],
+            },
+        )
         return outcome
-
-    def _count(self, counter: str, value: float) -> None:
-        add_counters(self._counters, {counter: value})
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """What ended since the last call, and, the first time, who this worker is."""
@@ -236,16 +251,16 @@ class OffloadingWorker:
             self._stores.remove(store)
         if self._store is not None:
             failures = self._store.failures.total
-            self._count("tier_failures", failures - self._failures_seen)
+            merge(self._measures, {"tier_failures": failures - self._failures_seen})
             self._failures_seen = failures
-        meta = OffloadingWorkerMetadata(self._ended, counters=self._counters)
+        meta = OffloadingWorkerMetadata(self._ended, measures=self._measures)
         if not self._said_hello:
             hello = self._host.hello()
             meta.hellos[hello.rank] = hello
             meta.unusable = self._unusable
             self._said_hello = True
-        self._ended, self._counters = {}, {}
-        return meta if meta.jobs or meta.hellos or any(meta.counters.values()) else None
+        self._ended, self._measures = {}, {}
+        return meta if meta.jobs or meta.hellos or any(meta.measures.values()) else None
 
     def close(self) -> None:
         """Let stores under way end, for `drain` seconds at most, and release the tier."""

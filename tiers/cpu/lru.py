@@ -21,8 +21,6 @@ class LruResidency:
     """Blocks looked at for one eviction, so that a pool in which all are in use costs little."""
 
     def __init__(self, pool: SlotPool, max_slots: int) -> None:
-        self.evicted = 0
-        """Blocks given up for room since the start."""
         self.on_evict: Callable[[bytes], None] | None = None
         self._pool = pool
         self._max_slots = max_slots
@@ -70,7 +68,6 @@ class LruResidency:
             key, slot = next(iter(self._slots.items()))
             if self._pool.references(slot) == 1:
                 self.discard(key)
-                self.evicted += 1
                 if self.on_evict is not None:
                     self.on_evict(key)
                 return True

@@ -3,23 +3,31 @@
 `KVTiersConnector` is a connector as vLLM makes and calls it; it hands every call to the
 engine-neutral `MultiConnector` of the chain that its configuration names.
 """
+# ruff: noqa: E402
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
+
+from tiers.engine.versions import check_version
+
+check_version(vllm_version)  # before what another version may not have
+
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_convert_block_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
@@ -31,13 +39,16 @@ from tiers.connector.multi_metadata import (
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
-from tiers.engine.fingerprint import model_facts
+from tiers.engine.fingerprint import AdapterMarks, model_facts
 from tiers.engine.vllm_children import (
     any_requires_piecewise,
     child_configs,
     identity,
+    load_policy,
+    refuse_groups,
     required_layout,
 )
+from tiers.engine.vllm_groups import REPORTS_FAILED_REQUESTS, hash_tokens, kv_groups
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
 from tiers.engine.vllm_worker import WorkerMembers
 from tiers.gpu.copier import open_copier
@@ -60,32 +71,21 @@ KVConnectorWorkerMetadata.register(MultiWorkerMetadata)
 
 def engine_info(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineInfo:
     """What the chain must know of this engine. Raises ValueError for a model it can't serve."""
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        groups = [type(g.kv_cache_spec).__name__ for g in kv_cache_config.kv_cache_groups]
-        raise ValueError(
-            f"kvtiers serves models with one KV cache group; this one has {', '.join(groups)}. "
-            "Start vLLM with --disable-hybrid-kv-cache-manager."
-        )
-    (group,) = kv_cache_config.kv_cache_groups
-    group_spec = group.kv_cache_spec
-    inner = (
-        list(group_spec.kv_cache_specs.values())
-        if isinstance(group_spec, UniformTypeKVCacheSpecs)
-        else [group_spec]
-    )
-    odd = sorted({type(s).__name__ for s in inner if not isinstance(s, FullAttentionSpec)})
-    if odd:
-        raise ValueError(f"kvtiers serves full attention; this model has {', '.join(odd)}.")
-    block_tokens = group_spec.block_size
+    groups = kv_groups(vllm_config, kv_cache_config)
     events = vllm_config.kv_events_config
     return EngineInfo(
-        facts=model_facts(vllm_config, vllm_version, get_none_hash_seed()),
-        block_tokens=block_tokens,
-        hash_tokens=getattr(kv_cache_config, "hash_block_size", None) or block_tokens,
+        facts={
+            **model_facts(vllm_config, vllm_version, get_none_hash_seed()),
+            "groups": json.dumps([[*group, layers] for group, layers in groups]),
+        },
+        block_tokens=math.lcm(*(group.tokens for group, _ in groups)),
+        hash_tokens=hash_tokens(vllm_config, kv_cache_config),
         num_blocks=kv_cache_config.num_blocks,
         rank=vllm_config.parallel_config.rank,
         world_size=vllm_config.parallel_config.world_size,
         kv_events=bool(events and events.enable_kv_cache_events),
+        groups=tuple(group for group, _ in groups),
+        mark=AdapterMarks(),
     )
 
 
@@ -102,25 +102,28 @@ def configured_chain(vllm_config: VllmConfig) -> ChainSpec | None:
             "--kv-transfer-config, as `kvtiers config FILE` prints it."
         )
     extra = transfer.kv_connector_extra_config
-    if set(extra) == {"connectors"} and extra["connectors"]:
+    if extra.get("connectors") and set(extra) <= {"connectors", "load"}:
         return None
     if set(extra) != {"chain"}:
         raise ValueError(
             f"kv_connector_extra_config has {sorted(extra)}; it takes one key. chain: the path of "
-            "a chain's YAML file, or the chain itself; or connectors: a list of connectors."
+            "a chain's YAML file, or the chain itself; or connectors: a list of connectors, with "
+            "which load may be given."
         )
     return load_chain(extra["chain"])
 
 
 def _as_vllm(event: BlockEvent) -> KVCacheEvent:
     hashes = [maybe_convert_block_hash(BlockHash(one)) for one in event.hashes]
+    group = {} if event.group is None else {"group_idx": event.group}
     if not event.stored:
-        return BlockRemoved(block_hashes=hashes, medium=event.tier)
+        return BlockRemoved(block_hashes=hashes, medium=event.tier, **group)
     return BlockStored(
         block_hashes=hashes,
         parent_block_hash=None,
         token_ids=[],
         block_size=event.block_tokens,
+        **group,
         lora_id=None,
         medium=event.tier,
         lora_name=None,
@@ -144,11 +147,13 @@ class KVTiersConnector(WorkerMembers):
             info = engine_info(vllm_config, kv_cache_config)
             self._chain = open_chain(chain, info, ours, open_copier)
         else:
+            refuse_groups(children, kv_cache_config)
             self._chain = MultiConnector(
                 ours,
                 [child.cls(child.vllm_config, role, kv_cache_config) for child in children],
                 names=[child.name for child in children],
                 chain=identity(vllm_config),
+                load=load_policy(vllm_config),
                 block_tokens=vllm_config.cache_config.block_size,
             )
 
@@ -287,3 +292,8 @@ class KVTiersConnector(WorkerMembers):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVTiersPromMetrics:
         return KVTiersPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+if REPORTS_FAILED_REQUESTS:
+    # Else vLLM itself manages all layers as one group, since we don't say that we can do more.
+    SupportsHMA.register(KVTiersConnector)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
-from spec.chain import name_clashes, resolve_names
+from spec.chain import LoadPolicy, name_clashes, resolve_names
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,20 @@ def identity(vllm_config: VllmConfig) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+def load_policy(vllm_config: VllmConfig) -> LoadPolicy:
+    """Which of the listed connectors serves: `load` beside the list, else `first`.
+
+    Raises ValueError for a policy that divides requests: vLLM's connectors load all or nothing.
+    """
+    load = vllm_config.kv_transfer_config.kv_connector_extra_config.get("load", "first")
+    if load == "first" or load == "longest":
+        return cast(LoadPolicy, load)
+    raise ValueError(
+        f"load is {load!r}; over a list of connectors it is first or longest. A chain among them "
+        "has its own load, which may be any."
+    )
+
+
 def required_layout(vllm_config: VllmConfig) -> str | None:
     """The KV cache layout that children ask for. Raises ValueError, naming who asks for which."""
     asked = {
@@ -107,6 +123,17 @@ def required_layout(vllm_config: VllmConfig) -> str | None:
         wishes = ", ".join(f"{name}: {layout}" for name, layout in asked.items())
         raise ValueError(f"connectors ask for different KV cache layouts ({wishes})")
     return next(iter(asked.values()), None)
+
+
+def refuse_groups(children: Sequence[ChildConfig], kv_cache_config: KVCacheConfig) -> None:
+    """Raise ValueError if the model has several KV cache groups and a child can serve one only."""
+    groups = len(kv_cache_config.kv_cache_groups)
+    unfit = [child.name for child in children if not supports_hma(child.cls)]
+    if groups > 1 and unfit:
+        raise ValueError(
+            f"this model has {groups} KV cache groups, and {', '.join(unfit)} can serve one only. "
+            "Start vLLM with --disable-hybrid-kv-cache-manager."
+        )
 
 
 def any_requires_piecewise(extra_config: Mapping[str, Any]) -> bool:

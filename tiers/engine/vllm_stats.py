@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
-from tiers.connector.stats import COUNTERS, TierStats, add_counters
+from tiers.connector.stats import COUNTERS, GAUGES, HISTOGRAMS, MEASURES, Measures, TierStats, merge
 from tiers.engine.vllm_children import child_configs, made_by
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class MultiKVConnectorStats(KVConnectorStats):  # type: ignore[misc]
-    """Stats of an interval by name: a tier's counters, or another connector's own stats object.
+    """Stats of an interval by name: a tier's measures, or another connector's own stats object.
 
     `makers`: for each of those, where its class is found; a tier of a child is `child/tier`.
     """
@@ -45,18 +45,17 @@ class MultiKVConnectorStats(KVConnectorStats):  # type: ignore[misc]
     def reset(self) -> None:
         for _, stats in self._others():
             stats.reset()
-        for counters in self._tiers().values():
-            counters.clear()
+        for measures in self._tiers().values():
+            measures.clear()
 
     def aggregate(self, other: KVConnectorStats) -> MultiKVConnectorStats:
         for name, theirs in other.data.items():
-            ours = self.data.get(name)
-            if ours is None:
-                self.data[name] = dict(theirs) if isinstance(theirs, dict) else theirs
-            elif isinstance(theirs, dict):
-                add_counters(ours, theirs)
+            if isinstance(theirs, dict):
+                merge(self.data.setdefault(name, {}), theirs)
+            elif name in self.data:
+                self.data[name] = self.data[name].aggregate(theirs)
             else:
-                self.data[name] = ours.aggregate(theirs)
+                self.data[name] = theirs
         self.makers.update(getattr(other, "makers", {}))
         return self
 
@@ -78,9 +77,10 @@ class MultiKVConnectorStats(KVConnectorStats):  # type: ignore[misc]
         return plain
 
     def __getitem__(self, name: str) -> Any:
-        return self.data[name]
+        # vLLM 0.29's MultiConnector takes stats of its own process for serialised ones.
+        return self.data if name == "data" and name not in self.data else self.data[name]
 
-    def _tiers(self) -> dict[str, dict[str, float]]:
+    def _tiers(self) -> dict[str, Measures]:
         return {name: one for name, one in self.data.items() if isinstance(one, dict)}
 
     def _others(self) -> list[tuple[str, KVConnectorStats]]:
@@ -97,8 +97,8 @@ def rebuild(data: Mapping[str, Any] | None) -> MultiKVConnectorStats:
     for name, value in (data or {}).items():
         if isinstance(value, KVConnectorStats):
             whole.data[name] = value
-        elif all(isinstance(count, int | float) for count in value.values()):
-            whole.data[name] = dict(value)
+        elif value.keys() <= MEASURES:
+            merge(whole.data.setdefault(name, {}), value)
         elif (stats := _rebuild_other(name, value)) is not None:
             maker = {key: one for key, one in value.items() if key != "stats"}
             whole.add(name, stats, maker if "kv_connector" in value else None)
@@ -114,10 +114,11 @@ def _rebuild_other(name: str, value: Mapping[str, Any]) -> Any:
 
 
 class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`vllm:kvtiers_<counter>{tier="<name>"}` beside vLLM's own metrics, registered once.
+    """`vllm:kvtiers_<measure>{tier="<name>"}` beside vLLM's own metrics, registered once.
 
     The prefix is vLLM's because its offline `get_metrics` shows no others. Other connectors'
-    metrics are made by their classes, once per class.
+    metrics are made by their classes; children that make one of the same name share it, also
+    where one of them has children of its own, ours among them.
     """
 
     def __init__(
@@ -128,22 +129,15 @@ class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: metric_types[Counter](
-                name=f"vllm:kvtiers_{name}", documentation=what, labelnames=[*labelnames, "tier"]
+        once = _once(metric_types)
+        self._metrics = _register(once, [*labelnames, "tier"])
+        self._others: dict[str, KVConnectorPromMetrics] = {
+            child.name: child.cls.build_prom_metrics(
+                child.vllm_config, once, labelnames, per_engine_labelvalues
             )
-            for name, what in COUNTERS.items()
+            for child in child_configs(vllm_config)
+            if child.cls.__name__ != "KVTiersConnector"
         }
-        self._others: dict[str, KVConnectorPromMetrics] = {}
-        classes: dict[type[Any], KVConnectorPromMetrics] = {}
-        for child in child_configs(vllm_config):
-            if child.cls.__name__ == "KVTiersConnector":
-                continue
-            if child.cls not in classes:
-                classes[child.cls] = child.cls.build_prom_metrics(
-                    child.vllm_config, metric_types, labelnames, per_engine_labelvalues
-                )
-            self._others[child.name] = classes[child.cls]
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
@@ -153,5 +147,46 @@ class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 if other is not None:
                     other.observe(value["stats"], engine_idx)
                 continue
-            for counter, count in value.items():
-                self._counters[counter].labels(*labels, name).inc(count)
+            for measure, measured in value.items():
+                metric = self._metrics[measure].labels(*labels, name)
+                if measure in COUNTERS:
+                    metric.inc(measured)
+                elif measure in GAUGES:
+                    metric.set(measured)
+                else:
+                    for sample in measured:
+                        metric.observe(sample)
+
+
+def _once(metric_types: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The same kinds of metrics, but one of a name that was made before is that one again."""
+    made: dict[tuple[Any, str], Any] = {}
+
+    def maker(kind: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            key = (kind, kwargs["name"] if "name" in kwargs else args[0])
+            if key not in made:
+                made[key] = metric_types[kind](*args, **kwargs)
+            return made[key]
+
+        return make
+
+    return {kind: maker(kind) for kind in metric_types}
+
+
+def _register(metric_types: Mapping[Any, Any], labelnames: list[str]) -> dict[str, Any]:
+    """A metric for each measure, by its name."""
+    metrics = {}
+
+    def register(kind: Any, name: str, what: str, **more: Any) -> None:
+        metrics[name] = metric_types[kind](
+            name=f"vllm:kvtiers_{name}", documentation=what, labelnames=labelnames, **more
+        )
+
+    for name, what in COUNTERS.items():
+        register(Counter, name, what)
+    for name, what in GAUGES.items():
+        register(Gauge, name, what, multiprocess_mode="mostrecent")
+    for name, (what, buckets) in HISTOGRAMS.items():
+        register(Histogram, name, what, buckets=buckets)
+    return metrics

@@ -79,12 +79,13 @@ class WorkerMembers(KVConnectorBase_V1):  # type: ignore[misc]
         return self._chain.get_finished(finished_req_ids)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        # Here, since vLLM before 0.31 has no such class, and then does not call this.
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
-        return KVConnectorTransferResults(
-            **vars(self._chain.get_transfer_results(finished_req_ids))
-        )
+        results = self._chain.get_transfer_results(finished_req_ids)
+        try:
+            from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+        except ImportError:
+            # vLLM before 0.30 does not call this; an outer connector of ours does.
+            return results
+        return KVConnectorTransferResults(**vars(results))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._chain.get_block_ids_with_load_errors()

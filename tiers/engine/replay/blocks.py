@@ -6,6 +6,8 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from tiers.connector.parts import NULL_BLOCK
+
 
 def chain_hash(parent: bytes, tokens: Sequence[int], salt: str) -> bytes:
     """A block's hash: of its tokens, all tokens before them, and a salt."""
@@ -14,11 +16,14 @@ def chain_hash(parent: bytes, tokens: Sequence[int], salt: str) -> bytes:
 
 
 class BlockPool:
-    """Reference-counted blocks; a free block keeps its prefix until it is taken again (LRU)."""
+    """Reference-counted blocks; a free block keeps its prefix until it is taken again (LRU).
 
-    def __init__(self, num_blocks: int, prefix_caching: bool) -> None:
+    `first`: the lowest block that is ever given out.
+    """
+
+    def __init__(self, num_blocks: int, prefix_caching: bool, first: int = 0) -> None:
         self._refs = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, num_blocks))
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._prefix_caching = prefix_caching
@@ -75,3 +80,94 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 self._free[block] = None
+
+
+def has_null(windows: Sequence[int | None]) -> bool:
+    """Whether paged block 0 only stands for blocks that are not kept."""
+    return any(window is not None for window in windows)
+
+
+def _name(block_hash: bytes, group: int) -> bytes:
+    return block_hash + bytes([group])
+
+
+Tables = list[list[int]]
+"""A request's blocks, one table per KV cache group; NULL_BLOCK where none is kept."""
+
+
+class BlockTables:
+    """Block tables over one pool: groups with a window (in tokens) keep what it reaches only."""
+
+    def __init__(self, pool: BlockPool, block_tokens: int, windows: Sequence[int | None]) -> None:
+        self.pool = pool
+        self._size = block_tokens
+        self._windows = windows
+        self._has_null = has_null(windows)
+
+    def _is_real(self, block: int) -> bool:
+        return block != NULL_BLOCK or not self._has_null
+
+    def _real(self, table: Sequence[int]) -> list[int]:
+        return [block for block in table if self._is_real(block)]
+
+    def _first_kept(self, window: int | None, computed: int) -> int:
+        return 0 if window is None else max(0, computed - window + 1) // self._size
+
+    def find_prefix(self, hashes: Sequence[bytes]) -> Tables:
+        """The longest prefix that is still in place in every group."""
+        for count in range(len(hashes), 0, -1):
+            tables = [self._find(group, hashes[:count]) for group in range(len(self._windows))]
+            whole = [table for table in tables if table is not None]
+            if len(whole) == len(tables):
+                return whole
+        return [[] for _ in self._windows]
+
+    def _find(self, group: int, hashes: Sequence[bytes]) -> list[int] | None:
+        first = self._first_kept(self._windows[group], len(hashes) * self._size)
+        found = self.pool.find_prefix([_name(one, group) for one in hashes[first:]])
+        return [NULL_BLOCK] * first + found if first + len(found) == len(hashes) else None
+
+    def share(self, tables: Tables) -> None:
+        """Take a reference on all their blocks."""
+        for table in tables:
+            self.pool.share(self._real(table))
+
+    def lacking(self, tables: Tables, blocks: int, computed: int) -> int:
+        """Paged blocks that tables of so many blocks lack, with so many tokens computed."""
+        return sum(
+            max(0, blocks - max(len(table), self._first_kept(window, computed)))
+            for table, window in zip(tables, self._windows, strict=True)
+        )
+
+    def grow(self, tables: Tables, fresh: Sequence[int], blocks: int, computed: int) -> Tables:
+        """Put the lacking paged blocks in; what each table is longer by."""
+        left = iter(fresh)
+        added: Tables = []
+        for table, window in zip(tables, self._windows, strict=True):
+            kept = self._first_kept(window, computed)
+            added.append(
+                [NULL_BLOCK if i < kept else next(left) for i in range(len(table), blocks)]
+            )
+            table += added[-1]
+        return added
+
+    def drop_behind(self, tables: Tables, computed: int) -> None:
+        """Give back what no window reaches once so many tokens are computed."""
+        for table, window in zip(tables, self._windows, strict=True):
+            kept = self._first_kept(window, computed)
+            self.pool.release(self._real(table[:kept]))
+            table[:kept] = [NULL_BLOCK] * kept
+
+    def know(self, tables: Tables, hashes: Sequence[bytes], computed: int) -> None:
+        """Note what the tables' full blocks hold."""
+        full = min(computed // self._size, len(hashes))
+        for group, table in enumerate(tables):
+            for block, block_hash in zip(table[:full], hashes[:full], strict=True):
+                if self._is_real(block):
+                    self.pool.know(block, _name(block_hash, group))
+
+    def release(self, tables: Tables) -> None:
+        """Give all their blocks back."""
+        for table in tables:
+            self.pool.release(self._real(table))
+            table.clear()

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from spec.chain import ChainSpec
-from tiers.connector.base import BlockEvent, EngineInfo, Role
+from tiers.connector.base import BlockEvent, EngineInfo, KVGroup, Role
 from tiers.connector.chain import open_chain
 from tiers.connector.host import OpenCopier
 from tiers.connector.multi import MultiConnector
 from tiers.connector.offloading import OffloadingConnector
 from tiers.connector.stats import TierStats
-from tiers.engine.replay.blocks import BlockPool
+from tiers.engine.replay.blocks import BlockPool, has_null
 from tiers.engine.replay.model import VOCABULARY, ReplayModel
 from tiers.engine.replay.scheduler import (
     ReplayRequest,
@@ -36,7 +36,7 @@ class ReplayEngine:
 
     `world_size` ranks hold a share of the KV each; with `processes` each runs in its own process,
     so that all that crosses is pickled. `facts` name the model to the namespace. With
-    `kv_events` the connector's events gather in `events`.
+    `kv_events` the connector's events gather in `events`. `now`: the chain's clock, in seconds.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class ReplayEngine:
         facts: Mapping[str, str] | None = None,
         open_copier: OpenCopier = open_copier,
         kv_events: bool = False,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model or ReplayModel()
         self.stats = TierStats()
@@ -67,8 +68,10 @@ class ReplayEngine:
                 num_blocks=num_blocks,
                 world_size=world_size,
                 kv_events=kv_events,
+                groups=tuple(KVGroup(self.model.block_tokens, w) for w in self.model.windows),
             ),
             open_copier,
+            now,
         )
         make: Callable[..., Worker] = ProcessWorker if processes else LocalWorker
         open_worker = functools.partial(open_half, Role.WORKER)
@@ -79,14 +82,12 @@ class ReplayEngine:
         if self.connector is not None:
             said = {rank: worker.handshake() for rank, worker in enumerate(self.workers)}
             self.connector.set_xfer_handshake_metadata(said)
+        pool = BlockPool(num_blocks, prefix_caching, first=int(has_null(self.model.windows)))
+        self.num_blocks = pool.num_free
         self.scheduler = ReplayScheduler(
-            self.connector,
-            BlockPool(num_blocks, prefix_caching),
-            self.model.block_tokens,
-            batch_tokens,
+            self.connector, pool, self.model.block_tokens, batch_tokens, self.model.windows
         )
         self._aggregator = _Aggregator(world_size)
-        self.num_blocks = num_blocks
         self.closed = False
         self._ids = itertools.count()
 
@@ -106,7 +107,8 @@ class ReplayEngine:
             salt,
             kv_transfer_params,
         )
-        needed = -(-(request.num_tokens + max_tokens) // self.model.block_tokens)
+        blocks = -(-(request.num_tokens + max_tokens) // self.model.block_tokens)
+        needed = blocks * len(self.model.windows)
         if not request.prompt or needed > self.num_blocks:
             raise ValueError(f"a request of {needed} blocks; 1..{self.num_blocks} fit")
         self.scheduler.add(request)
@@ -169,7 +171,7 @@ class ReplayEngine:
         """Forget all prefixes, here and in the connector, as after a change of weights; False:
         requests still use some."""
         self.scheduler.pool.forget_all()
-        unused = not any(request.blocks for request in self.scheduler.requests.values())
+        unused = not any(any(request.tables) for request in self.scheduler.requests.values())
         return (self.connector is None or self.connector.reset_cache() is not False) and unused
 
     def close(self) -> None:
@@ -182,12 +184,17 @@ class ReplayEngine:
 
 
 def _open_half(
-    chain: ChainSpec | None, engine: EngineInfo, copier: OpenCopier, role: Role, rank: int
+    chain: ChainSpec | None,
+    engine: EngineInfo,
+    copier: OpenCopier,
+    now: Callable[[], float],
+    role: Role,
+    rank: int,
 ) -> MultiConnector | None:
     if chain is None:
         return None
     info = EngineInfo(**{**vars(engine), "rank": rank})
-    return open_chain(chain, info, role, copier)
+    return open_chain(chain, info, role, copier, now)
 
 
 def _sample(total: int) -> int:
@@ -205,6 +212,7 @@ class _Aggregator:
         whole = StepOutput(kv_connector_worker_meta=outputs[0].kv_connector_worker_meta)
         for output in outputs:
             whole.invalid_block_ids |= output.invalid_block_ids
+            whole.failed_recving |= output.failed_recving
             whole.finished_recving |= self._ended_everywhere("recv", output.finished_recving)
             whole.finished_sending |= self._ended_everywhere("send", output.finished_sending)
         for other in outputs[1:]:

@@ -22,12 +22,16 @@ class ReplayModel:
     """Shape of the KV: int64, per layer `(num_blocks, block_tokens, width)`.
 
     Models of different `weights` have different KV, and so answers, for the same tokens.
+    `windows`: of each KV cache group; a group has so many layers, and all groups share the tensors.
+    `forward_seconds`: what computing a token takes beside what it takes here.
     """
 
     layers: int = 2
     width: int = 8
     block_tokens: int = 4
     weights: int = 0
+    windows: tuple[int | None, ...] = (None,)
+    forward_seconds: float = 0.0
 
     @property
     def payload_bytes(self) -> int:
@@ -67,14 +71,23 @@ def answer(
 ) -> list[int]:
     """What the model answers, computed without an engine: what every engine must answer."""
     tokens = list(prompt)
-    total = 0
-    known = 0
-    before = 0
+    past: list[int] = []
+    sums = [0] * len(model.windows)
     for _ in range(max_tokens):
-        fresh = states(tokens[known:], before)
-        for rank in range(world_size):
-            for layer in range(model.layers):
-                total += int(kv_of(model, fresh, layer, rank).sum())
-        before, known = fresh[-1], len(tokens)
-        tokens.append(total % VOCABULARY)
+        fresh = states(tokens[len(past) :], past[-1] if past else 0)
+        past += fresh
+        for group, window in enumerate(model.windows):
+            seen = fresh if window is None else past[-window:]
+            before = sums[group] if window is None else 0
+            sums[group] = before + _sum_of(model, seen, group, world_size)
+        tokens.append(sum(sums) % VOCABULARY)
     return tokens[len(prompt) :]
+
+
+def _sum_of(model: ReplayModel, token_states: Sequence[int], group: int, world_size: int) -> int:
+    layers = range(group * model.layers, (group + 1) * model.layers)
+    return sum(
+        int(kv_of(model, token_states, layer, rank).sum())
+        for rank in range(world_size)
+        for layer in layers
+    )

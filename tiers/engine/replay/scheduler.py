@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiers.connector.contract import Connector
-from tiers.engine.replay.blocks import BlockPool, chain_hash
+from tiers.engine.replay.blocks import BlockPool, BlockTables, Tables, chain_hash
 
 
 class Status(enum.Enum):
@@ -33,7 +33,7 @@ class ReplayRequest:
     kv_transfer_params: dict[str, Any] | None = None
     tokens: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    tables: Tables = field(default_factory=list)
     num_computed_tokens: int = 0
     status: Status = Status.WAITING
     loaded_tokens: int = 0
@@ -62,8 +62,8 @@ class ReplayRequest:
             self.block_hashes.append(chain_hash(parent, part, self.salt))
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """The request's blocks, as connectors ask for them."""
-        return (list(self.blocks),)
+        """The request's block tables, as connectors ask for them."""
+        return tuple(list(table) for table in self.tables)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Work:
     request_id: str
     tokens: list[int]
     start: int
-    blocks: list[int]
+    tables: tuple[list[int], ...]
     samples: bool
 
 
@@ -115,6 +115,7 @@ class StepOutput:
     sums: dict[str, int] = field(default_factory=dict)
     finished_recving: set[str] = field(default_factory=set)
     finished_sending: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
     invalid_block_ids: set[int] = field(default_factory=set)
     kv_connector_worker_meta: Any = None
 
@@ -123,10 +124,17 @@ class ReplayScheduler:
     """Decides, as vLLM's scheduler does, and calls the connector where that would."""
 
     def __init__(
-        self, connector: Connector | None, pool: BlockPool, block_tokens: int, batch_tokens: int
+        self,
+        connector: Connector | None,
+        pool: BlockPool,
+        block_tokens: int,
+        batch_tokens: int,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         self.connector = connector
         self.pool = pool
+        self._tables = BlockTables(pool, block_tokens, windows)
+        self._windows = windows
         self.preemptions = 0
         self.requests: dict[str, ReplayRequest] = {}
         self._block_tokens = block_tokens
@@ -198,21 +206,24 @@ class ReplayScheduler:
     def _match(self, request: ReplayRequest) -> bool:
         """Find the request's prefix here and in the connector; False: it can't start now."""
         limit = (request.num_tokens - 1) // self._block_tokens
-        local = self.pool.find_prefix(request.block_hashes[:limit])
-        computed = len(local) * self._block_tokens
+        tables = self._tables.find_prefix(request.block_hashes[:limit])
+        computed = len(tables[0]) * self._block_tokens
         external: int | None = 0
         is_async = False
         if self.connector is not None:
             external, is_async = self.connector.get_num_new_matched_tokens(request, computed)
         if external is None:
             return False
-        self.pool.share(local)
-        fresh = self.pool.take(external // self._block_tokens)
+        known = computed + external
+        blocks = known // self._block_tokens
+        self._tables.share(tables)
+        fresh = self.pool.take(self._tables.lacking(tables, blocks, known))
         if fresh is None:
-            self.pool.release(local)
+            self._tables.release(tables)
             return False
-        request.blocks = local + fresh
-        request.num_computed_tokens = computed + external
+        self._tables.grow(tables, fresh, blocks, known)
+        request.tables = tables
+        request.num_computed_tokens = known
         request.loaded_tokens = external
         if self.connector is not None:
             self.connector.update_state_after_alloc(request, request, external)
@@ -227,33 +238,37 @@ class ReplayScheduler:
         count = min(request.num_tokens - start, budget)
         if count <= 0:
             return 0
-        needed = -(-(start + count) // self._block_tokens) - len(request.blocks)
-        fresh = self._take(request, step, max(0, needed))
+        if not request.tables:
+            request.tables = [[] for _ in self._windows]
+        self._tables.drop_behind(request.tables, start)
+        blocks = -(-(start + count) // self._block_tokens)
+        fresh = self._take(request, step, self._tables.lacking(request.tables, blocks, start))
         if fresh is None:
             return 0
-        request.blocks += fresh
+        added = self._tables.grow(request.tables, fresh, blocks, start)
         tokens = request.tokens[start : start + count]
         samples = start + count == request.num_tokens
-        step.work.append(Work(request.request_id, tokens, start, list(request.blocks), samples))
+        tables = request.get_block_ids()
+        step.work.append(Work(request.request_id, tokens, start, tables, samples))
         step.num_scheduled_tokens[request.request_id] = count
-        self._describe(request, step, fresh)
+        self._describe(request, step, added)
         return count
 
-    def _describe(self, request: ReplayRequest, step: Step, fresh: list[int]) -> None:
+    def _describe(self, request: ReplayRequest, step: Step, added: Tables) -> None:
         start = request.num_computed_tokens
         if not request.has_run:
             request.has_run = True
             step.scheduled_new_reqs.append(
-                NewRequest(request.request_id, (list(request.blocks),), start)
+                NewRequest(request.request_id, request.get_block_ids(), start)
             )
             return
         cached = step.scheduled_cached_reqs
         resumed = request.status is not Status.RUNNING
         if resumed:
             cached.resumed_req_ids.add(request.request_id)
-        blocks = list(request.blocks) if resumed else fresh
+        blocks = request.get_block_ids() if resumed else tuple(added)
         cached.req_ids.append(request.request_id)
-        cached.new_block_ids.append((blocks,) if blocks else None)
+        cached.new_block_ids.append(blocks if any(blocks) else None)
         cached.num_computed_tokens.append(start)
 
     def _take(self, request: ReplayRequest, step: Step, count: int) -> list[int] | None:
@@ -265,7 +280,7 @@ class ReplayScheduler:
                 if idle[-1] is request:
                     return None
             else:
-                waiting = [r for r in self._waiting if r.status is Status.WAITING and r.blocks]
+                waiting = [r for r in self._waiting if r.status is Status.WAITING and any(r.tables)]
                 if not waiting or waiting[-1] is request:
                     return None
                 self._restart(waiting[-1])
@@ -286,7 +301,7 @@ class ReplayScheduler:
 
     def update(self, step: Step, output: StepOutput, sampled: dict[str, int]) -> None:
         """Take in a step's results."""
-        self._recompute(output.invalid_block_ids)
+        self._recompute(output.invalid_block_ids, output.failed_recving)
         for work in step.work:
             request = self.requests.get(work.request_id)
             if request is None or request.status is not Status.RUNNING:
@@ -310,21 +325,20 @@ class ReplayScheduler:
         for request_id in output.finished_sending:
             self._drop(self.requests[request_id])
 
-    def _recompute(self, invalid: set[int]) -> None:
+    def _recompute(self, invalid: set[int], failed: set[str]) -> None:
+        assert not (invalid and self._windows != (None,)), "what precedes a block is not enough"
         for request in self._waiting:
             if request.status is not Status.LOADING:
                 continue
+            if request.request_id in failed:
+                request.num_computed_tokens = 0
             count = request.num_computed_tokens // self._block_tokens
-            bad = [i for i, block in enumerate(request.blocks[:count]) if block in invalid]
+            bad = [i for i, block in enumerate(request.tables[0][:count]) if block in invalid]
             if bad:
                 request.num_computed_tokens = bad[0] * self._block_tokens
 
     def _know_blocks(self, request: ReplayRequest) -> None:
-        full = min(request.num_computed_tokens // self._block_tokens, len(request.block_hashes))
-        for block, block_hash in zip(
-            request.blocks[:full], request.block_hashes[:full], strict=True
-        ):
-            self.pool.know(block, block_hash)
+        self._tables.know(request.tables, request.block_hashes, request.num_computed_tokens)
 
     def abort(self, request_id: str) -> None:
         """End a request now."""
@@ -343,7 +357,7 @@ class ReplayScheduler:
         request.status = Status.FINISHED
         saving = False
         if self.connector is not None:
-            saving, _ = self.connector.request_finished(request, list(request.blocks))
+            saving, _ = self.connector.request_finished_all_groups(request, request.get_block_ids())
         self._ended.add(request.request_id)
         if not saving and not keep_blocks:
             self._drop(request)
@@ -353,8 +367,8 @@ class ReplayScheduler:
         del self.requests[request.request_id]
 
     def _free(self, request: ReplayRequest) -> None:
-        self.pool.release(request.blocks)
-        request.blocks = []
+        self._tables.release(request.tables)
+        request.tables = []
 
 
 def describe(requests: Sequence[ReplayRequest]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -44,36 +45,47 @@ class ReplayWorker:
         output = StepOutput(sums=self._forward(step))
         self.connector.start_load_kv(None)
         self.connector.wait_for_save()
-        sent, received = self.connector.get_finished(step.finished_req_ids)
-        output.finished_sending, output.finished_recving = sent or set(), received or set()
+        results = self.connector.get_transfer_results(step.finished_req_ids)
+        output.finished_sending = results.finished_sending
+        output.finished_recving = results.finished_recving
+        output.failed_recving = results.failed_recving
         output.invalid_block_ids = self.connector.get_block_ids_with_load_errors()
         output.kv_connector_worker_meta = self.connector.build_connector_worker_meta()
         self.connector.clear_connector_metadata()
         return output
 
     def _forward(self, step: Step) -> dict[str, int]:
-        return {work.request_id: self._compute(work) for work in step.work}
+        computed = {work.request_id: self._compute(work) for work in step.work}
+        if self._model.forward_seconds:
+            time.sleep(self._model.forward_seconds * sum(len(work.tokens) for work in step.work))
+        return computed
 
     def _compute(self, work: Work) -> int:
-        """Write the KV of a request's next tokens; the sum over all its KV where it samples."""
-        size = self._model.block_tokens
-        first = next(iter(self.kv.values()))
+        """Write the KV of a request's next tokens; the sum over all KV it sees, if it samples."""
         before = 0
         if work.start:
-            last = work.start - 1
-            before = int(first[work.blocks[last // size], last % size, 0])
+            (last,) = self._index(work.tables[0], range(work.start - 1, work.start))
+            before = int(next(iter(self.kv.values())).view(-1, self._model.width)[last, 0])
         fresh = states(work.tokens, before)
-        positions = range(work.start, work.start + len(fresh))
-        index = torch.tensor([work.blocks[p // size] * size + p % size for p in positions])
         end = work.start + len(fresh)
         total = 0
-        for layer, cache in enumerate(self.kv.values()):
-            flat = cache.view(-1, self._model.width)
-            flat[index] = kv_of(self._model, fresh, layer, self._rank)
-            if work.samples:
-                held = cache[torch.tensor(work.blocks)].view(-1, self._model.width)
-                total += int(held[:end].sum())
+        for group, window in enumerate(self._model.windows):
+            table = work.tables[group]
+            index = self._index(table, range(work.start, end))
+            seen = self._index(table, range(0 if window is None else max(0, end - window), end))
+            for i, cache in enumerate(self.kv.values()):
+                layer = group * self._model.layers + i
+                flat = cache.view(-1, self._model.width)
+                flat[index] = kv_of(self._model, fresh, layer, self._rank)
+                if work.samples:
+                    total += int(flat[seen].sum())
         return total
+
+    def _index(self, table: list[int], positions: range) -> torch.Tensor:
+        """Where these tokens are among all that the paged KV has room for."""
+        where = torch.tensor(list(positions), dtype=torch.int64)
+        size = self._model.block_tokens
+        return torch.tensor(table)[where // size] * size + where % size
 
     def close(self) -> None:
         """Shut the connector down."""

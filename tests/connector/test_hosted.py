@@ -1,0 +1,234 @@
+"""HostedTier: a hit is verified bytes in host memory, whatever the store does; nothing leaks."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec.offloading import HostSpec, StoreSite, StoreSpec
+from spec.registry import tier_class
+from tiers.connector.base import Hello
+from tiers.connector.hosted import Answer, HostedTier
+from tiers.connector.region import SlotRegion, attach_region, create_region, stamp
+from tiers.errors import TierUnusable
+from tiers.guard import guard
+
+PAYLOAD = 5000
+SLOTS = 8
+BLOCKS = [bytes([i]) * 36 for i in range(20)]
+"""Names as vLLM makes them: a hash and a KV cache group."""
+
+
+class Engine:
+    """What vLLM's connector does with a tier: asks, and has two workers copy as it is told."""
+
+    def __init__(self, folder: Path, spec: StoreSpec | None, slots: int = SLOTS) -> None:
+        names = (b"rank-0----------", b"rank-1----------")
+        self.workers = [
+            create_region("engine", Hello(rank, names[rank], PAYLOAD), slots, False, folder)
+            for rank in range(2)
+        ]
+        regions = [attach_region("engine", rank, folder) for rank in range(2)]
+        assert list(folder.iterdir()) == [], "a killed engine must leave nothing behind"
+        store = guard(spec.open(StoreSite(PAYLOAD, 2)), "tier") if spec is not None else None
+        host = tier_class("cpu").model_validate({"type": "cpu", "capacity": "1MiB"})
+        assert isinstance(host, HostSpec)
+        self.tier = HostedTier(regions, host.residency, store)
+
+    def store(self, blocks: list[bytes], fails: bool = False) -> int:
+        """Gather what the tier wants of these; on one worker the copies fail. How many it took."""
+        orders = self.tier.prepare_store(blocks)
+        for rank, region in enumerate(self.workers):
+            for block, key, slot in orders:
+                region.memory.payload(slot)[:] = content(rank, block)
+                end(region, slot, b"" if fails and rank == 1 else stamp(key))
+        self.tier.complete_store([block for block, _, _ in orders], True)
+        return len(orders)
+
+    def ask(self, request: str, blocks: list[bytes]) -> list[Answer]:
+        """Look blocks up, once a step, until the tier knows."""
+        limit = time.monotonic() + 30
+        while time.monotonic() < limit:
+            answers = [self.tier.lookup(request, block) for block in blocks]
+            self.tier.end_step(())
+            if Answer.LATER not in answers:
+                return answers
+            time.sleep(0.001)
+        raise AssertionError("the tier never answered")
+
+    def load(self, request: str, blocks: list[bytes]) -> None:
+        """Load blocks that were hits, and see that they are what was stored."""
+        slots = self.tier.prepare_load(request, blocks)
+        for rank, region in enumerate(self.workers):
+            for block, slot in zip(blocks, slots, strict=True):
+                assert bytes(region.memory.payload(slot)) == content(rank, block)
+                region.count_end(slot)
+        self.tier.complete_load(blocks)
+
+    def hits(self, request: str, blocks: list[bytes]) -> list[bytes]:
+        """Those that can be loaded; they are, and the request ends."""
+        answers = self.ask(request, blocks)
+        found = [b for b, answer in zip(blocks, answers, strict=True) if answer is Answer.HIT]
+        self.load(request, found)
+        self.tier.request_finished(request)
+        return found
+
+    def settle(self) -> None:
+        """Step until no transfer with the store is under way."""
+        while self.tier.transfers:
+            self.tier.end_step(())
+            time.sleep(0.001)
+
+
+def content(rank: int, block: bytes) -> bytes:
+    return (bytes([rank]) + block) * (PAYLOAD // 37) + bytes(PAYLOAD % 37)
+
+
+def end(region: SlotRegion, slot: int, held: bytes) -> None:
+    region.mark(slot, region.ended(slot) + 1, held)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Make engines; each is closed, and must have given every slot back."""
+    engines: list[Engine] = []
+    numbers = itertools.count()
+
+    def one(spec: StoreSpec | None, slots: int = SLOTS) -> Engine:
+        folder = tmp_path / f"shm-{next(numbers)}"
+        folder.mkdir()
+        engines.append(Engine(folder, spec, slots))
+        return engines[-1]
+
+    yield one
+    for engine in engines:
+        engine.settle()
+        engine.tier.reset()
+        engine.tier.end_step(())
+        assert engine.tier.pool.in_use == 0
+        engine.tier.close()
+
+
+def disk(path: Path) -> Any:
+    return tier_class("disk").model_validate({"type": "disk", "capacity": "8MiB", "path": path})
+
+
+def redis(url: str) -> Any:
+    return tier_class("redis").model_validate({"type": "redis", "url": url, "timeout": "500ms"})
+
+
+def test_host_memory_alone_keeps_the_last_used(make: Callable[..., Engine]) -> None:
+    engine = make(None)
+    assert engine.store(BLOCKS[:SLOTS]) == SLOTS
+    assert engine.hits("a", BLOCKS[:4]) == BLOCKS[:4]
+    engine.store(BLOCKS[SLOTS : SLOTS + 4])
+    assert engine.hits("b", BLOCKS[:12]) == [*BLOCKS[:4], *BLOCKS[SLOTS : SLOTS + 4]]
+
+
+def test_a_hit_stays_until_it_is_loaded_or_its_request_ends(make: Callable[..., Engine]) -> None:
+    engine = make(None)
+    engine.store(BLOCKS[:SLOTS])
+    assert engine.ask("waits", BLOCKS[:6]) == [Answer.HIT] * 6
+    assert engine.store(BLOCKS[SLOTS:16]) == 2, "all other slots hold promised blocks"
+    engine.load("waits", BLOCKS[:6])
+    assert engine.store(BLOCKS[10:16]) == 6
+
+
+def test_what_only_the_store_has_comes_to_host_memory_first(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    first = make(disk(tmp_path / "disk"))
+    first.store(BLOCKS[:4])
+    first.settle()
+    again = make(disk(tmp_path / "disk"))
+    assert again.tier.lookup("a", BLOCKS[0]) is Answer.LATER
+    assert again.tier.lookup("a", BLOCKS[9]) is Answer.MISS, "an index in memory knows at once"
+    assert again.ask("a", BLOCKS[:5]) == [Answer.HIT] * 4 + [Answer.MISS]
+    assert again.tier.came_from_store("a", BLOCKS[0])
+    again.load("a", BLOCKS[:4])
+
+
+def test_more_than_host_memory_holds_is_served_as_far_as_it_fits(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    first = make(disk(tmp_path / "disk"), slots=20)
+    for start in range(0, 20, 5):
+        first.store(BLOCKS[start : start + 5])
+        first.settle()
+    small = make(disk(tmp_path / "disk"))
+    assert small.hits("a", BLOCKS) == BLOCKS[:SLOTS]
+    # Two requests want more together than there is: both get an answer, none waits for ever.
+    answers = [small.ask(name, BLOCKS[10:16]) for name in ("b", "c")]
+    assert answers[0] == [Answer.HIT] * 6
+    assert answers[1] == [Answer.HIT] * 6, "the same blocks serve both"
+    assert small.ask("d", BLOCKS[:4]) == [Answer.HIT] * 2 + [Answer.MISS] * 2
+
+
+def test_damage_on_disk_is_a_miss(make: Callable[..., Engine], tmp_path: Path) -> None:
+    first = make(disk(tmp_path / "disk"))
+    first.store(BLOCKS[:3])
+    first.settle()
+    (slab,) = (tmp_path / "disk").glob("**/slab-*")
+    whole = slab.read_bytes()
+    at = whole.index(content(1, BLOCKS[1]))
+    with slab.open("r+b") as file:
+        file.seek(at + 100)
+        file.write(b"?")
+    again = make(disk(tmp_path / "disk"))
+    assert again.ask("a", BLOCKS[:3]) == [Answer.HIT, Answer.MISS, Answer.HIT]
+
+
+def test_a_killed_server_is_a_miss(make: Callable[..., Engine], server: Any) -> None:
+    engine = make(redis(server.url))
+    engine.store(BLOCKS[:4])
+    engine.settle()
+    fresh = make(redis(server.url))
+    assert fresh.hits("a", BLOCKS[:5]) == BLOCKS[:4]
+    server.kill()
+    late = make(redis(server.url))
+    assert late.hits("b", BLOCKS[:5]) == []
+    late.store(BLOCKS[:4])
+    assert late.hits("c", BLOCKS[:5]) == BLOCKS[:4], "host memory serves on"
+
+
+def test_a_block_that_one_worker_could_not_copy_is_not_kept(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = make(disk(tmp_path / "disk"))
+    engine.store(BLOCKS[:2], fails=True)
+    assert engine.hits("a", BLOCKS[:2]) == []
+    engine.store(BLOCKS[:2])
+    assert engine.hits("b", BLOCKS[:2]) == BLOCKS[:2]
+
+
+def test_after_a_reset_nothing_is_found_and_slots_in_use_are_left_alone(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = make(disk(tmp_path / "disk"))
+    engine.store(BLOCKS[:2])
+    engine.settle()
+    assert engine.ask("a", BLOCKS[:2]) == [Answer.HIT] * 2
+    loading = engine.tier.prepare_load("a", BLOCKS[:2])
+    engine.tier.reset()
+    assert engine.ask("a", BLOCKS[:2]) == [Answer.MISS] * 2
+    orders = engine.tier.prepare_store(BLOCKS)
+    assert len(orders) == SLOTS - 2 and not {slot for _, _, slot in orders} & set(loading)
+    engine.tier.reset()
+    for region in engine.workers:
+        for slot in [*loading, *(slot for _, _, slot in orders)]:
+            end(region, slot, b"")
+    engine.tier.end_step(())
+    assert engine.tier.pool.in_use == 0
+
+
+def test_workers_elsewhere_and_too_little_shared_memory_are_said(tmp_path: Path) -> None:
+    with pytest.raises(TierUnusable, match="all workers on the scheduler's machine"):
+        attach_region("engine", 0, tmp_path)
+    with pytest.raises(TierUnusable, match="more room"):
+        create_region("engine", Hello(0, b"space", 1 << 40), 1 << 20, False, tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,102 @@
+"""What must never share blocks: salts, adapters, images; and an adapter whose files change."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiers.connector.base import EngineInfo
+from tiers.connector.generation import Generation
+from tiers.connector.parts import Parts
+from tiers.connector.requests import RequestTable
+from tiers.engine.fingerprint import AdapterMarks
+
+BLOCK = 16
+TOKENS = list(range(3, 3 + 3 * BLOCK))
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """A LoRA adapter's folder."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights" * 1000)
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    return tmp_path
+
+
+@pytest.mark.vllm
+def test_requests_that_differ_in_more_than_tokens_share_no_block(adapter: Path) -> None:
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+
+    def image(name: str) -> MultiModalFeatureSpec:
+        place = PlaceholderRange(offset=2, length=4)
+        return MultiModalFeatureSpec(
+            data=None, modality="image", identifier=name, mm_position=place
+        )
+
+    def keys(**more: Any) -> list[bytes]:
+        request = Request(
+            "id",
+            TOKENS,
+            SamplingParams(max_tokens=1),
+            None,
+            block_hasher=get_request_block_hasher(BLOCK, sha256),
+            **more,
+        )
+        engine = EngineInfo({}, BLOCK, BLOCK, num_blocks=9, mark=AdapterMarks())
+        return RequestTable(engine, Parts(engine), Generation(), True).state_of(request).keys
+
+    lora = LoRARequest("sql", 1, str(adapter))
+    other_lora = LoRARequest("prose", 2, str(adapter))
+    variants = [
+        keys(),
+        keys(cache_salt="tenant a"),
+        keys(cache_salt="tenant b"),
+        keys(mm_features=[image("cat")]),
+        keys(mm_features=[image("dog")]),
+        keys(lora_request=lora),
+        keys(lora_request=other_lora),
+    ]
+    assert all(len(one) == 3 for one in variants)
+    assert len({key for one in variants for key in one}) == 3 * len(variants)
+    assert keys(cache_salt="tenant a") == variants[1], "but with themselves they do"
+    assert keys(lora_request=lora) == variants[5]
+
+
+def request_with(path: Path) -> Any:
+    return SimpleNamespace(lora_request=SimpleNamespace(lora_name="sql", lora_path=str(path)))
+
+
+def test_an_adapter_is_what_its_files_say(adapter: Path) -> None:
+    before = AdapterMarks()(request_with(adapter))
+    assert AdapterMarks()(request_with(adapter)) == before
+    assert AdapterMarks()(SimpleNamespace(lora_request=None)) == b""
+    (adapter / "adapter_config.json").write_text('{"r": 16}')
+    assert AdapterMarks()(request_with(adapter)) != before
+    (adapter / "adapter_config.json").write_text('{"r": 8}')
+    (adapter / "adapter_model.safetensors").write_bytes(b"Weights" * 1000)
+    assert AdapterMarks()(request_with(adapter)) != before
+
+
+def test_an_adapter_that_changes_under_the_engine_is_not_cached(
+    adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who can say which of its weights a request was computed with?"""
+    marks = AdapterMarks()
+    before = marks(request_with(adapter))
+    os.utime(adapter / "adapter_model.safetensors", ns=(1, 1))
+    with caplog.at_level(logging.WARNING):
+        after = [marks(request_with(adapter)) for _ in range(3)]
+    assert len({before, *after}) == 4
+    assert len(caplog.records) == 1

@@ -1,0 +1,129 @@
+"""The versions of vLLM we claim: their signatures are met, and every other is refused clearly."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiers.engine.versions import NEWEST, OLDEST, SUPPORTED, UnsupportedEngine, check_version
+
+ROOT = Path(__file__).parent.parent.parent
+RECORDS = sorted(Path(__file__).with_name("signatures").glob("*.json"))
+LEFT_TO_THE_BASE = {"role", "has_connector_metadata"}
+"""What vLLM's base class does well for ours, in every version."""
+
+
+def of_ours(cls: type) -> dict[str, Any]:
+    """Members that a class has of us, not of vLLM."""
+    ours = [base for base in reversed(cls.__mro__) if base.__module__.startswith("tiers.")]
+    return {name: member for base in ours for name, member in vars(base).items()}
+
+
+def classes() -> dict[str, type]:
+    """Our class for each of vLLM's that it derives from."""
+    from tiers.engine import vllm, vllm_offloading, vllm_stats
+
+    return {
+        "KVConnectorBase_V1": vllm.KVTiersConnector,
+        "KVConnectorStats": vllm_stats.MultiKVConnectorStats,
+        "KVConnectorPromMetrics": vllm_stats.KVTiersPromMetrics,
+        "OffloadingManager": vllm_offloading.HostedManager,
+        "OffloadingWorker": vllm_offloading.HostedWorker,
+        "OffloadingSpec": vllm_offloading.KVTiersOffloadingSpec,
+    }
+
+
+def test_each_minor_version_of_the_range_is_recorded() -> None:
+    recorded = [tuple(int(n) for n in path.stem.split(".")[:2]) for path in RECORDS]
+    assert recorded == [(0, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_our_classes_are_what_the_version_calls(path: Path) -> None:
+    bases = json.loads(path.read_text())["bases"]
+    assert bases.keys() == classes().keys()
+    for name, cls in classes().items():
+        ours, members = of_ours(cls), bases[name]
+        assert members, f"{name} was not found when this was recorded"
+        abstract = {member[1:] for member in members if member.startswith("!")}
+        if name == "KVConnectorBase_V1":
+            everything = {member.removeprefix("!") for member in members}
+            assert everything - ours.keys() == LEFT_TO_THE_BASE
+        assert abstract <= ours.keys()
+        for member, parameters in members.items():
+            mine = ours.get(member.removeprefix("!"))
+            if mine is not None and parameters is not None:
+                takes_all(f"{name}.{member}", mine, parameters)
+
+
+def takes_all(name: str, mine: Any, parameters: list[str]) -> None:
+    """Fail unless a call with these parameters, by place or `=name`, is taken."""
+    function = mine.__func__ if isinstance(mine, classmethod) else mine
+    by_place = [p for p in parameters if not p.startswith("=")]
+    by_name = {p[1:]: None for p in parameters if p.startswith("=")}
+    signature = inspect.signature(function)
+    signature.bind("self", *by_place, **by_name)
+    signature.bind("self", **dict.fromkeys(by_place), **by_name)
+    needed = [p.name for p in signature.parameters.values() if p.default is p.empty]
+    assert {*needed[1:]} - {"kwargs"} <= {*by_place, *by_name}, name
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_all_that_we_import_is_there(path: Path) -> None:
+    sys.path.insert(0, str(path.parent))
+    try:
+        from record import imported
+    finally:
+        sys.path.pop(0)
+    names = json.loads(path.read_text())["names"]
+    missing = [f"{m}.{name}" for m, name in imported() if name not in names.get(m, [])]
+    assert not missing, "not in this version, or imported since it was recorded (see record.py)"
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.30.1", "0.32.0", "0.32.1.dev7+gabc.cpu"])
+def test_a_version_of_the_range_is_served(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("version", "remedy"),
+    [
+        ("0.28.0", "a newer vLLM"),
+        ("0.9.2", "a newer vLLM"),
+        ("0.33.0", "a newer kvtiers"),
+        ("1.0.0", "a newer kvtiers"),
+        ("dev", "a release of vLLM"),
+    ],
+)
+def test_any_other_is_refused_and_told_what_would_do(version: str, remedy: str) -> None:
+    with pytest.raises(UnsupportedEngine) as refusal:
+        check_version(version)
+    text = str(refusal.value)
+    assert f"kvtiers serves vLLM {SUPPORTED} and found {version!r}" in text
+    assert remedy in text and '"vllm>=0.29,<0.33"' in text
+
+
+@pytest.mark.parametrize("module", ["tiers.engine.vllm", "tiers.engine.vllm_offloading"])
+def test_it_is_told_so_even_where_nothing_else_can_be_imported(module: str, tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text('__version__ = "0.8.5"\n')
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert f"UnsupportedEngine: kvtiers serves vLLM {SUPPORTED}" in done.stderr.splitlines()[-1]
+
+
+def test_package_and_readme_state_the_same_range() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["vllm"] == [f"vllm>=0.{OLDEST[1]},<0.{NEWEST[1] + 1}"]
+    readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    assert f"Supported: vLLM {SUPPORTED}" in readme

@@ -1,0 +1,107 @@
+"""Our tiers under vLLM's own OffloadingConnector, which dies of a load that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_vllm import GEMMA, Run, documents
+
+pytestmark = pytest.mark.vllm
+
+CPU = {"type": "cpu", "capacity": "64MiB"}
+ONE_BY_ONE = [[(prompt, 8)] for prompt in documents(4, 600)]
+"""Four prompts of 18 full blocks each, of which an engine of 40 blocks keeps two."""
+ALL = [[18 * 32]] * 4
+"""Tokens of each prompt that were cached."""
+NONE = [[0]] * 4
+IN_PROCESS = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+
+
+def hosted(*tiers: dict[str, Any], **chain: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "KVTiersOffloadingSpec",
+            "spec_module_path": "tiers.engine.vllm_offloading",
+            "chain": {"version": 1, "staging": "3MiB", "tiers": list(tiers), **chain},
+        },
+    }
+
+
+def disk(path: Path) -> dict[str, Any]:
+    return {"type": "disk", "capacity": "64MiB", "path": str(path)}
+
+
+@pytest.fixture(scope="module")
+def answers(run_vllm: Callable[..., Run]) -> list[list[list[int]]]:
+    """The answers to the prompts, one by one, without any connector."""
+    return run_vllm(ONE_BY_ONE, **IN_PROCESS).tokens
+
+
+def test_host_memory_serves_what_the_engine_evicted(
+    run_vllm: Callable[..., Run],
+) -> None:
+    """In two worker processes, whose memory the scheduler's process shares."""
+    two = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+    run = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=hosted(CPU), **two)
+    assert run.tokens[:4] == run.tokens[4:]
+    assert run.cached == NONE + ALL
+
+
+def test_disk_serves_a_restarted_engine_and_damage_is_a_miss(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    """Staging has room for 48 blocks: each prompt of 18 pushes out another's."""
+    here = hosted(disk(tmp_path / "disk"))
+    first = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=here, **IN_PROCESS)
+    assert first.tokens == answers * 2
+    assert first.cached == NONE + ALL
+
+    again = run_vllm(ONE_BY_ONE, kv_transfer_config=here, **IN_PROCESS)
+    assert again.tokens == answers
+    assert again.cached == ALL
+
+    for slab in (tmp_path / "disk").glob("**/slab-*"):
+        with slab.open("r+b") as file:
+            for position in range(1000, slab.stat().st_size, 500_000):
+                file.seek(position)
+                file.write(b"wrong KV")
+    damaged = run_vllm(ONE_BY_ONE, kv_transfer_config=here, **IN_PROCESS)
+    assert damaged.tokens == answers
+    assert 0 < sum(tokens for (tokens,) in damaged.cached) < 4 * 18 * 32
+
+
+def test_redis_serves_another_engine_and_a_dead_one_is_a_miss(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], server: Any
+) -> None:
+    here = hosted(CPU, {"type": "redis", "url": server.url, "timeout": "500ms"})
+    run_vllm(ONE_BY_ONE, kv_transfer_config=here, **IN_PROCESS)
+    again = run_vllm(ONE_BY_ONE, kv_transfer_config=here, **IN_PROCESS)
+    assert (again.tokens, again.cached) == (answers, ALL)
+    server.kill()
+    alone = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=here, **IN_PROCESS)
+    assert (alone.tokens, alone.cached) == (answers * 2, NONE + ALL)
+    assert "tier redis is down" in alone.log
+
+
+def test_a_model_with_windows_has_a_block_of_each_group(
+    run_vllm: Callable[..., Run], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Each group's blocks are copied apart; a restarted engine finds what its windows need."""
+    prompts = [[(prompt, 8)] for prompt in documents(2, 600)]
+    options: dict[str, Any] = {
+        "model": str(tiny_model(GEMMA)),
+        "max_model_len": 704,
+        "num_gpu_blocks_override": 80,
+        **IN_PROCESS,
+    }
+    plain = run_vllm(prompts, **options)
+    here = hosted(CPU, disk(tmp_path / "disk"))
+    first = run_vllm(prompts, kv_transfer_config=here, **options)
+    again = run_vllm(prompts, kv_transfer_config=here, **options)
+    assert first.tokens == again.tokens == plain.tokens
+    assert (first.cached, again.cached) == ([[0]] * 2, [[18 * 32]] * 2)

@@ -1,0 +1,93 @@
+"""StoreTransfers: blocks on their way between the slots of all ranks and a store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from tiers.connector.region import SlotRegion
+from tiers.guard import Guarded
+from tiers.store import Block
+
+logger = logging.getLogger(__name__)
+
+FETCHERS = 2
+"""Fetches under way at once."""
+DRAIN_SECONDS = 10.0
+"""How long puts under way may go on when the engine shuts down."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Blocks and their slots. `request_id`: for whom they are fetched; None: they are put."""
+
+    request_id: str | None
+    keys: list[bytes]
+    slots: list[int]
+    future: Future[list[bool]]
+
+    def outcome(self) -> list[bool]:
+        """Which blocks came whole, on every rank. Only once it has ended."""
+        error = self.future.exception()
+        if error is None:
+            return self.future.result()
+        logger.error("blocks between host memory and the store are lost: %s", error)
+        return [False] * len(self.keys)
+
+
+class StoreTransfers:
+    """Begun and collected by the scheduler's thread, made by its own. The caller owns the slots."""
+
+    def __init__(self, store: Guarded, regions: Sequence[SlotRegion]) -> None:
+        self._store = store
+        self._regions = regions
+        self._under_way: list[Transfer] = []
+        self._fetcher = ThreadPoolExecutor(FETCHERS, thread_name_prefix="kvtiers-fetch")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvtiers-store")
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    @property
+    def blocks_being_put(self) -> int:
+        """Blocks whose slots the writer still reads."""
+        return sum(len(one.keys) for one in self._under_way if one.request_id is None)
+
+    def fetch(self, request_id: str, keys: list[bytes], slots: list[int]) -> None:
+        """Begin to fill these slots."""
+        future = self._fetcher.submit(self._get, keys, slots)
+        self._under_way.append(Transfer(request_id, keys, slots, future))
+
+    def put(self, keys: list[bytes], slots: list[int]) -> None:
+        """Begin to store these slots."""
+        future = self._writer.submit(self._put, keys, slots)
+        self._under_way.append(Transfer(None, keys, slots, future))
+
+    def _get(self, keys: list[bytes], slots: list[int]) -> list[bool]:
+        return _on_all([self._store.get(_blocks(one, keys, slots)) for one in self._regions])
+
+    def _put(self, keys: list[bytes], slots: list[int]) -> list[bool]:
+        return _on_all([self._store.put(_blocks(one, keys, slots)) for one in self._regions])
+
+    def take_ended(self) -> Iterator[Transfer]:
+        """Those that have ended since the last call."""
+        for one in [one for one in self._under_way if one.future.done()]:
+            self._under_way.remove(one)
+            yield one
+
+    def close(self) -> None:
+        """Let puts under way end, for `DRAIN_SECONDS` at most."""
+        wait([one.future for one in self._under_way if one.request_id is None], DRAIN_SECONDS)
+        self._writer.shutdown(wait=False, cancel_futures=True)
+        self._fetcher.shutdown(wait=True, cancel_futures=True)
+
+
+def _on_all(ranks: list[list[bool]]) -> list[bool]:
+    return [all(good) for good in zip(*ranks, strict=True)]
+
+
+def _blocks(region: SlotRegion, keys: list[bytes], slots: list[int]) -> list[Block]:
+    pairs = zip(keys, slots, strict=True)
+    return [Block(region.hello.namespace + key, region.memory.payload(slot)) for key, slot in pairs]

@@ -1,0 +1,30 @@
+"""Which versions of vLLM are served, and what is said to any other."""
+
+from __future__ import annotations
+
+import re
+
+OLDEST = (0, 29)
+NEWEST = (0, 32)
+SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+"""As people read it; `pyproject.toml` and the README say the same, and a test compares them."""
+
+
+class UnsupportedEngine(RuntimeError):
+    """The engine is of a version that this kvtiers does not serve."""
+
+
+def check_version(found: str) -> None:
+    """Raise UnsupportedEngine unless this version of vLLM, as it names itself, is served."""
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    version = (int(numbers[1]), int(numbers[2])) if numbers else None
+    if version is not None and OLDEST <= version <= NEWEST:
+        return
+    newer = version is not None and version > NEWEST
+    remedy = "a newer kvtiers, if there is one, or an older vLLM" if newer else "a newer vLLM"
+    if version is None:
+        remedy = "a release of vLLM, since this build does not say which it is"
+    raise UnsupportedEngine(
+        f"kvtiers serves vLLM {SUPPORTED} and found {found!r}. Install {remedy}: "
+        f'pip install "vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"'
+    )

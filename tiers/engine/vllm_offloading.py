@@ -1,0 +1,346 @@
+"""Our tiers hosted by vLLM's own OffloadingConnector: the spec that its configuration names.
+
+vLLM's connector decides what to store and load, and ours keeps it: a `HostedTier` in the
+scheduler's process, and in each worker the copies between paged KV and host slots.
+"""
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm import __version__ as vllm_version
+
+from tiers.engine.versions import check_version
+
+check_version(vllm_version)  # before what another version may not have
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+    TransferResult,
+)
+
+from spec.chain import ChainSpec
+from spec.load import load_chain
+from spec.offloading import HostSpec, StoreSite, StoreSpec
+from spec.registry import tier_class
+from tiers.block import namespace
+from tiers.connector.base import Copier, Copy, Hello
+from tiers.connector.host import slots_within
+from tiers.connector.hosted import Answer, HostedTier
+from tiers.connector.region import SlotRegion, attach_region, create_region, stamp
+from tiers.engine.fingerprint import model_facts
+from tiers.errors import TierUnusable
+from tiers.gpu.copier import open_copier
+from tiers.guard import Guarded, guard
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCaches,
+        GPULoadStoreSpec,
+        OffloadKey,
+        ReqContext,
+        ScheduleEndContext,
+    )
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+logger = logging.getLogger(__name__)
+
+COPIERS = 2
+"""Loads under way at once in a worker."""
+
+
+class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
+    """A chain of at most one host tier and one store: `chain` in the connector's extra config.
+
+    Raises SpecError for a chain that is none, ValueError for one that can't be hosted.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        if "chain" not in self.extra_config:
+            raise ValueError(
+                "kv_connector_extra_config has no chain: the path of a chain's YAML file"
+            )
+        if self.blocks_per_chunk != 1:
+            raise ValueError(
+                "kv_connector_extra_config makes chunks of several blocks; kvtiers keeps blocks. "
+                "Leave out blocks_per_chunk and block_size."
+            )
+        self._chain = load_chain(self.extra_config["chain"])
+        self._host, self._store = hosted_tiers(self._chain)
+
+    def get_manager(self) -> HostedManager:
+        """The scheduler's side. Raises TierUnusable where it can't share the workers' memory."""
+        ranks = range(self.config.parallel.world_size)
+        regions = [attach_region(self.config.engine_id, rank) for rank in ranks]
+        store = self._open_store(max(region.hello.payload_bytes for region in regions))
+        return HostedManager(HostedTier(regions, self._host.residency, store), self._store)
+
+    def _open_store(self, payload_bytes: int) -> Guarded | None:
+        if self._store is None:
+            return None
+        name = self._store.tier_name
+        try:
+            site = StoreSite(payload_bytes, self.config.parallel.world_size)
+            return guard(self._store.open(site), name)
+        except TierUnusable as error:
+            logger.error("tier %r is unusable; host memory serves alone: %s", name, error)
+            return None
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> HostedWorker:
+        """A worker's side. Raises TierUnusable when there is no room for one block."""
+        tensors = [one.tensor for one in kv_caches.tensors]
+        blocks = tensors[0].shape[0]
+        copiers = [
+            open_copier({str(ref.tensor_idx): tensors[ref.tensor_idx] for ref in refs}, blocks)
+            for refs in kv_caches.group_data_refs
+        ]
+        payload = max(copier.payload_bytes for copier in copiers)
+        parallel = self.config.parallel
+        slots = slots_within(self._host.capacity, payload, parallel.world_size)
+        if slots == 0:
+            raise TierUnusable(
+                f"host memory of {self._host.capacity} bytes over {parallel.world_size} rank(s) "
+                f"is less than one block of {payload} bytes"
+            )
+        facts = self._facts(copiers, tensors[0].device)
+        space = namespace(facts, parallel.rank, parallel.world_size)
+        hello = Hello(parallel.rank, space, payload)
+        region = create_region(self.config.engine_id, hello, slots, copiers[0].pin)
+        return HostedWorker(region, copiers)
+
+    def _facts(self, copiers: Sequence[Copier], device: torch.device) -> dict[str, str]:
+        """All that makes KV interchangeable; vLLM gives its layout by name, and pages as bytes."""
+        vllm_config = get_current_vllm_config()
+        if vllm_config.lora_config is not None:
+            raise ValueError(
+                "vLLM's OffloadingConnector does not tell two adapters of one name apart: with "
+                "LoRA, use KVTiersConnector"
+            )
+        kind = torch.cuda.get_device_capability(device) if device.type == "cuda" else ""
+        return {
+            **model_facts(vllm_config, vllm_version, get_none_hash_seed()),
+            "salt": self._chain.salt,
+            "host": "vllm-offloading",
+            "device": f"{device.type} {kind}",
+            "attention": str(vllm_config.attention_config.backend),
+            "layout": str(getattr(self.config, "kv_cache_layout", None)),
+            "pages": " ".join(copier.layout for copier in copiers),
+            "groups": repr(self.tokens_per_block),
+        }
+
+
+def hosted_tiers(chain: ChainSpec) -> tuple[HostSpec, StoreSpec | None]:
+    """The host tier of a chain, `staging` where it has none, and its store. Raises ValueError."""
+    hosts = [tier for tier in chain.tiers if isinstance(tier, HostSpec)]
+    stores = [tier for tier in chain.tiers if isinstance(tier, StoreSpec)]
+    if len(hosts) > 1 or len(stores) > 1:
+        raise ValueError(
+            f"vLLM's OffloadingConnector hosts one cpu tier and one other at most; the chain has "
+            f"{', '.join(tier.tier_name for tier in chain.tiers)}. Use KVTiersConnector for all."
+        )
+    staging = tier_class("cpu").model_validate({"type": "cpu", "capacity": chain.staging})
+    return hosts[0] if hosts else cast(HostSpec, staging), stores[0] if stores else None
+
+
+@dataclass
+class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
+    """Host slots of a transfer and the keys of their blocks, in the order of its paged blocks."""
+
+    slots: list[int]
+    keys: list[bytes]
+
+
+class HostedManager(OffloadingManager):  # type: ignore[misc]
+    """A `HostedTier` as vLLM's scheduler calls it."""
+
+    def __init__(self, tier: HostedTier, store: StoreSpec | None) -> None:
+        self.tier = tier
+        self._store_source = store.hit_source if store is not None else ""
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        answer = self.tier.lookup(req_context.req_id, key)
+        if answer is Answer.LATER:
+            return LookupResult.RETRY
+        return LookupResult.HIT if answer is Answer.HIT else LookupResult.MISS
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
+        """Asked by vLLM 0.32 and later."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        stored = self.tier.came_from_store(req_context.req_id, key)
+        return CacheHitSource(self._store_source if stored else HostSpec.hit_source)
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> SlotsSpec:
+        return SlotsSpec(self.tier.prepare_load(req_context.req_id, keys), [])
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.tier.touch(list(keys))
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.tier.complete_load(keys)
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput:
+        """What is left out is not offered again for this request."""
+        orders = self.tier.prepare_store(keys)
+        slots = SlotsSpec([slot for _, _, slot in orders], [key for _, key, _ in orders])
+        return PrepareStoreOutput([block for block, _, _ in orders], slots, evicted_keys=[])
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        self.tier.complete_store(keys, success)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self.tier.request_finished(req_context.req_id)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self.tier.end_step(context.new_req_ids)
+
+    def reset_cache(self) -> None:
+        self.tier.reset()
+
+    def shutdown(self) -> None:
+        self.tier.close()
+
+
+@dataclass
+class _Job:
+    future: Future[float]
+    is_load: bool
+    num_bytes: int
+
+
+class HostedWorker(OffloadingWorker):  # type: ignore[misc]
+    """Copies between paged KV and the slots of a region, one copier for each KV cache group."""
+
+    def __init__(self, region: SlotRegion, copiers: Sequence[Copier]) -> None:
+        self._region = region
+        self._copiers = copiers
+        self._jobs: dict[int, _Job] = {}
+        self._loader = ThreadPoolExecutor(COPIERS, thread_name_prefix="kvtiers-load")
+        self._gatherer = ThreadPoolExecutor(1, thread_name_prefix="kvtiers-gather-end")
+        # Two loads from one slot may end at once: each would count its end from the same number.
+        self._marking = threading.Lock()
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: SlotsSpec) -> bool:
+        rows = self._region.memory.rows
+        with self._marking:
+            self._region.clear(dst_spec.slots)
+        copies = [
+            copier.gather(blocks, rows, slots)
+            for copier, blocks, slots in self._parts(src_spec, dst_spec.slots)
+        ]
+        future = self._gatherer.submit(self._end_store, copies, dst_spec, time.perf_counter())
+        self._note(job_id, future, False, src_spec)
+        return True
+
+    def _end_store(self, copies: list[Copy], slots: SlotsSpec, began: float) -> float:
+        held = [stamp(key) for key in slots.keys]
+        try:
+            for copy in copies:
+                copy.wait()
+        except RuntimeError as error:
+            # vLLM takes no failed transfer; the missing stamps tell our side of the scheduler.
+            logger.error("blocks were not copied to host memory: %s", error)
+            held = [b""] * len(held)
+        self._mark(slots.slots, held)
+        return time.perf_counter() - began
+
+    # `expedited` is said by vLLM 0.33 and later.
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: SlotsSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        parts = list(self._parts(dst_spec, src_spec.slots))
+        fences = [copier.fence() for copier, _, _ in parts]
+        future = self._loader.submit(self._load, parts, fences, src_spec.slots)
+        self._note(job_id, future, True, dst_spec)
+        return True
+
+    def _load(
+        self,
+        parts: list[tuple[Copier, list[int], list[int]]],
+        fences: list[object],
+        slots: list[int],
+    ) -> float:
+        began = time.perf_counter()
+        for (copier, blocks, rows), fence in zip(parts, fences, strict=True):
+            copier.scatter(self._region.memory.rows, rows, blocks, fence)
+        self._mark(slots, None)
+        return time.perf_counter() - began
+
+    def _mark(self, slots: Iterable[int], held: Iterable[bytes] | None) -> None:
+        """Count the end of a transfer; `held`: what the slots hold now, None: what they held."""
+        with self._marking:
+            if held is None:
+                for slot in slots:
+                    self._region.count_end(slot)
+                return
+            for slot, one in zip(slots, held, strict=True):
+                self._region.mark(slot, self._region.ended(slot) + 1, one)
+
+    def _parts(
+        self, paged: GPULoadStoreSpec, slots: list[int]
+    ) -> Iterator[tuple[Copier, list[int], list[int]]]:
+        """The blocks and slots of each KV cache group that has any."""
+        start = 0
+        for copier, size in zip(self._copiers, paged.group_sizes, strict=True):
+            stop = start + size
+            if size:
+                yield copier, paged.block_ids[start:stop].tolist(), slots[start:stop]
+            start = stop
+        assert start == len(slots), f"{start} paged blocks for {len(slots)} slots"
+
+    def _note(
+        self, job_id: int, future: Future[float], is_load: bool, paged: GPULoadStoreSpec
+    ) -> None:
+        sizes = zip(self._copiers, paged.group_sizes, strict=True)
+        num_bytes = sum(copier.payload_bytes * size for copier, size in sizes)
+        self._jobs[job_id] = _Job(future, is_load, num_bytes)
+
+    def get_finished(self) -> list[TransferResult]:
+        """A load that failed is said to have failed, on which vLLM ends: the device is broken."""
+        done = [job_id for job_id, job in self._jobs.items() if job.future.done()]
+        return [self._result(job_id, self._jobs.pop(job_id)) for job_id in done]
+
+    def _result(self, job_id: int, job: _Job) -> TransferResult:
+        error = job.future.exception()
+        if error is not None:
+            logger.error("a %s failed: %s", "load" if job.is_load else "store", error)
+            return TransferResult(job_id, success=False)
+        return TransferResult(job_id, True, job.num_bytes, job.future.result())
+
+    def wait(self, job_ids: set[int]) -> None:
+        wait([self._jobs[job_id].future for job_id in job_ids if job_id in self._jobs])
+
+    def shutdown(self) -> None:
+        self._loader.shutdown(wait=True)
+        self._gatherer.shutdown(wait=True)
+        for copier in self._copiers:
+            copier.close()
+        self._region.close()
