@@ -12,12 +12,13 @@ from typing import Annotated
 import typer
 
 from spec.errors import SpecError
+from tiers.cli.bench import bench
 from tiers.cli.config import config
 from tiers.cli.demo import demo
 from tiers.cli.schema import schema
 from tiers.cli.validate import validate
 
-COMMANDS = (validate, config, schema, demo)
+COMMANDS = (validate, config, schema, demo, bench)
 
 app = typer.Typer(
     name="kvtiers",

@@ -1,0 +1,60 @@
+"""The benchmarks, by suite: `kvtiers bench SUITE... [--json FILE] [--smoke]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from bench.report import HEAD, Case, Row, measure, table, write_json
+
+SUITES = ("cpu",)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much a suite measures. `smoke`: only that everything runs, in seconds. `folder`: an
+    empty one, for suites that write files."""
+
+    smoke: bool
+    folder: Path
+    rounds: int = 5
+
+
+Suite = Callable[[Scale], AbstractContextManager[Iterator[Case]]]
+"""What a suite's module has as `cases`: a context manager, so that servers it starts are ended."""
+
+
+def run(names: Sequence[str], scale: Scale, note: Callable[[str], None]) -> list[Row]:
+    """Measure the suites' cases, one by one. Raises KeyError for a suite there is none of."""
+    rows: list[Row] = []
+    for name in names:
+        if name not in SUITES:
+            raise KeyError(name)
+        cases: Suite = import_module(f"bench.{name}").cases
+        with cases(scale) as found:
+            for case in found:
+                note(f"{case.suite}: {case.case}")
+                rows.append(measure(case, 0 if scale.smoke else scale.rounds))
+    return rows
+
+
+def show(rows: Sequence[Row], json_file: Path | None) -> None:
+    """Print the table, what holds us off a target, and write the JSON."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=180)
+    grid = Table(*HEAD, box=None)
+    for line in table(rows):
+        grid.add_row(*line)
+    console.print(grid)
+    for row in rows:
+        if row.met is False and row.why:
+            console.print(f"{row.suite}, {row.case}: {row.why}", soft_wrap=True)
+    if json_file is not None:
+        write_json(json_file, rows)

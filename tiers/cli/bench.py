@@ -1,0 +1,43 @@
+"""`kvtiers bench`: our figures beside the hardware's limit and the peers', in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def bench(
+    suites: Annotated[list[str], typer.Argument(help="Suites to run, or all.")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the rows to this file.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Measure disks here; by default a temporary folder.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds of each case.")] = 5,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Only that everything runs.")] = False,
+) -> None:
+    """Measure tiers beside what the hardware can do (from a checkout; bench/ is not installed)."""
+    import sys
+    from tempfile import TemporaryDirectory
+
+    checkout = Path(__file__).parents[2]
+    if not (checkout / "bench" / "main.py").exists():
+        typer.echo(f"there is no bench/ beside {checkout / 'tiers'}: run from a checkout", err=True)
+        raise typer.Exit(2)
+    sys.path.insert(0, str(checkout))
+    from bench import main
+
+    wanted = list(main.SUITES) if suites == ["all"] else suites
+    unknown = [name for name in wanted if name not in main.SUITES]
+    if unknown:
+        typer.echo(
+            f"no suite {', '.join(unknown)}; there are all, {', '.join(main.SUITES)}", err=True
+        )
+        raise typer.Exit(2)
+    with TemporaryDirectory(prefix="kvtiers-bench-", dir=folder) as made:
+        scale = main.Scale(smoke, Path(made), rounds)
+        rows = main.run(wanted, scale, lambda line: typer.echo(line, err=True))
+    main.show(rows, json_file)
