@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.cpu_load import CpuLoads
 from bench.main import Scale
 from bench.report import Case, Measure
 from tiers.gpu.copier import open_copier
@@ -40,12 +41,14 @@ def _batch(block_bytes: int) -> _Batch:
 
 @contextmanager
 def cases(scale: Scale) -> Iterator[Iterator[Case]]:
-    """Gather and scatter of 64 scattered blocks from 32 layers."""
+    """Gather and scatter of 64 scattered blocks from 32 layers, and a whole load of them."""
     batch = _batch(64 << 10 if scale.smoke else 2 << 20)
     copier = open_copier(batch.paged, BLOCKS * 8)
+    loads = CpuLoads(batch.paged, batch.blocks, batch.num_bytes // BLOCKS)
     rows, slots = batch.memory.rows, list(range(BLOCKS))
-    memcpy = _memcpy(batch.num_bytes)
+    copy = memcpy(batch.num_bytes)
     name = f"64 blocks of {batch.num_bytes // BLOCKS >> 10} KiB, 32 layers"
+    gather = _rate(batch, lambda: copier.gather(batch.blocks, rows, slots).wait())
     try:
         yield iter(
             [
@@ -53,8 +56,8 @@ def cases(scale: Scale) -> Iterator[Iterator[Case]]:
                     "cpu",
                     f"gather {name}",
                     "GB/s",
-                    _rate(batch, lambda: copier.gather(batch.blocks, rows, slots).wait()),
-                    limit=memcpy,
+                    gather,
+                    limit=copy,
                     target=0.8,
                 ),
                 Case(
@@ -62,12 +65,21 @@ def cases(scale: Scale) -> Iterator[Iterator[Case]]:
                     f"scatter {name}",
                     "GB/s",
                     _rate(batch, lambda: copier.scatter(rows, slots, batch.blocks, copier.fence())),
-                    limit=memcpy,
+                    limit=copy,
                     target=0.8,
+                ),
+                Case(
+                    "cpu",
+                    f"CPU tier load end to end, {name} (limit: gather)",
+                    "GB/s",
+                    _rate(batch, loads.load),
+                    limit=gather,
+                    target=0.9,
                 ),
             ]
         )
     finally:
+        loads.close()
         copier.close()
         batch.memory.close()
 
@@ -81,7 +93,8 @@ def _rate(batch: _Batch, move: Callable[[], object]) -> Measure:
     return run
 
 
-def _memcpy(num_bytes: int) -> Measure:
+def memcpy(num_bytes: int) -> Measure:
+    """One thread's copy of so many bytes, at once."""
     source = torch.ones(num_bytes, dtype=torch.uint8)
     target = torch.ones(num_bytes, dtype=torch.uint8)
 

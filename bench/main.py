@@ -10,7 +10,14 @@ from pathlib import Path
 
 from bench.report import HEAD, Case, Row, measure, table, write_json
 
-SUITES = ("cpu",)
+SUITES = (
+    "codec",
+    "cpu",
+    "scheduler",
+    "disk",
+    "e2e",
+    "remote",
+)
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,8 @@ class Output:
     kv_connector_worker_meta: MultiWorkerMetadata
 
 
-def read_trace(path: Path, requests: int) -> Iterator[TraceRequest]:
-    """The first `requests` prompts, as their full blocks."""
+def read_trace(path: Path, requests: int | None = None) -> Iterator[TraceRequest]:
+    """The first `requests` prompts, or all, as their full blocks."""
     with path.open() as lines:
         for number, line in enumerate(islice(lines, requests)):
             said = json.loads(line)
@@ -184,7 +184,7 @@ class Replay:
         orders = self._chain.build_connector_meta(step)
         for job in orders.metadata[1].reqs_to_store:
             self._disk.keep([NAMESPACE + item.key for item in job.items])
-        self._hear(map(_all_done, orders.metadata))
+        self._hear(map(all_done, orders.metadata))
         self._chain.request_finished(request, [])
 
     def _hear(self, children: Iterable[OffloadingWorkerMetadata]) -> None:
@@ -201,7 +201,8 @@ class Replay:
         }
 
 
-def _all_done(orders: OffloadingConnectorMetadata) -> OffloadingWorkerMetadata:
+def all_done(orders: OffloadingConnectorMetadata) -> OffloadingWorkerMetadata:
+    """Every job of a step has ended, whole."""
     jobs: list[LoadJob | StoreJob] = [*orders.reqs_to_load, *orders.reqs_to_store]
     return OffloadingWorkerMetadata({job.job_id: JobResult(1, set()) for job in jobs})
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
-from tiers.cpu.lru import LruResidency
+from tiers.cpu.spec import CpuSpec
 from tiers.pool import ALIGNMENT, SlotMemory, SlotPool, slot_stride
 
 SLOTS = 5
@@ -21,10 +27,21 @@ class PoolAndTier(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = SlotPool(SLOTS)
-        self.tier = LruResidency(self.pool, CAPACITY)
+        self.kept: dict[bytes, int] = {}
+        """What the tier must keep: all it took, less what it said it evicted."""
         self.held: list[tuple[bytes, int]] = []
         self.written: dict[int, bytes] = {}
         """Which block's bytes each slot has, as a worker would find it."""
+
+    @initialize(eviction=st.sampled_from(["lru", "arc", "s3fifo"]))
+    def open(self, eviction: str) -> None:
+        """Any policy may evict what it likes, but says so."""
+        spec = CpuSpec.model_validate({"capacity": 1, "eviction": eviction})
+        self.tier = spec.residency(self.pool, CAPACITY)
+        self.tier.on_evict = self.evicted
+
+    def evicted(self, key: bytes) -> None:
+        del self.kept[key]
 
     @rule(key=KEYS)
     def claim(self, key: bytes) -> None:
@@ -59,14 +76,30 @@ class PoolAndTier(RuleBasedStateMachine):
         key, slot = self.held.pop(number)
         if broken:
             self.tier.discard(key)
+            self.kept.pop(key, None)
             self.pool.forget(slot)
-        elif keep and self.tier.find(key) is None:
+        elif keep:
+            had, full = key in self.kept, len(self.kept) == CAPACITY
             self.tier.admit(key, slot)
+            found = self.tier.find(key)
+            if found is not None and not had:
+                self.kept[key] = slot
+            assert had or found is not None or full or self.pool.key(slot) is None
         self.pool.release(slot)
 
     @rule(key=KEYS)
     def discard(self, key: bytes) -> None:
         self.tier.discard(key)
+        self.kept.pop(key, None)
+
+    @rule(keys=st.lists(KEYS))
+    def touch(self, keys: list[bytes]) -> None:
+        self.tier.touch(keys)
+
+    @rule()
+    def clear(self) -> None:
+        assert sorted(self.tier.clear()) == sorted(self.kept)
+        self.kept.clear()
 
     @rule()
     def evict(self) -> None:
@@ -84,6 +117,7 @@ class PoolAndTier(RuleBasedStateMachine):
         for slot in range(SLOTS):
             holders = sum(held == slot for _, held in self.held)
             assert self.pool.references(slot) == holders + kept.count(slot)
+        assert sorted(kept) == sorted(self.kept.values())
         assert len(kept) == len(set(kept)) == len(self.tier) <= CAPACITY
         assert self.pool.in_use == sum(self.pool.references(s) > 0 for s in range(SLOTS))
 

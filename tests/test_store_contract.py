@@ -54,7 +54,7 @@ class TestDict(StoreContract):
 class TestRedis(StoreContract):
     shared = True
     persistent = True
-    codec: ClassVar[Literal["none", "zstd"]] = "none"
+    codec: ClassVar[Literal["none", "zstd", "planes"]] = "none"
 
     @pytest.fixture(autouse=True)
     def _place(self, shared_server: RedisServer) -> None:
@@ -69,6 +69,10 @@ class TestRedis(StoreContract):
 
 class TestRedisCompressed(TestRedis):
     codec = "zstd"
+
+
+class TestRedisInPlanes(TestRedis):
+    codec = "planes"
 
 
 class TestRedisOverUnixSocket(TestRedis):

@@ -8,6 +8,7 @@ reference in the bookkeeping, so the scheduler never gives it away.
 from __future__ import annotations
 
 import mmap
+from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -34,13 +35,16 @@ class SlotPool:
 
     Used by the scheduler's thread alone. A slot with no reference is free. A resident block is
     one whose tier keeps a reference of its own (see `Residency`).
+
+    All it keeps is arrays, and dicts of bytes and ints: what Python's garbage collector does not
+    look at, however many slots there are.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._refs = [0] * num_slots
-        self._keys: list[bytes | None] = [None] * num_slots
+        self._free = array("q", range(num_slots - 1, -1, -1))
+        self._refs = array("q", bytes(8 * num_slots))
+        self._keys: dict[int, bytes] = {}
         self._slots: dict[bytes, int] = {}
         self._evictors: list[Callable[[], bool]] = []
 
@@ -62,6 +66,14 @@ class SlotPool:
         self._slots[key] = slot
         return Claim(slot, fresh=True)
 
+    def key(self, slot: int) -> bytes | None:
+        """Whose block the slot holds, or None."""
+        return self._keys.get(slot)
+
+    def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
+        """The slot of each of these keys, resident or on its way, or None."""
+        return list(map(self._slots.get, keys))
+
     def retain(self, slot: int) -> None:
         """Take one more reference on a slot in use."""
         assert self._refs[slot] > 0, f"slot {slot} is free"
@@ -77,10 +89,9 @@ class SlotPool:
 
     def forget(self, slot: int) -> None:
         """Part the slot from its key: a later claim of the key gets another slot."""
-        key = self._keys[slot]
+        key = self._keys.pop(slot, None)
         if key is not None:
             del self._slots[key]
-            self._keys[slot] = None
 
     def references(self, slot: int) -> int:
         """How many references the slot has now."""
@@ -105,12 +116,16 @@ class Residency(Protocol):
         """The slot of a resident block, or None."""
         ...
 
+    def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
+        """The slot of each of these blocks, or None."""
+        ...
+
     def admit(self, key: bytes, slot: int) -> None:
         """Make a gathered block resident, evicting as the capacity demands."""
         ...
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Count these blocks as used now, the first of them most."""
+    def touch(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Count these blocks as used now, the first of them most; the slot of each, or None."""
         ...
 
     def discard(self, key: bytes) -> None:

@@ -36,7 +36,9 @@ class Engine:
         regions = [attach_region("engine", rank, folder) for rank in range(2)]
         assert list(folder.iterdir()) == [], "a killed engine must leave nothing behind"
         store = guard(spec.open(StoreSite(PAYLOAD, 2)), "tier") if spec is not None else None
-        host = tier_class("cpu").model_validate({"type": "cpu", "capacity": "1MiB"})
+        host = tier_class("cpu").model_validate(
+            {"type": "cpu", "capacity": "1MiB", "eviction": "lru"}
+        )
         assert isinstance(host, HostSpec)
         self.tier = HostedTier(regions, host.residency, store)
 
@@ -232,3 +234,18 @@ def test_workers_elsewhere_and_too_little_shared_memory_are_said(tmp_path: Path)
     with pytest.raises(TierUnusable, match="more room"):
         create_region("engine", Hello(0, b"space", 1 << 40), 1 << 20, False, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_of_an_engine_that_was_killed_while_it_started_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "kvtiers-0123456789abcdef-0").write_bytes(b"left behind")
+    Engine(tmp_path, None)
+
+
+def test_two_engines_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    hello = Hello(0, b"space-----------", PAYLOAD)
+    first = create_region("mine", hello, SLOTS, False, tmp_path)
+    with pytest.raises(TierUnusable, match="engine_id 'mine'"):
+        create_region("mine", hello, SLOTS, False, tmp_path)
+    create_region("other", hello, SLOTS, False, tmp_path).close()
+    attach_region("mine", 0, tmp_path).close()
+    first.close()

@@ -17,22 +17,22 @@ HASHES = [bytes([i]) * 32 for i in range(8)]
 
 def test_an_ordinary_block_has_one_part() -> None:
     plain = parts_of()
-    (key,) = plain.keys(HASHES, 3, b"")
+    (key,) = plain.keys(HASHES, range(3, 4), b"")
     assert plain.hash_of(key) == (HASHES[3], 0)
     assert (len(plain), plain.window) == (1, 0)
 
 
 def test_parts_of_a_block_never_share_a_key() -> None:
-    keys = [key for block in range(8) for key in HYBRID.keys(HASHES, block, b"")]
+    keys = HYBRID.keys(HASHES, range(8), b"")
     assert len(set(keys)) == 8 * 3
     assert HYBRID.hash_of(keys[5]) == (HASHES[1], 2)
-    assert not set(keys) & set(HYBRID.keys(HASHES, 0, b"an adapter's mark"))
+    assert not set(keys) & set(HYBRID.keys(HASHES, range(8), b"an adapter's mark"))
 
 
 def test_groups_with_blocks_of_their_own_size() -> None:
     """A block is as long as the longest; the others' are named by the hash at their own end."""
     mixed = parts_of(KVGroup(32), KVGroup(16, window=20), block_tokens=32, hash_tokens=16)
-    assert [mixed.hash_of(key) for key in mixed.keys(HASHES, 1, b"")] == [
+    assert [mixed.hash_of(key) for key in mixed.keys(HASHES, range(1, 2), b"")] == [
         (HASHES[3], 0),
         (HASHES[2], 1),
         (HASHES[3], 1),

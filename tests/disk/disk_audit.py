@@ -20,9 +20,15 @@ PAYLOAD = 60_000
 SLOT = slot_bytes(PAYLOAD)
 
 
+MODE = "KVTIERS_TEST_DISK_MODE"
+"""Environment variable, for child processes too: io and durability, like "direct none"."""
+
+
 def open_disk(path: Path, slots: int = 8, payload: int = PAYLOAD) -> DiskStore:
-    """A store with room for so many slots of `PAYLOAD`."""
-    return DiskSpec(path=path, capacity=slots * SLOT).open(StoreSite(payload))
+    """A store with room for so many slots of `PAYLOAD`, in the mode of the environment."""
+    io, durability = os.environ.get(MODE, "auto none").split()
+    settings = {"path": path, "capacity": slots * SLOT, "io": io, "durability": durability}
+    return DiskSpec.model_validate(settings).open(StoreSite(payload))
 
 
 def key(number: int) -> bytes:

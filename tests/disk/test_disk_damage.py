@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import lmdb
@@ -28,8 +29,12 @@ from disk_audit import (
 )
 from disk_child import NUMBERS, payload_of_number
 
+from tiers.disk.index import label
+from tiers.disk.slab import PAGE
 from tiers.disk.store import DiskStore
 from tiers.errors import TierFull, TierUnavailable, TierUnusable
+
+pytestmark = pytest.mark.usefixtures("mode")
 
 
 @contextmanager
@@ -41,11 +46,11 @@ def opened(path: Path, slots: int = 8) -> Iterator[DiskStore]:
         store.close()
 
 
-@pytest.mark.parametrize("offset", [20, 500, 512, SLOT // 2, 512 + PAYLOAD - 1])
+@pytest.mark.parametrize("offset", [20, 500, PAGE, SLOT // 2, PAGE + PAYLOAD - 1])
 def test_a_flipped_bit_is_a_miss_and_the_block_goes(tmp_path: Path, offset: int) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0, 1, 2))
-        slot = store._vault.index.find(keys(1))[0].slot.number  # type: ignore[union-attr]
+        slot = store._vault.index.find([label(key(1))])[0].slot.number  # type: ignore[union-attr]
         with slab_path(tmp_path).open("r+b") as slab:
             slab.seek(slot * SLOT + offset)
             byte = slab.read(1)[0]
@@ -142,10 +147,11 @@ def test_another_programs_index_is_left_alone(tmp_path: Path) -> None:
         assert txn.get(b"theirs") == b"precious"
 
 
+@pytest.mark.parametrize("mode", ["buffered none", "direct batch", "direct sync"], indirect=True)
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     chance = random.Random(11)
     served = 0
-    for round_ in range(10):
+    for round_ in range(8):
         child = run_child("churn", tmp_path, round_, 10**9)
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
         time.sleep(chance.uniform(0.0, 0.15))
@@ -157,7 +163,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
                 served += sum(get(store, keys(number), payload_of_number(number)))
             audit(store)
             assert store.usage().blocks == sum(store.peek(keys(*range(NUMBERS))))
-    assert served > 50
+    assert served > 40
 
 
 def test_processes_share_a_folder_and_one_is_killed(tmp_path: Path) -> None:
@@ -268,7 +274,7 @@ def test_a_full_index_declines_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
     from tiers.disk import vault
     from tiers.disk.index import Index
 
-    monkeypatch.setattr(vault, "Index", lambda path: Index(path, map_bytes=20 * 4096))
+    monkeypatch.setattr(vault, "Index", partial(Index, map_bytes=20 * 4096))
     with opened(tmp_path, slots=3000) as store:
         with pytest.raises(TierFull):
             for n in range(600):

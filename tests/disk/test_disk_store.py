@@ -13,6 +13,7 @@ from disk_audit import PAYLOAD, SLOT, allocated, audit, get, key, keys, open_dis
 from tiers.disk.slab import slot_bytes
 from tiers.errors import TierFull, TierUnavailable
 
+pytestmark = pytest.mark.usefixtures("mode")
 SMALL = 9_000
 
 

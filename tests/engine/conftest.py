@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, Run
 
 from spec.chain import ChainSpec
 from tiers.connector.manager import StoreManager
+from tiers.engine.plugin import transfer_config
 from tiers.engine.replay import ReplayEngine
 
 
@@ -59,17 +61,39 @@ def tiny_llama(tiny_model: Callable[[dict[str, Any]], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_vllm(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+def vllm_jobs() -> Iterator[subprocess.Popen[str]]:
+    """A process that has vLLM imported and runs jobs (see `vllm_child`)."""
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    env["VLLM_NO_USAGE_STATS"] = "1"
+    process = subprocess.Popen(
+        [sys.executable, str(CHILD)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=env,
+        start_new_session=True,
+    )
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture(scope="session")
+def run_vllm(
+    tiny_llama: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    vllm_jobs: subprocess.Popen[str],
+) -> Callable[..., Run]:
     """Run batches of requests through a fresh engine, with the chain of `tiers` or without."""
     folder = tmp_path_factory.mktemp("vllm")
     runs = itertools.count()
 
     def run(batches: Sequence[Batch], tiers: Sequence[Any] | None = None, **options: Any) -> Run:
         name = folder / f"run-{next(runs)}"
-        env = dict(os.environ)
-        env.update(options.pop("env", {}))
+        env = options.pop("env", {})
         abort = options.pop("abort", 0)
-        env.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+        load = options.pop("load", "first")
         engine = {
             "model": str(tiny_llama),
             "load_format": "dummy",
@@ -84,35 +108,29 @@ def run_vllm(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
         }
         if tiers is not None:
             chain = name.with_suffix(".yaml")
-            chain.write_text(
-                yaml.safe_dump({"version": 1, "staging": "64MiB", "tiers": list(tiers)})
-            )
-            config = subprocess.run(
-                [str(Path(sys.executable).with_name("kvtiers")), "config", str(chain)],
-                check=True,
-                capture_output=True,
-                text=True,
-            )
-            engine["kv_transfer_config"] = json.loads(config.stdout)
-        result = name.with_suffix(".json")
-        job = {"engine": engine, "batches": batches, "result": str(result), "abort": abort}
-        child = subprocess.run(
-            [sys.executable, str(CHILD)],
-            input=json.dumps(job),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env,
-            timeout=280,
-        )
-        assert child.returncode == 0 and result.exists(), child.stdout[-6000:]
+            spec = {"version": 1, "staging": "64MiB", "load": load, "tiers": list(tiers)}
+            chain.write_text(yaml.safe_dump(spec))
+            engine["kv_transfer_config"] = transfer_config(chain)
+        result, log = name.with_suffix(".json"), name.with_suffix(".log")
+        job = {"engine": engine, "batches": batches, "abort": abort, "env": env}
+        status = _do(vllm_jobs, {**job, "result": str(result), "log": str(log)})
+        said = log.read_text(errors="replace")
+        assert status == "0" and result.exists(), said[-6000:]
         data = json.loads(result.read_text())
         return Run(
             [[r["tokens"] for r in batch] for batch in data["batches"]],
             [[r["cached"] for r in batch] for batch in data["batches"]],
             data["tiers"],
             data["preemptions"],
-            child.stdout,
+            said,
         )
 
     return run
+
+
+def _do(process: subprocess.Popen[str], job: dict[str, Any]) -> str:
+    """Run one job; its exit status. A job that hangs is ended by the test's own timeout."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(job) + "\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()

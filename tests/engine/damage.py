@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tiers.block import HEADER_BYTES, parse_header
+from tiers.disk.slab import PAGE
 from tiers.errors import RecordError
 
 
@@ -16,7 +17,7 @@ def damage_blocks(folder: Path, chosen: Callable[[bytes], bool]) -> int:
     for slab, start, key in list(_records(folder)):
         if chosen(key):
             with slab.open("r+b") as file:
-                file.seek(start + HEADER_BYTES + 100)
+                file.seek(start + PAGE + 100)
                 (byte,) = file.read(1)
                 file.seek(-1, 1)
                 file.write(bytes([byte ^ 1]))

@@ -100,6 +100,6 @@ def damage_disk(folder: Path) -> None:
     """Change bytes of every block that a disk tier holds."""
     for slab in folder.glob("slab-*"):
         with slab.open("r+b") as file:
-            for position in range(600, slab.stat().st_size, SLOT):
+            for position in range(4184, slab.stat().st_size, SLOT):
                 file.seek(position)
                 file.write(b"\xff\xee\xdd")

@@ -14,7 +14,7 @@ from tiers.connector.base import EngineInfo
 from tiers.connector.generation import Generation
 from tiers.connector.parts import Parts
 from tiers.connector.requests import RequestTable
-from tiers.engine.fingerprint import AdapterMarks
+from tiers.engine.fingerprint import AdapterMarks, model_facts
 
 BLOCK = 16
 TOKENS = list(range(3, 3 + 3 * BLOCK))
@@ -100,3 +100,90 @@ def test_an_adapter_that_changes_under_the_engine_is_not_cached(
         after = [marks(request_with(adapter)) for _ in range(3)]
     assert len({before, *after}) == 4
     assert len(caplog.records) == 1
+
+
+def test_an_adapter_that_can_t_be_read_is_not_cached_and_stops_nobody(
+    adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (adapter / "tokenizer.json").symlink_to(adapter / "gone.json")
+    marks = AdapterMarks()
+    with caplog.at_level(logging.WARNING):
+        assert len({marks(request_with(adapter)) for _ in range(3)}) == 3
+    assert len(caplog.records) == 1
+    (adapter / "tokenizer.json").unlink()
+    assert len({marks(request_with(adapter)) for _ in range(3)}) == 3, "what was loaded meanwhile?"
+
+
+def test_an_adapter_from_elsewhere_is_this_engine_s_own() -> None:
+    """Its name says nothing of its weights, which the hub may change."""
+    marks = AdapterMarks()
+    request = request_with(Path("org/adapter"))
+    assert marks(request) == marks(request) != AdapterMarks()(request)
+
+
+def model(**more: Any) -> Any:
+    config = {
+        "model": "org/model",
+        "revision": None,
+        "dtype": "bfloat16",
+        "quantization": None,
+        "seed": 0,
+        "max_model_len": 4096,
+        "hf_config": SimpleNamespace(to_dict=dict),
+        "hf_text_config": SimpleNamespace(),
+    }
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**{**config, **more}),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        load_config=SimpleNamespace(load_format="auto"),
+    )
+
+
+def test_longest_request_matters_where_it_chooses_the_rotary_factors() -> None:
+    phi = SimpleNamespace(original_max_position_embeddings=4096)
+
+    def facts(**more: Any) -> dict[str, str]:
+        return model_facts(model(**more), "0.32.0", "")
+
+    assert facts(max_model_len=4096) == facts(max_model_len=8192)
+    short = facts(hf_text_config=phi, max_model_len=4096)
+    assert short == facts(hf_text_config=phi, max_model_len=2048)
+    assert short != facts(hf_text_config=phi, max_model_len=131072)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("groups", "more", "words"),
+    [
+        ([{"non_causal": True}], {}, "non-causal FullAttentionSpec"),
+        ([{}], {"needs_kv_cache_zeroing": True}, "mixed precision"),
+        ([{}], {"is_prefix_caching_supported": False}, "can't be reused"),
+        ([{}], {"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
+        ([{"kind": "MambaSpec"}], {}, "MambaSpec"),
+        ([{"kind": "ChunkedLocalAttentionSpec"}], {}, "ChunkedLocalAttentionSpec"),
+    ],
+)
+def test_what_can_t_be_served_is_named(
+    groups: list[dict[str, Any]], more: dict[str, Any], words: str
+) -> None:
+    from tiers.engine.vllm_groups import kv_groups
+
+    def group(kind: str = "FullAttentionSpec", **fields: Any) -> Any:
+        spec = type(kind, (SimpleNamespace,), {})(block_size=16, **fields)
+        return SimpleNamespace(kv_cache_spec=spec, layer_names=["layers.0"])
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="org/model",
+            is_prefix_caching_supported=more.get("is_prefix_caching_supported", True),
+        ),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=more.get("decode_context_parallel_size", 1)
+        ),
+    )
+    cache = SimpleNamespace(
+        kv_cache_groups=[group(**fields) for fields in groups],
+        needs_kv_cache_zeroing=more.get("needs_kv_cache_zeroing", False),
+    )
+    with pytest.raises(ValueError, match=words):
+        kv_groups(config, cache)

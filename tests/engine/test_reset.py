@@ -191,3 +191,16 @@ def test_a_load_under_way_refuses(engine: Callable[..., ReplayEngine], tmp_path:
     made.run()
     assert made.connector.reset_cache() is True
     assert made.generate(PROMPT, 3).loaded_tokens == 0
+
+
+def test_tiers_still_share_one_gather_after_a_reset(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    one = engine(chain_of(cpu(), disk(tmp_path)))
+    assert one.reset_cache()
+    one.generate(PROMPT)
+    one.settle()
+    assert one.stats["cpu"]["stored_blocks"] == one.stats["disk"]["stored_blocks"] == 13
+    assert one.connector is not None
+    assert one.connector.children[0].scheduler.pool.in_use == 13
+    assert one.stats["disk"]["store_size_bytes"] == one.stats["cpu"]["store_size_bytes"]

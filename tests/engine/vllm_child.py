@@ -1,14 +1,18 @@
-"""Runs a real vLLM engine in a process of its own: a job as JSON on stdin, its results to a file.
+"""Runs real vLLM engines, each in a process of its own: a job as a line of JSON on stdin, its
+results to a file, its exit status as a line on stdout.
 
 The job: `engine` (arguments of LLM), `batches` (each a list of requests that run at once; a
-request is `[prompt_token_ids, max_tokens]`), `result` (where to write), and perhaps `abort` (how
-many requests of each batch are aborted, at random moments). The result: per batch and request its
-tokens and the tokens that came from any cache, and the tiers' counters at the end.
+request is `[prompt_token_ids, max_tokens]`), `result` and `log` (files to write), `env`, and
+perhaps `abort` (how many requests of each batch are aborted, at random moments). The result: per
+batch and request its tokens and the tokens that came from any cache, and the tiers' counters.
+
+vLLM is imported once, which takes as long as an engine's start, and each job is a fork of that.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -16,7 +20,22 @@ from typing import Any
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
+    import vllm.v1.engine.core
+    import vllm.v1.engine.llm_engine  # noqa: F401 - what all jobs would import
+
+    for line in iter(sys.stdin.readline, ""):
+        job = json.loads(line)
+        if (process := os.fork()) == 0:
+            log = os.open(job["log"], os.O_WRONLY | os.O_CREAT, 0o600)
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(log, stream.fileno())
+            os.environ.update(job["env"])
+            run(job)
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+
+
+def run(job: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(**job["engine"])

@@ -17,6 +17,13 @@ from tiers.errors import TierUnusable
 from tiers.remote.spec import RedisSpec
 
 SECRET = "s3same"
+CLUSTER = [("one", 7001), ("two", 6379), ("::1", 7002)]
+PLACES = [
+    "redis://{}cache:6379/0",
+    "unix://{}/run/valkey.sock",
+    "redis+cluster://{}one,two",
+    "redis+sentinel://{}one,two/main",
+]
 
 
 def spec(**settings: Any) -> RedisSpec:
@@ -24,24 +31,32 @@ def spec(**settings: Any) -> RedisSpec:
 
 
 @pytest.mark.parametrize(
-    ("text", "host", "port", "path", "db"),
+    ("text", "endpoints", "path", "db"),
     [
-        ("redis://cache.internal:6379/3", "cache.internal", 6379, None, 3),
-        ("redis://cache", "cache", 6379, None, 0),
-        ("redis://cache/", "cache", 6379, None, 0),
-        ("redis://cache?db=2", "cache", 6379, None, 2),
-        ("redis://[::1]:7000/1", "::1", 7000, None, 1),
-        ("unix:///run/valkey.sock", None, 0, "/run/valkey.sock", 0),
-        ("unix:///run/a%20b.sock?db=4", None, 0, "/run/a b.sock", 4),
+        ("redis://cache.internal:6379/3", [("cache.internal", 6379)], None, 3),
+        ("redis://cache", [("cache", 6379)], None, 0),
+        ("redis://cache/", [("cache", 6379)], None, 0),
+        ("redis://cache?db=2", [("cache", 6379)], None, 2),
+        ("redis://[::1]:7000/1", [("::1", 7000)], None, 1),
+        ("unix:///run/valkey.sock", [], "/run/valkey.sock", 0),
+        ("unix:///run/a%20b.sock?db=4", [], "/run/a b.sock", 4),
+        ("redis+cluster://one:7001,two,[::1]:7002", CLUSTER, None, 0),
+        ("redis+sentinel://one,two:7/main/3", [("one", 26379), ("two", 7)], None, 3),
+        ("redis+sentinel://one/main?db=3", [("one", 26379)], None, 3),
     ],
 )
-def test_what_a_url_says(text: str, host: str | None, port: int, path: str | None, db: int) -> None:
+def test_what_a_url_says(
+    text: str, endpoints: list[tuple[str, int]], path: str | None, db: int
+) -> None:
     url = spec(url=text).url
-    assert (url.host, url.port, url.path, url.db) == (host, port, path, db)
+    assert (list(url.endpoints), url.path, url.db) == (endpoints, path, db)
     assert (url.username, url.password) == (None, None)
+    assert url.is_cluster == ("cluster" in text)
+    assert url.service == ("main" if "sentinel" in text else None)
+    assert spec(url=str(url)).url == url
 
 
-@pytest.mark.parametrize("place", ["redis://{}cache:6379/0", "unix://{}/run/valkey.sock"])
+@pytest.mark.parametrize("place", PLACES)
 def test_user_and_password_are_unquoted(place: str) -> None:
     url = spec(url=place.format("me:p%40ss:%2Fw%3F@")).url
     assert (url.username, url.password) == ("me", SecretStr("p@ss:/w?"))
@@ -52,9 +67,12 @@ def test_user_and_password_are_unquoted(place: str) -> None:
     ("text", "says"),
     [
         ("rediss://cache:6379/0", "TLS.*not supported yet.*redis://.*unix://"),
-        ("redis+sentinel://cache:26379/main", "Sentinel.*not supported yet.*redis://"),
-        ("redis+cluster://cache:6379", "Cluster.*not supported yet.*redis://"),
-        ("redis://a:6379,b:6379/0", "several hosts are not supported yet.*redis://"),
+        ("redis+sentinel://cache:26379", "no name of a service.*redis\\+sentinel://"),
+        ("redis+sentinel://cache:26379/a b", "no name of a service"),
+        ("redis+sentinel://a,b:port/main", "port is not a number"),
+        ("redis+cluster://cache:6379/3", "a cluster has no db but 0"),
+        ("redis+cluster://a:6379,,b:6379", "no host"),
+        ("redis://a:6379,b:6379/0", "several hosts.*redis\\+cluster://"),
         ("http://cache", "unknown scheme http://.*redis://"),
         ("cache:6379", "not a URL.*redis://"),
         ("", "not a URL"),
@@ -99,6 +117,8 @@ def test_a_url_is_text(value: object) -> None:
         "redis://:a?{}@cache",
         "redis://:a@{}@cache",
         "redis://:a b{}@cache:x",
+        "redis+cluster://:{}@a,b:x",
+        "redis+sentinel://:{}@a,b",
         "redis://:{}@ca che",
         "redis://cache?password={}",
         "unix:///run/valkey.sock?password={}",

@@ -11,6 +11,7 @@ from spec.chain import ChainSpec
 from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreSite, StoreSpec
 from tiers.connector.base import EngineInfo, Hello, Role
+from tiers.connector.generation import Generation
 from tiers.connector.host import HostSlots, OpenCopier, slots_within
 from tiers.connector.manager import HostManager, StoreManager, TierManager
 from tiers.connector.multi import MultiConnector
@@ -42,11 +43,18 @@ def open_chain(
     budget = chain.staging + sum(t.capacity for t in chain.tiers if isinstance(t, HostSpec))
     if role is Role.SCHEDULER:
         pool = _ChainPool(budget, engine.world_size)
+        # One for all tiers: each would else gather a block for itself, after a reset.
+        generation = Generation()
         children = [
             OffloadingConnector(
                 tier.tier_name,
                 scheduler=OffloadingScheduler(
-                    tier.tier_name, engine, _manager_opener(tier, pool), chain.promote, now
+                    tier.tier_name,
+                    engine,
+                    _manager_opener(tier, pool),
+                    chain.promote,
+                    generation,
+                    now,
                 ),
                 hit_source=tier.hit_source,
             )

@@ -9,6 +9,7 @@ import torch
 from tiers.block import namespace
 from tiers.connector.base import Copier, Copy, EngineInfo, Hello, StoreItem
 from tiers.pool import SlotMemory, slot_stride
+from tiers.prefault import Prefault
 
 OpenCopier = Callable[[Mapping[str, torch.Tensor], int], Copier]
 
@@ -32,6 +33,7 @@ class HostSlots:
         self._users = 0
         self._copier: Copier | None = None
         self._memory: SlotMemory | None = None
+        self._prefault: Prefault | None = None
         self._holds: dict[int, bytes] = {}
         self._gathers: dict[int, Copy] = {}
 
@@ -43,6 +45,9 @@ class HostSlots:
         self._copier = self._open_copier(kv_caches, self.engine.num_blocks)
         num_slots = slots_within(self._budget, self.payload_bytes, self.engine.world_size)
         self._memory = SlotMemory(num_slots, self.payload_bytes, self._copier.pin)
+        if num_slots and not self._copier.pin:  # what is pinned is there already
+            rows = self._memory.rows
+            self._prefault = Prefault(rows.data_ptr(), num_slots * rows.stride(0))
 
     @property
     def copier(self) -> Copier:
@@ -75,6 +80,9 @@ class HostSlots:
             return None
         slots = [item.slot for item in fresh]
         blocks = [item.source for item in fresh if item.source is not None]
+        if self._prefault is not None:
+            # The scheduler hands slots out from the first on, so the last is how far it has come.
+            self._prefault.used((max(slots) + 1) * self.memory.rows.stride(0))
         for item in fresh:
             self._holds.pop(item.slot, None)
         copy = self.copier.gather(blocks, self.memory.rows, slots)
@@ -99,4 +107,6 @@ class HostSlots:
         self._users -= 1
         if self._users == 0 and self._copier is not None:
             self._copier.close()
+            if self._prefault is not None:
+                self._prefault.close()
             self.memory.close()

@@ -60,6 +60,7 @@ class MultiConnector(MultiWorker):
             self.children, self.names, load, block_tokens, window=window, cheapest=self._cheapest
         )
         self._choices: dict[str, Choice] = {}
+        self._undecided: set[str] = set()
 
     def shutdown(self) -> None:
         """Shut every child down, also when one raises; then raise."""
@@ -91,6 +92,7 @@ class MultiConnector(MultiWorker):
         """What the children that the policy chooses have."""
         choice = self._chooser.choose(request, num_computed_tokens)
         self._choices[request.request_id] = choice
+        self._undecided.add(request.request_id)
         return choice.tokens, choice.is_async
 
     def update_state_after_alloc(
@@ -98,7 +100,11 @@ class MultiConnector(MultiWorker):
     ) -> None:
         """Serving children load; the others learn of the blocks, so that they can store them."""
         choice = self._choices.get(request.request_id, NOBODY)
-        self._chooser.decided(request.request_id, choice)
+        if request.request_id in self._undecided:
+            # Engines call again, with no tokens, when a load beside the steps has ended.
+            self._undecided.discard(request.request_id)
+            loads = not choice.tokens or num_external_tokens > 0
+            self._chooser.decided(request.request_id, choice if loads else NOBODY)
         shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
         if choice.child is not None and num_external_tokens:
             if choice.is_async:
@@ -205,6 +211,7 @@ class MultiConnector(MultiWorker):
                 merged = _merge(merged or {}, params)
         finally:
             self._choices.pop(request.request_id, None)
+            self._undecided.discard(request.request_id)
             self._chooser.forget(request.request_id)
         saving = sum(is_saving for is_saving, _ in answers)
         if saving > 1:

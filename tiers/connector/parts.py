@@ -48,24 +48,37 @@ class Parts:
             for index, group in enumerate(engine.kv_groups)
             for offset in range(self.block_tokens // group.tokens)
         ]
-        reach = [part.window - 1 for part in self._parts if part.window is not None]
+        reach = [max(1, p.window - 1) for p in self._parts if p.window is not None]
         self.window = -(-max(reach, default=0) // self.block_tokens)
-        """Blocks before the end of a prefix of which every part is needed."""
+        """Blocks before the end of a prefix of which every part is needed; 0: no windows."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every block is one paged block, without a window: the ordinary model's."""
+        return len(self._parts) == 1 and self._parts[0].window is None
 
     def __len__(self) -> int:
         return len(self._parts)
 
-    def keys(self, hashes: Sequence[bytes], block: int, mark: bytes) -> Iterator[bytes]:
-        """The keys of a block's parts: the engine's hash, the group, and what else they depend on.
+    def keys(self, hashes: Sequence[bytes], blocks: range, mark: bytes) -> list[bytes]:
+        """The keys of all parts of these blocks: the engine's hash, the group, and `mark`, which
+        is what else they depend on.
 
-        `hashes` are the request's, one per `hash_tokens` tokens, up to this block at least.
+        `hashes` are the request's, one per `hash_tokens` tokens, up to the last block at least.
         """
-        start = block * self.block_tokens
+        if not blocks:
+            return []
+        self._hash_bytes = len(hashes[0])
+        step = self.block_tokens // self._hash_tokens
+        of_each: list[list[bytes]] = []
         for part in self._parts:
-            end = start + (part.offset + 1) * part.tokens
-            block_hash = bytes(hashes[end // self._hash_tokens - 1])
-            self._hash_bytes = len(block_hash)
-            yield block_hash + part.group.to_bytes(GROUP_BYTES, "little") + mark
+            end = part.group.to_bytes(GROUP_BYTES, "little") + mark
+            at = (part.offset + 1) * part.tokens // self._hash_tokens - 1
+            ours = hashes[blocks.start * step + at : blocks.stop * step : step]
+            of_each.append([block_hash + end for block_hash in ours])
+        if len(of_each) == 1:
+            return of_each[0]
+        return [key for block in zip(*of_each, strict=True) for key in block]
 
     def hash_of(self, key: bytes) -> tuple[bytes, int]:
         """The engine's hash and the group in a key made here."""

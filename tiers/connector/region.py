@@ -6,6 +6,7 @@ scheduler's side must bring them there: it fills the very slots that workers sca
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import mmap
@@ -20,6 +21,8 @@ from tiers.pool import ALIGNMENT, SlotMemory, slot_stride
 
 FOLDER = Path("/dev/shm")
 """Memory that processes of one host share by name."""
+
+_PREFIX = "kvtiers-"
 
 _MARK = struct.Struct("<Q16s8x")
 """Per slot: how many of the worker's transfers have ended, and a digest of the key it holds."""
@@ -82,22 +85,50 @@ def create_region(
 ) -> SlotRegion:
     """Make a worker's region, all of its memory at once. Raises TierUnusable for lack of it."""
     path = folder / _file_name(engine_id, hello.rank)
-    path.unlink(missing_ok=True)  # left by an engine that was killed while it started
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    _remove_abandoned(folder)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise TierUnusable(
+            f"another engine on this machine starts with engine_id {engine_id!r}; leave it out, "
+            "or give each its own"
+        ) from error
+    # The lock is held as long as the memory is mapped, and tells others that it is not abandoned.
+    fcntl.flock(file, fcntl.LOCK_SH)
     about, _, size = _sizes(num_slots, hello.payload_bytes)
     text = json.dumps([num_slots, hello.rank, hello.namespace.hex(), hello.payload_bytes])
+    region: SlotRegion | None = None
     try:
         os.posix_fallocate(file, 0, size)
         os.pwrite(file, text.encode().ljust(ALIGNMENT), about)
-        return SlotRegion(file, hello, num_slots, pin)
+        region = SlotRegion(file, hello, num_slots, pin)
+        return region
     except OSError as error:
-        path.unlink()
         raise TierUnusable(
             f"{num_slots} slots need {size} bytes in {folder} and got {error.strerror}; give "
             "that file system more room, or the chain's host memory less"
         ) from error
     finally:
+        if region is None:
+            path.unlink()
         os.close(file)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the memory of engines that were killed while they started."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue  # gone, or another user's
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file).st_uid == os.getuid():
+                path.unlink(missing_ok=True)
+        except OSError:
+            continue  # in use
+        finally:
+            os.close(file)
 
 
 def attach_region(engine_id: str, rank: int, folder: Path = FOLDER) -> SlotRegion:
@@ -122,7 +153,7 @@ def attach_region(engine_id: str, rank: int, folder: Path = FOLDER) -> SlotRegio
 
 
 def _file_name(engine_id: str, rank: int) -> str:
-    return f"kvtiers-{hashlib.blake2b(engine_id.encode(), digest_size=8).hexdigest()}-{rank}"
+    return f"{_PREFIX}{hashlib.blake2b(engine_id.encode(), digest_size=8).hexdigest()}-{rank}"
 
 
 def _sizes(num_slots: int, payload_bytes: int) -> tuple[int, int, int]:

@@ -73,9 +73,9 @@ class RequestTable:
             self._states[request.request_id] = state
         hashes = request.block_hashes
         full = len(hashes) * self._engine.hash_tokens // self._block_tokens
-        for block in range(len(state.keys) // len(self._parts), full):
-            for key in self._parts.keys(hashes, block, state.mark):
-                state.keys.append(self._generation.key(key))
+        new = range(len(state.keys) // len(self._parts), full)
+        if new:
+            state.keys += self._parts.keys(hashes, new, self._generation.key(state.mark))
         return state
 
     def stop(self, state: RequestState, first: int) -> int:
@@ -93,6 +93,9 @@ class RequestTable:
         self, state: RequestState, blocks: list[int]
     ) -> tuple[list[int], list[bytes], list[int]]:
         """Block, key and paged block of each part that the engine has a place for."""
+        if self._parts.is_plain:
+            (table,) = state.tables
+            return blocks, [state.keys[b] for b in blocks], [table[b] for b in blocks]
         of_block: list[int] = []
         keys: list[bytes] = []
         targets: list[int] = []
@@ -161,6 +164,9 @@ class RequestTable:
             self._parts.blocks_in(state.tables),
         )
         state.offered = max(first, last)
+        if self._parts.is_plain:
+            (table,) = state.tables
+            return list(zip(state.keys[first:last], table[first:last], strict=True))
         offers: list[tuple[bytes, int]] = []
         for block in range(first, last):
             # Its block table as we know it still names what the engine has given away since.

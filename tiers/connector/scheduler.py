@@ -71,12 +71,16 @@ class OffloadingScheduler:
         engine: EngineInfo,
         open_manager: OpenManager,
         promote: bool,
+        generation: Generation,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`generation` is that of all tiers of a chain; any of them may renew it."""
         self.tier = tier
         self.load_meter = LoadMeter(now)
         self.stats = TierStats()
         self._told: dict[str, float] = {}
+        self._evictions = 0
+        self._newly_held: list[bytes] = []
         self._engine = engine
         self._open_manager = open_manager
         self._manager: TierManager | None = None
@@ -87,7 +91,7 @@ class OffloadingScheduler:
         self._storing = Storing()
         self._overwritten: set[int] = set()
         self._job_ids = itertools.count()
-        self._generation = Generation()
+        self._generation = generation
         self._parts = Parts(engine)
         self._requests = RequestTable(engine, self._parts, self._generation, promote)
         self._events: list[BlockEvent] = []
@@ -137,6 +141,9 @@ class OffloadingScheduler:
     def take_stats(self) -> TierStats:
         """What was measured since the last call; gauges only where they have changed."""
         stats, self.stats = self.stats, TierStats()
+        if self._evictions:
+            stats.add(self.tier, evictions=self._evictions)
+            self._evictions = 0
         gauges = self._under_way()
         if gauges != self._told:
             self._told = gauges
@@ -273,7 +280,7 @@ class OffloadingScheduler:
     ) -> None:
         of_block, keys, targets = self._requests.to_load(state, blocks)
         slots = manager.prepare_load(keys)
-        items = [LoadItem(*item) for item in zip(keys, targets, slots, strict=True)]
+        items = list(map(LoadItem, keys, targets, slots))
         job = LoadJob(next(self._job_ids), state.request.request_id, items)
         pending = _Pending(job, self._engine.world_size, blocks, of_block, shared)
         self._pending[job.job_id] = pending
@@ -365,18 +372,26 @@ class OffloadingScheduler:
         self.stats.add(self.tier, loaded_tokens=blocks * self._engine.block_tokens)
 
     def _store_ended(self, manager: TierManager, job: StoreJob, failed: set[int]) -> None:
-        held: list[bytes] = []
-        for index, item in enumerate(job.items):
+        # The first last, so that it counts as used last: a prefix's head must outlive its tail.
+        for index in reversed(range(len(job.items))):
+            item = job.items[index]
             if not self._generation.made(item.key):
                 manager.drop(item.key)
             elif manager.complete_store(item.key, item.slot, index not in failed):
-                held.append(item.key)
+                self._newly_held.append(item.key)
             self._storing.end(job.job_id, item)
+        self._tell_held()
+
+    def _tell_held(self) -> None:
+        held, self._newly_held = self._newly_held[::-1], []
         self._note(True, held)
 
     def _evicted(self, key: bytes) -> None:
-        self.stats.add(self.tier, evictions=1)
-        self._note(False, [key])
+        self._evictions += 1
+        if self._engine.kv_events:
+            # It may have come with the very job that is being ended.
+            self._tell_held()
+            self._note(False, [key])
 
     def _note(self, stored: bool, keys: Sequence[bytes]) -> None:
         # Keys of before a reset are of no interest: the engine itself says that all is cleared.

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import Field
+
 from spec.offloading import HostSpec
 
 if TYPE_CHECKING:
-    from tiers.cpu.lru import LruResidency
+    from collections.abc import Callable
+
+    from tiers.cpu.residency import SlotResidency
     from tiers.pool import SlotPool
 
 
@@ -15,9 +19,18 @@ class CpuSpec(HostSpec):
     """Host memory of the engine's own machine: nothing is faster, and it goes with the engine."""
 
     type: Literal["cpu"] = "cpu"
+    eviction: Literal["lru", "arc", "s3fifo"] = Field(
+        default="s3fifo",
+        description="Which block goes for room: the least recently used (lru); of those used once "
+        "and those used again, as it pays (arc); one that was not used since it came (s3fifo).",
+    )
 
-    def residency(self, pool: SlotPool, max_slots: int) -> LruResidency:
-        """Keep the most recently used blocks, `max_slots` at most."""
+    def residency(self, pool: SlotPool, max_slots: int) -> SlotResidency:
+        """Keep `max_slots` blocks at most, chosen by the eviction policy."""
+        from tiers.cpu.arc import ArcResidency
         from tiers.cpu.lru import LruResidency
+        from tiers.cpu.s3fifo import S3FifoResidency
 
-        return LruResidency(pool, max_slots)
+        policies: dict[str, Callable[[SlotPool, int], SlotResidency]]
+        policies = {"lru": LruResidency, "arc": ArcResidency, "s3fifo": S3FifoResidency}
+        return policies[self.eviction](pool, max_slots)

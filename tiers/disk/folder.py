@@ -36,7 +36,7 @@ class Folder:
         self.path = path
         self.index = path / "index.mdb"
         self.owners = path / "owners"
-        self._lock = path / "lock"
+        self.lock = path / "lock"
 
     def prepare(self) -> None:
         """Make the folder, or check the one that is there. Raises TierUnusable."""
@@ -86,7 +86,7 @@ class Folder:
                 )
 
     def _files(self) -> list[Path]:
-        fixed = (self.index, Path(f"{self.index}-lock"), self.owners, self._lock)
+        fixed = (self.index, Path(f"{self.index}-lock"), self.owners, self.lock)
         return [f for f in (*fixed, *self.path.glob("slab-*.dat")) if os.path.lexists(f)]
 
     def _unwritable(self, error: OSError) -> TierUnusable:
@@ -103,7 +103,7 @@ class Folder:
         what the tier needs.
         """
         try:
-            lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise self._unwritable(error) from error
         try:
@@ -133,7 +133,7 @@ class Folder:
                 if time.monotonic() > deadline:
                     raise TierUnusable(
                         f"{self.path}: another process has been opening the tier for "
-                        f"{_LOCK_WAIT_S:.0f} s; end it (fuser {self._lock} names it)"
+                        f"{_LOCK_WAIT_S:.0f} s; end it (fuser {self.lock} names it)"
                     ) from error
             time.sleep(_LOCK_POLL_S)
 
@@ -141,5 +141,5 @@ class Folder:
         """Remove index and slabs; only under the lock, and only when no process has them open."""
         logger.warning("disk tier %s starts empty: %s", self.path, why)
         for file in self._files():
-            if file not in (self.owners, self._lock):
+            if file not in (self.owners, self.lock):
                 file.unlink(missing_ok=True)

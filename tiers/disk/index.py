@@ -10,7 +10,10 @@ A reserved slot belongs to one owner, who alone writes its bytes; live and reser
 what `used` counts. A state changes in one transaction with everything that depends on it, so a
 process killed at any instant leaves each slot in exactly one state.
 
-Commits are not synced: that survives the death of a process but not of the machine, which the
+What it calls a key is a block's label (see `label`): as short as it is safe to be, since the index
+is all that a block takes of memory.
+
+Commits that are not synced survive the death of a process but not of the machine, which the
 owner files tell (see `owner`).
 """
 
@@ -24,13 +27,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lmdb
+import xxhash
 
 from tiers.block import FORMAT_VERSION
 from tiers.disk.failures import Damaged
+from tiers.disk.slab import slot_bytes
 from tiers.errors import TierUnusable
 from tiers.store import Usage
 
-INDEX_FORMAT = 1
+INDEX_FORMAT = 2
 MAP_BYTES = 1 << 38
 """Address space for the index, not memory or disk: some 500 million blocks. The same for every
 capacity, so that no process finds the map outgrown by one that was given more."""
@@ -38,7 +43,8 @@ capacity, so that no process finds the map outgrown by one that was given more."
 _MAX_READERS = 1024
 _MAX_OFFSET = 1 << 62
 _TABLES = ("blocks", "recency", "free", "reserved", "lengths", "meta")
-_ENTRY = struct.Struct("<QQQ16sQ")
+_LABEL_SPACE = 8
+_ENTRY = struct.Struct("<QQ16sQ")
 _SLOT = struct.Struct(">QQ")  # big-endian, as in _SIZE and _STAMP: LMDB sorts keys by bytes
 _SIZE = struct.Struct(">Q")
 _STAMP = struct.Struct(">Q")
@@ -63,6 +69,19 @@ class Entry(NamedTuple):
     stamp: int
 
 
+def label(key: bytes) -> bytes:
+    """The 24 bytes that stand for a key: the start of its namespace, and a digest of it all.
+
+    Two keys of one label would hide each other, no more: a record names its whole key.
+    """
+    return key[:_LABEL_SPACE] + xxhash.xxh3_128_digest(key)
+
+
+def label_start(namespace: bytes) -> bytes:
+    """What the labels of a namespace begin with."""
+    return namespace[:_LABEL_SPACE]
+
+
 def _fields(row: struct.Struct, data: bytes) -> tuple[Any, ...]:
     # LMDB has no checksums: a flipped bit in its file can reach us as a row that can't be.
     if len(data) != row.size:
@@ -77,25 +96,36 @@ def _parse_slot(size: int, number: int) -> Slot:
 
 
 def _parse_entry(data: bytes) -> Entry:
-    size, number, payload_bytes, checksum, stamp = _fields(_ENTRY, data)
-    return Entry(_parse_slot(size, number), payload_bytes, checksum, stamp)
+    number, payload_bytes, checksum, stamp = _fields(_ENTRY, data)
+    slot = _parse_slot(slot_bytes(payload_bytes), number)
+    return Entry(slot, payload_bytes, checksum, stamp)
 
 
 class Index:
     """One open LMDB environment. LMDB allows one per file and process: see `vault`.
 
+    `synced`: a machine that goes down leaves the index as one of the last two commits made it;
+    `lasting`: as the last one did, for which a commit syncs twice.
+
     Its methods raise LMDB's errors; the constructor also Damaged, and TierUnusable for an index
     of another format.
     """
 
-    def __init__(self, path: Path, map_bytes: int = MAP_BYTES) -> None:
+    def __init__(
+        self,
+        path: Path,
+        synced: bool = False,
+        lasting: bool = False,
+        map_bytes: int = MAP_BYTES,
+    ) -> None:
         self._path = path
         self._env = lmdb.open(
             str(path),
             subdir=False,
             map_size=map_bytes,
             mode=0o600,
-            sync=False,
+            sync=synced,
+            metasync=lasting,
             max_dbs=len(_TABLES),
             max_readers=_MAX_READERS,
         )
@@ -236,15 +266,15 @@ class Edit:
         return slot
 
     def publish(self, key: bytes, slot: Slot, payload_bytes: int, checksum: bytes) -> None:
-        """Make a reserved slot the live block of a key that has none."""
+        """Make a reserved slot, of the size for it, the live block of a key that has none."""
         self._delete("reserved", _SLOT.pack(*slot))
         self._enter(key, Entry(slot, payload_bytes, checksum, 0))
 
     def _enter(self, key: bytes, entry: Entry) -> None:
         self._clock += 1
         self._put("recency", _STAMP.pack(self._clock), key)
-        fields = (*entry.slot, entry.payload_bytes, entry.checksum, self._clock)
-        self._put("blocks", key, _ENTRY.pack(*fields))
+        row = _ENTRY.pack(entry.slot.number, entry.payload_bytes, entry.checksum, self._clock)
+        self._put("blocks", key, row)
 
     def retire(self, key: bytes) -> Slot:
         """Forget a live block; its slot is reserved for us now."""

@@ -2,8 +2,8 @@
 
 The file's name carries the machine's boot, so a file that is left over says what happened: its
 lock is free and the boot is this one: that process died, the page cache survived it, and only
-its reservations need care. Another boot: the machine went down with the tier open, and an index
-that is not synced at every commit can't be trusted.
+its reservations need care. Another boot: the machine went down with the tier open, and unless
+each of its commits was synced, which the name tells too, the index can't be trusted.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
+from tiers.disk.slab import sync_folder
+
 OWNER_ID_BYTES = 16
-_NAME = re.compile(r"^([0-9a-f-]{36})\.([0-9a-f]{32})$")
+_SYNCED = ".synced"
+_NAME = re.compile(rf"^([0-9a-f-]{{36}})\.([0-9a-f]{{32}})({re.escape(_SYNCED)})?$")
 
 
 def boot_id() -> str:
@@ -25,18 +28,20 @@ def boot_id() -> str:
 
 
 class Census(NamedTuple):
-    """Who is there: ids of the living, files of the dead, and whether one died with the machine."""
+    """Who is there: ids of the living, files of the dead; whether one died with the machine, and
+    whether one that did not sync its commits did."""
 
     alive: frozenset[bytes]
     dead: tuple[Path, ...]
     rebooted: bool
+    torn: bool
 
 
 def survey(owners: Path) -> Census:
     """Look at every owner file. Only under the folder's lock, since a new one is locked late."""
     alive: set[bytes] = set()
     dead: list[Path] = []
-    rebooted = False
+    rebooted = torn = False
     for file in owners.iterdir():
         name = _NAME.match(file.name)
         if name is None:
@@ -46,7 +51,8 @@ def survey(owners: Path) -> Census:
         else:
             dead.append(file)
             rebooted |= name[1] != boot_id()
-    return Census(frozenset(alive), tuple(dead), rebooted)
+            torn |= name[1] != boot_id() and not name[3]
+    return Census(frozenset(alive), tuple(dead), rebooted, torn)
 
 
 def _is_locked(file: Path) -> bool:
@@ -67,25 +73,17 @@ class Owner:
     """This process's own file. The kernel frees its lock only after the last thread is gone,
     so no write of a dead owner is still under way."""
 
-    def __init__(self, owners: Path) -> None:
+    def __init__(self, owners: Path, synced: bool) -> None:
         self.id = secrets.token_bytes(OWNER_ID_BYTES)
-        self._file = owners / f"{boot_id()}.{self.id.hex()}"
+        self._file = owners / f"{boot_id()}.{self.id.hex()}{_SYNCED if synced else ''}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._handle = os.open(self._file, flags, 0o600)
         fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _sync_folder(owners)
+        # A power cut must not lose the name while it keeps index pages written after it.
+        sync_folder(owners)
 
     def leave(self, clean: bool) -> None:
         """Free the lock; the file goes only if nothing is left to repair."""
         if clean:
             self._file.unlink(missing_ok=True)
         os.close(self._handle)
-
-
-def _sync_folder(folder: Path) -> None:
-    # A power cut must not lose the name while it keeps index pages written after it.
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

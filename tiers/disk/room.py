@@ -78,6 +78,15 @@ def reclaim(edit: Edit, slabs: Slabs, alive: Collection[bytes]) -> int:
     return len(orphans)
 
 
-def missing(edit: Edit, slabs: Slabs) -> Iterable[int]:
+def lengthen(edit: Edit, slabs: Slabs, sizes: Iterable[int]) -> None:
+    """Let slab files be as long as the index says: the machine went down before they grew. The
+    slots' blocks are lost, which their records, or rather the lack of them, will tell."""
+    lengths = edit.lengths()
+    for size in sizes:
+        for number in range(slabs[size].slots(), lengths[size]):
+            slabs[size].allocate(number)
+
+
+def missing(edit: Edit, slabs: Slabs) -> list[int]:
     """Slot sizes whose slab file is gone or cut."""
     return [size for size, length in edit.lengths().items() if slabs[size].slots() < length]

@@ -1,33 +1,49 @@
 """Slab files: fixed slots of one size each, read and written straight from the caller's memory.
 
-A slot starts with the record's header, the payload follows. A slot that holds a block has disk
-space behind it; a free one is a hole, so that a file takes no more space than its blocks do.
+A slot starts with a page of its own for the record's header, the payload follows: whole pages
+are what direct I/O asks for, and what the page cache copies fastest. A slot that holds a block has
+disk space behind it; a free one is a hole, so that a file takes no more space than its blocks do.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import re
 import threading
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tiers.block import HEADER_BYTES
+from tiers.errors import RecordError
 
-SLOT_ALIGNMENT = 4096
-"""Slots start at multiples of this and are as long: whole pages, and what direct I/O asks for."""
+PAGE = 4096
+"""Slots and their payloads start at multiples of this: what direct I/O asks of offsets, lengths
+and addresses, to be safe on every device."""
 
 _NAME = re.compile(r"^slab-([0-9]+)\.dat$")
 _KEEP_SIZE = 0x01
 _PUNCH_HOLE = 0x02
+_AFTER_HEADER = bytes(PAGE - HEADER_BYTES)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def slot_bytes(payload_bytes: int) -> int:
-    """Bytes of the slot that holds a payload of this length, its header included."""
-    return -(-(HEADER_BYTES + payload_bytes) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    """Bytes of the slot that holds a payload of this length, its header's page included."""
+    return PAGE - -payload_bytes // PAGE * PAGE
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive the machine. Raises OSError."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def punch(handle: int, offset: int, length: int) -> None:
@@ -44,33 +60,73 @@ def punch(handle: int, offset: int, length: int) -> None:
 
 
 class Slab:
-    """One file of slots. Every method may raise OSError; threads may use it at once."""
+    """One file of slots. Every method may raise OSError; threads may use it at once.
 
-    def __init__(self, path: Path, size: int) -> None:
+    With `direct`, payloads pass the page cache by (O_DIRECT): straight from and into the caller's
+    memory where it lies on whole pages, as the host pool's slots do, else through a copy.
+    """
+
+    def __init__(self, path: Path, size: int, direct: bool = False) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._handle = os.open(path, flags, 0o600)
+        self._handle = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
         self._size = size
+        self._direct = direct
+        self._spare: deque[mmap.mmap] = deque()
 
     def write(self, number: int, header: bytes, payload: memoryview) -> None:
         """Write a record into a slot, from the caller's memory."""
-        parts = [memoryview(header), payload]
-        offset = number * self._size
+        if not self._direct:
+            parts = [memoryview(header), memoryview(_AFTER_HEADER), payload]
+            return self._write(number * self._size, parts)
+        with self._aligned() as slot:
+            slot[: len(header)] = header
+            whole = _on_pages(payload)
+            if not whole:
+                slot[PAGE : PAGE + len(payload)] = payload
+            self._write(number * self._size, [slot[:PAGE], payload] if whole else [slot])
+
+    def read(self, number: int, payload: memoryview) -> bytes:
+        """Fill the payload from a slot; the header. Raises RecordError if the file ends before."""
+        if not self._direct:
+            head = bytearray(PAGE)
+            self._read(number * self._size, [memoryview(head), payload], PAGE + len(payload))
+            return bytes(head[:HEADER_BYTES])
+        with self._aligned() as slot:
+            whole = _on_pages(payload)
+            parts = [slot[:PAGE], payload] if whole else [slot]
+            self._read(number * self._size, parts, PAGE + len(payload))
+            if not whole:
+                payload[:] = slot[PAGE : PAGE + len(payload)]
+            return bytes(slot[:HEADER_BYTES])
+
+    def _write(self, offset: int, parts: list[memoryview]) -> None:
         while parts:
             done = os.pwritev(self._handle, parts, offset)
             offset += done
             parts = _after(parts, done)
 
-    def read(self, number: int, header: bytearray, payload: memoryview) -> int:
-        """Fill header and payload from a slot; the bytes read, fewer where the file ends."""
-        parts = [memoryview(header), payload]
-        start = offset = number * self._size
-        while parts:
+    def _read(self, offset: int, parts: list[memoryview], needed: int) -> None:
+        while needed > 0:
             done = os.preadv(self._handle, parts, offset)
-            if done == 0:
-                break
+            # Direct reads stop within a page only at the file's end, and can't go on from there.
+            if done == 0 or (self._direct and done % PAGE and done < needed):
+                raise RecordError("the slab file ends inside the record")
             offset += done
+            needed -= done
             parts = _after(parts, done)
-        return offset - start
+
+    @contextmanager
+    def _aligned(self) -> Iterator[memoryview]:
+        """A slot's bytes of our own, on whole pages. One per thread at work is kept; of a slot
+        whose payload needs no copy the system provides the header's page alone."""
+        try:
+            memory = self._spare.pop()
+        except IndexError:
+            memory = mmap.mmap(-1, self._size)
+        try:
+            yield memoryview(memory)
+        finally:
+            self._spare.append(memory)
 
     def allocate(self, number: int) -> None:
         """Put disk space behind a slot, so that a full disk is found before anything is lost."""
@@ -95,9 +151,19 @@ class Slab:
         if os.fstat(self._handle).st_size > count * self._size:
             os.ftruncate(self._handle, count * self._size)
 
+    def sync(self) -> None:
+        """Make what was written survive the machine."""
+        os.fdatasync(self._handle)
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._handle)
+
+
+def _on_pages(payload: memoryview) -> bool:
+    if payload.readonly or len(payload) % PAGE or not payload:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(payload)) % PAGE == 0
 
 
 def _after(parts: list[memoryview], done: int) -> list[memoryview]:
@@ -127,8 +193,9 @@ def _runs(numbers: Iterable[int]) -> Iterable[tuple[int, int]]:
 class Slabs:
     """The slab files of a folder, one per slot size, each opened when it is first used."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, direct: bool = False) -> None:
         self._folder = folder
+        self._direct = direct
         self._open: dict[int, Slab] = {}
         self._lock = threading.Lock()
 
@@ -137,13 +204,22 @@ class Slabs:
         with self._lock:
             slab = self._open.get(size)
             if slab is None:
-                slab = self._open[size] = Slab(self._folder / f"slab-{size}.dat", size)
+                path = self._folder / f"slab-{size}.dat"
+                fresh = not path.exists()
+                slab = self._open[size] = Slab(path, size, self._direct)
+                if fresh:
+                    sync_folder(self._folder)
             return slab
 
     def on_disk(self) -> set[int]:
         """Slot sizes that have a file."""
         names = (_NAME.match(file.name) for file in self._folder.iterdir())
         return {int(name[1]) for name in names if name}
+
+    def sync(self, sizes: Iterable[int]) -> None:
+        """Make what was written to slots of these sizes survive the machine."""
+        for size in sizes:
+            self[size].sync()
 
     def close(self) -> None:
         """Close every file."""

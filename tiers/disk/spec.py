@@ -33,6 +33,9 @@ def _absolute(path: Path) -> Path:
 FolderPath = Annotated[Path, BeforeValidator(_named), AfterValidator(_absolute)]
 """A folder: `~` stands for the home folder, a relative path starts at the working directory."""
 
+Io = Literal["auto", "direct", "buffered"]
+Durability = Literal["none", "batch", "sync"]
+
 
 class DiskSpec(StoreSpec):
     """A folder of this host that keeps blocks across restarts; its processes share it."""
@@ -46,6 +49,18 @@ class DiskSpec(StoreSpec):
         "comes on top, well under 1 KiB a block."
     )
     path: FolderPath = Field(description="A folder of the tier's own; made when it is missing.")
+    io: Io = Field(
+        default="auto",
+        description="How blocks reach the device: through the page cache (buffered), past it "
+        "(direct), or past it if the capacity is more than half of the memory to spare (auto).",
+    )
+    durability: Durability = Field(
+        default="none",
+        description="What is left when the machine goes down without a close: nothing, so that "
+        "the tier starts empty (none); what the kernel had written, all but the last seconds "
+        "or, buffered, half a minute (batch); every block that was stored (sync). The death of a "
+        "process costs nothing in any case.",
+    )
 
     def open(self, site: StoreSite) -> DiskStore:
         """Open the store; the two sides of one engine may do so in one process.
@@ -53,6 +68,7 @@ class DiskSpec(StoreSpec):
         Raises TierUnusable when the folder can't be used as it is, or holds less than one block
         of every share.
         """
+        from tiers.disk.access import Access
         from tiers.disk.store import DiskStore
 
-        return DiskStore(self.path, self.capacity, site)
+        return DiskStore(self.path, self.capacity, site, Access(self.io, self.durability))

@@ -10,9 +10,10 @@ from typing import NamedTuple, TypeVar
 
 from spec.fields import format_size
 from spec.offloading import StoreSite
-from tiers.block import HEADER_BYTES, expect, pack_header, parse_header, verify
+from tiers.block import expect, pack_header, parse_header, verify
+from tiers.disk.access import Access
 from tiers.disk.failures import translated
-from tiers.disk.index import Entry, Slot
+from tiers.disk.index import Entry, Slot, label, label_start
 from tiers.disk.slab import slot_bytes
 from tiers.disk.vault import THREADS, Vault, require_own, vaults
 from tiers.errors import RecordError, TierError, TierFull, TierUnusable
@@ -25,6 +26,7 @@ Outcome = TypeVar("Outcome")
 
 
 _CLEARED_AT_ONCE = 256
+DEFAULT_ACCESS = Access()
 
 
 class _Load(NamedTuple):
@@ -47,7 +49,9 @@ class DiskStore:
     that is not the one the index named, for whatever reason, is a miss.
     """
 
-    def __init__(self, path: Path, capacity: int, site: StoreSite) -> None:
+    def __init__(
+        self, path: Path, capacity: int, site: StoreSite, access: Access = DEFAULT_ACCESS
+    ) -> None:
         """Open the folder. Raises TierUnusable."""
         size = slot_bytes(site.payload_bytes)
         if capacity < size * site.shares:
@@ -55,13 +59,13 @@ class DiskStore:
                 f"{path}: capacity {format_size(capacity)} is less than one block of each of "
                 f"{site.shares} process(es); set at least {size * site.shares}B"
             )
-        self._vault = vaults.acquire(path, capacity)
+        self._vault = vaults.acquire(path, capacity, access)
         self._closed = False
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Say which blocks are live: microseconds, from the index's mapped memory."""
         with self._vault.in_use() as vault:
-            return vault.index.has(keys)
+            return vault.index.has([label(key) for key in keys])
 
     peek = has
 
@@ -69,7 +73,7 @@ class DiskStore:
         """Count blocks as used now, the first of them most. Reaches the index with the next put,
         or at close; recency alone is lost if the process is killed before."""
         require_own(self._vault)
-        self._vault.note(keys)
+        self._vault.note([label(key) for key in keys])
 
     def usage(self) -> Usage:
         """Count live blocks, and the bytes of live and reserved slots, over all processes."""
@@ -79,15 +83,15 @@ class DiskStore:
     def drop(self, keys: Sequence[bytes]) -> None:
         """Forget blocks and give their disk space back."""
         with self._vault.in_use() as vault:
-            vault.drop(keys)
+            vault.drop([label(key) for key in keys])
 
     def clear(self, namespace: bytes) -> None:
         """Forget a namespace's blocks, for all processes on the folder."""
         with self._vault.in_use() as vault:
-            keys = vault.index.starting_with(namespace)
+            labels = vault.index.starting_with(label_start(namespace))
             # Not in one edit: other threads and processes store meanwhile.
-            for start in range(0, len(keys), _CLEARED_AT_ONCE):
-                vault.drop(keys[start : start + _CLEARED_AT_ONCE])
+            for start in range(0, len(labels), _CLEARED_AT_ONCE):
+                vault.drop(labels[start : start + _CLEARED_AT_ONCE])
 
     def close(self) -> None:
         """Let go of the folder; the process's last store on it syncs the index. Idempotent.
@@ -106,14 +110,15 @@ class DiskStore:
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """Store blocks. Raises TierFull or TierUnavailable only if none of them is held then."""
         batch: dict[bytes, Block] = {}
-        for block in blocks:
-            batch.setdefault(block.key, block)
+        labels = [label(block.key) for block in blocks]
+        for name, block in zip(labels, blocks, strict=True):
+            batch.setdefault(name, block)
         with self._vault.in_use() as vault:
             if all(vault.index.has(list(batch))):
                 vault.note(list(batch))
                 return [True] * len(blocks)
             held = self._store(vault, batch)
-        return [block.key in held for block in blocks]
+        return [name in held for name in labels]
 
     def _store(self, vault: Vault, batch: dict[bytes, Block]) -> set[bytes]:
         sizes = {key: slot_bytes(len(block.payload)) for key, block in batch.items()}
@@ -121,7 +126,7 @@ class DiskStore:
         outcomes: list[Entry | OSError] = []
         try:
             jobs = [(batch[key], slot) for key, slot in slots.items()]
-            outcomes = self._spread(lambda job: _write(vault, *job), jobs)
+            outcomes = self._write_all(vault, jobs)
         finally:
             # Whatever happened, each reserved slot ends as a block or as free space.
             done = zip(slots, outcomes, strict=False)
@@ -134,10 +139,19 @@ class DiskStore:
             raise failed[0] if failed else TierFull(f"{vault.path}: no slot could be freed")
         return held
 
+    def _write_all(self, vault: Vault, jobs: Sequence[tuple[Block, Slot]]) -> list[Entry | OSError]:
+        outcomes = self._spread(lambda job: _write(vault, *job), jobs)
+        if vault.access.durability == "sync":
+            try:
+                vault.slabs.sync({slot.size for _, slot in jobs})
+            except OSError as error:
+                return [error] * len(jobs)  # which of them are on the device, nobody knows
+        return outcomes
+
     def get(self, blocks: Sequence[Block]) -> list[bool]:
         """Load blocks. Raises TierUnavailable if every block that the index has fails to read."""
         with self._vault.in_use() as vault:
-            entries = vault.index.find([block.key for block in blocks])
+            entries = vault.index.find([label(block.key) for block in blocks])
             jobs = [
                 _Load(place, block, entry)
                 for place, (block, entry) in enumerate(zip(blocks, entries, strict=True))
@@ -148,7 +162,7 @@ class DiskStore:
             self._drop_damaged(vault, jobs, outcomes)
             done = zip(jobs, outcomes, strict=True)
             loaded = {job.place for job, outcome in done if outcome is None}
-            vault.note([block.key for place, block in enumerate(blocks) if place in loaded])
+            vault.note([label(blocks[place].key) for place in sorted(loaded)])
         return [place in loaded for place in range(len(blocks))]
 
     def _report_failures(self, vault: Vault, outcomes: Sequence[object]) -> None:
@@ -164,7 +178,7 @@ class DiskStore:
         # A slot that was evicted and written again while we read looks damaged, but then its
         # entry has changed too. The other loads are good even if the index takes no edit now.
         done = zip(jobs, outcomes, strict=True)
-        damaged = {job.block.key: job.entry for job, o in done if isinstance(o, RecordError)}
+        damaged = {label(job.block.key): job.entry for job, o in done if isinstance(o, RecordError)}
         if not damaged:
             return
         try:
@@ -202,11 +216,9 @@ def _write(vault: Vault, block: Block, slot: Slot) -> Entry | OSError:
 
 def _read(vault: Vault, job: _Load) -> RecordError | OSError | None:
     """Fill the block's payload from its slot; what was wrong, if anything."""
-    (_, block, entry), header = job, bytearray(HEADER_BYTES)
+    _, block, entry = job
     try:
-        read = vault.slabs[entry.slot.size].read(entry.slot.number, header, block.payload)
-        if read < HEADER_BYTES + len(block.payload):
-            raise RecordError("the slab file ends inside the record")
+        header = vault.slabs[entry.slot.size].read(entry.slot.number, block.payload)
         record = expect(header, block.key, len(block.payload))
         if record.checksum != entry.checksum:
             raise RecordError("the record is another than the index names")

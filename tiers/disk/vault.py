@@ -18,11 +18,12 @@ from itertools import repeat
 from pathlib import Path
 
 from tiers.disk import room
+from tiers.disk.access import Access, choose_direct
 from tiers.disk.failures import Damaged, translated
 from tiers.disk.folder import Folder
 from tiers.disk.index import Edit, Entry, Index, Slot
 from tiers.disk.owner import Census, Owner, survey
-from tiers.disk.slab import Slabs
+from tiers.disk.slab import Slabs, sync_folder
 from tiers.errors import TierError, TierUnavailable, TierUnusable
 
 THREADS = 4
@@ -37,8 +38,11 @@ logger = logging.getLogger(__name__)
 class Vault:
     """An open folder: index, slabs, this process's owner file, and the I/O threads."""
 
-    def __init__(self, folder: Folder, index: Index, slabs: Slabs, owner: Owner) -> None:
+    def __init__(
+        self, folder: Folder, index: Index, slabs: Slabs, owner: Owner, access: Access
+    ) -> None:
         self.path = folder.path
+        self.access = access
         self.index = index
         self.slabs = slabs
         self.pid = os.getpid()
@@ -155,7 +159,9 @@ class Vault:
         """Free what the dead left behind. Only under the folder's lock."""
         with self.edit() as edit:
             cut = [] if census.alive else room.missing(edit, self.slabs)
-            if cut:
+            if cut and census.rebooted:
+                room.lengthen(edit, self.slabs, cut)
+            elif cut:
                 raise Damaged(f"{self.path}: slab files of slot sizes {cut} are cut or gone")
             freed = room.reclaim(edit, self.slabs, census.alive | {self._owner.id})
             room.shrink(edit, self.slabs, capacity)
@@ -185,38 +191,43 @@ class Vault:
             self._owner.leave(clean)
 
 
-def _open(path: Path, capacity: int) -> Vault:
+def _open(path: Path, capacity: int, access: Access) -> Vault:
     """Open a folder that this process does not have open. Raises TierUnusable."""
     folder = Folder(path)
     folder.prepare()
     try:
         with translated(path), folder.locked():
             census = survey(folder.owners)
-            if census.rebooted and not census.alive:
+            direct = choose_direct(path, folder.lock, access.io, capacity)
+            if census.torn and not census.alive:
                 folder.wipe("the machine went down while it was in use")
             try:
-                return _enter(folder, census, capacity)
+                return _enter(folder, census, capacity, access, direct)
             except Damaged as error:
                 if census.alive:
                     raise
                 folder.wipe(str(error))
-                return _enter(folder, census, capacity)
+                return _enter(folder, census, capacity, access, direct)
     except TierUnusable:
         raise
     except TierError as error:
         raise TierUnusable(f"the disk tier can't be opened: {error}") from error
 
 
-def _enter(folder: Folder, census: Census, capacity: int) -> Vault:
+def _enter(folder: Folder, census: Census, capacity: int, access: Access, direct: bool) -> Vault:
     with translated(folder.path), ExitStack() as undo:
         # First of all, so that a machine that stops now finds who had begun to write.
-        owner = Owner(folder.owners)
+        owner = Owner(folder.owners, access.synced)
         undo.callback(owner.leave, clean=True)
-        index = Index(folder.index)
+        index = Index(folder.index, access.synced, lasting=access.durability == "sync")
         undo.callback(index.close)
-        slabs = Slabs(folder.path)
+        slabs = Slabs(folder.path, direct)
         undo.callback(slabs.close)
-        vault = Vault(folder, index, slabs, owner)
+        vault = Vault(folder, index, slabs, owner, access)
+        if access.synced:
+            # What a process of another durability left unsynced when it died counts as ours now.
+            index.sync()
+            sync_folder(folder.path)
         vault.recover(census, capacity)
         undo.pop_all()
         return vault
@@ -236,15 +247,20 @@ class _Vaults:
         self._vaults: dict[str, Vault] = {}
         self._lock = threading.Lock()
 
-    def acquire(self, path: Path, capacity: int) -> Vault:
+    def acquire(self, path: Path, capacity: int, access: Access) -> Vault:
         """Hold the vault of a folder, opened if need be. Raises TierUnusable."""
         with self._lock:
             name = os.path.realpath(path)
             vault = self._vaults.get(name)
             if vault is None:
-                vault = self._vaults[name] = _open(path, capacity)
+                vault = self._vaults[name] = _open(path, capacity, access)
                 return vault
             require_own(vault)
+            if vault.access != access:
+                raise TierUnusable(
+                    f"{path} is open in this process with other settings of io or durability; "
+                    "let every tier on the folder have the same"
+                )
             with translated(path):
                 vault.resize(capacity)
             with vault.count_lock:

@@ -32,6 +32,8 @@ def model_facts(vllm_config: Any, engine_version: str, hash_seed: str) -> dict[s
         "commit": str(getattr(model.hf_config, "_commit_hash", None)),
         "config": config_digest(model.hf_config),
         "weights": weights_digest(Path(model.model)),
+        "weights_from": str(getattr(model, "model_weights", "")),
+        "long_rope": _long_rope(model),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
@@ -51,17 +53,29 @@ def config_digest(hf_config: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def _long_rope(model: Any) -> str:
+    """Which of two sets of rotary factors a model of that kind (Phi-3) takes: vLLM chooses by the
+    longest request it is started for. "" for other models."""
+    text = model.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    name = "original_max_position_embeddings"
+    original = rope.get(name) or getattr(text, name, None)
+    return str(model.max_model_len > int(original)) if original else ""
+
+
 def weights_digest(model: Path) -> str:
     """Digest of a local model's weights, from their sizes and samples of every file.
 
     Reads `SAMPLES` pieces of 64 KiB of each file: fine-tuned weights differ nearly everywhere,
-    and reading all of a large model would take minutes. "" for a model that is no local folder;
-    its name, revision and commit stand for its weights.
+    and reading all of a large model would take minutes. "" for a model that is neither a local
+    folder nor a file; its name, revision and commit stand for its weights. Raises OSError for a
+    file that can't be read.
     """
-    if not model.is_dir():
+    if not model.exists():
         return ""
+    files = model.iterdir() if model.is_dir() else [model]
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(p for p in model.iterdir() if p.suffix in WEIGHTS):
+    for path in sorted(p for p in files if p.suffix in WEIGHTS):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())
         for piece in _samples(path, size):
@@ -82,7 +96,8 @@ class AdapterMarks:
     Those are in the block hashes, but other weights can be put under them, and old blocks outlive
     that in a tier. So the mark is a digest of the adapter's files, read on the scheduler's thread
     once per adapter (a millisecond or two). Files that change while the engine runs leave open
-    which weights it has loaded: from then on no request with that adapter shares anything.
+    which weights it has loaded: from then on no request with that adapter shares anything. An
+    adapter that is no local folder is shared by the requests of this engine alone.
     """
 
     def __init__(self) -> None:
@@ -95,21 +110,30 @@ class AdapterMarks:
         if adapter is None:
             return b""
         path = str(adapter.lora_path)
-        stamps = _stamps(Path(path))
-        if path not in self._marks:
-            self._marks[path] = stamps, _adapter_digest(Path(path))
+        folder = Path(path).expanduser()
+        try:
+            stamps = _stamps(folder)
+            if path not in self._marks:
+                known = _adapter_digest(folder) if stamps else secrets.token_bytes(16)
+                self._marks[path] = stamps, known
+        except OSError as error:
+            self._give_up(path, adapter.lora_name, f"can't be read ({error})")
+            return secrets.token_bytes(16)
         first_seen, mark = self._marks[path]
-        if stamps == first_seen and path not in self._changed:
-            return mark
+        if stamps != first_seen:
+            self._give_up(path, adapter.lora_name, "has changed")
+        return secrets.token_bytes(16) if path in self._changed else mark
+
+    def _give_up(self, path: str, name: str, why: str) -> None:
         if path not in self._changed:
             logger.warning(
-                "LoRA adapter %r has changed under %s: its KV is not cached until the engine is "
-                "started again, or the adapter comes from another path.",
-                adapter.lora_name,
+                "LoRA adapter %r %s, under %s: its KV is not cached until the engine is started "
+                "again, or the adapter comes from another path.",
+                name,
+                why,
                 path,
             )
-            self._changed.add(path)
-        return secrets.token_bytes(16)
+        self._changed.add(path)
 
 
 _Stamps = tuple[tuple[str, int, int], ...]

@@ -26,6 +26,12 @@ def kv_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> list[tuple[KVGroup, list[str]]]:
     """The KV cache groups and their layers. Raises ValueError, naming what can't be served."""
+    refuse_model(vllm_config.model_config)
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        raise ValueError(
+            "kvtiers does not serve KV of mixed precision: vLLM zeroes its blocks while they may "
+            "still be read for storing. Start vLLM with one kv_cache_dtype for all layers."
+        )
     parallel = vllm_config.parallel_config
     for axis in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, axis, 1) > 1:
@@ -44,6 +50,16 @@ def kv_groups(
             "with --disable-hybrid-kv-cache-manager, or use vLLM 0.30 or later."
         )
     return groups
+
+
+def refuse_model(model: Any) -> None:
+    """Raise ValueError for a model of which vLLM itself may not reuse a prefix."""
+    supported = getattr(model, "is_prefix_caching_supported", True)
+    if not supported or getattr(model, "is_diffusion", False):
+        raise ValueError(
+            f"the KV of {model.model} can't be reused: its answers need every token of a prompt "
+            "computed, or its KV depends on later tokens. Start vLLM without kvtiers."
+        )
 
 
 def _group(index: int, group: Any) -> KVGroup:
@@ -65,6 +81,8 @@ def _group(index: int, group: Any) -> KVGroup:
 def _kind(spec: Any) -> int | str | None:
     """The window of a layer that can be served, in tokens; the name of what can't be."""
     name = type(spec).__name__
+    if getattr(spec, "non_causal", False):
+        return f"non-causal {name}"
     if getattr(spec, "tokens_per_state", 1) != 1 or not getattr(spec, "prefix_cacheable", True):
         return f"compressed or uncacheable {name}"
     if name in _FULL:

@@ -45,6 +45,7 @@ from tiers.connector.host import slots_within
 from tiers.connector.hosted import Answer, HostedTier
 from tiers.connector.region import SlotRegion, attach_region, create_region, stamp
 from tiers.engine.fingerprint import model_facts
+from tiers.engine.vllm_groups import refuse_model
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import open_copier
 from tiers.guard import Guarded, guard
@@ -128,6 +129,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     def _facts(self, copiers: Sequence[Copier], device: torch.device) -> dict[str, str]:
         """All that makes KV interchangeable; vLLM gives its layout by name, and pages as bytes."""
         vllm_config = get_current_vllm_config()
+        refuse_model(vllm_config.model_config)
         if vllm_config.lora_config is not None:
             raise ValueError(
                 "vLLM's OffloadingConnector does not tell two adapters of one name apart: with "
@@ -142,7 +144,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             "attention": str(vllm_config.attention_config.backend),
             "layout": str(getattr(self.config, "kv_cache_layout", None)),
             "pages": " ".join(copier.layout for copier in copiers),
-            "groups": repr(self.tokens_per_block),
+            "groups": repr([(g.tokens_per_block, g.layer_names) for g in self.config.groups]),
         }
 
 

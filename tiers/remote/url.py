@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from pydantic import (
@@ -18,39 +18,62 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from spec.fields import mask_secrets
 
-WHAT_WORKS = "redis://[user:password@]host[:port][/db] or unix://[user:password@]/path[?db=n]"
+WHAT_WORKS = (
+    "redis://[user:password@]host[:port][/db], unix://[user:password@]/path[?db=n], "
+    "redis+cluster://[user:password@]host[:port][,host[:port]...] or "
+    "redis+sentinel://[user:password@]host[:port][,host[:port]...]/service[/db]"
+)
 DEFAULT_PORT = 6379
+DEFAULT_SENTINEL_PORT = 26379
 _ESCAPE = "write / ? # and @ in a user name or password as %2F %3F %23 and %40"
+
+
+class Endpoint(NamedTuple):
+    """Where something listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
 class RedisUrl:
-    """One server: TCP (`host` and `port`) or a unix socket (`path`, and no host).
+    """A server on TCP or on a unix socket (`path`), a Cluster, or a master that Sentinel names.
 
-    str, repr and JSON show *** for the password; it is never part of an error message.
+    `endpoints`: the server, some nodes of the cluster, or the sentinels; none for a unix socket.
+    `service`: what the sentinels call the master. User and password are the servers' own, not
+    the sentinels'. str, repr and JSON show *** for the password; it is never part of an error
+    message.
     """
 
-    host: str | None
-    port: int
+    endpoints: tuple[Endpoint, ...]
     path: str | None
     db: int
     username: str | None
     password: SecretStr | None
+    service: str | None = None
+    is_cluster: bool = False
 
     def __str__(self) -> str:
         user = self.username or ""
         who = f"{user}:***@" if self.password else f"{user}@" if user else ""
         if self.path is not None:
             return f"unix://{who}{self.path}?db={self.db}"
-        host = f"[{self.host}]" if ":" in (self.host or "") else self.host
-        return f"redis://{who}{host}:{self.port}/{self.db}"
+        where = f"{who}{','.join(map(str, self.endpoints))}"
+        if self.is_cluster:
+            return f"redis+cluster://{where}"
+        if self.service is not None:
+            return f"redis+sentinel://{where}/{self.service}/{self.db}"
+        return f"redis://{where}/{self.db}"
 
     def __repr__(self) -> str:
         return f"RedisUrl({str(self)!r})"
 
 
 def parse_url(value: object) -> RedisUrl:
-    """Read a redis:// or unix:// URL. Raises ValueError, whose message shows no password."""
+    """Read a URL as in WHAT_WORKS. Raises ValueError, whose message shows no password."""
     if not isinstance(value, str):
         raise ValueError(f"not a URL; write it like {WHAT_WORKS}")
     scheme, separator, _ = value.partition("://")
@@ -59,16 +82,15 @@ def parse_url(value: object) -> RedisUrl:
     later = _not_yet(scheme)
     if later:
         raise ValueError(f"{scheme}:// ({later}) is not supported yet; what works is {WHAT_WORKS}")
-    if scheme not in ("redis", "unix"):
+    read = _READERS.get(scheme)
+    if read is None:
         raise ValueError(f"unknown scheme {scheme}://; what works is {WHAT_WORKS}")
     parts = _split(value)
-    username, password = _userinfo(parts)
-    host, port, path, db = _socket(parts) if scheme == "unix" else _endpoint(parts)
-    return RedisUrl(host, port, path, db, username, password)
+    return read(parts, *_userinfo(parts))
 
 
 def _not_yet(scheme: str) -> str | None:
-    words = {"sentinel": "Sentinel", "cluster": "Cluster", "rediss": "TLS", "valkeys": "TLS"}
+    words = {"rediss": "TLS", "valkeys": "TLS"}
     return next((what for word, what in words.items() if word in scheme), None)
 
 
@@ -97,21 +119,66 @@ def _userinfo(parts: SplitResult) -> tuple[str | None, SecretStr | None]:
     return unquote(username) or None, SecretStr(unquote(password)) if password else None
 
 
-def _endpoint(parts: SplitResult) -> tuple[str, int, None, int]:
-    if "," in parts.netloc.rpartition("@")[2]:
-        raise ValueError(f"several hosts are not supported yet; what works is {WHAT_WORKS}")
+def _server(parts: SplitResult, username: str | None, password: SecretStr | None) -> RedisUrl:
+    endpoints = _endpoints(parts, DEFAULT_PORT)
+    if len(endpoints) > 1:
+        raise ValueError(f"several hosts where one is meant; what works is {WHAT_WORKS}")
+    return RedisUrl(endpoints, None, _path_db(parts, parts.path), username, password)
+
+
+def _cluster(parts: SplitResult, username: str | None, password: SecretStr | None) -> RedisUrl:
+    endpoints = _endpoints(parts, DEFAULT_PORT)
+    if _path_db(parts, parts.path):
+        raise ValueError("a cluster has no db but 0")
+    return RedisUrl(endpoints, None, 0, username, password, is_cluster=True)
+
+
+def _sentinel(parts: SplitResult, username: str | None, password: SecretStr | None) -> RedisUrl:
+    endpoints = _endpoints(parts, DEFAULT_SENTINEL_PORT)
+    service, slash, db = parts.path.removeprefix("/").partition("/")
+    if not re.fullmatch(r"[\w.-]+", service, re.ASCII):
+        raise ValueError(f"no name of a service; what works is {WHAT_WORKS}")
+    return RedisUrl(endpoints, None, _path_db(parts, slash + db), username, password, service)
+
+
+def _unix(parts: SplitResult, username: str | None, password: SecretStr | None) -> RedisUrl:
+    return RedisUrl((), _socket(parts), _query(parts) or 0, username, password)
+
+
+_READERS = {
+    "redis": _server,
+    "redis+cluster": _cluster,
+    "redis+sentinel": _sentinel,
+    "unix": _unix,
+}
+
+
+def _path_db(parts: SplitResult, path: str) -> int:
+    db = _query(parts)
+    if path not in ("", "/"):
+        if db is not None:
+            raise ValueError("the db is given twice; write it after the host, like /0")
+        db = _db(path[1:])
+    return db or 0
+
+
+def _endpoints(parts: SplitResult, port: int) -> tuple[Endpoint, ...]:
+    where = parts.netloc.rpartition("@")[2]
+    return tuple(_endpoint(one, port) for one in where.split(","))
+
+
+def _endpoint(text: str, default_port: int) -> Endpoint:
+    try:
+        parts = urlsplit(f"//{text}")
+    except ValueError:
+        raise ValueError(f"not a URL; write it like {WHAT_WORKS}") from None
     try:
         port = parts.port
     except ValueError:
         raise ValueError("the port is not a number from 1 to 65535") from None
     if port == 0:
         raise ValueError("the port is not a number from 1 to 65535")
-    db = _query(parts)
-    if parts.path not in ("", "/"):
-        if db is not None:
-            raise ValueError("the db is given twice; write it after the host, like /0")
-        db = _db(parts.path[1:])
-    return _host(parts.hostname), port or DEFAULT_PORT, None, db or 0
+    return Endpoint(_host(parts.hostname), port or default_port)
 
 
 def _host(host: str | None) -> str:
@@ -126,13 +193,13 @@ def _host(host: str | None) -> str:
     return host
 
 
-def _socket(parts: SplitResult) -> tuple[None, int, str, int]:
+def _socket(parts: SplitResult) -> str:
     if parts.netloc.rpartition("@")[2]:
         raise ValueError("a unix socket needs an absolute path; write it like unix:///path")
     path = unquote(parts.path)
     if not path.strip("/") or "\0" in path:
         raise ValueError("no path; write it like unix:///path")
-    return None, 0, path, _query(parts) or 0
+    return path
 
 
 def _query(parts: SplitResult) -> int | None:
@@ -173,8 +240,13 @@ RedisUrlField = Annotated[
     WithJsonSchema(
         {
             "type": "string",
-            "pattern": "^(redis|unix)://",
-            "examples": ["redis://cache.internal:6379/0", "unix:///run/valkey.sock?db=0"],
+            "pattern": r"^(redis|redis\+cluster|redis\+sentinel|unix)://",
+            "examples": [
+                "redis://cache.internal:6379/0",
+                "unix:///run/valkey.sock?db=0",
+                "redis+cluster://node1:6379,node2:6379",
+                "redis+sentinel://host1:26379,host2:26379/main/0",
+            ],
         }
     ),
 ]

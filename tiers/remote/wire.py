@@ -1,137 +1,175 @@
-"""Wire: the few commands the remote tier needs, over redis-py, and its errors translated.
+"""Wire: the few commands the remote tier needs, over redis-py's connections, errors translated.
 
-Nothing else knows that redis-py exists. `store` takes a value in parts and `load` answers value
-by value, so that values can travel on plain sockets without a change above. Protocol 2: it needs
-no greeting, works with every server, and nothing of protocol 3 is used.
+redis-py connects and authenticates; commands and replies then travel on the sockets of its
+connections, where values need no copy and a whole verb has one deadline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-import redis
-from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    OutOfMemoryError,
-    RedisError,
-    ResponseError,
-)
-from redis.retry import Retry
+from redis.exceptions import AuthenticationError, RedisError
+from redis.sentinel import MasterNotFoundError
 
-from tiers.block import Buffer
-from tiers.errors import TierError, TierUnavailable
+from tiers.errors import TierUnavailable
+from tiers.remote import bulk
+from tiers.remote.bulk import Arrived, Record, Wanted
+from tiers.remote.places import open_places
+from tiers.remote.pools import Pool, socket_of
+from tiers.remote.resp import ServerError, command, read_integer
+from tiers.remote.stream import Deadline, Stream
 from tiers.remote.url import RedisUrl
+from tiers.remote.window import Window
 
+SLOWEST = 32 << 20
+"""Bytes a second that a verb which moves values is given time for, beside the timeout: half of
+what a gigabit link carries. Computing a block again is faster than a link below it."""
 
-class Value(NamedTuple):
-    """What is kept under a name: a header and the bytes behind it."""
-
-    name: bytes
-    header: bytes
-    stored: Buffer
+Work = Callable[[Stream, list[int]], None]
 
 
 class Wire:
-    """A pool of connections to one server; thread-safe, and a forked child makes its own.
+    """Speaks to the server or servers of a URL; thread-safe, and a forked child connects anew.
 
-    `timeout` in seconds bounds connecting and every single wait for the server. A connection
-    found dead (the server was restarted) is made anew once; nothing else is tried again.
-    Every method raises TierUnavailable when the server can't be asked.
+    A verb ends after `timeout` seconds and a moment more for each byte of a value (`SLOWEST`);
+    connecting to a server it needs may take twice the timeout, and longer only where a name server
+    is silent. A connection found dead when it is taken is made anew once, and names that moved
+    within a cluster are looked for once more; nothing else is tried again. A connection on which
+    anything but whole replies was read is closed. Every method raises TierUnavailable when the
+    server can't be asked.
     """
 
     def __init__(self, url: RedisUrl, timeout: float, ttl: float | None) -> None:
         self._url = url
-        self._ttl_ms = None if ttl is None else max(1, round(ttl * 1000))
-        self._pool = _pool(url, timeout)
-        self._client: Any = redis.Redis(connection_pool=self._pool)
+        self._timeout = timeout
+        self._ttl_ms = None if ttl is None else b"%d" % max(1, round(ttl * 1000))
+        self._places = open_places(url, timeout)
+        self._window = Window()
 
     def exists(self, names: Sequence[bytes]) -> list[bool]:
         """Whether each name has a value, in one round trip."""
-        return [bool(reply) for reply in self._ask([("EXISTS", name) for name in names])]
+        return self._ask(names, lambda name: command(b"EXISTS", name))
 
     def refresh(self, names: Sequence[bytes]) -> list[bool]:
         """As `exists`, and what exists lives for the whole ttl again."""
-        if self._ttl_ms is None:
+        ttl = self._ttl_ms
+        if ttl is None:
             return self.exists(names)
-        commands = [("PEXPIRE", name, self._ttl_ms) for name in names]
-        return [bool(reply) for reply in self._ask(commands)]
-
-    def store(self, values: Sequence[Value]) -> list[bool]:
-        """Keep the values; False for those the server has no memory for."""
-        expiry = () if self._ttl_ms is None else ("PX", self._ttl_ms)
-        commands = [("SET", v.name, b"".join((v.header, v.stored)), *expiry) for v in values]
-        replies = self._ask(commands, tolerate=OutOfMemoryError)
-        return [not isinstance(reply, ResponseError) for reply in replies]
-
-    def load(self, names: Sequence[bytes]) -> list[bytes | None]:
-        """The values, None where there is none; what is no string loads as the empty value."""
-        replies = self._ask([("GET", name) for name in names], tolerate=ResponseError)
-        return [self._value(reply) for reply in replies]
-
-    def _value(self, reply: Any) -> bytes | None:
-        if isinstance(reply, ResponseError):
-            if not str(reply).startswith("WRONGTYPE"):
-                raise self._translate(reply)
-            return b""
-        assert reply is None or isinstance(reply, bytes)
-        return reply
+        return self._ask(names, lambda name: command(b"PEXPIRE", name, ttl))
 
     def delete(self, names: Sequence[bytes]) -> None:
         """Forget these names; the server frees their memory in its own time."""
-        self._ask([("UNLINK", name) for name in names])
+        self._ask(names, lambda name: command(b"UNLINK", name))
+
+    def store(
+        self, names: Sequence[bytes], record: Callable[[int], Record], payload_bytes: int
+    ) -> list[bool]:
+        """Keep what `record` makes for each position; False for what the server refused.
+
+        `payload_bytes`: the most a record has behind its header.
+        """
+        stored = [False] * len(names)
+        expiry = () if self._ttl_ms is None else (b"PX", self._ttl_ms)
+
+        def work(stream: Stream, positions: list[int]) -> None:
+            here = [names[position] for position in positions]
+            done = bulk.store(stream, here, lambda at: record(positions[at]), expiry, self._window)
+            for position, answer in zip(positions, done, strict=True):
+                stored[position] = answer
+
+        self._visit(names, work, len(names) * payload_bytes)
+        return stored
+
+    def load(self, wanted: Sequence[Wanted], arrived: Arrived) -> None:
+        """Load values into the memory of those who want them; `arrived` is told of each there is.
+
+        What is no string, or longer than was wanted, arrives as None.
+        """
+
+        def work(stream: Stream, positions: list[int]) -> None:
+            here = [wanted[position] for position in positions]
+            bulk.load(stream, here, lambda at, got: arrived(positions[at], got), self._window)
+
+        payloads = sum(len(want.payload) for want in wanted)
+        self._visit([want.name for want in wanted], work, payloads)
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
-        self._pool.disconnect()
+        self._places.close()
 
-    def _ask(
-        self, commands: Sequence[tuple[Any, ...]], tolerate: type[ResponseError] | None = None
-    ) -> list[Any]:
-        """Send commands in one pipeline; replies in order, tolerated errors among them."""
-        with self._translated(), self._client.pipeline(transaction=False) as pipe:
-            for command in commands:
-                pipe.execute_command(*command)
-            replies: list[Any] = pipe.execute(raise_on_error=False)
-        for reply in replies:
-            if isinstance(reply, ResponseError) and not (tolerate and isinstance(reply, tolerate)):
-                raise self._translate(reply)
-        return replies
+    def _ask(self, names: Sequence[bytes], make: Callable[[bytes], bytes]) -> list[bool]:
+        answers = [False] * len(names)
+
+        def work(stream: Stream, positions: list[int]) -> None:
+            commands = b"".join(make(names[position]) for position in positions)
+            began = time.monotonic()
+            stream.send([commands])
+            answers[positions[0]] = _answer(stream)
+            self._window.answered(time.monotonic() - began)
+            for position in positions[1:]:
+                answers[position] = _answer(stream)
+
+        self._visit(names, work)
+        return answers
+
+    def _visit(self, names: Sequence[bytes], work: Work, num_bytes: int = 0) -> None:
+        """Do the work on a connection to each place that has some of the names."""
+        deadline = Deadline(self._timeout + num_bytes / SLOWEST)
+        with self._translated():
+            try:
+                self._visit_once(names, work, deadline)
+            except ServerError as error:
+                if error.code != "MOVED":
+                    raise
+                self._places.forget()
+                self._visit_once(names, work, deadline)
+
+    def _visit_once(self, names: Sequence[bytes], work: Work, deadline: Deadline) -> None:
+        for pool, positions in self._places.split(names):
+            with _taken(pool, deadline) as stream:
+                work(stream, positions)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except (RedisError, OSError) as error:
+        except (RedisError, ServerError, OSError) as error:
+            self._places.forget()
             # Not chained: a server may quote the AUTH it did not understand, password and all,
             # and a traceback would print that.
             raise self._translate(error) from None
 
-    def _translate(self, error: RedisError | OSError) -> TierError:
+    def _translate(self, error: Exception) -> TierUnavailable:
         text = str(error)
         if isinstance(error, AuthenticationError) or "AUTH" in text:
             text = "the server refused the user or password"
+        elif isinstance(error, MasterNotFoundError):  # its own text is a page of settings
+            text = f"no sentinel names a master of {self._url.service!r}"
         return TierUnavailable(f"{self._url}: {text or type(error).__name__}")
 
 
-def _pool(url: RedisUrl, timeout: float) -> redis.ConnectionPool:
-    options: dict[str, Any] = {
-        "db": url.db,
-        "username": url.username,
-        "password": url.password.get_secret_value() if url.password else None,
-        "socket_timeout": timeout,
-        "socket_connect_timeout": timeout,
-        "socket_read_size": 1 << 20,
-        "health_check_interval": 0,
-        "protocol": 2,
-        # The pool itself replaces a connection it finds dead; a retry would only add waits.
-        "retry": Retry(NoBackoff(), 0),
-    }
-    if url.path is not None:
-        return redis.ConnectionPool(
-            connection_class=redis.UnixDomainSocketConnection, path=url.path, **options
-        )
-    # Keepalive notices a peer that vanished while the connection was idle.
-    return redis.ConnectionPool(host=url.host, port=url.port, socket_keepalive=True, **options)
+@contextmanager
+def _taken(pool: Pool, deadline: Deadline) -> Iterator[Stream]:
+    """A connection for as long as the block lasts; closed unless every reply to it was read."""
+    connection: Any = pool.get_connection()
+    is_clean = False
+    try:
+        stream = Stream(socket_of(connection), deadline)
+        yield stream
+        is_clean = stream.is_drained
+    finally:
+        if not is_clean:
+            connection.disconnect()
+        pool.release(connection)
+
+
+def _answer(stream: Stream) -> bool:
+    try:
+        return bool(read_integer(stream))
+    except ServerError as error:
+        if error.code != "ASK":  # in a slot that is moving, what already moved is not looked for
+            raise
+        return False

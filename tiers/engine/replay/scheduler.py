@@ -202,6 +202,8 @@ class ReplayScheduler:
         self._know_blocks(request)
         if request.num_computed_tokens == request.num_tokens:
             request.num_computed_tokens -= 1
+        assert self.connector is not None
+        self.connector.update_state_after_alloc(request, request, 0)
 
     def _match(self, request: ReplayRequest) -> bool:
         """Find the request's prefix here and in the connector; False: it can't start now."""

@@ -1,0 +1,70 @@
+"""Suite codec: what a codec makes of a block, and how fast, beside zstd on the whole.
+
+The blocks are normally distributed bfloat16 numbers, scaled channel by channel as KV is, so the
+ratios are near those of real KV, not the same (`tiers.codec` has those).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from bench.main import Scale
+from bench.report import Case, Measure
+from tiers.codec import Encoder, decode
+
+Name = Literal["none", "zstd", "planes", "auto"]
+
+
+@contextmanager
+def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+    """Ratio, encoding and decoding of blocks of 2 MiB."""
+    payload = _kv((64 << 10 if scale.smoke else 2 << 20) // 2)
+    of = f"{len(payload) >> 10} KiB of bfloat16"
+    yield iter(
+        [
+            Case("codec", f"planes, ratio, {of}", "x", _ratio(payload, "planes"),
+                 peer=_ratio(payload, "zstd"), peer_name="zstd"),
+            Case("codec", f"planes, encode {of}", "GB/s", _encoding(payload, "planes"),
+                 peer=_encoding(payload, "zstd"), peer_name="zstd"),
+            Case("codec", f"planes, decode {of}", "GB/s", _decoding(payload, "planes"),
+                 peer=_decoding(payload, "zstd"), peer_name="zstd"),
+        ]
+    )  # fmt: skip
+
+
+def _kv(elements: int) -> memoryview:
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.rand(128, generator=generator).repeat(-(-elements // 128))[:elements]
+    numbers = torch.randn(elements, generator=generator) * scales
+    whole = bytearray(2 * elements)
+    torch.frombuffer(whole, dtype=torch.bfloat16).copy_(numbers)
+    return memoryview(whole)
+
+
+def _ratio(payload: memoryview, codec: Name) -> Measure:
+    return lambda: len(payload) / len(Encoder(codec).encode(payload)[1])
+
+
+def _rate(payload: memoryview, work: Callable[[], object]) -> Measure:
+    def run() -> float:
+        began = time.perf_counter()
+        work()
+        return len(payload) / (time.perf_counter() - began) / 1e9
+
+    return run
+
+
+def _encoding(payload: memoryview, codec: Name) -> Measure:
+    encoder = Encoder(codec)
+    return _rate(payload, lambda: encoder.encode(payload))
+
+
+def _decoding(payload: memoryview, codec: Name) -> Measure:
+    number, stored = Encoder(codec).encode(payload)
+    back = memoryview(bytearray(len(payload)))
+    return _rate(payload, lambda: decode(number, stored, back))

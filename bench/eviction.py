@@ -1,0 +1,125 @@
+"""How many blocks the CPU tier serves under each eviction policy, on a trace of real prompts.
+
+    python -m bench.eviction [TRACE] [--requests N] [--sizes 0.5 1 5 20] [--json FILE]
+
+Sizes are in percent of the trace's distinct blocks; for the trace see `bench.policies`. A hit is a
+block of the longest resident prefix of a prompt, which is loaded; the rest is stored. The host
+pool and the tier's manager are real and called as the scheduler half calls them, without bytes.
+`opt` knows the future: it gives up what is used again last (Belady), and takes nothing that it
+would have to give up for what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from bench.policies import TRACE, read_trace
+from tiers.connector.manager import HostManager
+from tiers.cpu.spec import CpuSpec
+from tiers.pool import SlotPool
+
+POLICIES: tuple[str, ...] = get_args(CpuSpec.model_fields["eviction"].annotation)
+SIZES = (0.5, 1.0, 5.0, 20.0)
+STAGING = 4096
+"""Slots beside the tier's: no store is dropped."""
+
+Prompt = Sequence[bytes]
+
+
+def replay(prompts: Sequence[Prompt], eviction: str, slots: int) -> int:
+    """Hits of a policy."""
+    pool = SlotPool(slots + STAGING)
+    spec = CpuSpec.model_validate({"capacity": 1, "eviction": eviction})
+    manager = HostManager(spec.residency(pool, slots), pool)
+    hits = 0
+    for keys in prompts:
+        found = manager.lookup("", 0, keys)
+        hits += found
+        loading = manager.prepare_load(keys[:found])
+        wanted = [key for key, want in zip(keys, manager.wants(keys), strict=True) if want]
+        claims = [pool.claim(key) for key in wanted]
+        manager.complete_load(keys[:found], loading)
+        for key, claim in reversed(list(zip(wanted, claims, strict=True))):
+            assert claim is not None, "the pool has room for every store"
+            manager.complete_store(key, claim.slot, True)
+            pool.release(claim.slot)
+    return hits
+
+
+def optimum(prompts: Sequence[Prompt], slots: int) -> int:
+    """Hits of one that knows the future."""
+    kept: dict[bytes, tuple[int, int]] = {}
+    by_use: list[tuple[int, int, bytes]] = []
+    hits = 0
+    for keys, next_uses in zip(prompts, _next_uses(prompts), strict=True):
+        prefix = True
+        for depth, (key, next_use) in enumerate(zip(keys, next_uses, strict=True)):
+            prefix = prefix and key in kept
+            hits += prefix
+            kept.pop(key, None)
+            if next_use is not None:
+                # Of one prompt's blocks the last goes first: it is of no use without the others.
+                kept[key] = (-next_use, -depth)
+                heapq.heappush(by_use, (-next_use, -depth, key))
+            while len(kept) > slots:
+                use, deep, last = heapq.heappop(by_use)
+                if kept.get(last) == (use, deep):
+                    del kept[last]
+    return hits
+
+
+def _next_uses(prompts: Sequence[Prompt]) -> list[list[int | None]]:
+    """For each block of each prompt, the number of the next prompt that has it."""
+    last_seen: dict[bytes, int] = {}
+    uses: list[list[int | None]] = []
+    for number in range(len(prompts) - 1, -1, -1):
+        uses.append([last_seen.get(key) for key in prompts[number]])
+        last_seen.update(dict.fromkeys(prompts[number], number))
+    return uses[::-1]
+
+
+def measure(prompts: Sequence[Prompt], sizes: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """A row per size: slots, and hits of each policy and of the optimum."""
+    distinct = len({key for keys in prompts for key in keys})
+    for size in sizes:
+        slots = max(1, int(distinct * size / 100))
+        hits = {policy: replay(prompts, policy, slots) for policy in POLICIES}
+        yield {"percent": size, "slots": slots, **hits, "opt": optimum(prompts, slots)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m bench.eviction", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("trace", nargs="?", type=Path, default=TRACE)
+    parser.add_argument("--requests", type=int, help="how many of the trace; default: all")
+    parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="percent")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    options = parser.parse_args(arguments)
+    if not options.trace.exists():
+        print(f"there is no trace at {options.trace}; name one", file=sys.stderr)
+        return 2
+    prompts = [one.block_hashes for one in read_trace(options.trace, options.requests)]
+    blocks = sum(map(len, prompts))
+    names = (*POLICIES, "opt")
+    print(f"{len(prompts)} prompts of {blocks} blocks; hits, of opt's in percent")
+    print(f"{'size':>6} {'slots':>7}" + "".join(f"{name:>16}" for name in names))
+    rows = []
+    for row in measure(prompts, options.sizes):
+        rows.append(row)
+        hits = (f"{row[n]:>9}{row[n] / max(1, row['opt']):>7.1%}" for n in names)
+        print(f"{row['percent']:>5g}% {row['slots']:>7}" + "".join(hits), flush=True)
+    if options.json is not None:
+        whole = {"requests": len(prompts), "blocks": blocks, "rows": rows}
+        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

