@@ -33,13 +33,14 @@ class Answered(NamedTuple):
 class Engine:
     """The other end: starts an engine and asks it. Its log goes to standard error."""
 
-    def __init__(self, **engine_args: Any) -> None:
+    def __init__(self, environment: dict[str, str], **engine_args: Any) -> None:
+        """`environment`: of the engine's process, where the caller's own does not say more."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.serve"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**_ENVIRONMENT, **os.environ},
+            env={**_ENVIRONMENT, **environment, **os.environ},
             text=True,
         )
         self._tell(engine_args)

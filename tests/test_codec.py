@@ -55,18 +55,18 @@ def test_the_caller_keeps_its_memory_and_its_bytes() -> None:
 
 
 def test_auto_leaves_noise_alone_and_looks_again() -> None:
-    encoder = Encoder("auto", "redis")
+    encoder, random_bytes, kv = Encoder("auto", "redis"), noise(8192), bf16()
     for _ in range(SAMPLES + 1):
-        assert encoder.encode(noise(8192))[0] == CODECS["none"]
+        assert encoder.encode(random_bytes)[0] == CODECS["none"]
     assert 0 < encoder.ratio < 1.15
-    assert encoder.encode(bf16())[0] == CODECS["none"], "not looked at"
-    codecs = [encoder.encode(bf16())[0] for _ in range(EVERY + SAMPLES * 8)]
+    assert encoder.encode(kv)[0] == CODECS["none"], "not looked at"
+    codecs = [encoder.encode(kv)[0] for _ in range(EVERY + SAMPLES * 8)]
     assert CODECS["planes"] in codecs
 
 
 def test_auto_takes_planes_for_kv() -> None:
-    encoder = Encoder("auto", "redis")
-    assert {encoder.encode(bf16())[0] for _ in range(SAMPLES * 3)} == {CODECS["planes"]}
+    encoder, kv = Encoder("auto", "redis"), bf16()
+    assert {encoder.encode(kv)[0] for _ in range(SAMPLES * 3)} == {CODECS["planes"]}
 
 
 @pytest.mark.parametrize(

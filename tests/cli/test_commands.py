@@ -63,7 +63,7 @@ def test_validate_prints_the_chain_as_it_is_understood(kvtiers: Run, chain: Any)
     assert kvtiers("validate", chain(README)) == (
         0,
         "order  name   type   settings\n"
-        "1      cpu    cpu    capacity 8GiB, eviction s3fifo\n"
+        "1      cpu    cpu    capacity 8GiB, eviction lru\n"
         "2      disk   disk   capacity 200GiB, path /var/lib/kvtiers, io auto, "
         "durability none\n"
         "3      redis  redis  url redis://cache.internal:6379/0, ttl 1d, timeout 1s, "

@@ -79,8 +79,8 @@ def test_vllms_example_connector_is_a_child_of_ours(
 def test_two_of_ours_are_children_of_vllms_multi_connector(
     run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
 ) -> None:
-    """The first is too small for all prompts, so that each of them has something to load."""
-    pair = [tiers(cpu("4MiB")), tiers(disk(tmp_path / "disk"))]
+    """The first is too small for a whole prompt: it must not hide what the other has of it."""
+    pair = [tiers(cpu("512KiB")), tiers(disk(tmp_path / "disk"))]
     run = run_vllm(
         ONE_BY_ONE * 2, kv_transfer_config=transfer("MultiConnector", pair), **IN_PROCESS
     )

@@ -20,7 +20,7 @@ class CpuSpec(HostSpec):
 
     type: Literal["cpu"] = "cpu"
     eviction: Literal["lru", "arc", "s3fifo"] = Field(
-        default="s3fifo",
+        default="lru",
         description="Which block goes for room: the least recently used (lru); of those used once "
         "and those used again, as it pays (arc); one that was not used since it came (s3fifo).",
     )

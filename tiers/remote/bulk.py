@@ -16,7 +16,7 @@ from tiers.remote.resp import (
     read_length,
     read_status,
 )
-from tiers.remote.stream import Stream, StreamError
+from tiers.remote.stream import AHEAD_BYTES, Stream, StreamError
 from tiers.remote.window import LEAST_BYTES, Window
 
 SEND_BYTES = 128 << 10
@@ -39,6 +39,10 @@ class Wanted(NamedTuple):
     name: bytes
     payload: memoryview
 
+
+SMALL_BYTES = 16 << 10
+"""Values up to this many bytes arrive several at a time, and are copied once more: each receiving
+lets another thread of the process run, which may keep it for 5 ms."""
 
 Arrived = Callable[[int, Record | None], None]
 """Told the position of each value there is, and the value; None: it can't be a record."""
@@ -148,21 +152,22 @@ def _tell(window: Window, moved: int, began: float) -> None:
 
 def _read_value(stream: Stream, payload: memoryview) -> tuple[bool, Record | None]:
     """Whether there is a value, and the record if it can be one."""
+    ahead = AHEAD_BYTES if len(payload) <= SMALL_BYTES else _HEAD_BYTES
     try:
-        length = read_length(stream, _HEAD_BYTES)
+        length = read_length(stream, ahead)
     except ServerError as error:
         if error.code not in ("WRONGTYPE", "ASK"):
             raise
         return error.code == "WRONGTYPE", None
     if length < 0:
         return False, None
-    record = _read_record(stream, length, payload)
-    if stream.line(_HEAD_BYTES):
+    record = _read_record(stream, length, payload, ahead)
+    if stream.line(ahead):
         raise StreamError("a value without its end")
     return True, record
 
 
-def _read_record(stream: Stream, length: int, payload: memoryview) -> Record | None:
+def _read_record(stream: Stream, length: int, payload: memoryview, ahead: int) -> Record | None:
     stored_bytes = length - HEADER_BYTES
     if not 0 <= stored_bytes <= len(payload):  # no length of ours: not a byte goes anywhere
         stream.skip(length)
@@ -171,5 +176,5 @@ def _read_record(stream: Stream, length: int, payload: memoryview) -> Record | N
     stream.fill(memoryview(header))
     # Only what is stored as it was can be as long as the payload: it comes straight in place.
     stored = payload if stored_bytes == len(payload) else memoryview(bytearray(stored_bytes))
-    stream.fill(stored, _HEAD_BYTES)
+    stream.fill(stored, ahead)
     return Record(header, stored)

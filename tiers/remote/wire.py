@@ -28,13 +28,18 @@ SLOWEST = 32 << 20
 """Bytes a second that a verb which moves values is given time for, beside the timeout: half of
 what a gigabit link carries. Computing a block again is faster than a link below it."""
 
+EACH = 0.01
+"""Seconds that a verb is given for each name, beside the timeout: an engine's thread that is busy
+with Python keeps ours waiting for 5 ms at a time."""
+
 Work = Callable[[Stream, list[int]], None]
 
 
 class Wire:
     """Speaks to the server or servers of a URL; thread-safe, and a forked child connects anew.
 
-    A verb ends after `timeout` seconds and a moment more for each byte of a value (`SLOWEST`);
+    A verb ends after `timeout` seconds and a moment more for each name (`EACH`) and each byte of a
+    value (`SLOWEST`);
     connecting to a server it needs may take twice the timeout, and longer only where a name server
     is silent. A connection found dead when it is taken is made anew once, and names that moved
     within a cluster are looked for once more; nothing else is tried again. A connection on which
@@ -117,7 +122,7 @@ class Wire:
 
     def _visit(self, names: Sequence[bytes], work: Work, num_bytes: int = 0) -> None:
         """Do the work on a connection to each place that has some of the names."""
-        deadline = Deadline(self._timeout + num_bytes / SLOWEST)
+        deadline = Deadline(self._timeout + EACH * len(names) + num_bytes / SLOWEST)
         with self._translated():
             try:
                 self._visit_once(names, work, deadline)

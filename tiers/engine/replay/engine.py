@@ -29,6 +29,9 @@ from tiers.gpu.copier import open_copier
 
 MAX_IDLE_STEPS = 100_000
 SETTLE_SECONDS = 60.0
+IDLE_SECONDS = 0.0005
+"""What a step with nothing to compute leaves to the threads that transfer: without a pause this one
+would keep the interpreter from them for most of the time."""
 
 
 class ReplayEngine:
@@ -140,7 +143,11 @@ class ReplayEngine:
         """
         idle = 0
         while self.scheduler.busy:
-            idle = 0 if self.step() else idle + 1
+            if self.step():
+                idle = 0
+                continue
+            idle += 1
+            time.sleep(IDLE_SECONDS)
             if idle > MAX_IDLE_STEPS:
                 stuck = describe(list(self.scheduler.requests.values()))
                 raise RuntimeError(f"the engine is stuck:\n{stuck}")
@@ -163,7 +170,8 @@ class ReplayEngine:
         children = self.connector.children if self.connector is not None else ()
         tiers = [child.scheduler for child in children if isinstance(child, OffloadingConnector)]
         while any(tier.jobs_under_way for tier in tiers):
-            self.step()
+            if not self.step():
+                time.sleep(IDLE_SECONDS)
             if time.monotonic() > deadline:
                 raise RuntimeError("transfers do not end")
 
