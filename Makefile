@@ -1,5 +1,6 @@
 # make demo     a prefix comes back from CPU memory, disk and Redis       ARGS="--json FILE"
 # make test     ruff, mypy and all tests                                  ARGS="-k disk"
+# make faults   every fault of docs/faults.md, those of make test too      ARGS="-k redis"
 # make lint     ruff and mypy alone
 # make clean    remove what these made here (the demo's model stays in the user's cache folder)
 #
@@ -15,13 +16,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready-$(ENGINE)
 
-.PHONY: demo test lint clean
+.PHONY: demo test faults lint clean
 
 demo: $(READY)
 	$(BIN)/kvtiers demo $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+faults: $(READY)
+	$(BIN)/python -m pytest -m "fault or faults" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -17,10 +17,11 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from spec.fields import ByteSize
+from spec.fields import ByteSize, Duration
 from spec.hints import closest, one_of
 from spec.offloading import OffloadingSpec
 from spec.registry import BrokenTierType, UnknownTierType, tier_class, tier_types
+from spec.tenants import TenantSpec
 
 FORMAT_VERSION = 1
 LoadPolicy = Literal["first", "longest", "stitched", "cheapest"]
@@ -68,7 +69,10 @@ class CheapestSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     min_tokens: int = Field(
-        default=64, ge=1, description="Prefixes shorter than this are computed, not loaded."
+        default=64,
+        ge=1,
+        examples=[64],
+        description="Prefixes shorter than this are computed, not loaded.",
     )
     margin: float = Field(
         default=0.05,
@@ -107,6 +111,16 @@ class ChainSpec(BaseModel):
     promote: bool = Field(
         default=True, description="Keep blocks that a lower tier served in the higher ones too."
     )
+    max_wait: Duration = Field(
+        default=10.0,
+        description="How long a request may wait for all tiers together, lookups and loads; what "
+        "has arrived by then is used, the rest computed.",
+    )
+    tenants: Mapping[str, TenantSpec] = Field(
+        default_factory=dict,
+        repr=False,
+        description="Rules for requests by their cache salt, which is the key here.",
+    )
     staging: ByteSize = Field(
         default=256 << 20,
         description="Host memory for blocks on their way, besides that of the cpu tiers.",
@@ -124,6 +138,18 @@ class ChainSpec(BaseModel):
         if cheapest is not None and load not in ("cheapest", None):
             raise ValueError("write load: cheapest, or remove this")
         return CheapestSpec() if cheapest is None and load == "cheapest" else cheapest
+
+    @field_validator("tenants", mode="after")
+    @classmethod
+    def _name_our_tiers(
+        cls, tenants: Mapping[str, TenantSpec], info: ValidationInfo
+    ) -> Mapping[str, TenantSpec]:
+        names = [tier.tier_name for tier in info.data.get("tiers", ())]
+        for rule in tenants.values() if names else ():
+            unknown = [name for name in rule.tiers or () if name not in names]
+            if unknown:
+                raise ValueError(f"no tier is called {unknown[0]!r}; use {one_of(names)}")
+        return tenants
 
     @field_validator("tiers", mode="after")
     @classmethod

@@ -66,6 +66,26 @@ def parse_duration(value: object) -> float:
     return seconds
 
 
+_RATE = re.compile(r"([^/]+)/\s*(s|m|h|d|day)\s*")
+_RATE_SECONDS = {**_SECONDS, "day": _SECONDS["d"]}
+
+
+def parse_rate(value: object) -> float:
+    """Bytes per second of "200MB/s", "2TB/day". Raises ValueError."""
+    match = _RATE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("write a size per s, m, h or day, like 200MB/s or 2TB/day")
+    return parse_size(match[1]) / float(_RATE_SECONDS[match[2]])
+
+
+def format_rate(rate: float) -> str:
+    """Bytes per second as an operator may write them; reads back as the same to a byte a day."""
+    a_day = round(rate * 86400)
+    if a_day % 86400 == 0:
+        return f"{exact_size(a_day // 86400)}/s"
+    return f"{exact_size(a_day)}/day"
+
+
 def exact_size(size: int) -> str:
     """The shortest way to write a size in bytes that reads back as the same number."""
     exact = [f"{size // scale}{unit}" for unit, scale in _SIZE_UNITS.items() if size % scale == 0]
@@ -125,6 +145,20 @@ Duration = Annotated[
     ),
 ]
 """A length of time in seconds, a millisecond or more; always written with its unit."""
+
+ByteRate = Annotated[
+    float,
+    BeforeValidator(parse_rate),
+    PlainSerializer(format_rate, return_type=str, when_used="json"),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": _pattern(_SIZE_UNITS, unit_needed=False)[:-1] + r"/\s*(s|m|h|d|day)\s*$",
+            "examples": ["200MB/s", "2TB/day"],
+        }
+    ),
+]
+"""Bytes per second, above zero; always written with the time it is for."""
 
 _USERINFO = re.compile(r"(.*?://)?(?:([^:/?#@\s]*):)?.*@", re.S)
 _LOST_AT = re.compile(r"(://[^:/?#\s\[]*:)(?!\d{0,5}(?:[/?#]|$))[^/?#\s]*")

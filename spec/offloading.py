@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from spec.fields import ByteSize
+from spec.encryption import EncryptionSpec
+from spec.fields import ByteRate, ByteSize, Duration
 
 if TYPE_CHECKING:  # for annotations only: the specs know no tier at run time
     from tiers.pool import Residency, SlotPool
@@ -50,6 +51,13 @@ class OffloadingSpec(BaseModel):
     name: TierName | None = Field(
         default=None, description="Unique name in metrics and logs; defaults to the type."
     )
+    store_after: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="Store a block when the so many-th request has it: 2 keeps out what is asked "
+        "for only once.",
+    )
 
     @property
     def tier_name(self) -> str:
@@ -58,7 +66,42 @@ class OffloadingSpec(BaseModel):
 
 
 class StoreSpec(OffloadingSpec):
-    """A tier that is a store: disk, remote, most plugins."""
+    """A tier that is a store: disk, remote, most plugins.
+
+    Rates and the queue are those of one engine, over all its ranks.
+    """
+
+    deadline: Duration = Field(
+        default=10.0,
+        description="A read or write that takes longer counts as failed, and the tier is left "
+        "alone until it works again.",
+    )
+    queue: ByteSize | None = Field(
+        default=None,
+        description="Bytes on their way into the tier at most; blocks beyond it are not stored. "
+        "Unset: half of the host memory of the chain.",
+    )
+    encryption: EncryptionSpec | None = Field(
+        default=None, description="Encrypt blocks, and hide their names, with keys of ours."
+    )
+    store_rate: ByteRate | None = Field(
+        default=None, description="Bytes stored a second at most, like 200MB/s."
+    )
+    load_rate: ByteRate | None = Field(
+        default=None, description="Bytes loaded a second at most, like 1GB/s."
+    )
+    write_budget: ByteRate | None = Field(
+        default=None,
+        description="Bytes stored in the long run at most, like 2TB/day, to spare an SSD; up to an "
+        "hour's worth may come at once.",
+    )
+
+    @field_validator("codec", mode="after", check_fields=False)
+    @classmethod
+    def _suit_encryption(cls, codec: str, info: ValidationInfo) -> str:
+        if codec != "none" and info.data.get("encryption") is not None:
+            raise ValueError("write none: encrypted blocks can't be made smaller")
+        return codec
 
     @abstractmethod
     def open(self, site: StoreSite) -> TierStore:
@@ -75,6 +118,11 @@ class HostSpec(OffloadingSpec):
     hit_source: ClassVar[str] = "host"
 
     capacity: ByteSize = Field(description="Host memory for this tier, over all ranks.")
+    verify: Literal["never", "always"] = Field(
+        default="never",
+        description="Whether a block in host memory is checked against its checksum before it is "
+        "loaded. What other tiers hold always is.",
+    )
 
     @abstractmethod
     def residency(self, pool: SlotPool, max_slots: int) -> Residency:

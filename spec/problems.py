@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from spec.chain import FORMAT_VERSION, MAX_TIERS, ChainSpec, CheapestSpec, name_clashes
+from spec.chain import FORMAT_VERSION, MAX_TIERS, ChainSpec, name_clashes
 from spec.document import Document, Loc
 from spec.fields import mask_secrets
 from spec.hints import closest, did_you_mean, one_of
@@ -115,7 +115,8 @@ def _remedy(problem: Problem, document: Document) -> str:
     if kind == "string_pattern_mismatch":
         return f"use what matches {context['pattern']}"
     if kind == "model_type" and problem["loc"]:
-        return "write its settings, like {min_tokens: 64}"
+        model = _model(document.known_part(problem["loc"]), document)
+        return f"write its settings, like {_example(model)}"
     if kind == "value_error" and "error" in context:
         return str(context["error"])
     if kind in _PLAIN_REMEDIES:
@@ -158,18 +159,38 @@ def _slips(problems: Iterable[Problem], document: Document) -> Iterator[tuple[Lo
 
 def _model(loc: Loc, document: Document) -> type[BaseModel] | None:
     """What the mapping at `loc` is made into, as far as that is known."""
-    if not loc:
-        return ChainSpec
-    if loc == ("cheapest",):
-        return CheapestSpec
-    if len(loc) != 2 or loc[0] != "tiers":
-        return None
+    if loc[:1] == ("tiers",) and len(loc) > 1:
+        model, inner = _tier_model(loc[:2], document), loc[2:]
+    else:
+        model, inner = ChainSpec, loc
+    for key in inner:
+        field = model.model_fields.get(str(key)) if model else None
+        model = _model_in(field.annotation) if field else None
+    return model
+
+
+def _tier_model(loc: Loc, document: Document) -> type[BaseModel] | None:
     tier = document.value(loc)
     tier_type = tier.get("type") if isinstance(tier, Mapping) else None
     try:
         return tier_class(tier_type) if isinstance(tier_type, str) else None
     except (UnknownTierType, BrokenTierType):
         return None
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The one kind of settings that a key holds, as `tls: TlsSpec | None` does."""
+    choices = get_args(annotation) or (annotation,)
+    models = [one for one in choices if isinstance(one, type) and issubclass(one, BaseModel)]
+    return models[0] if len(models) == 1 else None
+
+
+def _example(model: type[BaseModel] | None) -> str:
+    properties = model.model_json_schema()["properties"] if model else {}
+    examples = [
+        (key, each["examples"][0]) for key, each in properties.items() if "examples" in each
+    ]
+    return f"{{{examples[0][0]}: {examples[0][1]}}}" if examples else "{key: value}"
 
 
 def _clashes_so_far(document: Document) -> Iterator[Problem]:

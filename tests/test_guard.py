@@ -11,7 +11,7 @@ from servers import RedisServer
 
 from spec.offloading import StoreSite
 from tiers.errors import RecordError, TierFull, TierUnavailable, TierUnusable
-from tiers.guard import Guarded, guard
+from tiers.guard import Guarded, Health, guard
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, Clear, LocalIndex, Measured, TierStore, Touch, Usage
 from tiers.testing import Memory, make_key
@@ -133,11 +133,14 @@ def test_any_failure_is_a_miss_and_opens_the_breaker(error: Exception | str, clo
     store.error = error if isinstance(error, Exception) else UnicodeDecodeError("x", b"", 0, 1, "")
     guarded = guard(store, "t", clock=clock)
     ask_all(guarded)
-    assert store.asked == ["has"]  # nothing more was asked of a tier that is down
+    assert store.asked == ["has", "put"]  # nothing more was asked of a tier that is down
     assert not guarded.is_up
-    assert guarded.failures.by_kind() == {type(store.error).__name__: 1}
+    assert guarded.failures.by_kind() == {type(store.error).__name__: 2}
 
 
+@pytest.mark.fault(
+    tier="any", fault="the store says that it is full", outcome="not stored; it is asked on"
+)
 @pytest.mark.parametrize("error", [TierFull("full"), RecordError("bad")])
 def test_a_full_tier_or_a_bad_record_is_a_miss_and_no_more(error: Exception) -> None:
     store = Everything()
@@ -157,6 +160,11 @@ def test_a_request_to_stop_is_no_failure(stop: BaseException) -> None:
         guard(store, "t").has([KEY])
 
 
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin gives too few answers",
+    outcome="a miss, counted",
+)
 def test_a_store_that_answers_too_little_is_a_miss() -> None:
     class Short(Peeking):
         def _answer(self, verb: str, count: int) -> list[bool]:
@@ -231,6 +239,96 @@ def test_a_call_from_before_the_failure_decides_nothing(clock: Clock) -> None:
     assert not guarded.is_up
 
 
+@pytest.mark.fault(
+    tier="any",
+    fault="writes fail",
+    outcome="reads go on",
+)
+def test_a_tier_that_takes_nothing_still_gives(clock: Clock) -> None:
+    class ReadOnly(Store):
+        def put(self, blocks: Sequence[Block]) -> list[bool]:
+            raise TierUnavailable("read-only file system")
+
+    guarded = guard(ReadOnly(), "t", clock=clock)
+    blocks = Memory([KEY], 8).blocks
+    assert guarded.put(blocks) == [False]
+    assert guarded.get(blocks) == [True]
+    assert guarded.has([KEY]) == [True]
+    assert guarded.health == Health(reads=True, writes=False)
+
+
+class Hanging(Everything):
+    """Its verbs return when they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        self.asked.append("get")
+        assert self.let_go.wait(20)
+        return [True] * len(blocks)
+
+
+def start_get(guarded: Guarded) -> threading.Thread:
+    thread = threading.Thread(target=lambda: guarded.get(Memory([KEY], 8).blocks))
+    thread.start()
+    return thread
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a verb never returns",
+    outcome="it takes one thread; nobody tries again before it returns",
+)
+def test_what_hangs_takes_one_thread_and_is_left_alone(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Hanging()
+    guarded = guard(store, "t", deadline=5, clock=clock)
+    assert isinstance(guarded, LocalIndex)
+    hung = start_get(guarded)
+    while not store.asked:
+        pass
+    clock.now += 4.9
+    assert guarded.is_up
+    clock.now += 0.2
+    assert not guarded.is_up
+    assert guarded.peek([KEY]) == [False]  # the engine's own thread does not ask for it either
+    clock.now += 1000
+    assert guarded.get(Memory([KEY], 8).blocks) == [False]  # no trial while the first one hangs
+    assert guarded.failures.by_kind() == {"Late": 1}
+    store.let_go.set()
+    hung.join()
+    assert not guarded.is_up  # an answer that comes so late proves nothing
+    assert guarded.get(Memory([KEY], 8).blocks) == [True]
+    assert guarded.is_up
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "reads are down (no answer after 5 s)" in said[0]
+
+
+def test_a_trial_that_hangs_is_a_trial_that_failed(clock: Clock) -> None:
+    store = Hanging()
+    guarded = guard(store, "t", deadline=5, clock=clock)
+    store.error = TierUnavailable("gone")
+    guarded.has([KEY])
+    store.error = None
+    clock.now += 1
+    hung = start_get(guarded)
+    while "get" not in store.asked:
+        pass
+    assert guarded.has([KEY]) == [False]  # one trial at a time
+    clock.now += 5.1
+    assert not guarded.health.reads
+    store.let_go.set()
+    hung.join()
+    clock.now += 1.9
+    assert guarded.has([KEY]) == [False]  # the wait has doubled
+    clock.now += 0.2
+    assert guarded.has([KEY]) == [True]
+    assert guarded.is_up
+
+
 def test_each_change_of_state_is_logged_once(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -248,8 +346,8 @@ def test_each_change_of_state_is_logged_once(
         guarded.has([KEY])
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 4
-    assert "nearby is down" in said[0] and "no route" in said[0]
-    assert "nearby is up again" in said[1]
+    assert "nearby: reads are down" in said[0] and "no route" in said[0]
+    assert "nearby: reads are up again" in said[1]
 
 
 def test_close_reaches_a_store_that_is_down_and_only_once() -> None:
@@ -297,10 +395,13 @@ def test_a_real_server_goes_and_comes_back(
     for _ in range(200):  # one of these waits for the server, not two hundred
         assert guarded_redis.get(memory.blocks) == [False, False]
     assert not guarded_redis.is_up
-    assert guarded_redis.failures.by_kind() == {"TierUnavailable": 1}
+    assert guarded_redis.failures.total == 1
+    assert guarded_redis.put(memory.blocks) == [False, False]
+    assert guarded_redis.health == Health(reads=False, writes=False)
     server.start() if fault == "kill" else server.resume()
     assert guarded_redis.put(memory.fill().blocks) == [False, False]
     clock.now += 1
+    assert guarded_redis.health == Health(reads=True, writes=True)
     assert guarded_redis.put(memory.blocks) == [True, True]
     assert guarded_redis.get(memory.blocks) == [True, True]
     assert memory.holds(0) and memory.holds(1)

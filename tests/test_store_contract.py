@@ -9,7 +9,9 @@ from typing import ClassVar, Literal
 import pytest
 from servers import RedisServer
 
+from spec.encryption import KEY_BYTES
 from spec.offloading import StoreSite
+from tiers.cipher import encrypted, sealed_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.guard import guard
 from tiers.remote.spec import RedisSpec
@@ -97,6 +99,18 @@ class TestDisk(StoreContract):
         capacity = max(payload_bytes, self.payload_bytes) * 96
         spec = DiskSpec.model_validate({"type": "disk", "path": self.path, "capacity": capacity})
         return spec.open(StoreSite(payload_bytes=payload_bytes))
+
+
+class TestEncryptedDisk(TestDisk):
+    def open_store(self, payload_bytes: int) -> TierStore:
+        inner = super().open_store(sealed_bytes(payload_bytes))
+        return encrypted(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
+
+
+class TestEncryptedRedis(TestRedis):
+    def open_store(self, payload_bytes: int) -> TierStore:
+        inner = super().open_store(sealed_bytes(payload_bytes))
+        return encrypted(inner, [b"k" * KEY_BYTES], payload_bytes)
 
 
 class TestGuardedDisk(TestDisk):

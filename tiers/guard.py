@@ -1,7 +1,8 @@
 """The guard: around any store, failure becomes a miss, here and nowhere else.
 
 A store raises; what is guarded never does. A tier that fails is then left alone for a while by a
-circuit breaker, so that a dead server costs one timeout a while, not one a request.
+circuit breaker, so that a dead server costs one timeout a while, not one a request. Reads and
+writes have a breaker each: a disk that takes nothing any more still gives what it has.
 """
 
 from __future__ import annotations
@@ -11,11 +12,21 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from enum import Enum
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
+from tiers.breaker import Breaker, Call
 from tiers.errors import KVTiersError, RecordError, TierError, TierFull
-from tiers.store import Block, Clear, LocalIndex, Measured, TierStore, Touch, Usage
+from tiers.store import (
+    Block,
+    Clear,
+    Damages,
+    LocalIndex,
+    Measured,
+    TierStore,
+    Touch,
+    Usage,
+    with_capabilities,
+)
 
 T = TypeVar("T")
 
@@ -28,74 +39,18 @@ RETRY_AFTER_MAX = 30.0
 """Seconds a failed tier is left alone at most."""
 
 
-class Entry(Enum):
-    """What a breaker says to a call."""
-
-    REFUSED = "refused"
-    ALLOWED = "allowed"
-    TRIAL = "trial"
+DEADLINE = 10.0
+"""Seconds after which a verb that has not returned counts as failed."""
 
 
-class Breaker:
-    """Closed while calls work; open after a failure; one trial call each time the wait is over.
+class Health(NamedTuple):
+    """Whether a tier is asked for blocks, and given any."""
 
-    Thread-safe; its lock is never held during I/O. `clock` gives seconds, never going back.
-    """
+    reads: bool
+    writes: bool
 
-    def __init__(self, retry_after: float, retry_after_max: float, clock: Callable[[], float]):
-        self._first = self._wait = retry_after
-        self._longest = retry_after_max
-        self._clock = clock
-        self._retry_at: float | None = None
-        # Without it two callers could both take the one trial, and double the wait twice.
-        self._lock = threading.Lock()
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether calls go through."""
-        return self._retry_at is None
-
-    @property
-    def wait(self) -> float:
-        """Seconds between trials now."""
-        return self._wait
-
-    def is_refusing(self) -> bool:
-        """Whether a call would be refused now. Takes no trial."""
-        retry_at = self._retry_at
-        return retry_at is not None and self._clock() < retry_at
-
-    def enter(self) -> Entry:
-        """Ask to make a call; its outcome goes to `succeeded` or `failed`."""
-        with self._lock:
-            if self._retry_at is None:
-                return Entry.ALLOWED
-            now = self._clock()
-            if now < self._retry_at:
-                return Entry.REFUSED
-            # The next trial has a time already, so a trial that never ends blocks nothing.
-            self._retry_at = now + self._wait
-            return Entry.TRIAL
-
-    def succeeded(self, entry: Entry) -> bool:
-        """Report that the store answered; True if that closed the breaker."""
-        with self._lock:
-            # A call let in before the tier failed says nothing about it now.
-            if entry is not Entry.TRIAL or self._retry_at is None:
-                return False
-            self._retry_at = None
-            self._wait = self._first
-            return True
-
-    def failed(self, entry: Entry) -> bool:
-        """Report that the store did not answer; True if that opened the breaker."""
-        with self._lock:
-            opened = self._retry_at is None
-            if entry is Entry.TRIAL and not opened:
-                self._wait = min(self._wait * 2, self._longest)
-            if opened or entry is Entry.TRIAL:
-                self._retry_at = self._clock() + self._wait
-            return opened
+HEALTHY = Health(reads=True, writes=True)
 
 
 class Failures:
@@ -124,42 +79,50 @@ class Failures:
 class Guarded:
     """A TierStore that never raises: what fails is a miss. Made by `guard`, which see."""
 
-    def __init__(self, store: TierStore, tier_name: str, breaker: Breaker) -> None:
+    def __init__(self, store: TierStore, tier_name: str, reads: Breaker, writes: Breaker) -> None:
         self.tier_name = tier_name
         self.failures = Failures()
         self._store: Any = store
-        self._breaker = breaker
+        self._reads = reads
+        self._writes = writes
         self._closed = False
 
     @property
     def is_up(self) -> bool:
-        """Whether the tier worked when it was last asked."""
-        return self._breaker.is_closed
+        """Whether the tier worked when it was last asked, for reads and for writes."""
+        self._notice_late()
+        return self._reads.is_closed and self._writes.is_closed
+
+    @property
+    def health(self) -> Health:
+        """Whether calls would be let in now; where the time for a trial has come, they are."""
+        self._notice_late()
+        return Health(not self._reads.is_refusing(), not self._writes.is_refusing())
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """As the store; a failure is False."""
-        return self._ask_each("has", keys)
+        return self._ask_each(self._reads, "has", keys)
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """As the store; a failure is False."""
-        return self._ask_each("put", blocks)
+        return self._ask_each(self._writes, "put", blocks)
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
         """As the store; a failure is a miss."""
-        return self._ask_each("get", blocks)
+        return self._ask_each(self._reads, "get", blocks)
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """As the store; a failure drops nothing."""
-        self._ask(lambda: self._store.drop(keys), otherwise=None)
+        self._ask(self._writes, lambda: self._store.drop(keys), otherwise=None)
 
     def close(self) -> None:
         """Close the store, also one that is down. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._call(self._store.close, None, Entry.ALLOWED)
+            self._try(self._store.close, None)
 
-    def _ask_each(self, verb: str, items: Sequence[Any]) -> list[bool]:
-        return self._ask(lambda: self._each(verb, items), otherwise=[False] * len(items))
+    def _ask_each(self, breaker: Breaker, verb: str, items: Sequence[Any]) -> list[bool]:
+        return self._ask(breaker, lambda: self._each(verb, items), otherwise=[False] * len(items))
 
     def _each(self, verb: str, items: Sequence[Any]) -> list[bool]:
         answers: list[bool] = getattr(self._store, verb)(items)
@@ -167,41 +130,60 @@ class Guarded:
             raise TierError(f"{verb} gave {len(answers)} answers for {len(items)}")
         return answers
 
-    def _ask(self, call: Callable[[], T], otherwise: T) -> T:
-        entry = self._breaker.enter()
-        return otherwise if entry is Entry.REFUSED else self._call(call, otherwise, entry)
+    def _ask(self, breaker: Breaker, call: Callable[[], T], otherwise: T) -> T:
+        self._notice_late()
+        entered = breaker.enter()
+        return otherwise if entered is None else self._try(call, otherwise, breaker, entered)
 
     def _look(self, call: Callable[[], T], otherwise: T) -> T:
         """Ask for what needs no I/O: it proves nothing, so it never is the trial."""
-        if self._breaker.is_refusing():
-            return otherwise
-        return self._call(call, otherwise, Entry.ALLOWED)
+        self._notice_late()
+        return otherwise if self._reads.is_refusing() else self._try(call, otherwise)
 
-    def _call(self, call: Callable[[], T], otherwise: T, entry: Entry) -> T:
+    def _try(
+        self,
+        call: Callable[[], T],
+        otherwise: T,
+        breaker: Breaker | None = None,
+        entered: Call | None = None,
+    ) -> T:
         try:
             result = call()
         except (TierFull, RecordError) as error:  # the tier did answer
             self.failures.count(type(error).__name__)
             result = otherwise
         except Exception as error:  # noqa: BLE001 - the one place: nothing may reach the engine
-            self._fail(error, entry)
+            self._fail(error, breaker or self._reads, entered)
             return otherwise
-        if self._breaker.succeeded(entry):
-            _log.warning("tier %s is up again", self.tier_name)
+        if breaker is not None and entered is not None and breaker.succeeded(entered):
+            _log.warning("tier %s: %s are up again", self.tier_name, self._name(breaker))
         return result
 
-    def _fail(self, error: Exception, entry: Entry) -> None:
+    def _fail(self, error: Exception, breaker: Breaker, entered: Call | None) -> None:
         self.failures.count(type(error).__name__)
-        if self._breaker.failed(entry):
-            _log.warning(
-                "tier %s is down (%s: %s); asked again every %g s or more",
-                self.tier_name,
-                type(error).__name__,
-                error,
-                self._breaker.wait,
-                # Where an error of ours came from is no news; a defect's place is.
-                exc_info=None if isinstance(error, KVTiersError) else error,
-            )
+        if breaker.failed(entered or Call(0.0, is_trial=False)):
+            # Where an error of ours came from is no news; a defect's place is.
+            trace = None if isinstance(error, KVTiersError) else error
+            self._say_down(breaker, f"{type(error).__name__}: {error}", trace)
+
+    def _notice_late(self) -> None:
+        for breaker in (self._reads, self._writes):
+            if breaker.notice_late():
+                self.failures.count("Late")
+                self._say_down(breaker, f"no answer after {breaker.deadline:g} s", None)
+
+    def _say_down(self, breaker: Breaker, why: str, trace: Exception | None) -> None:
+        _log.warning(
+            "tier %s: %s are down (%s); tried again every %g s or more",
+            self.tier_name,
+            self._name(breaker),
+            why,
+            breaker.wait,
+            exc_info=trace,
+        )
+
+    def _name(self, breaker: Breaker) -> str:
+        return "reads" if breaker is self._reads else "writes"
 
 
 class _Peek(Guarded):
@@ -219,7 +201,13 @@ class _Touch(Guarded):
 class _Clear(Guarded):
     def clear(self, namespace: bytes) -> None:
         """As the store; a failure clears nothing."""
-        self._ask(lambda: self._store.clear(namespace), otherwise=None)
+        self._ask(self._writes, lambda: self._store.clear(namespace), otherwise=None)
+
+
+class _Damages(Guarded):
+    def damaged(self) -> int:
+        """As the store, also while the tier is left alone."""
+        return self._try(lambda: cast(int, self._store.damaged()), 0)
 
 
 class _Measured(Guarded):
@@ -232,6 +220,7 @@ _CAPABILITIES: tuple[tuple[type, type[Guarded]], ...] = (
     (LocalIndex, _Peek),
     (Touch, _Touch),
     (Clear, _Clear),
+    (Damages, _Damages),
     (Measured, _Measured),
 )
 
@@ -242,18 +231,17 @@ def guard(
     *,
     retry_after: float = RETRY_AFTER,
     retry_after_max: float = RETRY_AFTER_MAX,
+    deadline: float = DEADLINE,
     clock: Callable[[], float] = time.monotonic,
 ) -> Guarded:
     """Guard a store; the result owns it and has exactly the store's capabilities.
 
     No verb of the result raises. Every failure is counted by kind. One other than a full tier or
-    a bad record also opens the breaker: the tier is left alone for `retry_after` seconds, then
-    one call tries it; while trials fail the wait doubles up to `retry_after_max`. Going down and
-    coming up are logged once each.
+    a bad record, or a verb that takes longer than `deadline` seconds, also opens a breaker, that of
+    reads or that of writes: the tier is left alone for `retry_after` seconds, then one call tries
+    it; while trials fail the wait doubles up to `retry_after_max`. Going down and coming up are
+    logged once each. All times are in seconds.
     """
-    shared = tuple(made for capability, made in _CAPABILITIES if isinstance(store, capability))
-    # A class with just those methods: capabilities are found by isinstance, so a method that the
-    # store lacks must not exist.
-    made = type("Guarded", shared, {}) if shared else Guarded
-    breaker = Breaker(retry_after, retry_after_max, clock)
-    return cast(Guarded, made(store, tier_name, breaker))
+    made = with_capabilities(Guarded, store, _CAPABILITIES)
+    reads, writes = (Breaker(retry_after, retry_after_max, deadline, clock) for _ in range(2))
+    return made(store, tier_name, reads, writes)

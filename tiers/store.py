@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+
+Wrapper = TypeVar("Wrapper")
 
 
 class Block(NamedTuple):
@@ -90,6 +92,15 @@ class Clear(Protocol):
         ...
 
 
+@runtime_checkable
+class Damages(Protocol):
+    """Capability: the store counts what it found damaged."""
+
+    def damaged(self) -> int:
+        """Blocks found, so far, that were not what had been put; none of them is served again."""
+        ...
+
+
 @dataclass(frozen=True)
 class Usage:
     """What a store holds: `used` and `capacity` in bytes (capacity None: not bounded by us)."""
@@ -106,3 +117,14 @@ class Measured(Protocol):
     def usage(self) -> Usage:
         """Count what is held now."""
         ...
+
+
+def with_capabilities(
+    base: type[Wrapper], store: TierStore, parts: Sequence[tuple[type, type[Wrapper]]]
+) -> type[Wrapper]:
+    """The class for a wrapper of this store: `base`, and of its subclasses in `parts` those whose
+    capability the store has. Capabilities are found by isinstance, so a method that the store
+    lacks must not exist.
+    """
+    made = tuple(part for capability, part in parts if isinstance(store, capability))
+    return type(base.__name__, made, {}) if made else base

@@ -34,7 +34,7 @@ def tier(text: str) -> str:
 
 BROKEN = [
     Broken("unknown key", tier("{type: disk, capcity: 1GiB, path: /a}"), 4, "tiers[1].capcity", "an unknown key", "did you mean capacity?"),
-    Broken("unlike any key", tier("{type: cpu, capacity: 1GiB, colour: red}"), 4, "tiers[1].colour", "an unknown key", "use one of type, name, capacity"),
+    Broken("unlike any key", tier("{type: cpu, capacity: 1GiB, colour: red}"), 4, "tiers[1].colour", "an unknown key", "use one of type, name, store_after, capacity"),
     Broken("unknown key at the top", f"{HEAD}{CPU}promot: true\n", 4, "promot", "an unknown key", "did you mean promote?"),
     Broken("misspelt type key", tier("{tpye: cpu, capacity: 1GiB}"), 4, "tiers[1].tpye", "an unknown key", "did you mean type?"),
     Broken("a rate for a size", tier("{type: cpu, capacity: 200GB/s}"), 4, "tiers[1].capacity", "'200GB/s'", "use one of B, kB, MB, GB, TB, PB, KB, KiB, MiB, GiB, TiB, PiB, like 8GiB"),

@@ -18,7 +18,7 @@ from replay_chains import MODEL, close
 from tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, Run
 
 from spec.chain import ChainSpec
-from tiers.connector.manager import StoreManager
+from tiers.connector import patience
 from tiers.engine.plugin import transfer_config
 from tiers.engine.replay import ReplayEngine
 
@@ -27,7 +27,7 @@ from tiers.engine.replay import ReplayEngine
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReplayEngine]]:
     """Make replay engines; what they leave is checked, and they are closed, after the test."""
     # A busy machine must not make misses of hits that a test counts on.
-    monkeypatch.setattr(StoreManager, "LOOKUP_DEADLINE", 30.0)
+    monkeypatch.setattr(patience, "LOOKUP_SECONDS", 30.0)
     engines: list[ReplayEngine] = []
 
     def make(chain: ChainSpec | None, **options: Any) -> ReplayEngine:

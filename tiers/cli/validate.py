@@ -37,15 +37,20 @@ def validate(file: ChainFile) -> None:
 
 def _settings(tier: OffloadingSpec) -> str:
     from spec.fields import mask_secrets
+    from spec.offloading import StoreSpec
 
     # The JSON form, since in it sizes have units and secrets are masked.
     dumped = tier.model_dump(mode="json", exclude={"type", "name"}, exclude_none=True)
-    return _one_line(", ".join(f"{key} {mask_secrets(_text(dumped[key]))}" for key in dumped))
+    # Its own settings first, then those that every tier has.
+    keys = sorted(dumped, key=lambda key: key in StoreSpec.model_fields)
+    return _one_line(", ".join(f"{key} {mask_secrets(_text(dumped[key]))}" for key in keys))
 
 
 def _chain_settings(chain: ChainSpec) -> str:
     dumped = chain.model_dump(mode="json", exclude={"tiers"}, exclude_none=True)
     dumped["salt"] = _HIDDEN if chain.salt else "none"
+    # Cache salts keep tenants apart: whoever knows one can ask for that tenant's blocks.
+    dumped["tenants"] = len(chain.tenants) or "none"
     return ", ".join(f"{key} {_text(value)}" for key, value in dumped.items())
 
 

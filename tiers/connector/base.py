@@ -9,6 +9,7 @@ the WORKER half moves bytes. `OffloadingConnectorMetadata` crosses to every work
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tiers.connector.stats import Measures, merge
+from tiers.guard import Health
 
 
 class Role(enum.Enum):
@@ -180,11 +182,12 @@ class StoreJob:
 
 @dataclass(frozen=True)
 class LoadJob:
-    """Blocks of one request on their way to the engine."""
+    """Blocks of one request on their way to the engine, within so many seconds."""
 
     job_id: int
     request_id: str
     items: list[LoadItem]
+    seconds: float = math.inf
 
 
 @dataclass
@@ -213,10 +216,12 @@ class JobResult:
 
 @dataclass
 class OffloadingWorkerMetadata:
-    """What the workers of one tier finished since the last step."""
+    """What the workers of one tier finished since the last step, and, where that has changed,
+    whether the tier works for each rank."""
 
     jobs: dict[int, JobResult] = field(default_factory=dict)
     hellos: dict[int, Hello] = field(default_factory=dict)
+    health: dict[int, Health] = field(default_factory=dict)
     unusable: str | None = None
     measures: Measures = field(default_factory=dict)
 
@@ -228,6 +233,7 @@ class OffloadingWorkerMetadata:
             ours.failed |= theirs.failed
             ours.seconds = max(ours.seconds, theirs.seconds)
         self.hellos.update(other.hellos)
+        self.health.update(other.health)
         self.unusable = self.unusable or other.unusable
         merge(self.measures, other.measures)
         return self

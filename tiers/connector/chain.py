@@ -10,6 +10,7 @@ from dataclasses import replace
 from spec.chain import ChainSpec
 from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreSite, StoreSpec
+from tiers.connector.admission import Admission
 from tiers.connector.base import EngineInfo, Hello, Role
 from tiers.connector.generation import Generation
 from tiers.connector.host import HostSlots, OpenCopier, slots_within
@@ -17,10 +18,12 @@ from tiers.connector.manager import HostManager, StoreManager, TierManager
 from tiers.connector.multi import MultiConnector
 from tiers.connector.offloading import OffloadingConnector
 from tiers.connector.parts import Parts
+from tiers.connector.patience import Patience
 from tiers.connector.scheduler import OffloadingScheduler, OpenManager
+from tiers.connector.tenants import Tenants
 from tiers.connector.worker import OffloadingWorker
 from tiers.errors import TierUnusable
-from tiers.guard import guard
+from tiers.opening import open_guarded
 from tiers.pool import SlotPool
 
 DRAIN_SECONDS = 10.0
@@ -45,15 +48,19 @@ def open_chain(
         pool = _ChainPool(budget, engine.world_size)
         # One for all tiers: each would else gather a block for itself, after a reset.
         generation = Generation()
+        patience = Patience(now, chain.max_wait)
         children = [
             OffloadingConnector(
                 tier.tier_name,
                 scheduler=OffloadingScheduler(
                     tier.tier_name,
                     engine,
-                    _manager_opener(tier, pool),
+                    _manager_opener(tier, pool, patience.lookup_seconds),
                     chain.promote,
                     generation,
+                    patience,
+                    Admission(tier, now),
+                    Tenants(tier.tier_name, chain.tenants),
                     now,
                 ),
                 hit_source=tier.hit_source,
@@ -66,6 +73,7 @@ def open_chain(
             load=chain.load,
             cheapest=chain.cheapest,
             now=now,
+            patience=patience,
             block_tokens=engine.block_tokens,
             window=Parts(engine).window,
             chain=_identity(chain),
@@ -74,12 +82,7 @@ def open_chain(
     children = [
         OffloadingConnector(
             tier.tier_name,
-            worker=OffloadingWorker(
-                tier.tier_name,
-                tier if isinstance(tier, StoreSpec) else None,
-                host,
-                DRAIN_SECONDS,
-            ),
+            worker=OffloadingWorker(tier, host, DRAIN_SECONDS),
             host=host,
         )
         for tier in chain.tiers
@@ -106,7 +109,9 @@ class _ChainPool:
         return self._pool
 
 
-def _manager_opener(tier: OffloadingSpec, chain_pool: _ChainPool) -> OpenManager:
+def _manager_opener(
+    tier: OffloadingSpec, chain_pool: _ChainPool, lookup_deadline: float
+) -> OpenManager:
     def open_manager(hellos: Sequence[Hello]) -> tuple[TierManager, SlotPool]:
         # Ranks whose blocks are larger have fewer slots: what fits those fits all.
         payload = max(hello.payload_bytes for hello in hellos)
@@ -120,8 +125,10 @@ def _manager_opener(tier: OffloadingSpec, chain_pool: _ChainPool) -> OpenManager
                 )
             return HostManager(tier.residency(pool, slots), pool), pool
         if isinstance(tier, StoreSpec):
-            store = guard(tier.open(StoreSite(payload, len(hellos))), tier.tier_name)
-            return StoreManager(store, [hello.namespace for hello in hellos]), pool
+            site = StoreSite(payload, len(hellos))
+            store = open_guarded(tier, site)
+            spaces = [hello.namespace for hello in hellos]
+            return StoreManager(store, spaces, lookup_deadline=lookup_deadline), pool
         raise TierUnusable(f"type {tier.type!r} is neither a StoreSpec nor a HostSpec")
 
     return open_manager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import xxhash
 
 from tiers.block import namespace
 from tiers.connector.base import Copier, Copy, EngineInfo, Hello, StoreItem
@@ -36,6 +37,7 @@ class HostSlots:
         self._prefault: Prefault | None = None
         self._holds: dict[int, bytes] = {}
         self._gathers: dict[int, Copy] = {}
+        self._seals: dict[int, bytes] = {}
 
     def open(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's paged KV; the first tier of the chain to call this does the work."""
@@ -85,6 +87,7 @@ class HostSlots:
             self._prefault.used((max(slots) + 1) * self.memory.rows.stride(0))
         for item in fresh:
             self._holds.pop(item.slot, None)
+            self._seals.pop(item.slot, None)
         copy = self.copier.gather(blocks, self.memory.rows, slots)
         for item in fresh:
             self._gathers[item.slot] = copy
@@ -101,6 +104,16 @@ class HostSlots:
             if gather is not None and self._holds.get(slot) == key:
                 gather.wait()
         return [self._holds.get(s) == k for s, k in zip(slots, keys, strict=True)]
+
+    def seal(self, slots: Sequence[int]) -> None:
+        """Remember the checksums of these slots, whose gathers are settled."""
+        for slot in slots:
+            if slot not in self._seals:
+                self._seals[slot] = xxhash.xxh3_128_digest(self.memory.payload(slot))
+
+    def is_intact(self, slot: int) -> bool:
+        """Whether the slot is sealed, and its bytes are still those."""
+        return self._seals.get(slot) == xxhash.xxh3_128_digest(self.memory.payload(slot))
 
     def close(self) -> None:
         """Give back memory and threads once the last tier of the chain is closed."""

@@ -13,8 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from tiers.connector.lookups import Lookup, Peeked, leading
+from tiers.connector.patience import LOOKUP_SECONDS
 from tiers.connector.policy import WAVE
 from tiers.connector.recent import RecentKeys
+from tiers.guard import HEALTHY, Guarded, Health
 from tiers.pool import Residency, SlotPool
 from tiers.store import Clear, LocalIndex, TierStore, Touch
 
@@ -67,6 +69,10 @@ class TierManager(Protocol):
         """Give up a block that was stored for a generation that is over."""
         ...
 
+    def give_up(self, keys: Sequence[bytes]) -> None:
+        """Give up blocks for which their tenant has no more room."""
+        ...
+
     def reset(self) -> list[bytes]:
         """Give up all blocks, and all answers; the keys of those that are known to be gone.
 
@@ -76,6 +82,10 @@ class TierManager(Protocol):
 
     def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
         """A request with these blocks will be looked up soon."""
+        ...
+
+    def health(self) -> Health:
+        """Whether the tier works, as far as this process knows."""
         ...
 
     def forget_request(self, request_id: str) -> None:
@@ -147,12 +157,21 @@ class HostManager:
     def drop(self, key: bytes) -> None:
         """Its slot goes with the store's reference."""
 
+    def give_up(self, keys: Sequence[bytes]) -> None:
+        """Stop keeping them."""
+        for key in keys:
+            self._residency.discard(key)
+
     def reset(self) -> list[bytes]:
         """Stop keeping all blocks; the slot of one that is being loaded goes when that ends."""
         return self._residency.clear()
 
     def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
         """Answers come from memory."""
+
+    def health(self) -> Health:
+        """Memory works."""
+        return HEALTHY
 
     def forget_request(self, request_id: str) -> None:
         """Nothing is kept per request."""
@@ -174,8 +193,6 @@ class StoreManager:
     RECENT_SECONDS = 60.0
     """How long they are at most; then an offer renews a time to live, or replaces what was
     evicted."""
-    LOOKUP_DEADLINE = 1.0
-    """Seconds after which a lookup under way counts as a miss."""
     CLEAR_DEADLINE = 10.0
     """Seconds that closing waits for a store to be cleared."""
     LOOKUP_LIFETIME = 0.5
@@ -186,8 +203,11 @@ class StoreManager:
         store: TierStore,
         namespaces: Sequence[bytes],
         clock: Callable[[], float] = time.monotonic,
+        lookup_deadline: float = LOOKUP_SECONDS,
     ) -> None:
+        """`lookup_deadline`: seconds after which a lookup under way counts as a miss."""
         self.on_evict: Callable[[bytes], None] | None = None
+        self._lookup_deadline = lookup_deadline
         self._store = store
         self._clear = store if isinstance(store, Clear) else None
         self._index = store if isinstance(store, LocalIndex) else None
@@ -236,7 +256,7 @@ class StoreManager:
         return lookup
 
     def _is_waited_for(self, lookup: Lookup) -> bool:
-        return self._clock() < lookup.asked + self.LOOKUP_DEADLINE
+        return self._clock() < lookup.asked + self._lookup_deadline
 
     def _peek_prefix(
         self, index: LocalIndex, request_id: str, first: int, keys: Sequence[bytes]
@@ -246,12 +266,10 @@ class StoreManager:
         peeked = self._peeked.get(request_id)
         now = self._clock()
         if peeked is None or peeked[:2] != (first, len(keys)) or now > peeked.until:
-            count = 0
-            for start in range(0, len(keys), WAVE):
-                held = self._on_all_ranks(index.peek, keys[start : start + WAVE])
-                count += leading(held)
-                if not all(held):
-                    break
+            count, wave, held = 0, WAVE, [True]
+            while all(held) and count < len(keys):
+                held = self._on_all_ranks(index.peek, keys[count : count + wave])
+                count, wave = count + leading(held), 4 * wave
             peeked = Peeked(first, len(keys), count, now + self.LOOKUP_LIFETIME)
             self._peeked[request_id] = peeked
         return peeked.found
@@ -307,8 +325,18 @@ class StoreManager:
         In a shared store it stays: replicas that were not reset may still use it.
         """
         if self._clear is not None:
-            keys = [space + key for space in self._namespaces]
-            self._clearing.append(self._thread.submit(self._store.drop, keys))
+            self._drop((key,))
+
+    def give_up(self, keys: Sequence[bytes]) -> None:
+        """Drop them, in the background, from a shared store too: they were this engine's."""
+        for key in keys:
+            self._recent.discard(key)
+        self._drop(keys)
+
+    def _drop(self, keys: Sequence[bytes]) -> None:
+        names = [space + key for space in self._namespaces for key in keys]
+        self._clearing = [future for future in self._clearing if not future.done()]
+        self._clearing.append(self._thread.submit(self._store.drop, names))
 
     def reset(self) -> list[bytes]:
         """Forget all answers, and drop, in the background, all blocks of a store of this host's
@@ -326,6 +354,10 @@ class StoreManager:
         """Begin to ask a store behind a network, so that its answer is there in time."""
         if self._index is None and request_id not in self._lookups:
             self._look_up(request_id, 0, keys)
+
+    def health(self) -> Health:
+        """What its guard says."""
+        return self._store.health if isinstance(self._store, Guarded) else HEALTHY
 
     def forget_request(self, request_id: str) -> None:
         """Drop the request's lookup; one under way ends unread."""

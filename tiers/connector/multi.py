@@ -18,6 +18,7 @@ from tiers.connector.multi_metadata import (
     MultiWorkerMetadata,
 )
 from tiers.connector.multi_worker import MultiWorker
+from tiers.connector.patience import Patience
 from tiers.connector.policy import NOBODY, Choice, clip
 from tiers.connector.shared_load import SharedLoad
 from tiers.connector.stats import TierStats
@@ -41,10 +42,12 @@ class MultiConnector(MultiWorker):
         window: int = 0,
         cheapest: CheapestSpec | None = None,
         now: Callable[[], float] = time.monotonic,
+        patience: Patience | None = None,
     ) -> None:
         """`names`: of the children, unique; `chain`: differs between chains of one engine.
         `window`: blocks at the end of a prefix that must be whole (see `Parts`). `cheapest`:
-        settings of the load policy of that name; `now`: seconds, never going back."""
+        settings of the load policy of that name; `now`: seconds, never going back.
+        `patience`: that of the children; none: requests wait as long as it takes."""
         super().__init__(role, children, names=names, chain=chain)
         self._block_tokens = block_tokens
         self._cheapest: Cheapest | None = None
@@ -61,6 +64,7 @@ class MultiConnector(MultiWorker):
         )
         self._choices: dict[str, Choice] = {}
         self._undecided: set[str] = set()
+        self._patience = patience or Patience(now)
 
     def shutdown(self) -> None:
         """Shut every child down, also when one raises; then raise."""
@@ -90,10 +94,21 @@ class MultiConnector(MultiWorker):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """What the children that the policy chooses have."""
-        choice = self._chooser.choose(request, num_computed_tokens)
+        choice = self._choose(request, num_computed_tokens)
         self._choices[request.request_id] = choice
         self._undecided.add(request.request_id)
         return choice.tokens, choice.is_async
+
+    def _choose(self, request: Request, computed: int) -> Choice:
+        request_id = request.request_id
+        if self._patience.left(request_id) <= 0:
+            return NOBODY
+        choice = self._chooser.choose(request, computed)
+        if choice.tokens is None:
+            self._patience.looks(request_id)
+        else:
+            self._patience.found(request_id)
+        return choice
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int
@@ -111,6 +126,8 @@ class MultiConnector(MultiWorker):
                 self._chooser.loads(request.request_id, choice.child)
             else:
                 self.withhold(request)
+        if num_external_tokens and choice.tokens:
+            self._patience.loads(request.request_id)
         shared = SharedLoad(len(shares))
         if len(shares) > 1:
             self._extra_async_loads[request.request_id] = len(shares) - 1
@@ -213,6 +230,7 @@ class MultiConnector(MultiWorker):
             self._choices.pop(request.request_id, None)
             self._undecided.discard(request.request_id)
             self._chooser.forget(request.request_id)
+            self._patience.forget(request.request_id)
         saving = sum(is_saving for is_saving, _ in answers)
         if saving > 1:
             self._extra_async_saves[request.request_id] = saving - 1

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from tiers.connector.admission import Admission
 from tiers.connector.base import (
     BlockEvent,
     Blocks,
@@ -25,16 +24,21 @@ from tiers.connector.base import (
     SchedulerOutput,
     StoreJob,
 )
+from tiers.connector.claims import Claims
 from tiers.connector.generation import Generation
+from tiers.connector.held import HeldEvents
+from tiers.connector.jobs import Jobs, PendingLoad, PendingStore
 from tiers.connector.load_meter import LoadMeter
 from tiers.connector.manager import TierManager
 from tiers.connector.parts import NOTHING, Parts
+from tiers.connector.patience import Patience
 from tiers.connector.policy import usable
 from tiers.connector.requests import RequestState, RequestTable, Scheduled
 from tiers.connector.shared_load import SharedLoad
 from tiers.connector.stats import TierStats
-from tiers.connector.storing import Storing
+from tiers.connector.tenants import Tenants, tenant_of
 from tiers.errors import TierUnusable
+from tiers.guard import Health
 from tiers.pool import SlotPool
 
 logger = logging.getLogger(__name__)
@@ -43,23 +47,6 @@ T = TypeVar("T")
 
 OpenManager = Callable[[Sequence[Hello]], tuple[TierManager, SlotPool]]
 """Opens a tier once every worker has said hello. Raises TierUnusable."""
-
-
-@dataclass
-class _Pending:
-    """A job until every rank has ended it.
-
-    Of a load: the `blocks` of the request that it brings, in which of them each of its items is,
-    and what load it is a part of. `failed`: items.
-    """
-
-    job: LoadJob | StoreJob
-    ranks_left: int
-    blocks: list[int] = field(default_factory=list)
-    of_block: list[int] = field(default_factory=list)
-    shared: SharedLoad = field(default_factory=lambda: SharedLoad(1))
-    failed: set[int] = field(default_factory=set)
-    seconds: float = 0.0
 
 
 class OffloadingScheduler:
@@ -72,29 +59,32 @@ class OffloadingScheduler:
         open_manager: OpenManager,
         promote: bool,
         generation: Generation,
+        patience: Patience,
+        admission: Admission,
+        tenants: Tenants,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`generation` is that of all tiers of a chain; any of them may renew it."""
+        """`generation` and `patience` are those of all tiers of a chain."""
         self.tier = tier
         self.load_meter = LoadMeter(now)
         self.stats = TierStats()
         self._told: dict[str, float] = {}
-        self._evictions = 0
-        self._newly_held: list[bytes] = []
         self._engine = engine
         self._open_manager = open_manager
         self._manager: TierManager | None = None
         self._unusable = False
         self._hellos: dict[int, Hello] = {}
-        self._pending: dict[int, _Pending] = {}
+        self._jobs = Jobs(engine.world_size)
         self._loads: list[LoadJob] = []
-        self._storing = Storing()
+        self._claims = Claims(admission)
+        self._patience = patience
+        self._health: dict[int, Health] = {}
         self._overwritten: set[int] = set()
-        self._job_ids = itertools.count()
+        self._tenants = tenants
         self._generation = generation
         self._parts = Parts(engine)
         self._requests = RequestTable(engine, self._parts, self._generation, promote)
-        self._events: list[BlockEvent] = []
+        self._held_events = HeldEvents(tier, engine, self._parts, generation)
 
     # -- opening -----------------------------------------------------------------------------
 
@@ -105,8 +95,9 @@ class OffloadingScheduler:
             return
         try:
             ranks = [self._hellos[rank] for rank in sorted(self._hellos)]
-            self._manager, self._storing.pool = self._open_manager(ranks)
+            self._manager, self._claims.pool = self._open_manager(ranks)
             self._manager.on_evict = self._evicted
+            self._claims.block_bytes = sum(hello.payload_bytes for hello in ranks)
         except TierUnusable as error:
             self._give_up(str(error))
 
@@ -120,30 +111,29 @@ class OffloadingScheduler:
     @property
     def reqs_being_loaded(self) -> set[str]:
         """Requests with a load under way."""
-        jobs = (pending.job for pending in self._pending.values())
-        return {job.request_id for job in jobs if isinstance(job, LoadJob)}
+        return self._jobs.requests_loading
 
     @property
     def blocks_being_stored(self) -> int:
         """Blocks on their way into the tier."""
-        return len(self._storing)
+        return len(self._claims)
 
     @property
     def pool(self) -> SlotPool:
         """The slots of the chain; none until the tier is open."""
-        return self._storing.pool
+        return self._claims.pool
 
     @property
     def slots_pinned(self) -> int:
         """Slots that those blocks hold."""
-        return self._storing.slots_pinned
+        return self._claims.slots_pinned
 
     def take_stats(self) -> TierStats:
         """What was measured since the last call; gauges only where they have changed."""
         stats, self.stats = self.stats, TierStats()
-        if self._evictions:
-            stats.add(self.tier, evictions=self._evictions)
-            self._evictions = 0
+        if self._held_events.evictions:
+            stats.add(self.tier, evictions=self._held_events.evictions)
+            self._held_events.evictions = 0
         gauges = self._under_way()
         if gauges != self._told:
             self._told = gauges
@@ -151,19 +141,21 @@ class OffloadingScheduler:
         return stats
 
     def _under_way(self) -> dict[str, float]:
-        size = sum(hello.payload_bytes for hello in self._hellos.values())
-        names = ("loading_jobs", "loading_bytes", "storing_jobs", "storing_bytes")
-        gauges = dict.fromkeys(names, 0.0)
-        for job in (pending.job for pending in self._pending.values()):
-            verb = "loading" if isinstance(job, LoadJob) else "storing"
-            gauges[f"{verb}_jobs"] += 1
-            gauges[f"{verb}_bytes"] += len(job.items) * size
+        gauges = self._jobs.gauges(self._claims.block_bytes)
+        if self._manager is not None:
+            gauges["reads_up"], gauges["writes_up"] = map(float, self._health_now())
         return gauges
+
+    def _health_now(self) -> Health:
+        """Whether the tier works on every rank and in this process."""
+        assert self._manager is not None
+        each = [self._manager.health(), *self._health.values()]
+        return Health(all(one.reads for one in each), all(one.writes for one in each))
 
     @property
     def jobs_under_way(self) -> int:
         """Loads and stores that have not ended on all ranks."""
-        return len(self._pending)
+        return len(self._jobs)
 
     @property
     def requests_known(self) -> int:
@@ -179,10 +171,7 @@ class OffloadingScheduler:
         """Whether a transfer will end soon whose end only a step can tell us of."""
         if self._manager is None:
             return False
-        return any(
-            self._manager.completes_on_gather or isinstance(pending.job, LoadJob)
-            for pending in self._pending.values()
-        )
+        return bool(self._jobs) and (self._manager.completes_on_gather or self._jobs.any_loading)
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -190,7 +179,7 @@ class OffloadingScheduler:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How many tokens beyond the computed ones the tier could load; None: ask again."""
-        if self._manager is None or self._unusable:
+        if self._manager is None or not self._is_readable():
             return 0, False
         state = self._requests.state_of(request)
         first, rest = divmod(num_computed_tokens, self._engine.block_tokens)
@@ -203,6 +192,10 @@ class OffloadingScheduler:
         self.count_lookup(found > 0)
         state.match = (first, found)
         return found * self._engine.block_tokens, found > 0
+
+    def _is_readable(self) -> bool:
+        """Whether it may be looked up: not where a worker's loads would fail at once."""
+        return not self._unusable and all(one.reads for one in self._health.values())
 
     def _timed(self, state: RequestState, ask: Callable[[], T | None]) -> T | None:
         """Ask the tier; its answer, once there is one, took so long since it was first asked."""
@@ -249,7 +242,9 @@ class OffloadingScheduler:
         """How much of each of these blocks the tier could load; None: ask again."""
         state = self._requests.state_of(request)
         stop = self._requests.stop(state, blocks.start)
-        if self._manager is None or self._unusable or state.recompute or stop <= blocks.start:
+        if self._manager is None or not self._is_readable():
+            return [NOTHING] * len(blocks)
+        if state.recompute or stop <= blocks.start:
             return [NOTHING] * len(blocks)
         asked = range(blocks.start, min(stop, blocks.stop))
         held = self._timed(state, partial(self._held, self._manager, state, asked))
@@ -281,9 +276,15 @@ class OffloadingScheduler:
         of_block, keys, targets = self._requests.to_load(state, blocks)
         slots = manager.prepare_load(keys)
         items = list(map(LoadItem, keys, targets, slots))
-        job = LoadJob(next(self._job_ids), state.request.request_id, items)
-        pending = _Pending(job, self._engine.world_size, blocks, of_block, shared)
-        self._pending[job.job_id] = pending
+        request_id = state.request.request_id
+        job = self._jobs.load(
+            request_id,
+            items,
+            self._patience.left(request_id),
+            blocks=blocks,
+            of_block=of_block,
+            shared=shared,
+        )
         self._loads.append(job)
         self.load_meter.began(job.job_id, len(blocks) * self._engine.block_tokens)
 
@@ -305,8 +306,8 @@ class OffloadingScheduler:
         overwritten, self._overwritten = self._overwritten, set()
         scheduled = self._requests.scheduled(output, overwritten)
         stores = [job for one in scheduled if (job := self._offer(one)) is not None]
-        flush = self._storing.readers(overwritten)
-        self._storing.begin(stores)
+        flush = self._claims.readers(overwritten)
+        self._claims.begin(stores)
         loads, self._loads = self._loads, []
         return OffloadingConnectorMetadata(loads, stores, flush, not output.num_scheduled_tokens)
 
@@ -314,14 +315,12 @@ class OffloadingScheduler:
         """Store what the step completes: full blocks of known tokens that the tier wants."""
         if self._manager is None or self._unusable or not scheduled.state.store:
             return None
-        items, dropped = self._storing.claim(self._manager, self._requests.offers(scheduled))
-        if dropped:
-            self.stats.add(self.tier, store_dropped=dropped)
-        if not items:
+        tenant = tenant_of(scheduled.state.request)
+        if not self._tenants.may_keep(tenant):
             return None
-        job = StoreJob(next(self._job_ids), items)
-        self._pending[job.job_id] = _Pending(job, self._engine.world_size)
-        return job
+        items, refused = self._claims.claim(self._manager, self._requests.offers(scheduled))
+        self.stats.add(self.tier, **refused)
+        return self._jobs.store(items, tenant) if items else None
 
     # -- ends --------------------------------------------------------------------------------
 
@@ -332,86 +331,69 @@ class OffloadingScheduler:
             return
         self.stats.add(self.tier, **meta.measures)
         self.welcome(meta.hellos)
+        self._health.update(meta.health)
+        self._claims.admission.is_up = all(one.writes for one in self._health.values())
         if meta.unusable is not None:
             self._give_up(meta.unusable)
         for job_id, result in meta.jobs.items():
             self._job_ended(job_id, result)
 
     def _job_ended(self, job_id: int, result: JobResult) -> None:
-        pending = self._pending.get(job_id)
-        if pending is None:
+        ended = self._jobs.end(job_id, result)
+        if ended is None:
             return
-        pending.failed |= result.failed
-        pending.seconds = max(pending.seconds, result.seconds)
-        pending.ranks_left -= result.ranks
-        if pending.ranks_left > 0:
-            return
-        del self._pending[job_id]
         assert self._manager is not None
-        if isinstance(pending.job, LoadJob):
-            self._load_ended(self._manager, pending.job, pending)
+        if isinstance(ended, PendingLoad):
+            self._load_ended(self._manager, ended)
         else:
-            self._store_ended(self._manager, pending.job, pending.failed)
+            self._store_ended(self._manager, ended)
 
-    def _load_ended(self, manager: TierManager, job: LoadJob, pending: _Pending) -> None:
-        self.load_meter.ended(job.job_id, pending.seconds, whole=not pending.failed)
+    def _load_ended(self, manager: TierManager, load: PendingLoad) -> None:
+        job = load.job
+        self.load_meter.ended(job.job_id, load.seconds, whole=not load.failed)
         self.stats.add(self.tier, **self.load_meter.gauges())
         manager.complete_load([i.key for i in job.items], [i.slot for i in job.items])
-        for index in pending.failed:
-            manager.discard(job.items[index].key)
-        self._note(False, [job.items[index].key for index in sorted(pending.failed)])
+        lost = [job.items[index].key for index in sorted(load.failed)]
+        for key in lost:
+            manager.discard(key)
+        self._held_events.lost(lost)
+        self._tenants.gone(lost)
         state = self._requests.get(job.request_id)
-        if pending.failed and state is not None:
+        if load.failed and state is not None:
             state.recompute = True
-        failed = {pending.of_block[index] for index in pending.failed}
+        failed = {load.of_block[index] for index in load.failed}
         if failed and self._engine.loads_whole:
             failed.add(0)
-        pending.shared.end(pending.blocks, failed, self._count_loaded)
+        if load.shared.end(load.blocks, failed, self._count_loaded):
+            self._patience.loaded(job.request_id)
 
     def _count_loaded(self, blocks: int) -> None:
         self.stats.add(self.tier, loaded_tokens=blocks * self._engine.block_tokens)
 
-    def _store_ended(self, manager: TierManager, job: StoreJob, failed: set[int]) -> None:
+    def _store_ended(self, manager: TierManager, store: PendingStore) -> None:
+        kept: list[bytes] = []
         # The first last, so that it counts as used last: a prefix's head must outlive its tail.
-        for index in reversed(range(len(job.items))):
-            item = job.items[index]
+        for index in reversed(range(len(store.job.items))):
+            item = store.job.items[index]
             if not self._generation.made(item.key):
                 manager.drop(item.key)
-            elif manager.complete_store(item.key, item.slot, index not in failed):
-                self._newly_held.append(item.key)
-            self._storing.end(job.job_id, item)
-        self._tell_held()
-
-    def _tell_held(self) -> None:
-        held, self._newly_held = self._newly_held[::-1], []
-        self._note(True, held)
+            elif manager.complete_store(item.key, item.slot, index not in store.failed):
+                self._held_events.stored(item.key)
+                kept.append(item.key)
+            self._claims.end(store.job.job_id, item)
+        self._held_events.tell_stored()
+        beyond = self._tenants.kept(store.tenant, kept, self._claims.block_bytes)
+        if beyond:
+            manager.give_up(beyond)
+            self._held_events.lost(beyond)
 
     def _evicted(self, key: bytes) -> None:
-        self._evictions += 1
-        if self._engine.kv_events:
-            # It may have come with the very job that is being ended.
-            self._tell_held()
-            self._note(False, [key])
-
-    def _note(self, stored: bool, keys: Sequence[bytes]) -> None:
-        # Keys of before a reset are of no interest: the engine itself says that all is cleared.
-        if not self._engine.kv_events:
-            return
-        hashes: dict[int, list[bytes]] = {}
-        for key in keys:
-            if self._generation.made(key):
-                block_hash, group = self._parts.hash_of(key)
-                hashes.setdefault(group, []).append(block_hash)
-        groups = self._engine.kv_groups
-        for group, found in sorted(hashes.items()):
-            name = group if len(groups) > 1 else None
-            tokens = groups[group].tokens
-            self._events.append(BlockEvent(self.tier, stored, tuple(found), tokens, name))
+        self._held_events.evicted(key)
+        self._tenants.gone((key,))
 
     def take_events(self) -> list[BlockEvent]:
         """What the tier came to hold and lost since the last call."""
-        events, self._events = self._events, []
-        return events
+        return self._held_events.take()
 
     def reset_cache(self) -> bool:
         """Never again find what was stored so far; stores under way end unfindable too.
@@ -419,7 +401,7 @@ class OffloadingScheduler:
         False: loads of before are still under way, whose requests may use what they bring.
         """
         if self._manager is not None:
-            self._note(False, self._manager.reset())
+            self._held_events.lost(self._manager.reset())
         self._generation.renew()
         self._requests.reset()
         return not self.reqs_being_loaded

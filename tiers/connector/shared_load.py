@@ -18,13 +18,15 @@ class SharedLoad:
 
     def end(
         self, blocks: Sequence[int], failed: Iterable[int], count: Callable[[int], None]
-    ) -> None:
-        """One tier has ended its `blocks`; `count` is told, once, how many are of use."""
+    ) -> bool:
+        """One tier has ended its `blocks`; `count` is told, once, how many are of use. Whether
+        it was the last."""
         self._parts.append((blocks, count))
         self._failed += failed
         self._left -= 1
         if self._left > 0:
-            return
+            return False
         first = min(self._failed, default=None)
         for part, count_usable in self._parts:
             count_usable(len(part) if first is None else sum(block < first for block in part))
+        return True

@@ -15,17 +15,25 @@ COUNTERS = {
     "passed_over": "Requests that computed what the tier had of them, since that was faster.",
     "loaded_blocks": "Blocks loaded and verified.",
     "loaded_bytes": "Bytes loaded.",
+    "late_loads": "Loads given up on a rank since a request may not wait longer (max_wait).",
     "load_failures": "Blocks found but not loaded; the engine recomputes them.",
+    "damaged_blocks": "Blocks that were not what had been stored, and never served.",
     "stored_blocks": "Blocks stored.",
     "stored_bytes": "Bytes stored.",
     "store_failures": "Blocks the tier did not store.",
-    "store_dropped": "Blocks not offered to the tier because no slot was free or it lagged behind.",
+    "store_dropped_room": "Blocks not stored because no slot of host memory was free.",
+    "store_dropped_queue": "Blocks not stored because the tier lagged behind: its queue was full.",
+    "store_dropped_budget": "Blocks not stored because the tier's write budget was spent.",
+    "store_dropped_down": "Blocks not stored because the tier was down.",
+    "store_deferred": "Blocks not stored because too few requests had them (store_after).",
     "evictions": "Blocks given up for room, where the tier tells: of ours, cpu does.",
     "tier_failures": "Operations of the tier that failed.",
 }
 """Every counter a tier has, and what it counts. Sums: ranks and intervals add up."""
 
 GAUGES = {
+    "reads_up": "1, or 0 while the tier is not asked for blocks since that failed.",
+    "writes_up": "1, or 0 while the tier is given no blocks since that failed.",
     "load_latency_seconds": "What a load takes besides its tokens, as it was measured.",
     "load_tokens_per_second": "How fast a load is, as it was measured.",
     "prefill_tokens_per_second": "How fast the engine computes prompts, under load: cheapest.",

@@ -5,50 +5,41 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import HostSpec, OffloadingSpec, StoreSite, StoreSpec
 from tiers.connector.base import (
     Copy,
     JobResult,
-    LoadItem,
-    LoadJob,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
+    StoreItem,
     StoreJob,
 )
 from tiers.connector.host import HostSlots
+from tiers.connector.loading import Loading
 from tiers.connector.stats import Measures, merge
 from tiers.errors import TierUnusable
-from tiers.guard import Guarded, guard
-from tiers.pool import SlotMemory, slot_stride
-from tiers.store import Block
+from tiers.guard import HEALTHY, Guarded
+from tiers.opening import open_guarded
+from tiers.store import Block, Damages
+from tiers.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-LOADERS = 2
-"""Loads under way at once."""
-BOUNCE_BYTES = 32 << 20
-"""Host memory through which each loader passes blocks that come from a store."""
-IDLE_WAIT = 0.002
-"""Seconds that a step with nothing to compute may wait for a load, rather than spin."""
+THROTTLED_BYTES = 32 << 20
+"""What a tier with a rate is given at once."""
 
 
 class Outcome(NamedTuple):
-    """Which items of a job failed, and what moving the others took."""
+    """Which items of a store failed, and what storing the others took, in seconds."""
 
     failed: set[int]
     seconds: float
-
-
-@dataclass
-class _Load:
-    job: LoadJob
-    future: Future[Outcome]
 
 
 @dataclass
@@ -61,25 +52,28 @@ class _Store:
 class OffloadingWorker:
     """One tier, in a worker's process. Called by the engine's thread; transfers run on its own."""
 
-    def __init__(self, tier: str, spec: StoreSpec | None, host: HostSlots, drain: float) -> None:
-        self.tier = tier
-        self._spec = spec
+    def __init__(self, tier: OffloadingSpec, host: HostSlots, drain: float) -> None:
+        self.tier = name = tier.tier_name
+        self._spec = spec = tier if isinstance(tier, StoreSpec) else None
+        self._verify = isinstance(tier, HostSpec) and tier.verify == "always"
         self._host = host
         self._drain = drain
         self._store: Guarded | None = None
         self._namespace = b""
         self._unusable: str | None = None
-        self._loads: list[_Load] = []
         self._stores: list[_Store] = []
         self._ended: dict[int, JobResult] = {}
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._measures: Measures = {}
         self._said_hello = False
-        self._failures_seen = 0
-        self._bounce: list[SlotMemory] = []
-        self._loader = ThreadPoolExecutor(LOADERS, thread_name_prefix=f"kvtiers-load-{tier}")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"kvtiers-store-{tier}")
+        self._failures_seen = self._damaged_seen = 0
+        self._health = HEALTHY
+        ranks = host.engine.world_size
+        load_rate = Throttle(spec.load_rate if spec else None, ranks)
+        self._loading = Loading(name, host, load_rate, self._verify)
+        self._throttle = Throttle(spec.store_rate if spec else None, ranks)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"kvtiers-store-{name}")
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's paged KV and open the tier; one that can't be used is reported."""
@@ -90,86 +84,28 @@ class OffloadingWorker:
         payload = self._host.payload_bytes
         try:
             site = StoreSite(payload, self._host.engine.world_size)
-            self._store = guard(self._spec.open(site), self.tier)
+            self._store = open_guarded(self._spec, site)
         except TierUnusable as error:
             self._unusable = str(error)
             return
-        rows = min(64, max(1, BOUNCE_BYTES // slot_stride(payload)))
-        pin = self._host.copier.pin
-        # A load that first had to be given its memory would take twice as long.
-        self._bounce = [SlotMemory(rows, payload, pin, touch=True) for _ in range(LOADERS)]
+        self._loading.open(self._store)
 
     # -- loading -----------------------------------------------------------------------------
 
     def start_load_kv(self, meta: OffloadingConnectorMetadata) -> None:
-        """Begin the step's loads, each behind what the engine has told its device so far."""
-        for job in meta.reqs_to_load:
-            fence = self._host.copier.fence()
-            self._loads.append(_Load(job, self._loader.submit(self._load, job, fence)))
-
-    def _load(self, job: LoadJob, fence: object) -> Outcome:
-        began = time.perf_counter()
-        resident = [(i, item) for i, item in enumerate(job.items) if item.slot is not None]
-        asked = [(i, item) for i, item in enumerate(job.items) if item.slot is None]
-        failed = self._load_resident(resident, fence) if resident else set()
-        failed |= self._load_stored(asked, fence) if asked else set()
-        return Outcome(failed, time.perf_counter() - began)
-
-    def _load_resident(self, items: list[tuple[int, LoadItem]], fence: object) -> set[int]:
-        slots = [item.slot for _, item in items if item.slot is not None]
-        held = self._host.settle(slots, [item.key for _, item in items])
-        good = [pair for pair, ok in zip(items, held, strict=True) if ok]
-        self._host.copier.scatter(
-            self._host.memory.rows,
-            [item.slot for _, item in good if item.slot is not None],
-            [item.target for _, item in good],
-            fence,
-        )
-        return {i for i, _ in items} - {i for i, _ in good}
-
-    def _load_stored(self, items: list[tuple[int, LoadItem]], fence: object) -> set[int]:
-        if self._store is None:
-            return {i for i, _ in items}
-        # A loader thread runs one load at a time, so there is a bounce for each.
-        bounce = self._bounce.pop()
-        try:
-            return self._through(bounce, self._store, items, fence)
-        finally:
-            self._bounce.append(bounce)
-
-    def _through(
-        self, bounce: SlotMemory, store: Guarded, items: list[tuple[int, LoadItem]], fence: object
-    ) -> set[int]:
-        failed: set[int] = set()
-        step = bounce.rows.shape[0]
-        for start in range(0, len(items), step):
-            wave = items[start : start + step]
-            got = store.get(
-                [
-                    Block(self._namespace + item.key, bounce.payload(row))
-                    for row, (_, item) in enumerate(wave)
-                ]
-            )
-            rows = [row for row, ok in enumerate(got) if ok]
-            self._host.copier.scatter(bounce.rows, rows, [wave[r][1].target for r in rows], fence)
-            failed |= {i for (i, _), ok in zip(wave, got, strict=True) if not ok}
-            if failed:
-                # The engine uses what precedes the first failed block, and recomputes the rest.
-                return failed | {i for i, _ in items[start + step :]}
-        return failed
+        """Begin the step's loads."""
+        self._loading.begin(meta.reqs_to_load)
 
     def get_finished(self, meta: OffloadingConnectorMetadata) -> set[str]:
         """Requests whose load has ended since the last call, whole or in part."""
-        if meta.idle and self._loads:
-            wait([load.future for load in self._loads], IDLE_WAIT, FIRST_COMPLETED)
-        ended = [load for load in self._loads if load.future.done()]
-        self._loads = [load for load in self._loads if not load.future.done()]
-        for load in ended:
-            outcome = self._end(load.job.job_id, load.future, len(load.job.items), "load")
+        ended = self._loading.ended(meta.idle)
+        for job, failed, seconds, in_time, damaged in ended:
+            self._note_end(job.job_id, len(job.items), Outcome(failed, seconds), "load")
+            merge(self._measures, {"late_loads": int(not in_time), "damaged_blocks": damaged})
             if self._host.engine.loads_whole:
-                self._failed_requests |= {load.job.request_id} if outcome.failed else set()
+                self._failed_requests |= {job.request_id} if failed else set()
             else:
-                self._failed_blocks |= {load.job.items[i].target for i in outcome.failed}
+                self._failed_blocks |= {job.items[index].target for index in failed}
         return {load.job.request_id for load in ended}
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -195,20 +131,28 @@ class OffloadingWorker:
         began = time.perf_counter()
         held = self._host.settle(slots, [item.key for item in job.items])
         good = [i for i, ok in enumerate(held) if ok]
+        if self._verify:
+            self._host.seal([slots[i] for i in good])
         if self._spec is not None:
             # The gather is shared with other tiers; only those of host memory have no more to do.
             began = time.perf_counter()
             stored = [False] * len(good)
             if self._store is not None:
-                memory = self._host.memory
-                stored = self._store.put(
-                    [
-                        Block(self._namespace + job.items[i].key, memory.payload(slots[i]))
-                        for i in good
-                    ]
-                )
+                stored = self._feed(self._store, [job.items[i] for i in good])
             good = [i for i, ok in zip(good, stored, strict=True) if ok]
         return Outcome(set(range(len(slots))) - set(good), time.perf_counter() - began)
+
+    def _feed(self, store: Guarded, items: Sequence[StoreItem]) -> list[bool]:
+        memory, size = self._host.memory, self._host.payload_bytes
+        step = len(items) if self._throttle.rate is None else max(1, THROTTLED_BYTES // size)
+        stored: list[bool] = []
+        for start in range(0, len(items), max(1, step)):
+            part = items[start : start + step]
+            self._throttle.take(len(part) * size)
+            stored += store.put(
+                [Block(self._namespace + item.key, memory.payload(item.slot)) for item in part]
+            )
+        return stored
 
     def handle_preemptions(self, meta: OffloadingConnectorMetadata) -> None:
         """Wait for gathers from blocks that this step overwrites."""
@@ -221,13 +165,7 @@ class OffloadingWorker:
 
     # -- ends --------------------------------------------------------------------------------
 
-    def _end(self, job_id: int, future: Future[Outcome], blocks: int, verb: str) -> Outcome:
-        error = future.exception()
-        if error is not None:
-            logger.error("tier %r: a %s failed on this worker: %s", self.tier, verb, error)
-            outcome = Outcome(set(range(blocks)), 0.0)
-        else:
-            outcome = future.result()
+    def _note_end(self, job_id: int, blocks: int, outcome: Outcome, verb: str) -> None:
         self._ended[job_id] = JobResult(1, outcome.failed, outcome.seconds)
         good = blocks - len(outcome.failed)
         size = good * self._host.payload_bytes
@@ -238,39 +176,55 @@ class OffloadingWorker:
                 f"{past}_blocks": good,
                 f"{past}_bytes": size,
                 f"{verb}_failures": len(outcome.failed),
-                f"{verb}_seconds": [] if error else [outcome.seconds],
-                f"{verb}_size_bytes": [] if error else [size],
+                f"{verb}_seconds": [outcome.seconds] if good else [],
+                f"{verb}_size_bytes": [size] if good else [],
             },
         )
-        return outcome
+
+    def _outcome(self, store: _Store) -> Outcome:
+        error = store.future.exception()
+        if error is None:
+            return store.future.result()
+        logger.error("tier %r: a store failed on this worker: %s", self.tier, error)
+        return Outcome(set(range(len(store.job.items))), 0.0)
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """What ended since the last call, and, the first time, who this worker is."""
         for store in [s for s in self._stores if s.future.done()]:
-            self._end(store.job.job_id, store.future, len(store.job.items), "store")
+            self._note_end(store.job.job_id, len(store.job.items), self._outcome(store), "store")
             self._stores.remove(store)
         if self._store is not None:
             failures = self._store.failures.total
             merge(self._measures, {"tier_failures": failures - self._failures_seen})
             self._failures_seen = failures
+            self._note_damage(self._store)
         meta = OffloadingWorkerMetadata(self._ended, measures=self._measures)
+        health = HEALTHY if self._store is None else self._store.health
+        if health != self._health:
+            self._health = meta.health[self._host.engine.rank] = health
         if not self._said_hello:
             hello = self._host.hello()
             meta.hellos[hello.rank] = hello
             meta.unusable = self._unusable
             self._said_hello = True
         self._ended, self._measures = {}, {}
-        return meta if meta.jobs or meta.hellos or any(meta.measures.values()) else None
+        said = meta.jobs or meta.hellos or meta.health or any(meta.measures.values())
+        return meta if said else None
+
+    def _note_damage(self, store: Guarded) -> None:
+        if isinstance(store, Damages):
+            damaged = store.damaged()
+            merge(self._measures, {"damaged_blocks": damaged - self._damaged_seen})
+            self._damaged_seen = damaged
 
     def close(self) -> None:
         """Let stores under way end, for `drain` seconds at most, and release the tier."""
+        self._throttle.stop()
         wait([store.future for store in self._stores], self._drain)
         self._writer.shutdown(wait=False, cancel_futures=True)
-        self._loader.shutdown(wait=True, cancel_futures=True)
+        self._loading.close(self._drain)
         if self._store is not None:
             self._store.close()
-        for bounce in self._bounce:
-            bounce.close()
         self._host.close()
 
 

@@ -48,7 +48,8 @@ from tiers.engine.fingerprint import model_facts
 from tiers.engine.vllm_groups import refuse_model
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import open_copier
-from tiers.guard import Guarded, guard
+from tiers.guard import Guarded
+from tiers.opening import open_guarded
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import (
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+UNHOSTED = {"store_after", "queue", "store_rate", "load_rate", "write_budget", "verify"}
+"""Settings that are about stores and loads which here are vLLM's own."""
 COPIERS = 2
 """Loads under way at once in a worker."""
 
@@ -99,7 +102,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         name = self._store.tier_name
         try:
             site = StoreSite(payload_bytes, self.config.parallel.world_size)
-            return guard(self._store.open(site), name)
+            return open_guarded(self._store, site)
         except TierUnusable as error:
             logger.error("tier %r is unusable; host memory serves alone: %s", name, error)
             return None
@@ -157,6 +160,18 @@ def hosted_tiers(chain: ChainSpec) -> tuple[HostSpec, StoreSpec | None]:
             f"vLLM's OffloadingConnector hosts one cpu tier and one other at most; the chain has "
             f"{', '.join(tier.tier_name for tier in chain.tiers)}. Use KVTiersConnector for all."
         )
+    if chain.tenants or "max_wait" in chain.model_fields_set:
+        raise ValueError(
+            "the chain has tenants or max_wait, to which vLLM's OffloadingConnector does not keep; "
+            "leave them out, or use KVTiersConnector"
+        )
+    for tier in chain.tiers:
+        asked = tier.model_dump(include=UNHOSTED, exclude_defaults=True)
+        if asked:
+            raise ValueError(
+                f"tier {tier.tier_name!r} has {', '.join(asked)}, which vLLM's OffloadingConnector "
+                "does not keep to; leave that out, or use KVTiersConnector"
+            )
     staging = tier_class("cpu").model_validate({"type": "cpu", "capacity": chain.staging})
     return hosts[0] if hosts else cast(HostSpec, staging), stores[0] if stores else None
 

@@ -44,6 +44,11 @@ class ReplayRequest:
         self.hash_blocks()
 
     @property
+    def cache_salt(self) -> str:
+        """What vLLM calls it."""
+        return self.salt
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and answer so far."""
         return len(self.tokens)

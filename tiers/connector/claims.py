@@ -1,19 +1,26 @@
-"""Storing: the slots of blocks on their way into a tier, and the paged blocks still read for it."""
+"""Claims: the slots of blocks on their way into a tier, and the paged blocks still read for it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from tiers.connector.admission import Admission
 from tiers.connector.base import StoreItem, StoreJob
 from tiers.connector.manager import TierManager
 from tiers.pool import SlotPool
 
 
-class Storing:
-    """What the stores under way of one tier hold. Used by the scheduler's thread alone."""
+class Claims:
+    """What the stores under way of one tier hold. Used by the scheduler's thread alone.
 
-    def __init__(self) -> None:
+    `block_bytes`: of a block, over all ranks; 0 before that is known.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
         self.pool = SlotPool(0)
+        self.block_bytes = 0
         self.slots_pinned = 0
         self._keys: set[bytes] = set()
         self._reading: dict[int, int] = {}
@@ -23,28 +30,34 @@ class Storing:
 
     def claim(
         self, manager: TierManager, offers: Sequence[tuple[bytes, int]]
-    ) -> tuple[list[StoreItem], int]:
-        """Slots for those offers, (key, paged block), that the tier wants; and how many wanted
-        ones are dropped, since there is no slot for them."""
+    ) -> tuple[list[StoreItem], Counter[str]]:
+        """Slots for those offers, (key, paged block), that the tier wants and its rules admit; and
+        how many others it wants, by the name of their counter."""
         wanted = manager.wants([key for key, _ in offers])
         items: list[StoreItem] = []
-        dropped = 0
+        refused: Counter[str] = Counter()
         for (key, paged), want in zip(offers, wanted, strict=True):
             if not want or key in self._keys:
                 continue
-            claim = None if self._lags(manager) else self.pool.claim(key)
+            reason = self.admission.refuses(key, self.block_bytes)
+            if reason is None and self._lags(manager):
+                reason = "store_dropped_queue"
+            claim = self.pool.claim(key) if reason is None else None
             if claim is None:
-                dropped += 1
+                refused[reason or "store_dropped_room"] += 1
                 continue
+            self.admission.stores(key, self.block_bytes)
             self.slots_pinned += 1
             self._keys.add(key)
             items.append(StoreItem(key, claim.slot, paged if claim.fresh else None))
-        return items, dropped
+        return items, refused
 
     def _lags(self, manager: TierManager) -> bool:
         # A tier that lags behind may not hold all slots, or it would starve the others.
-        half = max(1, self.pool.num_slots // 2)
-        return self.slots_pinned >= half and not manager.completes_on_gather
+        most = max(1, self.pool.num_slots // 2)
+        if self.admission.queue is not None and self.block_bytes:
+            most = min(most, max(1, self.admission.queue // self.block_bytes))
+        return self.slots_pinned >= most and not manager.completes_on_gather
 
     def begin(self, jobs: Iterable[StoreJob]) -> None:
         """These jobs are on their way to the workers, which read the paged blocks."""

@@ -1,0 +1,57 @@
+"""Encryption of a tier: where its keys are, and how they are read."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+KEY_BYTES = 32
+MAX_KEYS = 8
+"""Each key that is still read costs every lookup that misses one more."""
+
+_KEY = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
+_MAX_FILE = 64 << 10
+_HOW = "write keys of 64 hex digits, one a line, like those of: openssl rand -hex 32"
+
+
+class EncryptionSpec(BaseModel):
+    """Encrypt and authenticate blocks with AES-256-GCM before a tier is given them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key_file: Path = Field(
+        description="A file of keys, 64 hex digits a line. The first is stored with, all are read "
+        "with: to rotate, put a new one on top and take the old one away later."
+    )
+
+    @field_validator("key_file")
+    @classmethod
+    def _has_keys(cls, path: Path) -> Path:
+        if not path.is_absolute():
+            raise ValueError("write the file's whole path")
+        read_keys(path)
+        return path
+
+
+def read_keys(path: Path) -> tuple[bytes, ...]:
+    """The keys in a file, as it is now. Raises ValueError, which shows nothing of a key."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE).decode("ascii", errors="replace")
+    except OSError as error:
+        raise ValueError(f"let the file be read, which failed: {error.strerror}") from None
+    lines = [line.strip() for line in text.splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys or not all(_KEY.fullmatch(key) for key in keys):
+        raise ValueError(_HOW)
+    if len(keys) > MAX_KEYS or len({key.lower() for key in keys}) < len(keys):
+        raise ValueError(f"write {MAX_KEYS} keys at most, each of them once")
+    return tuple(bytes.fromhex(key) for key in keys)
+
+
+def others_can_read(path: Path) -> bool:
+    """Whether users besides its owner and group may read the file."""
+    return bool(os.stat(path).st_mode & 0o004)

@@ -1,0 +1,108 @@
+"""Secret: where a secret is, as a value that never holds it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import PlainSerializer, PlainValidator, ValidationError, WithJsonSchema
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+MAX_BYTES = 64 << 10
+"""No secret is longer; reading stops here, also of a device or a pipe that has no end."""
+
+_HOW = "write {file: /run/secrets/name} or {env: NAME}; a secret itself has no place in this file"
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A reference to a secret, in a file or in an environment variable: exactly one is given."""
+
+    file: str | None = None
+    env: str | None = None
+
+    def reveal(self) -> str:
+        """Read the secret as it is now, without the line end of a file.
+
+        Raises ValueError, whose message says what is missing and shows nothing of a secret.
+        """
+        if self.env is not None:
+            found = os.environ.get(self.env)
+            where = f"the environment variable {self.env}"
+            if found is None:
+                raise ValueError(f"set {where}, which is not set here")
+        else:
+            where = f"the file {self.file}"
+            found = self._read(where).removesuffix("\n").removesuffix("\r")
+        if not found or "\0" in found:
+            raise ValueError(f"write the secret to {where}, which holds none")
+        return found
+
+    def _read(self, where: str) -> str:
+        assert self.file is not None
+        try:
+            with open(self.file, "rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise ValueError(f"let {where} be read, which failed: {reason}") from None
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            raise ValueError(f"save {where} as UTF-8, which it is not") from None
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"name another than {where}, which has more than 64 KiB")
+        return text
+
+
+def parse_secret(value: object) -> Secret:
+    """Read {"file": PATH} or {"env": NAME}, and that the secret is there. Raises ValueError."""
+    if isinstance(value, Secret):
+        return value
+    if not isinstance(value, Mapping) or len(value) != 1 or not {*value} <= {"file", "env"}:
+        raise ValueError(_HOW)
+    [(kind, where)] = value.items()
+    if not isinstance(where, str) or not where.strip() or "\0" in where or "=" in where:
+        raise ValueError(_HOW)
+    if kind == "file" and not os.path.isabs(where):
+        raise ValueError("write the file's whole path, like {file: /run/secrets/name}")
+    secret = Secret(**{kind: where})
+    secret.reveal()
+    return secret
+
+
+def _validate(value: object) -> Secret:
+    try:
+        return parse_secret(value)
+    except ValueError as error:
+        reason = str(error)
+    # pydantic quotes the value it was given in its errors, and that may be the secret itself.
+    problem = PydanticCustomError("value_error", "Value error, {reason}", {"reason": reason})
+    raise ValidationError.from_exception_data(
+        "Secret", [InitErrorDetails(type=problem, loc=(), input="a value not shown")]
+    )
+
+
+def _dump(secret: Secret) -> dict[str, Any]:
+    return {"file": secret.file} if secret.env is None else {"env": secret.env}
+
+
+SecretField = Annotated[
+    Secret,
+    PlainValidator(_validate),
+    PlainSerializer(_dump),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {"file": {"type": "string"}, "env": {"type": "string"}},
+            "additionalProperties": False,
+            "minProperties": 1,
+            "maxProperties": 1,
+            "examples": [{"file": "/run/secrets/redis"}, {"env": "REDIS_PASSWORD"}],
+        }
+    ),
+]
+"""A Secret in a spec. The secret is read when the spec is, to see that it is there, and again when
+the tier is opened."""

@@ -1,0 +1,199 @@
+"""Tiers that hang: a request waits as long as it may, and no block changes behind its back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from replay_chains import MODEL, SLOT, cpu
+
+from spec.chain import ChainSpec
+from spec.offloading import OffloadingSpec, StoreSite, StoreSpec
+from tiers.cpu.spec import CpuSpec
+from tiers.engine.replay import ReplayEngine, answer
+from tiers.engine.replay.scheduler import ReplayRequest
+from tiers.store import Block
+
+LONG = [token % 997 for token in range(100 * MODEL.block_tokens + 1)]
+
+
+class Store:
+    """Keeps blocks; `get`, or `put`, waits for its gate while that is shut."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.gets, self.puts = threading.Event(), threading.Event()
+        self.free_gets = 0
+        self.asked = 0
+        self.gets.set()
+        self.puts.set()
+
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        self.asked += 1
+        return [key in self.blocks for key in keys]
+
+    has = peek
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        self.puts.wait()
+        self.blocks.update((block.key, bytes(block.payload)) for block in blocks)
+        return [True] * len(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        if self.free_gets:
+            self.free_gets -= 1
+        else:
+            self.gets.wait()
+        for block in blocks:
+            block.payload[:] = self.blocks[block.key]
+        return [True] * len(blocks)
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.blocks.pop(key, None)
+
+    def close(self) -> None:
+        self.gets.set()
+        self.puts.set()
+
+
+class StoreOf(StoreSpec):
+    """Both halves of an engine share its store."""
+
+    def open(self, site: StoreSite) -> Store:
+        return STORES[0]
+
+
+STORES: list[Store] = []
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    STORES[:] = [Store()]
+    yield STORES[0]
+    STORES[0].close()
+
+
+def chain(*above: OffloadingSpec, max_wait: str = "300ms", **settings: Any) -> ChainSpec:
+    tier = StoreOf.model_validate({"type": "slow", "deadline": "200ms", **settings})
+    return ChainSpec(version=1, tiers=(*above, tier), max_wait=max_wait, staging=256 * SLOT)
+
+
+def measured(engine: ReplayEngine, name: str) -> float:
+    value = engine.stats.data.get("slow", {}).get(name, 0.0)
+    assert isinstance(value, int | float)
+    return value
+
+
+def ask(engine: ReplayEngine, prompt: Sequence[int] = LONG) -> ReplayRequest:
+    request = engine.add(list(prompt), 4)
+    engine.run()
+    assert request.output == answer(MODEL, list(prompt), 4, 1)
+    return request
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a load hangs",
+    outcome="the request waits max_wait at most, and is computed; what arrives later touches nothing",
+)
+def test_a_load_that_hangs_is_given_up_and_never_arrives_later(
+    engine: Callable[..., ReplayEngine], store: Store
+) -> None:
+    made = engine(chain(), num_blocks=120, prefix_caching=False)
+    ask(made)
+    made.settle()
+    store.gets.clear()
+    ask(made)
+    assert measured(made, "late_loads") == 1
+    # Other requests own the paged blocks now, into which the load would have gone.
+    others = [made.add([7 * n + t for t in range(300)], 40) for n in range(1)]
+    made.step()
+    store.gets.set()
+    made.run()
+    for other in others:
+        assert other.output == answer(MODEL, other.prompt, 40, 1)
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a load hangs half way",
+    outcome="blocks that have arrived by max_wait are used, the rest computed",
+)
+def test_what_has_arrived_is_used(engine: Callable[..., ReplayEngine], store: Store) -> None:
+    made = engine(chain(), num_blocks=120, prefix_caching=False)
+    ask(made)
+    made.settle()
+    store.gets.clear()
+    store.free_gets = 1
+    ask(made)
+    assert measured(made, "loaded_tokens") == 64 * MODEL.block_tokens
+    assert measured(made, "load_failures") == 36
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="reads hang",
+    outcome="after the deadline nobody asks or waits; one trial at a time, and it joins again by itself",
+)
+def test_nobody_is_asked_of_a_tier_whose_reads_hang_until_they_work_again(
+    engine: Callable[..., ReplayEngine], store: Store
+) -> None:
+    made = engine(chain(), num_blocks=120, prefix_caching=False)
+    ask(made)
+    made.settle()
+    assert measured(made, "reads_up") == 1
+    store.gets.clear()
+    ask(made)
+    assert measured(made, "reads_up") == 0
+    asked = store.asked
+    for _ in range(3):
+        ask(made)
+    assert measured(made, "late_loads") == 1, "one request has waited, not each"
+    assert store.asked - asked < 100, "what is asked is whether to store"
+    store.gets.set()
+    while measured(made, "reads_up") == 0:
+        ask(made, LONG[:20])
+    ask(made)
+    assert measured(made, "loaded_tokens") >= 100 * MODEL.block_tokens
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="writes hang",
+    outcome="its queue fills, further blocks are dropped and counted; reads and other tiers go on",
+)
+def test_writes_that_hang_hold_back_neither_answers_nor_reads_nor_other_tiers(
+    engine: Callable[..., ReplayEngine], store: Store
+) -> None:
+    made = engine(
+        chain(CpuSpec.model_validate(cpu(400)), queue=8 * MODEL.payload_bytes),
+        num_blocks=120,
+        prefix_caching=False,
+    )
+    ask(made, LONG[:40])
+    store.puts.clear()
+    for n in range(8):
+        ask(made, [n, *LONG[:80]])
+    assert measured(made, "store_dropped_queue") > 0
+    assert measured(made, "storing_bytes") <= 8 * MODEL.payload_bytes
+    while measured(made, "writes_up"):
+        ask(made, LONG[:4])
+    assert measured(made, "reads_up") == 1
+    ask(made, [9, *LONG[:80]])
+    assert measured(made, "store_dropped_down") > 0
+    assert made.stats.data["cpu"]["stored_blocks"] >= 9 * 20
+    store.puts.set()
+
+
+def test_a_tier_is_given_what_two_requests_had(
+    engine: Callable[..., ReplayEngine], store: Store
+) -> None:
+    made = engine(chain(store_after=2), num_blocks=120, prefix_caching=False)
+    ask(made)
+    assert not store.blocks and measured(made, "store_deferred") == 101
+    ask(made)
+    made.settle()
+    assert len(store.blocks) == 101

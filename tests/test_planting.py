@@ -1,0 +1,262 @@
+"""Encrypted tiers against someone with the disk or the Redis: nothing to read, no way to plant."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from servers import RedisServer, binaries
+
+from spec.offloading import StoreSite, StoreSpec
+from tiers.block import HEADER_BYTES, NAMESPACE_BYTES, parse_header
+from tiers.cipher import Cipher, sealed_bytes
+from tiers.disk.slab import slot_bytes
+from tiers.disk.spec import DiskSpec
+from tiers.errors import RecordError, TierUnusable
+from tiers.guard import Guarded
+from tiers.opening import open_guarded
+from tiers.remote.spec import RedisSpec
+from tiers.store import Block, Damages, TierStore
+
+SIZE = 8192
+SITE = StoreSite(SIZE)
+SPACE = b"the namespace..."
+KEY = SPACE + b"digest of a prompt that one could guess"
+OTHER = SPACE + b"digest of another prompt, known as well"
+SECRET = b"what the user said in confidence, as KV. " * 200
+assert len(SPACE) == NAMESPACE_BYTES
+
+
+class Attacker:
+    """Reads and writes the tier as whoever has its disk or server can; has no encryption key."""
+
+    def __init__(self, spec: StoreSpec, read_all: Callable[[], bytes]) -> None:
+        self.store = spec.open(StoreSite(sealed_bytes(SIZE)))
+        self.read_all = read_all
+
+    def names(self) -> list[bytes]:
+        """What records that lie there call themselves."""
+        data, found = self.read_all(), []
+        place = data.find(b"kvtiers\n")
+        while place >= 0:
+            with suppress(RecordError):
+                found.append(parse_header(data[place : place + HEADER_BYTES]).key)
+            place = data.find(b"kvtiers\n", place + 1)
+        return found
+
+    def read(self, name: bytes) -> bytearray:
+        data = bytearray(sealed_bytes(SIZE))
+        assert self.store.get([Block(name, memoryview(data))]) == [True]
+        return data
+
+    def write(self, name: bytes, data: bytes | bytearray) -> None:
+        self.store.drop([name])
+        padded = bytearray(data).ljust(sealed_bytes(SIZE), b"\0")
+        assert self.store.put([Block(name, memoryview(padded))]) == [True]
+
+
+class Victim:
+    """A tier with encryption, and whoever attacks it."""
+
+    def __init__(self, spec: StoreSpec, plain: StoreSpec, read_all: Callable[[], bytes]) -> None:
+        self.spec, self.plain = spec, plain
+        self.attacker = Attacker(plain, read_all)
+        self.tier = open_guarded(spec, SITE)
+
+    def keep(self, key: bytes, payload: bytes = SECRET) -> bytes:
+        """Store a block; the name that it has since."""
+        before = set(self.attacker.names())
+        whole = bytearray(payload[:SIZE].ljust(SIZE, b"."))
+        assert self.tier.put([Block(key, memoryview(whole))]) == [True]
+        (name,) = set(self.attacker.names()) - before
+        return name
+
+    def serves(self, key: bytes, tier: TierStore | None = None) -> bytes | None:
+        payload = bytearray(SIZE)
+        (ok,) = (tier or self.tier).get([Block(key, memoryview(payload))])
+        return bytes(payload) if ok else None
+
+    def reopen(self, keys: Sequence[str]) -> Guarded:
+        """The same tier for an engine with these keys."""
+        write_keys(self.spec, keys)
+        return open_guarded(self.spec, SITE)
+
+
+def write_keys(spec: StoreSpec, keys: Sequence[str]) -> None:
+    assert spec.encryption is not None
+    spec.encryption.key_file.write_text("# keys\n" + "\n".join(keys) + "\n")
+
+
+MINE = secrets.token_hex(32)
+NEW = secrets.token_hex(32)
+
+
+@pytest.fixture(scope="module")
+def one_server() -> Iterator[RedisServer]:
+    with RedisServer(next(iter(binaries().values()))) as server:
+        yield server
+
+
+@pytest.fixture(params=["disk", "redis"])
+def victim(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Victim]:
+    file = tmp_path / "keys"
+    file.write_text(MINE)
+    file.chmod(0o600)
+    encryption = {"encryption": {"key_file": str(file)}}
+    settings: dict[str, Any]
+    if request.param == "disk":
+        folder = tmp_path / "disk"
+        settings = {"capacity": 64 * slot_bytes(sealed_bytes(SIZE)), "path": folder}
+        spec: type[StoreSpec] = DiskSpec
+
+        def read_all() -> bytes:
+            return b"".join(f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file())
+    else:
+        server: RedisServer = request.getfixturevalue("one_server")
+        client = redis.Redis.from_url(server.url)
+        prefix = secrets.token_hex(8)
+        settings = {"url": server.url, "key_prefix": prefix}
+        spec = RedisSpec
+
+        def read_all() -> bytes:
+            keys = client.keys(f"{prefix}:*")
+            return b"".join(key + client.get(key) for key in keys)
+
+    made = Victim(
+        spec.model_validate({**settings, **encryption}), spec.model_validate(settings), read_all
+    )
+    yield made
+    made.tier.close()
+    made.attacker.store.close()
+
+
+def test_what_is_stored_comes_back(victim: Victim) -> None:
+    victim.keep(KEY)
+    assert victim.serves(KEY) == SECRET[:SIZE]
+    assert victim.serves(OTHER) is None
+
+
+def test_a_reader_finds_neither_kv_nor_names(victim: Victim) -> None:
+    victim.keep(KEY)
+    lies_there = victim.attacker.read_all()
+    for known in (SECRET[:64], KEY[NAMESPACE_BYTES:], SPACE, KEY[-16:]):
+        assert known not in lies_there
+
+
+def test_a_reader_who_guesses_a_prompt_can_t_tell_whether_it_is_there(victim: Victim) -> None:
+    victim.keep(KEY)
+    assert victim.attacker.store.has([KEY]) == [False]
+    assert open_guarded(victim.plain, SITE).has([KEY]) == [False]
+
+
+def test_equal_blocks_look_different(victim: Victim) -> None:
+    one, two = victim.keep(KEY), victim.keep(OTHER)
+    first, second = victim.attacker.read(one), victim.attacker.read(two)
+    assert sum(a == b for a, b in zip(first[:SIZE], second[:SIZE], strict=True)) < SIZE // 50
+
+
+def assert_planted_in_vain(victim: Victim, key: bytes = KEY) -> None:
+    assert isinstance(victim.tier, Damages)
+    before = victim.tier.damaged()
+    assert victim.serves(key) is None
+    assert victim.tier.damaged() == before + 1
+    assert victim.tier.has([key]) == [False], "it is not offered again"
+
+
+@pytest.mark.parametrize("place", [0, 11, 12, 4000, 12 + SIZE, 12 + SIZE + 15])
+def test_a_changed_bit_under_a_right_checksum(victim: Victim, place: int) -> None:
+    name = victim.keep(KEY)
+    data = victim.attacker.read(name)
+    data[place] ^= 1
+    victim.attacker.write(name, data)
+    assert_planted_in_vain(victim)
+
+
+def test_another_block_of_ours_under_this_name(victim: Victim) -> None:
+    name, other = victim.keep(KEY), victim.keep(OTHER, b"another answer")
+    victim.attacker.write(name, victim.attacker.read(other))
+    assert_planted_in_vain(victim)
+
+
+def test_the_same_prompt_s_block_of_another_model(victim: Victim) -> None:
+    name = victim.keep(KEY)
+    foreign = victim.keep(b"another model..." + KEY[NAMESPACE_BYTES:], b"another model's KV")
+    victim.attacker.write(name, victim.attacker.read(foreign))
+    assert_planted_in_vain(victim)
+
+
+def test_plain_bytes_under_the_hidden_name(victim: Victim) -> None:
+    name = victim.keep(KEY)
+    victim.attacker.write(name, b"planted" * 1000)
+    assert_planted_in_vain(victim)
+
+
+def test_a_plain_tier_s_block_is_never_asked_for(victim: Victim) -> None:
+    plain = open_guarded(victim.plain, SITE)
+    assert plain.put([Block(KEY, memoryview(bytearray(b"planted".ljust(SIZE))))]) == [True]
+    plain.close()
+    assert victim.serves(KEY) is None
+
+
+def test_a_block_sealed_with_the_attacker_s_key(victim: Victim) -> None:
+    name = victim.keep(KEY)
+    sealed = bytearray(sealed_bytes(SIZE))
+    block = Block(KEY, memoryview(bytearray(b"planted".ljust(SIZE))))
+    Cipher(secrets.token_bytes(32)).seal(block, memoryview(sealed))
+    victim.attacker.write(name, sealed)
+    assert_planted_in_vain(victim)
+
+
+def test_a_shorter_block_of_ours_made_longer(victim: Victim) -> None:
+    name = victim.keep(KEY)
+    short = bytearray(sealed_bytes(SIZE))
+    block = Block(KEY, memoryview(bytearray(SECRET[: SIZE - 16])))
+    Cipher(bytes.fromhex(MINE)).seal(block, memoryview(short))
+    victim.attacker.write(name, short)
+    assert_planted_in_vain(victim)
+
+
+def test_no_seal_at_all(victim: Victim) -> None:
+    name = victim.keep(KEY)
+    victim.attacker.write(name, b"")
+    assert_planted_in_vain(victim)
+
+
+def test_keys_rotate_without_a_miss_and_a_removed_one_opens_nothing(victim: Victim) -> None:
+    victim.keep(KEY)
+    rotated = victim.reopen([NEW, MINE])
+    assert victim.serves(KEY, rotated) == SECRET[:SIZE]
+    assert rotated.put([Block(OTHER, memoryview(bytearray(SECRET[:SIZE])))]) == [True]
+    rotated.close()
+    later = victim.reopen([NEW])
+    assert later.has([KEY, OTHER]) == [False, True]
+    assert victim.serves(KEY, later) is None
+    assert victim.serves(OTHER, later) == SECRET[:SIZE]
+    later.close()
+
+
+@pytest.mark.parametrize("keys", [[], ["abc"], [MINE, MINE], ["0" * 63 + "g"]])
+def test_a_bad_key_file_is_told_and_none_of_it_shown(
+    victim: Victim, keys: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(TierUnusable) as told:
+        victim.reopen(keys)
+    assert str(tmp_path / "keys") in str(told.value)
+    assert not any(key in str(told.value) for key in keys)
+    (tmp_path / "keys").unlink()
+    with pytest.raises(TierUnusable, match="No such file"):
+        open_guarded(victim.spec, SITE)
+
+
+def test_compressed_and_encrypted_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(MINE)
+    with pytest.raises(ValueError, match="encrypted blocks can't be made smaller"):
+        RedisSpec.model_validate(
+            {"url": "redis://x", "codec": "zstd", "encryption": {"key_file": str(file)}}
+        )

@@ -1,0 +1,101 @@
+"""Jobs: one tier's loads and stores, from their order to the end on the last rank."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from tiers.connector.base import JobResult, LoadItem, LoadJob, StoreItem, StoreJob
+from tiers.connector.shared_load import SharedLoad
+
+
+@dataclass
+class PendingLoad:
+    """A load under way: the `blocks` of the request that it brings, in which of them each of its
+    items is, and what load it is a part of. `failed`: items."""
+
+    job: LoadJob
+    ranks_left: int
+    blocks: list[int]
+    of_block: list[int]
+    shared: SharedLoad
+    failed: set[int] = field(default_factory=set)
+    seconds: float = 0.0
+
+
+@dataclass
+class PendingStore:
+    """A store under way, of a request of this tenant. `failed`: items."""
+
+    job: StoreJob
+    ranks_left: int
+    tenant: str
+    failed: set[int] = field(default_factory=set)
+    seconds: float = 0.0
+
+
+class Jobs:
+    """The jobs under way; used by the scheduler's thread alone."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._ids = itertools.count()
+        self._loading: dict[int, PendingLoad] = {}
+        self._storing: dict[int, PendingStore] = {}
+
+    def __len__(self) -> int:
+        return len(self._loading) + len(self._storing)
+
+    def load(
+        self,
+        request_id: str,
+        items: list[LoadItem],
+        seconds: float,
+        *,
+        blocks: list[int],
+        of_block: list[int],
+        shared: SharedLoad,
+    ) -> LoadJob:
+        """Begin a load, which may take so many seconds."""
+        job = LoadJob(next(self._ids), request_id, items, seconds)
+        self._loading[job.job_id] = PendingLoad(job, self._ranks, blocks, of_block, shared)
+        return job
+
+    def store(self, items: list[StoreItem], tenant: str) -> StoreJob:
+        """Begin a store."""
+        job = StoreJob(next(self._ids), items)
+        self._storing[job.job_id] = PendingStore(job, self._ranks, tenant)
+        return job
+
+    def end(self, job_id: int, result: JobResult) -> PendingLoad | PendingStore | None:
+        """Take in what some ranks say of a job; the job, if these were the last."""
+        under_way: dict[int, PendingLoad] | dict[int, PendingStore]
+        under_way = self._loading if job_id in self._loading else self._storing
+        one = under_way.get(job_id)
+        if one is None:
+            return None
+        one.failed |= result.failed
+        one.seconds = max(one.seconds, result.seconds)
+        one.ranks_left -= result.ranks
+        return under_way.pop(job_id) if one.ranks_left <= 0 else None
+
+    @property
+    def requests_loading(self) -> set[str]:
+        """Requests with a load under way."""
+        return {one.job.request_id for one in self._loading.values()}
+
+    @property
+    def any_loading(self) -> bool:
+        """Whether there is a load."""
+        return bool(self._loading)
+
+    def gauges(self, block_bytes: int) -> dict[str, float]:
+        """How many there are, and of how many bytes, over all ranks (see `stats`)."""
+        loading = [len(one.job.items) for one in self._loading.values()]
+        storing = [len(one.job.items) for one in self._storing.values()]
+        return {
+            "loading_jobs": float(len(loading)),
+            "loading_bytes": float(sum(loading) * block_bytes),
+            "storing_jobs": float(len(storing)),
+            "storing_bytes": float(sum(storing) * block_bytes),
+        }

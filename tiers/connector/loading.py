@@ -1,0 +1,220 @@
+"""Loading: one tier's blocks on their way back to a worker's engine, each load within its time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+from tiers.connector.base import LoadItem, LoadJob
+from tiers.connector.host import HostSlots
+from tiers.guard import Guarded
+from tiers.pool import SlotMemory, slot_stride
+from tiers.store import Block
+from tiers.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+LOADERS = 2
+"""Loads under way at once."""
+BOUNCE_BYTES = 32 << 20
+"""Host memory through which each loader passes blocks that come from a store."""
+IDLE_WAIT = 0.002
+"""Seconds that a step with nothing to compute may wait for a load, rather than spin."""
+
+_Numbered = list[tuple[int, LoadItem]]
+
+
+class Ended(NamedTuple):
+    """A load that is over: which of its items did not arrive, and how many seconds it took.
+    `damaged`: blocks of the host pool that were not as they were sealed."""
+
+    job: LoadJob
+    failed: set[int]
+    seconds: float
+    in_time: bool
+    damaged: int
+
+
+class _Copy(NamedTuple):
+    """An item of a load, by its place in the job; the row of host memory that has its block, and
+    the paged block that it goes to."""
+
+    item: int
+    row: int
+    target: int
+
+
+class _Load:
+    """A load under way. What is not copied when it is ended never will be."""
+
+    def __init__(self, job: LoadJob) -> None:
+        self.job = job
+        self.began = time.monotonic()
+        self.until = self.began + job.seconds
+        self.seconds = job.seconds
+        """What moving the blocks took, once that is known."""
+        self.damaged = 0
+        self._arrived: set[int] = set()
+        self._is_over = False
+        # Held during copies into the engine's memory: it may reuse a load's blocks once that is
+        # ended, which so can't happen between the look at `_is_over` and the copy.
+        self._lock = threading.Lock()
+
+    def bring(self, indexes: Sequence[int], copy: Callable[[], None]) -> bool:
+        """Copy these items, unless the load is over; whether it was not."""
+        with self._lock:
+            if self._is_over:
+                return False
+            copy()
+            self._arrived.update(indexes)
+            return True
+
+    def end(self) -> set[int]:
+        """End it; the items that did not arrive. Waits for no more than a copy."""
+        with self._lock:
+            self._is_over = True
+            return set(range(len(self.job.items))) - self._arrived
+
+
+class Loading:
+    """The loads of one tier on one worker; asked by the engine's thread, done on threads of its
+    own. `verify`: whether blocks of the host pool are loaded only if they are as they were sealed.
+    """
+
+    def __init__(self, tier: str, host: HostSlots, throttle: Throttle, verify: bool) -> None:
+        self._tier = tier
+        self._host = host
+        self._store: Guarded | None = None
+        self._namespace = b""
+        self._verify = verify
+        self._throttle = throttle
+        self._said_late = False
+        self._loads: list[tuple[_Load, Future[None]]] = []
+        self._bounce: list[SlotMemory] = []
+        self._threads = ThreadPoolExecutor(LOADERS, thread_name_prefix=f"kvtiers-load-{tier}")
+
+    def open(self, store: Guarded) -> None:
+        """Load from this store from now on."""
+        payload, copier = self._host.payload_bytes, self._host.copier
+        rows = min(64, max(1, BOUNCE_BYTES // slot_stride(payload)))
+        # A load that first had to be given its memory would take twice as long.
+        self._bounce = [SlotMemory(rows, payload, copier.pin, touch=True) for _ in range(LOADERS)]
+        self._namespace = self._host.hello().namespace
+        self._store = store
+
+    def begin(self, jobs: Sequence[LoadJob]) -> None:
+        """Begin loads, each behind what the engine has told its device so far."""
+        for job in jobs:
+            load, fence = _Load(job), self._host.copier.fence()
+            self._loads.append((load, self._threads.submit(self._run, load, fence)))
+
+    def _run(self, load: _Load, fence: object) -> None:
+        began = time.perf_counter()
+        self._bring(load, fence)
+        load.seconds = time.perf_counter() - began
+
+    def _bring(self, load: _Load, fence: object) -> None:
+        numbered = list(enumerate(load.job.items))
+        resident = [pair for pair in numbered if pair[1].slot is not None]
+        stored = [pair for pair in numbered if pair[1].slot is None]
+        if resident:
+            self._bring_resident(load, resident, fence)
+        if not stored or self._store is None:
+            return
+        # A thread runs one load at a time, so there is a bounce for each.
+        bounce = self._bounce.pop()
+        try:
+            self._bring_stored(load, self._store, bounce, stored, fence)
+        finally:
+            self._bounce.append(bounce)
+
+    def _bring_resident(self, load: _Load, items: _Numbered, fence: object) -> None:
+        slots = [item.slot for _, item in items if item.slot is not None]
+        held = self._host.settle(slots, [item.key for _, item in items])
+        if self._verify:
+            intact = [ok and self._host.is_intact(s) for s, ok in zip(slots, held, strict=True)]
+            load.damaged = sum(held) - sum(intact)
+            held = intact
+        copies = [
+            _Copy(i, slot, item.target)
+            for (i, item), slot, ok in zip(items, slots, held, strict=True)
+            if ok
+        ]
+        self._copy(load, self._host.memory, copies, fence)
+
+    def _bring_stored(
+        self, load: _Load, store: Guarded, bounce: SlotMemory, items: _Numbered, fence: object
+    ) -> None:
+        step = bounce.rows.shape[0]
+        for start in range(0, len(items), step):
+            wave = items[start : start + step]
+            self._throttle.take(len(wave) * self._host.payload_bytes)
+            blocks = [
+                Block(self._namespace + item.key, bounce.payload(row))
+                for row, (_, item) in enumerate(wave)
+            ]
+            got = store.get(blocks)
+            copies = [
+                _Copy(i, row, item.target)
+                for row, ((i, item), ok) in enumerate(zip(wave, got, strict=True))
+                if ok
+            ]
+            goes_on = self._copy(load, bounce, copies, fence)
+            # The engine uses what precedes the first failed block, and recomputes the rest.
+            if not goes_on or not all(got):
+                return
+
+    def _copy(
+        self, load: _Load, memory: SlotMemory, copies: Sequence[_Copy], fence: object
+    ) -> bool:
+        rows, targets = [c.row for c in copies], [c.target for c in copies]
+        copier = self._host.copier
+        return load.bring(
+            [c.item for c in copies], lambda: copier.scatter(memory.rows, rows, targets, fence)
+        )
+
+    def ended(self, idle: bool) -> list[Ended]:
+        """Loads that have ended since the last call, of themselves or for lack of time.
+
+        In a step that is `idle` it waits a moment for one.
+        """
+        if idle and self._loads:
+            wait([future for _, future in self._loads], IDLE_WAIT, FIRST_COMPLETED)
+        now = time.monotonic()
+        over = [(load, f) for load, f in self._loads if f.done() or now >= load.until]
+        self._loads = [pair for pair in self._loads if pair not in over]
+        return [self._end(load, future) for load, future in over]
+
+    def _end(self, load: _Load, future: Future[None]) -> Ended:
+        in_time = future.done()
+        if not in_time:
+            future.cancel()
+            self._say_late(load.job.seconds)
+        elif (error := future.exception()) is not None:
+            logger.error("tier %r: a load failed on this worker: %s", self._tier, error)
+        return Ended(load.job, load.end(), load.seconds, in_time, load.damaged)
+
+    def _say_late(self, seconds: float) -> None:
+        if not self._said_late:
+            self._said_late = True
+            logger.warning(
+                "tier %r: a load took longer than the %.3g s it had; what had arrived is used. "
+                "The metric late_loads counts how often",
+                self._tier,
+                seconds,
+            )
+
+    def close(self, drain: float) -> None:
+        """End all loads; wait for their threads for `drain` seconds at most."""
+        self._throttle.stop()
+        for load, future in self._loads:
+            load.end()
+            future.cancel()
+        wait([future for _, future in self._loads], drain)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for bounce in self._bounce:
+            bounce.close()
