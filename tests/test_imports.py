@@ -78,7 +78,8 @@ def may_import(importer: str, imported: str) -> bool:
         "connector": set(),
         "engine": {"connector", "gpu"},
         "demo": {"engine"},
-        "cli": {"engine", "demo"},
+        "soak": {"connector", "engine"},
+        "cli": {"engine", "demo", "soak"},
         **{leaf: set() for leaf in LEAVES},
     }
     return there in allowed.get(here, set())

@@ -94,6 +94,7 @@ def run_vllm(
         env = options.pop("env", {})
         abort = options.pop("abort", 0)
         load = options.pop("load", "first")
+        max_wait = options.pop("max_wait", "10s")
         engine = {
             "model": str(tiny_llama),
             "load_format": "dummy",
@@ -109,6 +110,7 @@ def run_vllm(
         if tiers is not None:
             chain = name.with_suffix(".yaml")
             spec = {"version": 1, "staging": "64MiB", "load": load, "tiers": list(tiers)}
+            spec["max_wait"] = max_wait
             chain.write_text(yaml.safe_dump(spec))
             engine["kv_transfer_config"] = transfer_config(chain)
         result, log = name.with_suffix(".json"), name.with_suffix(".log")
@@ -120,6 +122,7 @@ def run_vllm(
         return Run(
             [[r["tokens"] for r in batch] for batch in data["batches"]],
             [[r["cached"] for r in batch] for batch in data["batches"]],
+            [[r["ttft"] for r in batch] for batch in data["batches"]],
             data["tiers"],
             data["preemptions"],
             said,

@@ -1,4 +1,4 @@
-"""Tenants: requests with one cache salt share blocks, with others never; and what the YAML rules."""
+"""Tenants: requests of one cache salt share blocks, with others never; and the YAML's rules."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def ask(engine: ReplayEngine, prompt: Sequence[int] = LONG) -> ReplayRequest:
 @pytest.mark.fault(
     tier="any",
     fault="a load hangs",
-    outcome="the request waits max_wait at most, and is computed; what arrives later touches nothing",
+    outcome="the request waits max_wait at most; what arrives later touches nothing",
 )
 def test_a_load_that_hangs_is_given_up_and_never_arrives_later(
     engine: Callable[..., ReplayEngine], store: Store
@@ -136,7 +136,7 @@ def test_what_has_arrived_is_used(engine: Callable[..., ReplayEngine], store: St
 @pytest.mark.fault(
     tier="any",
     fault="reads hang",
-    outcome="after the deadline nobody asks or waits; one trial at a time, and it joins again by itself",
+    outcome="after the deadline nobody asks or waits; it joins again by itself",
 )
 def test_nobody_is_asked_of_a_tier_whose_reads_hang_until_they_work_again(
     engine: Callable[..., ReplayEngine], store: Store

@@ -51,10 +51,12 @@ MISTRAL = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one engine answered, and what its tiers counted."""
+    """What one engine answered, how soon (`ttft`: seconds to the first token), and what its tiers
+    counted."""
 
     tokens: list[list[list[int]]]
     cached: list[list[int]]
+    ttft: list[list[float]]
     tiers: dict[str, dict[str, float]]
     preemptions: float
     log: str

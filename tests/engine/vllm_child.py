@@ -62,7 +62,12 @@ def run(job: dict[str, Any]) -> None:
 
 
 def shown(output: Any) -> dict[str, Any]:
-    return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
+    stats = output.metrics
+    return {
+        "tokens": list(output.outputs[0].token_ids),
+        "cached": output.num_cached_tokens,
+        "ttft": 0.0 if stats is None else stats.first_token_latency,
+    }
 
 
 def with_aborts(engine: Any, requests: list[Any], aborts: int) -> list[dict[str, Any]]:
@@ -82,7 +87,7 @@ def with_aborts(engine: Any, requests: list[Any], aborts: int) -> list[dict[str,
         for name in [n for n in doomed & names.keys() if rng.random() < 0.1]:
             doomed.discard(name)
             engine.abort_request([name])
-    nothing: dict[str, Any] = {"tokens": [], "cached": 0}
+    nothing: dict[str, Any] = {"tokens": [], "cached": 0, "ttft": 0.0}
     return [results.get(str(number), nothing) for number in range(len(requests))]
 
 

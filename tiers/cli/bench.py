@@ -13,6 +13,9 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the rows to this file.")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a picture of the curves to this PNG file.")
+    ] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Measure disks here; by default a temporary folder.")
     ] = None,
@@ -21,6 +24,7 @@ def bench(
 ) -> None:
     """Measure tiers beside what the hardware can do (from a checkout; bench/ is not installed)."""
     import sys
+    from importlib.util import find_spec
     from tempfile import TemporaryDirectory
 
     checkout = Path(__file__).parents[2]
@@ -37,7 +41,10 @@ def bench(
             f"no suite {', '.join(unknown)}; there are all, {', '.join(main.SUITES)}", err=True
         )
         raise typer.Exit(2)
+    if plot is not None and find_spec("matplotlib") is None:
+        typer.echo("--plot needs matplotlib: pip install 'kvtiers[bench]'", err=True)
+        raise typer.Exit(2)
     with TemporaryDirectory(prefix="kvtiers-bench-", dir=folder) as made:
         scale = main.Scale(smoke, Path(made), rounds)
         rows = main.run(wanted, scale, lambda line: typer.echo(line, err=True))
-    main.show(rows, json_file)
+    main.show(rows, json_file, plot)

@@ -88,6 +88,10 @@ class TierManager(Protocol):
         """Whether the tier works, as far as this process knows."""
         ...
 
+    def slots_kept(self) -> int:
+        """Slots of the host pool that the tier keeps blocks in."""
+        ...
+
     def forget_request(self, request_id: str) -> None:
         """Drop what is kept for a request."""
         ...
@@ -172,6 +176,10 @@ class HostManager:
     def health(self) -> Health:
         """Memory works."""
         return HEALTHY
+
+    def slots_kept(self) -> int:
+        """One for each resident block."""
+        return len(self._residency)
 
     def forget_request(self, request_id: str) -> None:
         """Nothing is kept per request."""
@@ -358,6 +366,10 @@ class StoreManager:
     def health(self) -> Health:
         """What its guard says."""
         return self._store.health if isinstance(self._store, Guarded) else HEALTHY
+
+    def slots_kept(self) -> int:
+        """None: blocks are kept elsewhere."""
+        return 0
 
     def forget_request(self, request_id: str) -> None:
         """Drop the request's lookup; one under way ends unread."""

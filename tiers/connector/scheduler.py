@@ -153,6 +153,11 @@ class OffloadingScheduler:
         return Health(all(one.reads for one in each), all(one.writes for one in each))
 
     @property
+    def blocks_held(self) -> int:
+        """Blocks that the tier keeps in slots."""
+        return 0 if self._manager is None else self._manager.slots_kept()
+
+    @property
     def jobs_under_way(self) -> int:
         """Loads and stores that have not ended on all ranks."""
         return len(self._jobs)

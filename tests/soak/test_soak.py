@@ -1,0 +1,66 @@
+"""`kvtiers soak`: some seconds of it here, ten minutes under `make faults`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KVTIERS = Path(sys.executable).with_name("kvtiers")
+
+
+def soak(report: Path, *options: str) -> dict[str, int]:
+    command = [str(KVTIERS), "soak", "--json", str(report), *options]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=report.parent)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found: dict[str, int] = json.loads(report.read_text())
+    return found
+
+
+def assert_clean(report: dict[str, int]) -> None:
+    assert set(report) == {
+        *("requests", "faults", "wrong_blocks", "stuck_requests"),
+        *("leaked_slots", "leaked_fds", "rss_growth_bytes"),
+    }
+    assert report["requests"] > 0 and report["faults"] > 0
+    bad = ("wrong_blocks", "stuck_requests", "leaked_slots", "leaked_fds")
+    assert [report[name] for name in bad] == [0, 0, 0, 0]
+
+
+@pytest.mark.fault(
+    tier="chain",
+    fault="disk and Redis hang, fail, lie, lose and change data, again and again, for seconds",
+    outcome="no wrong answer, no stuck request, no leak",
+)
+@pytest.mark.parametrize("prompts", ["made up", "trace"])
+def test_some_seconds(tmp_path: Path, prompts: str) -> None:
+    options = ["--minutes", "0.08", "--every", "0.2"]
+    if prompts == "trace":
+        trace = tmp_path / "trace.jsonl"
+        lines = [json.dumps({"hash_ids": [n % 7, n, *range(n, n + 9)]}) for n in range(300)]
+        trace.write_text("\n".join(lines))
+        options += ["--trace", str(trace)]
+    assert_clean(soak(tmp_path / "report.json", *options))
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(700)
+@pytest.mark.fault(
+    tier="chain",
+    fault="the same for three minutes, a fault every two seconds",
+    outcome="no wrong answer, no stuck request, no leak; memory stays as it is",
+)
+def test_some_minutes(tmp_path: Path) -> None:
+    report = soak(tmp_path / "report.json", "--minutes", "3", "--every", "2")
+    assert_clean(report)
+    assert report["rss_growth_bytes"] < 64 << 20
+
+
+def test_a_file_that_is_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text('{"no": "ids"}\n')
+    command = [str(KVTIERS), "soak", "--trace", str(tmp_path / "trace")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 1 and "not a trace" in run.stderr
