@@ -1,0 +1,117 @@
+"""The record: whatever bytes a tier hands us, only what was packed is believed."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiers.block import (
+    HEADER_BYTES,
+    MAX_KEY_BYTES,
+    NAMESPACE_BYTES,
+    expect,
+    namespace,
+    pack_header,
+    parse_header,
+    verify,
+)
+from tiers.codec import CODECS, decode
+from tiers.errors import RecordError
+
+KEYS = st.binary(min_size=NAMESPACE_BYTES + 1, max_size=MAX_KEY_BYTES)
+PAYLOADS = st.binary(max_size=300)
+
+
+@given(KEYS, PAYLOADS, st.sampled_from(sorted(CODECS.values())))
+def test_a_record_says_what_it_was_packed_with(key: bytes, payload: bytes, codec: int) -> None:
+    header = parse_header(pack_header(key, len(payload), payload, codec))
+    assert (header.key, header.codec, header.payload_bytes) == (key, codec, len(payload))
+    verify(header, payload)
+
+
+@given(st.binary(max_size=2 * HEADER_BYTES))
+def test_any_bytes_are_no_record(data: bytes) -> None:
+    with pytest.raises(RecordError):
+        parse_header(data)
+
+
+@given(KEYS, PAYLOADS, st.integers(0, 8 * HEADER_BYTES - 1))
+def test_a_flipped_bit_in_a_header(key: bytes, payload: bytes, bit: int) -> None:
+    header = bytearray(pack_header(key, len(payload), payload))
+    header[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(RecordError):
+        parse_header(header)
+
+
+@given(KEYS, st.binary(min_size=1, max_size=300), st.data())
+def test_a_changed_payload(key: bytes, payload: bytes, data: st.DataObject) -> None:
+    header = parse_header(pack_header(key, len(payload), payload))
+    other = data.draw(st.binary(max_size=400).filter(lambda b: b != payload))
+    with pytest.raises(RecordError):
+        verify(header, other)
+
+
+@given(KEYS, KEYS, PAYLOADS, st.integers(0, 400))
+def test_another_key_s_record_or_one_of_another_length(
+    key: bytes, other: bytes, payload: bytes, length: int
+) -> None:
+    header = pack_header(key, len(payload), payload)
+    if (key, len(payload)) == (other, length):
+        assert expect(header, other, length).key == key
+    else:
+        with pytest.raises(RecordError):
+            expect(header, other, length)
+
+
+FIELDS = struct.Struct("<8sHBBHHQQ16s16s128s")
+
+
+@given(
+    st.integers(0, 255),
+    st.one_of(st.integers(0, 200), st.integers(0, 2**16 - 1)),
+    st.integers(0, 2**64 - 1),
+    st.binary(min_size=32, max_size=32),
+    st.binary(min_size=128, max_size=128),
+)
+def test_whoever_writes_the_seal_too_gets_no_more_than_a_miss(
+    codec: int, key_length: int, payload_bytes: int, digests: bytes, rest: bytes
+) -> None:
+    fields = FIELDS.pack(
+        *(b"kvtiers\n", 1, codec, 1, key_length, 0, payload_bytes, payload_bytes),
+        *(digests[:16], digests[16:], rest),
+    )
+    seal = struct.pack("<Q", xxhash.xxh3_64_intdigest(fields))
+    header = parse_header((fields + seal).ljust(HEADER_BYTES, b"\0"))
+    assert len(header.key) <= NAMESPACE_BYTES + 128
+    with pytest.raises(RecordError):
+        expect((fields + seal).ljust(HEADER_BYTES, b"\0"), b"k" * 40, 4096)
+    with pytest.raises(RecordError):
+        verify(header, b"anything")
+
+
+@given(st.integers(0, 99), st.binary(max_size=300), st.integers(0, 300))
+def test_no_stored_bytes_break_a_decoder(codec: int, stored: bytes, length: int) -> None:
+    payload = memoryview(bytearray(length))
+    try:
+        decode(codec, stored, payload)
+    except RecordError:
+        return
+    assert codec in CODECS.values()
+
+
+@given(
+    st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=4),
+    st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=4),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
+def test_engines_share_a_namespace_only_if_they_agree_on_everything(
+    one: dict[str, str], two: dict[str, str], rank: int, other: int
+) -> None:
+    same = namespace(one, rank, 4) == namespace(two, other, 4)
+    assert same == ((one, rank) == (two, other))
+    assert namespace(one, rank, 4) != namespace(one, rank, 8)

@@ -1,0 +1,27 @@
+"""What docs/ says of tests is so: each one that a page names is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    for file, test in re.findall(r"`([\w/]+\.py)::(\w+)`", page.read_text()):
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
+
+
+def test_every_claim_of_the_threat_model_names_its_test() -> None:
+    """But for what an attacker can do."""
+    page = (ROOT / "docs" / "security.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "|---" not in line]
+    denied = re.compile(r"\| (can't|nor|a reader finds no|a writer can't)")
+    claims = [row for row in rows if denied.match(row)]
+    assert len(claims) >= 20
+    assert [row for row in claims if "::" not in row] == []
