@@ -10,7 +10,8 @@ AHEAD = 256 << 20
 never filled costs in vain."""
 
 _STEP = 4 << 20
-_MADV_POPULATE_WRITE = 23
+MADV_POPULATE_WRITE = 23
+"""Linux 5.14's, for which Python has no name."""
 
 
 class Prefault:
@@ -51,7 +52,7 @@ class Prefault:
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         while self._has_work():
             size = min(_STEP, self._length - self._done)
-            if madvise(self._address + self._done, size, _MADV_POPULATE_WRITE) != 0:
+            if madvise(self._address + self._done, size, MADV_POPULATE_WRITE) != 0:
                 return
             self._done += size
 
