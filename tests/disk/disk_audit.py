@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from spec.offloading import StoreSite
-from tiers.disk.index import Slot
+from tiers.disk.rows import Slot
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
@@ -29,6 +30,16 @@ def open_disk(path: Path, slots: int = 8, payload: int = PAYLOAD) -> DiskStore:
     io, durability = os.environ.get(MODE, "auto none").split()
     settings = {"path": path, "capacity": slots * SLOT, "io": io, "durability": durability}
     return DiskSpec.model_validate(settings).open(StoreSite(payload))
+
+
+@contextmanager
+def opened(path: Path, slots: int = 8) -> Iterator[DiskStore]:
+    """`open_disk`, closed at the end."""
+    store = open_disk(path, slots)
+    try:
+        yield store
+    finally:
+        store.close()
 
 
 def key(number: int) -> bytes:
@@ -78,12 +89,18 @@ def audit(store: DiskStore) -> None:
         assert allocated(vault.path) <= edit.used
 
 
+def child_environment() -> dict[str, str]:
+    """For a Python that can import what we can, and this file."""
+    found = [str(Path(__file__).parent), *filter(None, sys.path)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
+
+
 def run_child(*args: object) -> subprocess.Popen[str]:
     """Start `disk_child.py` in a process of its own."""
     child = Path(__file__).with_name("disk_child.py")
     return subprocess.Popen(
         [sys.executable, str(child), *map(str, args)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=child_environment(),
         stdout=subprocess.PIPE,
         text=True,
     )

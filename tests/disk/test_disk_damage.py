@@ -6,8 +6,6 @@ import os
 import random
 import resource
 import shutil
-import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,29 +21,23 @@ from disk_audit import (
     key,
     keys,
     open_disk,
+    opened,
     put,
-    run_child,
     slab_path,
 )
-from disk_child import NUMBERS, payload_of_number
 
-from tiers.disk.index import label
+from tiers.disk.rows import label
 from tiers.disk.slab import PAGE
-from tiers.disk.store import DiskStore
 from tiers.errors import TierFull, TierUnavailable, TierUnusable
 
 pytestmark = pytest.mark.usefixtures("mode")
 
 
-@contextmanager
-def opened(path: Path, slots: int = 8) -> Iterator[DiskStore]:
-    store = open_disk(path, slots)
-    try:
-        yield store
-    finally:
-        store.close()
-
-
+@pytest.mark.fault(
+    tier="disk",
+    fault="a flipped bit in a slab record",
+    outcome="a miss; the block is dropped and can be stored again",
+)
 @pytest.mark.parametrize("offset", [20, 500, PAGE, SLOT // 2, PAGE + PAYLOAD - 1])
 def test_a_flipped_bit_is_a_miss_and_the_block_goes(tmp_path: Path, offset: int) -> None:
     with opened(tmp_path) as store:
@@ -63,6 +55,11 @@ def test_a_flipped_bit_is_a_miss_and_the_block_goes(tmp_path: Path, offset: int)
         assert get(store, keys(1)) == [True]
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="a record in another block's slot",
+    outcome="a miss; the block is dropped",
+)
 def test_a_record_in_anothers_slot_is_a_miss(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0, 1))
@@ -72,6 +69,11 @@ def test_a_record_in_anothers_slot_is_a_miss(tmp_path: Path) -> None:
         audit(store)
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="an older record of the same key comes back",
+    outcome="a miss",
+)
 def test_an_older_record_of_the_same_key_is_a_miss(tmp_path: Path) -> None:
     from tiers.testing import Memory
 
@@ -84,6 +86,11 @@ def test_an_older_record_of_the_same_key_is_a_miss(tmp_path: Path) -> None:
         assert get(store, keys(0)) == [False]
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="slab file truncated while open",
+    outcome="misses for what is gone; stores go on",
+)
 def test_a_slab_cut_while_open_is_a_miss(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0, 1, 2, 3))
@@ -96,6 +103,11 @@ def test_a_slab_cut_while_open_is_a_miss(tmp_path: Path) -> None:
         audit(store)
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="slab file truncated or missing at open",
+    outcome="the tier starts empty",
+)
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_slab_cut_while_closed_empties_the_tier(tmp_path: Path, damage: str) -> None:
     with opened(tmp_path) as store:
@@ -111,11 +123,19 @@ def test_a_slab_cut_while_closed_empties_the_tier(tmp_path: Path, damage: str) -
         audit(store)
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="index file of garbage, or truncated",
+    outcome="the tier starts empty",
+)
+@pytest.mark.parametrize("sealed", [True, False])
 @pytest.mark.parametrize("damage", ["garbage", "cut", "short"])
-def test_a_damaged_index_empties_the_tier(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_index_empties_the_tier(tmp_path: Path, damage: str, sealed: bool) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0, 1, 2))
     index = tmp_path / "index.mdb"
+    if not sealed:
+        (tmp_path / "index.seal").unlink()
     if damage == "garbage":
         index.write_bytes(random.Random(7).randbytes(65536))
     else:
@@ -126,9 +146,15 @@ def test_a_damaged_index_empties_the_tier(tmp_path: Path, damage: str) -> None:
         audit(store)
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="index of another kvtiers version",
+    outcome="refused at open, by name; the files stay",
+)
 def test_an_index_of_another_format_is_left_alone(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0))
+    (tmp_path / "index.seal").unlink()  # as whoever changes the index does
     with lmdb.open(str(tmp_path / "index.mdb"), subdir=False, max_dbs=8) as env:
         meta = env.open_db(b"meta")
         with env.begin(db=meta, write=True) as txn:
@@ -138,81 +164,38 @@ def test_an_index_of_another_format_is_left_alone(tmp_path: Path) -> None:
     assert slab_path(tmp_path).stat().st_size > 0
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="index file of another LMDB version",
+    outcome="refused at open, by name; the files stay",
+)
+def test_an_index_of_another_lmdb_is_left_alone(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+    (tmp_path / "index.seal").unlink()
+    index = tmp_path / "index.mdb"
+    content = bytearray(index.read_bytes())
+    for meta in (0, 4096):  # a magic number, then the data format's version
+        content[meta + 20 : meta + 24] = (7).to_bytes(4, "little")
+    index.write_bytes(content)
+    with pytest.raises(TierUnusable, match=r"index.mdb"):
+        open_disk(tmp_path)
+    assert index.read_bytes() == content
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="another program's LMDB file",
+    outcome="refused at open, by name; the file stays",
+)
 def test_another_programs_index_is_left_alone(tmp_path: Path) -> None:
-    with lmdb.open(str(tmp_path / "index.mdb"), subdir=False) as env, env.begin(write=True) as txn:
+    index = str(tmp_path / "index.mdb")
+    with lmdb.open(index, subdir=False, mode=0o600) as env, env.begin(write=True) as txn:
         txn.put(b"theirs", b"precious")
     with pytest.raises(TierUnusable, match="another program"):
         open_disk(tmp_path)
     with lmdb.open(str(tmp_path / "index.mdb"), subdir=False) as env, env.begin() as txn:
         assert txn.get(b"theirs") == b"precious"
-
-
-@pytest.mark.parametrize("mode", ["buffered none", "direct batch", "direct sync"], indirect=True)
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    chance = random.Random(11)
-    served = 0
-    for round_ in range(8):
-        child = run_child("churn", tmp_path, round_, 10**9)
-        assert child.stdout is not None and child.stdout.readline() == "ready\n"
-        time.sleep(chance.uniform(0.0, 0.15))
-        child.kill()
-        child.communicate()
-        with opened(tmp_path, slots=16) as store:
-            audit(store)
-            for number in range(NUMBERS):
-                served += sum(get(store, keys(number), payload_of_number(number)))
-            audit(store)
-            assert store.usage().blocks == sum(store.peek(keys(*range(NUMBERS))))
-    assert served > 40
-
-
-def test_processes_share_a_folder_and_one_is_killed(tmp_path: Path) -> None:
-    children = [run_child("churn", tmp_path, seed, 60) for seed in range(2)]
-    victim = run_child("churn", tmp_path, 9, 10**9)
-    with opened(tmp_path, slots=16) as store:
-        for number in range(0, 2 * NUMBERS, 3):
-            put(store, keys(number % NUMBERS), payload_of_number(number % NUMBERS))
-            get(store, keys(number % NUMBERS), payload_of_number(number % NUMBERS))
-        assert victim.stdout is not None and victim.stdout.readline() == "ready\n"
-        victim.kill()
-        victim.communicate()
-        for child in children:
-            child.communicate(timeout=60)
-            assert child.returncode == 0
-    with opened(tmp_path, slots=16) as store:
-        audit(store)
-    assert list((tmp_path / "owners").iterdir()) == []
-
-
-def test_reservations_of_the_living_stay_and_of_the_dead_go(tmp_path: Path) -> None:
-    child = run_child("reserve", tmp_path)
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    with opened(tmp_path) as store:
-        assert store.usage().used == 2 * SLOT
-        assert put(store, keys(*range(8))) == [True] * 6 + [False] * 2
-        audit(store)
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
-    with opened(tmp_path) as store:
-        assert store.usage().used == 6 * SLOT
-        assert put(store, keys(*range(8))) == [True] * 8
-        audit(store)
-
-
-def test_a_reboot_without_a_close_empties_the_tier(tmp_path: Path) -> None:
-    child = run_child("churn", tmp_path, 1, 10**9)
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    time.sleep(0.1)
-    child.kill()
-    child.communicate()
-    (owner,) = (tmp_path / "owners").iterdir()
-    boot = "0" * 8 + "-0000-0000-0000-" + "0" * 12
-    owner.rename(owner.with_name(f"{boot}.{owner.name.partition('.')[2]}"))
-    with opened(tmp_path, slots=16) as store:
-        assert store.usage().blocks == store.usage().used == 0
-        put(store, keys(0))
-    with opened(tmp_path, slots=16) as store:
-        assert get(store, keys(0)) == [True]
 
 
 @contextmanager
@@ -226,6 +209,11 @@ def file_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="some writes of a batch fail",
+    outcome="those blocks are not stored; nothing leaks",
+)
 def test_writes_that_fail_cost_their_own_blocks_only(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(*range(8)))
@@ -239,6 +227,11 @@ def test_writes_that_fail_cost_their_own_blocks_only(tmp_path: Path) -> None:
         audit(store)
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="the slab file can not grow",
+    outcome="stores evict; growth resumes when it can",
+)
 def test_a_tier_that_can_not_grow_evicts(tmp_path: Path) -> None:
     with opened(tmp_path, slots=100) as store:
         with file_limit(6 * SLOT):
@@ -250,6 +243,11 @@ def test_a_tier_that_can_not_grow_evicts(tmp_path: Path) -> None:
         assert store.usage().blocks == 16
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="every slab read and write fails",
+    outcome="misses; works again when the device does; nothing leaks",
+)
 def test_a_broken_slab_leaks_no_slot(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(*range(8)))
@@ -270,6 +268,11 @@ def test_a_broken_slab_leaks_no_slot(tmp_path: Path) -> None:
         audit(store)
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="no room in the index",
+    outcome="blocks are declined until some are dropped",
+)
 def test_a_full_index_declines_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiers.disk import vault
     from tiers.disk.index import Index
@@ -282,6 +285,11 @@ def test_a_full_index_declines_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
         assert put(store, [key(0) + bytes(80)], 1000) == [True]
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="the folder is removed while open",
+    outcome="loads go on from the open files; a restart begins empty",
+)
 def test_a_folder_removed_under_the_store_kills_nothing(tmp_path: Path) -> None:
     store = open_disk(tmp_path / "t")
     put(store, keys(0, 1))

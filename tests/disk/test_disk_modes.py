@@ -133,6 +133,11 @@ def test_one_process_opens_a_folder_in_one_mode(
     store.close()
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="a sync that fails, `durability: sync`",
+    outcome="the batch is not stored",
+)
 def test_a_sync_that_fails_promises_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +196,11 @@ subprocess.run(["umount", str(mount)], check=True)
 """
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="a power cut",
+    outcome="as `durability` says: nothing, what the device had, or all; never a wrong block",
+)
 @pytest.mark.parametrize("io", ["buffered", "direct"])
 @pytest.mark.parametrize("durability", ["none", "batch", "sync"])
 def test_a_power_cut(

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from disk_audit import PAYLOAD, SLOT, get, keys, open_disk, put
+from disk_audit import PAYLOAD, SLOT, child_environment, get, keys, open_disk, opened, put
 from pydantic import ValidationError
 
 from spec.offloading import StoreSite
@@ -23,6 +23,11 @@ def refused(path: Path, match: str, capacity: int = 8 * SLOT, shares: int = 1) -
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="a file where the folder should be",
+    outcome="refused at open; the file stays",
+)
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "tier").write_text("mine")
     refused(tmp_path / "tier", "is a file; name a folder")
@@ -30,11 +35,17 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
     assert (tmp_path / "tier").read_text() == "mine"
 
 
+@pytest.mark.fault(tier="disk", fault="a folder that can not be made", outcome="refused at open")
 def test_a_place_where_nothing_can_be_made() -> None:
     refused(Path("/proc/kvtiers"), "can't be made")
     refused(Path("/sys"), "others|belongs|written")
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="a symbolic link as the folder, or in it",
+    outcome="refused at open; nothing is written through it",
+)
 def test_links_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -46,12 +57,65 @@ def test_links_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "victim").exists()
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="a link in place of any of the tier's files",
+    outcome="refused at open; nothing is written through it",
+)
+def test_links_in_place_of_files(tmp_path: Path) -> None:
+    with opened(tmp_path / "tier") as store:
+        put(store, keys(0))
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    names = [file.name for file in (tmp_path / "tier").iterdir() if file.is_file()]
+    assert {"index.mdb", "index.mdb-lock", "index.seal", "lock"} < set(names)
+    for name in [*names, "index.draft"]:
+        file, kept = tmp_path / "tier" / name, tmp_path / "kept"
+        if file.exists():
+            file.rename(kept)
+        file.symlink_to(victim)
+        with pytest.raises(TierUnusable, match=f"{name} is a symbolic link"):
+            open_disk(tmp_path / "tier")
+        file.unlink()
+        if kept.exists():
+            kept.rename(file)
+    assert victim.read_bytes() == b"precious"
+    with opened(tmp_path / "tier") as store:
+        assert get(store, keys(0)) == [True]
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a file of the tier that others may read, or that belongs to another user",
+    outcome="refused at open",
+)
+@pytest.mark.parametrize("name", ["index.mdb", "index.seal", "slab-65536.dat", "lock"])
+def test_files_that_are_not_the_tiers_alone(tmp_path: Path, name: str) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+    (tmp_path / name).chmod(0o644)
+    refused(tmp_path, f"{name} has mode 0644.*chmod it to 0600")
+    (tmp_path / name).chmod(0o600)
+    if os.geteuid() == 0:
+        os.chown(tmp_path / name, 12345, 12345)
+        refused(tmp_path, f"{name} is a symbolic link or belongs to another user")
+        os.chown(tmp_path / name, 0, 0)
+    with opened(tmp_path) as store:
+        assert get(store, keys(0)) == [True]
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a folder that other users can write to",
+    outcome="refused at open",
+)
 def test_a_folder_that_others_can_write_to(tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir()
     (tmp_path / "tier").chmod(0o777)
     refused(tmp_path / "tier", "mode 0777")
 
 
+@pytest.mark.fault(tier="disk", fault="another user's folder", outcome="refused at open")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_another_users_folder(tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir()
@@ -69,7 +133,7 @@ MOUNTED = """
 import sys
 from pathlib import Path
 from disk_audit import open_disk, put, get, keys, audit, SLOT
-from tiers.errors import TierFull, TierUnusable
+from tiers.errors import TierFull, TierUnavailable, TierUnusable
 path = Path(sys.argv[1])
 """
 
@@ -79,15 +143,19 @@ def run_mounted(mount: str, body: str, path: Path) -> None:
     code = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" -c "$1" "$2"']
     if subprocess.run([*code[:2], "true"], capture_output=True).returncode != 0:
         pytest.skip("this user can't mount anything")
-    found = [str(Path(__file__).parent), *filter(None, sys.path)]
     subprocess.run(
         [*code, sys.executable, MOUNTED + body, str(path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(found)},
+        env=child_environment(),
         check=True,
         timeout=60,
     )
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="a read-only file system at open",
+    outcome="refused at open; nothing is lost",
+)
 def test_a_read_only_mount(tmp_path: Path) -> None:
     store = open_disk(tmp_path)
     put(store, keys(0))
@@ -107,6 +175,11 @@ for where in (path, path / "below"):
     store.close()
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="a full file system",
+    outcome="stores evict their own; nothing leaks",
+)
 def test_a_full_file_system(tmp_path: Path) -> None:
     body = """
 store = open_disk(path / "tier", slots=1000)
@@ -132,6 +205,11 @@ store.close()
     run_mounted(f'mount -t tmpfs -o size=20m,mode=700 none "{tmp_path}"', body, tmp_path)
 
 
+@pytest.mark.fault(
+    tier="disk",
+    fault="the process forks with the tier open",
+    outcome="the child is refused; the parent goes on",
+)
 def test_a_forked_child_is_refused(tmp_path: Path) -> None:
     store = open_disk(tmp_path)
     put(store, keys(0))

@@ -3,6 +3,7 @@
 PATH/                 0700 when we make it, everything in it 0600
   index.mdb           LMDB: which key is in which slot
   index.mdb-lock
+  index.seal          its checksum, while no process has it open (see `seal`)
   slab-<bytes>.dat    slots of that many bytes
   owners/             one locked file per process that has the tier open
   lock                held while a process opens the tier
@@ -35,6 +36,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.index = path / "index.mdb"
+        self.seal = path / "index.seal"
         self.owners = path / "owners"
         self.lock = path / "lock"
 
@@ -84,9 +86,15 @@ class Folder:
                 raise TierUnusable(
                     f"{file} is a symbolic link or belongs to another user; remove it"
                 )
+            if found.st_mode & 0o077:
+                raise TierUnusable(
+                    f"{file} has mode {found.st_mode & 0o7777:04o}, so others can use it; "
+                    f"chmod it to {found.st_mode & 0o700:04o}"
+                )
 
     def _files(self) -> list[Path]:
-        fixed = (self.index, Path(f"{self.index}-lock"), self.owners, self.lock)
+        index = (self.index, Path(f"{self.index}-lock"), self.seal, self.seal.with_suffix(".draft"))
+        fixed = (*index, self.owners, self.lock)
         return [f for f in (*fixed, *self.path.glob("slab-*.dat")) if os.path.lexists(f)]
 
     def _unwritable(self, error: OSError) -> TierUnusable:

@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,6 +85,8 @@ class Owner:
 
     def leave(self, clean: bool) -> None:
         """Free the lock; the file goes only if nothing is left to repair."""
-        if clean:
-            self._file.unlink(missing_ok=True)
+        # A name that a read-only file system keeps says that we died: a look at what we reserved.
+        with suppress(OSError):
+            if clean:
+                self._file.unlink(missing_ok=True)
         os.close(self._handle)

@@ -17,12 +17,15 @@ from contextlib import ExitStack, contextmanager
 from itertools import repeat
 from pathlib import Path
 
-from tiers.disk import room
+from tiers.disk import room, seal
 from tiers.disk.access import Access, choose_direct
+from tiers.disk.edit import Edit
 from tiers.disk.failures import Damaged, translated
 from tiers.disk.folder import Folder
-from tiers.disk.index import Edit, Entry, Index, Slot
+from tiers.disk.index import Index
 from tiers.disk.owner import Census, Owner, survey
+from tiers.disk.presence import Presence
+from tiers.disk.rows import Entry, Slot
 from tiers.disk.slab import Slabs, sync_folder
 from tiers.errors import TierError, TierUnavailable, TierUnusable
 
@@ -42,14 +45,17 @@ class Vault:
         self, folder: Folder, index: Index, slabs: Slabs, owner: Owner, access: Access
     ) -> None:
         self.path = folder.path
+        self._folder = folder
         self.access = access
         self.index = index
         self.slabs = slabs
         self.pid = os.getpid()
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvtiers-disk")
+        self.presence = Presence(index, self.threads.submit)
         self._owner = owner
         self._uses: deque[bytes] = deque(maxlen=_MAX_USES)
         self._strays: deque[Slot] = deque()
+        self._condemned = False
         self.holders = 1
         self.count_lock = threading.Lock()
 
@@ -62,10 +68,31 @@ class Vault:
                 raise TierUnavailable(f"the disk tier {self.path} is closed")
             self.holders += 1
         try:
-            with translated(self.path):
+            with self.translated():
                 yield self
         finally:
             vaults.release(self)
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Translate what the body raises. Damage is left to the next process that opens the
+        folder: it wipes it, if the damage shows at once or not."""
+        try:
+            with translated(self.path):
+                yield
+        except Damaged:
+            self._condemn()
+            raise
+
+    def _condemn(self) -> None:
+        if self._condemned:
+            return
+        self._condemned = True
+        logger.error("disk tier %s: the index is damaged; a restart empties the tier", self.path)
+        try:
+            seal.condemn(self._folder.seal)
+        except OSError as error:
+            logger.warning("disk tier %s can't be condemned: %s", self.path, error)
 
     def note(self, keys: Sequence[bytes]) -> None:
         """Remember a use of these keys, the first the most recent, for the next edit.
@@ -177,7 +204,7 @@ class Vault:
         """
         clean = False
         try:
-            with translated(self.path):
+            with self.translated():
                 with self.edit():
                     pass
                 self.index.sync()
@@ -188,7 +215,20 @@ class Vault:
             self.threads.shutdown()
             self.index.close()
             self.slabs.close()
-            self._owner.leave(clean)
+            self._leave(clean)
+
+    def _leave(self, clean: bool) -> None:
+        """Give up ownership; the last one out seals the index, and nobody comes in meanwhile."""
+        with ExitStack() as locked:
+            try:
+                with translated(self.path):
+                    locked.enter_context(self._folder.locked())
+                    if clean and survey(self._folder.owners).alive == {self._owner.id}:
+                        seal.put(self._folder.index, self._folder.seal)
+            except TierError as error:
+                logger.info("disk tier %s: closed without a seal: %s", self.path, error)
+            finally:
+                self._owner.leave(clean)
 
 
 def _open(path: Path, capacity: int, access: Access) -> Vault:
@@ -216,7 +256,9 @@ def _open(path: Path, capacity: int, access: Access) -> Vault:
 
 def _enter(folder: Folder, census: Census, capacity: int, access: Access, direct: bool) -> Vault:
     with translated(folder.path), ExitStack() as undo:
-        # First of all, so that a machine that stops now finds who had begun to write.
+        if not census.alive:
+            seal.require(folder.index, folder.seal)
+        # Before any change, so that a machine that stops now finds who had begun to write.
         owner = Owner(folder.owners, access.synced)
         undo.callback(owner.leave, clean=True)
         index = Index(folder.index, access.synced, lasting=access.durability == "sync")
@@ -228,6 +270,8 @@ def _enter(folder: Folder, census: Census, capacity: int, access: Access, direct
             # What a process of another durability left unsynced when it died counts as ours now.
             index.sync()
             sync_folder(folder.path)
+        if not census.alive:
+            seal.remove(folder.seal)
         vault.recover(census, capacity)
         undo.pop_all()
         return vault
@@ -261,7 +305,7 @@ class _Vaults:
                     f"{path} is open in this process with other settings of io or durability; "
                     "let every tier on the folder have the same"
                 )
-            with translated(path):
+            with vault.translated():
                 vault.resize(capacity)
             with vault.count_lock:
                 vault.holders += 1

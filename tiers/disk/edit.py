@@ -1,0 +1,170 @@
+"""The changes of the index: every slot of a slab file is in one of three states, and only `Edit`
+moves it between them.
+
+    free ──claim──> reserved ──publish──> live
+      ^                │  ^                 │
+      └────vacate──────┘  └─────retire──────┘
+
+A reserved slot belongs to one owner, who alone writes its bytes; live and reserved slots are
+what `used` counts. A state changes in one transaction with everything that depends on it, so a
+process killed at any instant leaves each slot in exactly one state.
+
+A log of the last edits tells which blocks came and went, for whoever keeps a copy of that (see
+`presence`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import lmdb
+
+from tiers.disk.rows import (
+    ADDED,
+    ENTRY,
+    ROW,
+    SIZE,
+    SLOT,
+    STAMP,
+    STATE,
+    Entry,
+    Slot,
+    fields,
+    fingerprint,
+    parse_entry,
+    parse_slot,
+)
+
+_LOG_PAGES = 256  # 1 MiB
+
+
+class Edit:
+    """The changes of one write transaction; no other process or thread changes anything."""
+
+    def __init__(self, txn: Any, tables: Mapping[str, Any], owner: bytes) -> None:
+        self._txn = txn
+        self._tables = tables
+        self._owner = owner
+        self._changes = array("q")
+        self._state = self._get("meta", b"state") or STATE.pack(0, 0, 0)
+        self.capacity, self.used, self._clock = fields(STATE, self._state)
+
+    def save_state(self) -> None:
+        """Write what the edit keeps in memory; the last step before the commit."""
+        if self.used < 0:
+            raise lmdb.CorruptedError("more bytes were freed than were in use")
+        state = STATE.pack(self.capacity, self.used, self._clock)
+        if state != self._state:
+            self._put("meta", b"state", state)
+        if self._changes:
+            self._log(self._changes)
+
+    def _log(self, changes: array[int]) -> None:
+        log = self._txn.cursor(self._tables["changes"])
+        row = fields(ROW, log.key())[0] + 1 if log.last() else 1
+        log.put(ROW.pack(row), changes.tobytes(), append=True)
+        while self._is_long(self._txn.stat(self._tables["changes"])) and log.first():
+            log.delete()
+
+    def _is_long(self, log: Mapping[str, int]) -> bool:
+        # The last row stays, since it numbers the next.
+        return log["entries"] > 1 and log["leaf_pages"] + log["overflow_pages"] > _LOG_PAGES
+
+    def entry(self, key: bytes) -> Entry | None:
+        """The live block of a key."""
+        data = self._get("blocks", key)
+        return None if data is None else parse_entry(data)
+
+    def renew(self, key: bytes) -> None:
+        """Count a live block as used after every other; an unknown key is ignored."""
+        entry = self.entry(key)
+        if entry is not None:
+            self._delete("recency", STAMP.pack(entry.stamp))
+            self._enter(key, entry)
+
+    def oldest(self, besides: Collection[bytes]) -> bytes | None:
+        """The key whose use is longest ago and that is none of `besides`."""
+        cursor = self._txn.cursor(self._tables["recency"])
+        return next((key for key in cursor.iternext(keys=False) if key not in besides), None)
+
+    def claim(self, size: int) -> Slot:
+        """Reserve a free slot, a new one at the file's end if there is none."""
+        cursor = self._txn.cursor(self._tables["free"])
+        if cursor.set_range(SLOT.pack(size, 0)):
+            slot = parse_slot(*fields(SLOT, cursor.key()))
+            if slot.size == size:
+                cursor.delete()
+                return self._reserve(slot)
+        length = self.lengths().get(size, 0)
+        self._put("lengths", SIZE.pack(size), SIZE.pack(length + 1))
+        return self._reserve(Slot(size, length))
+
+    def _reserve(self, slot: Slot) -> Slot:
+        self._put("reserved", SLOT.pack(*slot), self._owner)
+        self.used += slot.size
+        return slot
+
+    def publish(self, key: bytes, slot: Slot, payload_bytes: int, checksum: bytes) -> None:
+        """Make a reserved slot, of the size for it, the live block of a key that has none."""
+        self._delete("reserved", SLOT.pack(*slot))
+        self._enter(key, Entry(slot, payload_bytes, checksum, 0))
+        self._changes.append(fingerprint(key) | ADDED)
+
+    def _enter(self, key: bytes, entry: Entry) -> None:
+        self._clock += 1
+        self._put("recency", STAMP.pack(self._clock), key)
+        row = ENTRY.pack(entry.slot.number, entry.payload_bytes, entry.checksum, self._clock)
+        self._put("blocks", key, row)
+
+    def retire(self, key: bytes) -> Slot:
+        """Forget a live block; its slot is reserved for us now."""
+        entry = self.entry(key)
+        if entry is None:
+            raise lmdb.CorruptedError("a block that is not live can't be retired")
+        self._delete("blocks", key)
+        self._delete("recency", STAMP.pack(entry.stamp))
+        self._changes.append(fingerprint(key))
+        self._put("reserved", SLOT.pack(*entry.slot), self._owner)
+        return entry.slot
+
+    def vacate(self, slot: Slot) -> None:
+        """Free a reserved slot, whose disk space is already given back."""
+        self._delete("reserved", SLOT.pack(*slot))
+        self.used -= slot.size
+        if slot.number + 1 == self.lengths().get(slot.size):
+            self._put("lengths", SIZE.pack(slot.size), SIZE.pack(slot.number))
+        else:
+            self._put("free", SLOT.pack(*slot), b"")
+
+    def reservations(self) -> dict[Slot, bytes]:
+        """Every reserved slot and its owner's id."""
+        rows = self._txn.cursor(self._tables["reserved"])
+        return {parse_slot(*fields(SLOT, key)): owner for key, owner in rows}
+
+    def is_mine(self, slot: Slot) -> bool:
+        """Whether the slot is reserved for us."""
+        return self._get("reserved", SLOT.pack(*slot)) == self._owner
+
+    def free(self) -> list[Slot]:
+        """Every free slot below its file's length."""
+        rows = self._txn.cursor(self._tables["free"]).iternext(values=False)
+        return [parse_slot(*fields(SLOT, key)) for key in rows]
+
+    def lengths(self) -> dict[int, int]:
+        """How many slots each slab file has, by slot size."""
+        rows = self._txn.cursor(self._tables["lengths"])
+        return {fields(SIZE, key)[0]: fields(SIZE, value)[0] for key, value in rows}
+
+    def _get(self, table: str, key: bytes) -> bytes | None:
+        data: bytes | None = self._txn.get(key, db=self._tables[table])
+        return data
+
+    def _put(self, table: str, key: bytes, value: bytes) -> None:
+        self._txn.put(key, value, db=self._tables[table])
+
+    def _delete(self, table: str, key: bytes) -> None:
+        # Every row deleted was read or written as part of a state, so a missing one is damage.
+        if not self._txn.delete(key, db=self._tables[table]):
+            raise lmdb.CorruptedError(f"no such row in {table}")
