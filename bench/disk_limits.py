@@ -1,9 +1,8 @@
-"""What the disk tier is held against: the file system's own speed, and one file per block."""
+"""What the disk tier is held against: the file system's own speed."""
 
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,48 +70,3 @@ class RawLoop:
         """Close the file."""
         self._lanes.close()
         os.close(self._handle)
-
-
-class FilePerBlock:
-    """The peer: each block a file, written under another name and renamed; the oldest files go.
-    What vLLM's file system tier and LMCache's local disk do, without what they do around it."""
-
-    def __init__(self, folder: Path, capacity_blocks: int) -> None:
-        folder.mkdir()
-        self._folder = folder
-        self._capacity = capacity_blocks
-        self._held: deque[Path] = deque()
-        self._last: list[Path] = []
-        self._stored = 0
-        self._lanes = Lanes()
-
-    def store(self, payloads: Payloads) -> None:
-        """Write a batch of new files; remove as many of the oldest as are too many."""
-        names = [f"{self._stored + i:08x}.bin" for i in range(len(payloads))]
-        self._stored += len(payloads)
-        self._last = [self._folder / name for name in names]
-        while len(self._held) + len(payloads) > self._capacity:
-            self._held.popleft().unlink()
-        self._lanes.each(lambda i: _write_file(self._last[i], payloads[i]), len(payloads))
-        self._held.extend(self._last)
-
-    def load(self, payloads: Payloads, places: Sequence[int] | None = None) -> None:
-        """Read the batch written last, or what lies at these places of all, the oldest first."""
-        files = self._last if places is None else [self._held[place] for place in places]
-        self._lanes.each(lambda i: _read_file(files[i], payloads[i]), len(payloads))
-
-    def close(self) -> None:
-        """End the threads."""
-        self._lanes.close()
-
-
-def _write_file(path: Path, payload: memoryview) -> None:
-    part = path.with_suffix(".part")
-    with open(part, "wb", buffering=0) as file:
-        file.write(payload)
-    part.rename(path)
-
-
-def _read_file(path: Path, payload: memoryview) -> None:
-    with open(path, "rb", buffering=0) as file:
-        file.readinto(payload)

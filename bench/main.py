@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from bench.plot import in_terminal, write_png
 from bench.report import HEAD, Case, Row, measure, table, write_json
 
 SUITES = (
     "codec",
     "cpu",
+    "gpu",
+    "eviction",
     "scheduler",
     "disk",
     "e2e",
@@ -48,8 +51,9 @@ def run(names: Sequence[str], scale: Scale, note: Callable[[str], None]) -> list
     return rows
 
 
-def show(rows: Sequence[Row], json_file: Path | None) -> None:
-    """Print the table, what holds us off a target, and write the JSON."""
+def show(rows: Sequence[Row], json_file: Path | None, png: Path | None = None) -> None:
+    """Print the table, what holds us off a target or a measurement, and the curves; write the JSON
+    and the picture."""
     from rich.console import Console
     from rich.table import Table
 
@@ -61,7 +65,14 @@ def show(rows: Sequence[Row], json_file: Path | None) -> None:
         grid.add_row(*line)
     console.print(grid)
     for row in rows:
-        if row.met is False and row.why:
+        if row.why and (row.met is False or row.ours is None):
             console.print(f"{row.suite}, {row.case}: {row.why}", soft_wrap=True)
     if json_file is not None:
         write_json(json_file, rows)
+    print(in_terminal(rows))
+    if png is None:
+        return
+    try:
+        write_png(rows, png)
+    except ValueError as error:
+        console.print(f"{png}: {error}")

@@ -194,7 +194,9 @@ class Replay:
         """Blocks loaded from each tier since the start; ends the replay."""
         stats = self._chain.get_kv_connector_stats() or TierStats()
         self._chain.shutdown()
-        assert not any(c.get("store_dropped") for c in stats.data.values()), "staging is too small"
+        assert not any(c.get("store_dropped_room") for c in stats.data.values()), (
+            "staging is too small"
+        )
         return {
             tier: int(stats.data.get(tier, {}).get("loaded_tokens", 0)) // BLOCK_TOKENS
             for tier in ("cpu", "disk")

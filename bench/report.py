@@ -8,6 +8,7 @@ import platform
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,38 @@ Measure = Callable[[], float]
 
 
 @dataclass(frozen=True)
+class Point:
+    """Where a case's figure stands in a plot: on which line, over which x."""
+
+    plot: str
+    line: str
+    x: float
+
+
+@dataclass(frozen=True)
 class Case:
     """One comparison. `ours`, `limit` and `peer` run in turn, in the same process.
 
+    `ours`: None where this machine lacks what it needs; `why` says what.
     `unit`: of all three figures; more is better, unless it is one of `LESS_IS_BETTER`.
     `limit`: what the hardware does with the same bytes; `peer`: what a user would take instead.
     `target`: the ratio aimed at, to the limit (`of`: "limit"), to the peer (`of`: "peer"), or the
-    figure itself (`of`: "ours"). `why`: what holds us off it, where something does.
+    figure itself (`of`: "ours"). `why`: what holds us off it, where something does. `rounds`: how
+    many are enough, for one that takes long.
     """
 
     suite: str
     case: str
     unit: str
-    ours: Measure
+    ours: Measure | None
     limit: Measure | None = None
     peer: Measure | None = None
     peer_name: str = ""
     target: float | None = None
     of: str = "limit"
     why: str = ""
+    point: Point | None = None
+    rounds: int = 99
 
 
 LESS_IS_BETTER = ("ms", "us", "us/block", "s", "bytes/block")
@@ -42,39 +56,44 @@ LESS_IS_BETTER = ("ms", "us", "us/block", "s", "bytes/block")
 
 @dataclass(frozen=True)
 class Row:
-    """A case as measured: medians over the rounds, and the spread of ours (max-min over median)."""
+    """A case as measured: medians over the rounds, and the spread of ours (max-min over median).
+
+    `met` is None where there is no target, or nothing to hold against it.
+    """
 
     suite: str
     case: str
     unit: str
-    ours: float
+    ours: float | None
     limit: float | None
     peer: float | None
     peer_name: str
     of_limit: float | None
     of_peer: float | None
-    spread: float
+    spread: float | None
     target: float | None
     of: str
     met: bool | None
     why: str
+    point: Point | None = None
 
 
 def measure(case: Case, rounds: int) -> Row:
     """Run the case's parts in turn, `rounds` times after one unmeasured; ratios are of medians.
+    No rounds: once, and that is measured.
 
     A ratio is how much better we are: ours over theirs, or theirs over ours where less is better.
     """
-    parts = {"ours": case.ours, "limit": case.limit, "peer": case.peer}
-    figures: dict[str, list[float]] = {name: [] for name, part in parts.items() if part}
-    for round_ in range(rounds + 1):
-        for name, part in parts.items():
+    figures: dict[str, list[float]] = {name: [] for name in ("ours", "limit", "peer")}
+    rounds = min(rounds, case.rounds)
+    for round_ in range(rounds + 1 if case.ours else 0):
+        for name, part in (("ours", case.ours), ("limit", case.limit), ("peer", case.peer)):
             if part is not None:
                 figure = part()
                 if round_ or not rounds:
                     figures[name].append(figure)
-    middle = {name: statistics.median(values) for name, values in figures.items()}
-    ours = middle["ours"]
+    middle = {name: statistics.median(values) for name, values in figures.items() if values}
+    ours = middle.get("ours")
     ratios = {name: _ratio(case.unit, ours, middle.get(name)) for name in ("limit", "peer")}
     return Row(
         suite=case.suite,
@@ -86,22 +105,23 @@ def measure(case: Case, rounds: int) -> Row:
         peer_name=case.peer_name,
         of_limit=ratios["limit"],
         of_peer=ratios["peer"],
-        spread=(max(figures["ours"]) - min(figures["ours"])) / ours if ours else 0.0,
+        spread=(max(figures["ours"]) - min(figures["ours"])) / ours if ours else None,
         target=case.target,
         of=case.of,
         met=_met(case, ours, ratios),
         why=case.why,
+        point=case.point,
     )
 
 
-def _ratio(unit: str, ours: float, theirs: float | None) -> float | None:
-    if theirs is None or not ours or not theirs:
+def _ratio(unit: str, ours: float | None, theirs: float | None) -> float | None:
+    if not ours or not theirs:
         return None
     return theirs / ours if unit in LESS_IS_BETTER else ours / theirs
 
 
-def _met(case: Case, ours: float, ratios: dict[str, float | None]) -> bool | None:
-    if case.target is None:
+def _met(case: Case, ours: float | None, ratios: dict[str, float | None]) -> bool | None:
+    if case.target is None or ours is None:
         return None
     if case.of == "ours":
         return ours <= case.target if case.unit in LESS_IS_BETTER else ours >= case.target
@@ -110,7 +130,7 @@ def _met(case: Case, ours: float, ratios: dict[str, float | None]) -> bool | Non
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """What the figures were measured on, when, and the load of its last quarter of an hour."""
     import torch
 
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
@@ -123,6 +143,8 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "load": round(os.getloadavg()[2], 2),
     }
 
 
@@ -139,6 +161,16 @@ def write_json(path: Path, rows: Iterable[Row]) -> None:
     path.write_text(json.dumps(whole, indent=1) + "\n")
 
 
+def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """The machine and the rows of such a file. Raises OSError, ValueError or TypeError."""
+    whole = json.loads(path.read_text())
+    rows = [
+        Row(**{**row, "point": Point(**row["point"]) if row.get("point") else None})
+        for row in whole["rows"]
+    ]
+    return whole["machine"], rows
+
+
 HEAD = ("suite", "case", "ours", "limit", "of limit", "peer", "of peer", "target", "spread")
 
 
@@ -148,28 +180,31 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         (
             row.suite,
             row.case,
-            f"{_number(row.ours)} {row.unit}",
-            _number(row.limit),
-            _times(row.of_limit),
-            f"{_number(row.peer)} {row.peer_name}".strip(),
-            _times(row.of_peer),
-            _target(row),
-            f"{row.spread:.0%}",
+            f"{number(row.ours)} {row.unit}" if row.ours is not None else "",
+            number(row.limit),
+            times(row.of_limit),
+            f"{number(row.peer)} {row.peer_name}".strip(),
+            times(row.of_peer),
+            target(row),
+            "" if row.spread is None else f"{row.spread:.0%}",
         )
         for row in rows
     ]
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Three digits of a figure; nothing for none."""
     return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _times(ratio: float | None) -> str:
+def times(ratio: float | None) -> str:
+    """A ratio; nothing for none."""
     return "" if ratio is None else f"{ratio:.2f}"
 
 
-def _target(row: Row) -> str:
+def target(row: Row) -> str:
+    """What was aimed at, and whether it was reached."""
     if row.target is None:
         return ""
     verdict = {True: "met", False: "missed", None: "not measured"}[row.met]
-    return f"{row.target:g} {verdict}"
+    return f"{row.target:.3g} {verdict}"

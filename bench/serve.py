@@ -1,8 +1,9 @@
 """A real vLLM engine in a process of its own, for the suite e2e: `python -m bench.serve`.
 
 Reads arguments of `vllm.LLM` as one line of JSON, then one command a line: a list of prompts (token
-ids) to answer at once, and how many tokens each. Answers each with a line: seconds it took, and
-seconds to the first token, the mean of the prompts.
+ids) to answer at once, how many tokens each, and whether to empty the prefix cache before. Answers
+each with a line: seconds it took, seconds to the first token, the mean of the prompts, and tokens
+that were not computed but cached, by the engine or below it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ class Answered(NamedTuple):
 
     seconds: float
     first_token_seconds: float
+    cached_tokens: int
+
+
+def _binding() -> str:
+    """All cores but one compute. By itself, vLLM for CPU leaves one core more to the rest where
+    there is a connector, and none where that would be all: engines could not be compared."""
+    cores = sorted(os.sched_getaffinity(0))
+    return ",".join(map(str, cores[: max(1, len(cores) - 1)]))
 
 
 class Engine:
@@ -40,14 +49,24 @@ class Engine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**_ENVIRONMENT, **environment, **os.environ},
+            env={
+                **_ENVIRONMENT,
+                "VLLM_CPU_OMP_THREADS_BIND": _binding(),
+                **environment,
+                **os.environ,
+            },
             text=True,
         )
         self._tell(engine_args)
 
-    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Answered:
-        """Answer prompts at once. Raises RuntimeError when the engine has ended."""
-        self._tell({"prompts": prompts, "max_tokens": max_tokens})
+    def ask(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, forget: bool = False
+    ) -> Answered:
+        """Answer prompts at once. `forget`: empty the engine's own prefix cache first.
+
+        Raises RuntimeError when the engine has ended.
+        """
+        self._tell({"prompts": prompts, "max_tokens": max_tokens, "forget": forget})
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -80,12 +99,15 @@ def main() -> None:
             params = SamplingParams(
                 temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False
             )
+            while job["forget"] and not llm.reset_prefix_cache():
+                time.sleep(0.01)
             prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
             began = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - began
             first = [output.metrics.first_token_latency for output in outputs]
-            answers.write(json.dumps([seconds, sum(first) / len(first)]) + "\n")
+            cached = sum(output.num_cached_tokens or 0 for output in outputs)
+            answers.write(json.dumps([seconds, sum(first) / len(first), cached]) + "\n")
             answers.flush()
         llm.llm_engine.engine_core.shutdown()
 

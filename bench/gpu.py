@@ -1,0 +1,177 @@
+"""Suite gpu: blocks between a CUDA device's paged KV and pinned slots, beside one pinned copy of
+the same bytes; and what a compute stream notices of it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from bench.blocks import both_ways, sizes
+from bench.main import Scale
+from bench.report import Case, Measure
+from tiers.gpu.copier import open_copier
+from tiers.pool import SlotMemory
+
+LAYERS = 32
+BLOCKS = 64
+"""Blocks of one batch, scattered over a paged KV of eight times as many."""
+STEPS = 8
+WIDTH = 8192
+"""Of the matrices whose products are a step's compute."""
+
+_BUS = "layers are put together on the device, which takes its memory two more passes"
+_NAMES = (
+    ("gather", 0.9),
+    ("scatter", 0.9),
+    ("compute during gathers, in steps", 1 / 1.05),
+    ("compute during scatters, in steps", 1 / 1.05),
+)
+
+
+@contextmanager
+def cases(scale: Scale) -> Iterator[Iterator[Case]]:
+    """Gather and scatter, their effect on compute, and both by block size."""
+    if not torch.cuda.is_available():
+        yield (
+            Case("gpu", name, "", None, target=target, why="no CUDA device here")
+            for name, target in _NAMES
+        )
+        return
+    with ExitStack() as stack:
+        yield _all(scale, stack)
+
+
+class Batch:
+    """Blocks in a paged KV on the device and slots for them in pinned memory of the host."""
+
+    def __init__(self, count: int, block_bytes: int, stack: ExitStack) -> None:
+        shape = (count * 8, block_bytes // LAYERS)
+        paged = {
+            f"layer {i}": torch.ones(shape, dtype=torch.uint8, device="cuda") for i in range(LAYERS)
+        }
+        self.num_bytes = count * block_bytes
+        self.copier = open_copier(paged, count * 8)
+        stack.callback(self.copier.close)
+        memory = SlotMemory(count, block_bytes, pin=True, touch=True)
+        stack.callback(memory.close)
+        self.rows = memory.rows
+        self.slots = list(range(count))
+        self.blocks = random.Random(0).sample(range(count * 8), count)
+
+    def gather(self) -> None:
+        """Blocks to slots, and wait."""
+        self.copier.gather(self.blocks, self.rows, self.slots).wait()
+
+    def scatter(self, after: object = None) -> None:
+        """Slots to blocks, behind a fence, and wait."""
+        after = self.copier.fence() if after is None else after
+        self.copier.scatter(self.rows, self.slots, self.blocks, after)
+
+    def contiguous(self, to_device: bool) -> Measure:
+        """GB/s of one pinned copy of as many bytes."""
+        host = torch.ones(self.num_bytes, dtype=torch.uint8, pin_memory=True)
+        device = torch.ones(self.num_bytes, dtype=torch.uint8, device="cuda")
+        target, source = (device, host) if to_device else (host, device)
+        return self.rate(lambda: target.copy_(source, non_blocking=True))
+
+    def rate(self, move: Callable[[], object]) -> Measure:
+        """GB/s until the device has nothing to do."""
+
+        def run() -> float:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            move()
+            torch.cuda.synchronize()
+            return self.num_bytes / (time.perf_counter() - began) / 1e9
+
+        return run
+
+
+def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
+    block_bytes = 64 << 10 if scale.smoke else 2 << 20
+    batch = Batch(BLOCKS, block_bytes, stack)
+    of = f"{BLOCKS} blocks of {block_bytes >> 10} KiB, {LAYERS} layers"
+    ways = (("gather", batch.gather, False), ("scatter", batch.scatter, True))
+    for name, move, to_device in ways:
+        limit = batch.contiguous(to_device)
+        ours = batch.rate(move)
+        yield Case("gpu", f"{name} {of}", "GB/s", ours, limit, target=0.9, why=_BUS)
+    with ThreadPoolExecutor(1) as loader:
+        work = Work(256 if scale.smoke else WIDTH, batch)
+        for name, copies in (("gathers", _gathers(batch)), ("scatters", _scatters(batch, loader))):
+            yield Case(
+                "gpu",
+                f"compute during {name}, {STEPS} steps, each with {of}",
+                "ms",
+                work.timed(copies),
+                limit=work.timed(lambda: None),
+                target=1 / 1.05,
+                why="copies and compute share the device's memory and, for index copies, its cores",
+            )
+    yield from _by_block_size(scale)
+
+
+class Work:
+    """Steps of matrix products on the current stream, each about as long as one gather, so that
+    copies are under way all the time."""
+
+    def __init__(self, width: int, batch: Batch) -> None:
+        self._one = torch.ones((width, width), dtype=torch.float16, device="cuda")
+        self._product = torch.empty_like(self._one)
+        self._products = 1
+        gather, step = batch.rate(batch.gather), self.timed(lambda: None)
+        gather(), step()  # the first of each sets things up
+        gather_ms = batch.num_bytes / gather() / 1e6
+        self._products = max(1, int(gather_ms / (step() / STEPS)))
+
+    def timed(self, between: Callable[[], Callable[[], object] | None]) -> Measure:
+        """Milliseconds of all steps on the device. After each but the last `between` begins a copy
+        behind it; what it returns waits for that copy, and is called when all steps are done."""
+
+        def run() -> float:
+            torch.cuda.synchronize()
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            waits = []
+            began.record()
+            for step in range(STEPS):
+                for _ in range(self._products):
+                    torch.mm(self._one, self._one, out=self._product)
+                if step < STEPS - 1:
+                    waits.append(between())
+            ended.record()
+            for wait in waits:
+                if wait is not None:
+                    wait()
+            torch.cuda.synchronize()
+            return float(began.elapsed_time(ended))
+
+        return run
+
+
+def _gathers(batch: Batch) -> Callable[[], Callable[[], object]]:
+    def begin() -> Callable[[], object]:
+        copy = batch.copier.gather(batch.blocks, batch.rows, batch.slots)
+        return copy.wait
+
+    return begin
+
+
+def _scatters(batch: Batch, loader: ThreadPoolExecutor) -> Callable[[], Callable[[], object]]:
+    def begin() -> Callable[[], object]:
+        copy: Future[None] = loader.submit(batch.scatter, batch.copier.fence())
+        return copy.result
+
+    return begin
+
+
+def _by_block_size(scale: Scale) -> Iterator[Case]:
+    for size, count in sizes(scale):
+        with ExitStack() as stack:
+            batch = Batch(count, size, stack)
+            store, load = batch.rate(batch.gather), batch.rate(batch.scatter)
+            yield from both_ways("gpu", "gpu", size, store, load)

@@ -1,0 +1,48 @@
+"""The README's measurements are those of the committed results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.readme import README, newest, put_in, section
+from bench.report import Row, write_json
+
+
+def row(case: str, **more: object) -> Row:
+    known = {
+        "suite": "disk", "case": case, "unit": "GB/s", "ours": 2.0, "limit": 4.0, "peer": None,
+        "peer_name": "", "of_limit": 0.5, "of_peer": None, "spread": 0.1, "target": 0.9,
+        "of": "limit", "met": False, "why": "it is slow",
+    }  # fmt: skip
+    return Row(**{**known, **more})  # type: ignore[arg-type]
+
+
+def test_the_readme_shows_the_newest_results() -> None:
+    text = README.read_text()
+    assert put_in(text, section(newest())) == text, "run python -m bench.readme"
+
+
+def test_a_table_of_the_newest_result_of_each_hardware(tmp_path: Path) -> None:
+    old, new, other = (
+        tmp_path / f"{name}.json"
+        for name in ("2026-01-01-xeon", "2026-02-01-xeon", "2026-01-15-h100")
+    )
+    write_json(old, [row("an old case")])
+    write_json(new, [row("store"), row("a point", target=None), row("gpu", ours=None, why="none")])
+    write_json(other, [row("load", met=True)])
+    new.with_suffix(".png").touch()
+    text = section(newest(tmp_path))
+    assert "| disk: store | 2 GB/s | 4 | 0.50 | 0.9 missed |" in text
+    assert "- disk: store: it is slow." in text
+    assert "- disk: gpu: none." in text
+    assert "| disk: load | 2 GB/s | 4 | 0.50 | 0.9 met |" in text
+    assert "![2026-02-01-xeon](bench/results/2026-02-01-xeon.png)" in text
+    assert "an old case" not in text
+    assert "a point" not in text
+
+
+def test_a_readme_without_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="measured"):
+        put_in("# kvtiers\n", "table")
