@@ -62,6 +62,10 @@ class RedisServer:
     def _userinfo(self) -> str:
         return f":{self.password}@" if self.password else ""
 
+    def set_option(self, name: str, value: str) -> None:
+        """Set an option for the next start."""
+        self._options[name] = value
+
     def client(self) -> redis.Redis:
         """A plain client, for tests to look and meddle with."""
         return redis.Redis(port=self.port, password=self.password, protocol=2)

@@ -30,6 +30,7 @@ _MAGIC = b"kvtiers\n"
 _FIELDS = struct.Struct("<8sHBBHHQQ16s16s128s")
 _SEAL = struct.Struct("<Q")
 _SEALED = _FIELDS.size + _SEAL.size
+_PADDING = bytes(HEADER_BYTES - _SEALED)
 _CHECKSUM_XXH3_128 = 1
 
 Buffer = bytes | bytearray | memoryview
@@ -87,7 +88,7 @@ def parse_header(data: Buffer) -> Header:
     (seal,) = _SEAL.unpack_from(data, _FIELDS.size)
     if seal != xxhash.xxh3_64_intdigest(fields):
         raise RecordError("header checksum differs")
-    if any(data[_SEALED:HEADER_BYTES]):
+    if data[_SEALED:HEADER_BYTES] != _PADDING:
         raise RecordError("header padding is not zero")
     magic, version, codec, kind, key_len, _, payload, stored, checksum, space, rest = (
         _FIELDS.unpack(fields)
@@ -107,9 +108,28 @@ def expect(data: Buffer, key: bytes, payload_bytes: int) -> Header:
     return header
 
 
-def verify(header: Header, stored: Buffer) -> None:
-    """Raise RecordError unless `stored` is byte for byte what the header was packed for."""
+class Checksum:
+    """The checksum of stored bytes that come piece by piece, each still in the processor's caches:
+    a tenth of a load from a fast link against a second pass over 2 MiB."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def add(self, piece: Buffer) -> None:
+        """Go on with the next piece."""
+        self._state.update(piece)
+
+    def digest(self) -> bytes:
+        """What a header has as its `checksum`."""
+        return self._state.digest()
+
+
+def verify(header: Header, stored: Buffer, checksum: bytes | None = None) -> None:
+    """Raise RecordError unless `stored` is byte for byte what the header was packed for.
+
+    `checksum`: the digest of a `Checksum` that was given just these bytes; it spares another pass.
+    """
     if len(stored) != header.stored_bytes:
         raise RecordError(f"{len(stored)} stored bytes, {header.stored_bytes} expected")
-    if xxhash.xxh3_128_digest(stored) != header.checksum:
+    if (checksum or xxhash.xxh3_128_digest(stored)) != header.checksum:
         raise RecordError("payload checksum differs")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,10 +11,11 @@ from contextlib import ExitStack
 import pytest
 from redis.crc import key_slot
 from servers import RedisServer, binaries
-from topologies import Sentinel, cluster, cluster_command, wait_until
+from topologies import Sentinel, cluster, cluster_command, joined, move_slot, wait_until
 
 from spec.offloading import StoreSite
 from tiers.errors import TierUnavailable
+from tiers.guard import guard
 from tiers.remote.spec import RedisSpec
 from tiers.remote.store import RedisStore
 from tiers.store import TierStore
@@ -26,11 +29,11 @@ def open_store(url: str, timeout: str = "10s", payload_bytes: int = PAYLOAD) -> 
     return spec.open(StoreSite(payload_bytes=payload_bytes))
 
 
-def put(store: RedisStore, keys: list[bytes]) -> list[bool]:
+def put(store: TierStore, keys: list[bytes]) -> list[bool]:
     return store.put(Memory(keys, PAYLOAD).fill().blocks)
 
 
-def get(store: RedisStore, keys: list[bytes]) -> list[bool]:
+def get(store: TierStore, keys: list[bytes]) -> list[bool]:
     memory = Memory(keys, PAYLOAD)
     hits = store.get(memory.blocks)
     assert all(memory.holds(index) for index, hit in enumerate(hits) if hit)
@@ -77,6 +80,9 @@ def node_of(nodes: list[RedisServer], key: bytes) -> int:
     return key_slot(name(key)) * len(nodes) // 16384
 
 
+@pytest.mark.fault(
+    tier="redis", fault="a Cluster's slot has moved", outcome="served from its new node"
+)
 def test_a_slot_that_moved_is_found_again(nodes: list[RedisServer]) -> None:
     store = open_store(url_of(*nodes))
     key = make_key()
@@ -99,6 +105,11 @@ def test_a_slot_that_moved_is_found_again(nodes: list[RedisServer]) -> None:
         store.close()
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="a Cluster's slot is just moving",
+    outcome="what has moved is a miss, the rest is served",
+)
 def test_what_left_a_moving_slot_is_a_miss_and_the_others_are_served(
     nodes: list[RedisServer],
 ) -> None:
@@ -117,6 +128,11 @@ def test_what_left_a_moving_slot_is_a_miss_and_the_others_are_served(
         store.close()
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="a node of a Cluster is down at start",
+    outcome="another is asked for the map",
+)
 def test_a_node_that_is_down_at_first_is_passed_over_for_the_next(
     nodes: list[RedisServer],
 ) -> None:
@@ -126,6 +142,11 @@ def test_a_node_that_is_down_at_first_is_passed_over_for_the_next(
     store.close()
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="a Cluster's URL, and no Cluster there",
+    outcome="misses",
+)
 def test_a_server_that_is_no_cluster_is_unavailable(shared_server: RedisServer) -> None:
     store = open_store(f"redis+cluster://127.0.0.1:{shared_server.port}")
     with pytest.raises(TierUnavailable):
@@ -133,28 +154,182 @@ def test_a_server_that_is_no_cluster_is_unavailable(shared_server: RedisServer) 
     store.close()
 
 
-def test_a_lost_master_is_unavailable_and_back_after_a_restart() -> None:
+LOST = pytest.mark.fault(
+    tier="redis",
+    fault="a Cluster loses a master",
+    outcome="its blocks are misses, those of the others are served; joins again by itself",
+)
+
+
+@LOST
+@pytest.mark.parametrize("fault", ["kill", pytest.param("hang", marks=pytest.mark.faults)])
+def test_a_lost_masters_blocks_are_misses_and_the_others_are_served(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [make_key() for _ in range(30)]
+    with cluster(cluster_require_full_coverage="no") as nodes:
+        at_first = [node_of(nodes, key) == 0 for key in keys]
+        store = open_store(url_of(*nodes), "1s")
+        guarded = guard(store, "remote")
+        assert put(guarded, keys) == [True] * 30
+        getattr(nodes[0], fault)()
+        others = [not lost for lost in at_first]
+        assert guarded.has(keys) == others
+        assert get(guarded, keys) == others
+        assert put(guarded, keys) == others
+        only_lost = [key for key, lost in zip(keys, at_first, strict=True) if lost]
+        assert guarded.has(only_lost) == [False] * len(only_lost)
+        guarded.drop([*only_lost, keys[others.index(True)]])
+        assert guarded.is_up
+        for kind in ("reads", "writes"):
+            assert caplog.text.count(f"node 127.0.0.1:{nodes[0].port}: {kind} are down") == 1
+        nodes[0].start() if fault == "kill" else nodes[0].resume()
+        wait_until(lambda: all(put(guarded, keys)))
+        wait_until(lambda: get(guarded, keys) == [True] * 30)
+        for kind in ("reads", "writes"):
+            assert caplog.text.count(f"node 127.0.0.1:{nodes[0].port}: {kind} are up again") == 1
+        guarded.close()
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="one node of a Cluster takes no writes (NOREPLICAS)",
+    outcome="its blocks are not stored, all are loaded; stores again by itself",
+)
+def test_a_node_that_takes_no_writes_still_serves_its_blocks(nodes: list[RedisServer]) -> None:
+    guarded = guard(open_store(url_of(*nodes)), "remote")
+    keys, more = ([make_key() for _ in range(30)] for _ in range(2))
+    assert put(guarded, keys) == [True] * 30
+    client = nodes[0].client()
+    client.config_set("min-replicas-to-write", 1)
+    try:
+        assert put(guarded, more) == [node_of(nodes, key) != 0 for key in more]
+        assert get(guarded, keys) == [True] * 30
+        assert guarded.is_up
+    finally:
+        client.config_set("min-replicas-to-write", 0)
+    wait_until(lambda: put(guarded, more) == [True] * 30)
+    assert get(guarded, [*keys, *more]) == [True] * 60
+    guarded.drop([*keys, *more])
+    guarded.close()
+
+
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="redis",
+    fault="every node of a Cluster is lost",
+    outcome="misses; joins again by itself",
+)
+def test_a_cluster_without_a_node_is_down_and_back_when_they_are() -> None:
     keys = [make_key() for _ in range(12)]
     with cluster() as nodes:
-        store = open_store(url_of(*nodes), "1s")
-        assert put(store, keys) == [True] * 12
-        nodes[0].kill()
+        store = open_store(url_of(*nodes), "500ms")
+        guarded = guard(store, "remote", retry_after=0.1)
+        assert put(guarded, keys) == [True] * 12
+        for node in nodes:
+            node.hang()
         with pytest.raises(TierUnavailable):
             store.has(keys)
+        assert guarded.has(keys) == [False] * 12
+        assert not guarded.is_up
+        for node in nodes:
+            node.resume()
+        wait_until(lambda: get(guarded, keys) == [True] * 12)
+        wait_until(lambda: put(guarded, [make_key()]) == [True])
+        assert guarded.is_up
+        guarded.close()
+
+
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="redis",
+    fault="a Cluster that needs every slot covered loses a master",
+    outcome="misses as soon as the others refuse to serve; joins again by itself",
+)
+def test_a_cluster_that_refuses_to_serve_is_down_and_back_after_a_restart() -> None:
+    keys = [make_key() for _ in range(12)]
+    with cluster() as nodes:
+        guarded = guard(open_store(url_of(*nodes), "1s"), "remote", retry_after=0.2)
+        assert put(guarded, keys) == [True] * 12
+        nodes[0].kill()
+        wait_until(lambda: not any(guarded.has(keys)) and not guarded.is_up)
         nodes[0].start()
-        wait_until(lambda: _has(store, keys))
-        assert all(put(store, keys))
-        assert get(store, keys) == [True] * 12
-        store.close()
+        wait_until(lambda: all(put(guarded, keys)))
+        assert get(guarded, keys) == [True] * 12
+        assert guarded.is_up
+        guarded.close()
 
 
-def _has(store: RedisStore, keys: list[bytes]) -> bool:
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="redis",
+    fault="a Cluster's replica takes over from its master",
+    outcome="the master's blocks are misses until it has; then they are served",
+)
+def test_a_replica_that_took_over_serves_its_masters_blocks() -> None:
+    keys = [make_key() for _ in range(30)]
+    with cluster() as nodes, ExitStack() as stack:
+        replica = stack.enter_context(joined(nodes, replica_of=nodes[0]))
+        guarded = guard(open_store(url_of(*nodes), "1s"), "remote")
+        stack.callback(guarded.close)
+        assert put(guarded, keys) == [True] * 30
+        wait_until(lambda: replica.client().dbsize() == nodes[0].client().dbsize())
+        nodes[0].kill()
+        wait_until(lambda: get(guarded, keys) == [True] * 30)
+        assert guarded.is_up
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="a Cluster's slots move to another node during loads and stores",
+    outcome="what is just moving is a miss; everything is served afterwards",
+)
+def test_slots_that_move_under_load_cost_misses_and_never_a_wrong_block(
+    nodes: list[RedisServer],
+) -> None:
+    keys = [make_key() for _ in range(24)]
+    store = open_store(url_of(*nodes))
+    put(store, keys)
+    done = threading.Event()
+    rounds: list[int] = []
+
+    def load() -> None:
+        while not done.is_set():
+            rounds.append(sum(get(store, keys)))  # which compares every byte of a hit
+            put(store, keys)
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    mine = [key for key in keys if node_of(nodes, key) == 0][:4]
+    try:
+        for key in mine:
+            move_slot(nodes, key_slot(name(key)), nodes[0], nodes[1])
+    finally:
+        done.set()
+        loader.join()
+    assert rounds
+    assert get(store, keys) == [True] * 24
+    assert all(nodes[1].client().exists(name(key)) for key in mine)
+    for key in mine:
+        move_slot(nodes, key_slot(name(key)), nodes[1], nodes[0])
+    assert get(store, keys) == [True] * 24
+    store.drop(keys)
+    store.close()
+
+
+def _has(store: TierStore, keys: list[bytes]) -> bool:
     try:
         return bool(store.has(keys))
     except TierUnavailable:
         return False
 
 
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="redis",
+    fault="the master is killed, Sentinel appoints another",
+    outcome="misses until it has; then the replica's blocks are served",
+)
 def test_sentinels_next_master_serves_when_the_first_is_killed() -> None:
     valkey = binaries()["valkey"]
     keys = [make_key() for _ in range(8)]
@@ -178,6 +353,11 @@ def test_sentinels_next_master_serves_when_the_first_is_killed() -> None:
         assert put(store, [fresh]) == [True]
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="a service that no sentinel knows",
+    outcome="misses, and the log says so",
+)
 def test_a_service_no_sentinel_knows_is_unavailable() -> None:
     with ExitStack() as stack:
         master = stack.enter_context(RedisServer(binaries()["valkey"]))
@@ -186,3 +366,30 @@ def test_a_service_no_sentinel_knows_is_unavailable() -> None:
         stack.callback(store.close)
         with pytest.raises(TierUnavailable, match="no sentinel names a master of 'other'"):
             store.has([make_key()])
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="a sentinel, or a node of a Cluster, that accepts and never answers",
+    outcome="the next is asked; where none answers, misses after the timeout",
+)
+def test_one_that_never_answers_leaves_time_for_the_next(nodes: list[RedisServer]) -> None:
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        mute = f"127.0.0.1:{silent.getsockname()[1]}"
+        master = stack.enter_context(RedisServer(binaries()["valkey"]))
+        sentinel = stack.enter_context(Sentinel(master, "main"))
+        for url in (
+            f"redis+sentinel://{mute},127.0.0.1:{sentinel.port}/main",
+            f"redis+cluster://{mute},127.0.0.1:{nodes[0].port}",
+        ):
+            store = open_store(url, "2s")
+            stack.callback(store.close)
+            keys = [make_key() for _ in range(6)]
+            assert put(store, keys) == [True] * 6
+            assert get(store, keys) == [True] * 6
+        for url in (f"redis+sentinel://{mute},{mute}/main", f"redis+cluster://{mute}"):
+            store = open_store(url, "300ms")
+            stack.callback(store.close)
+            with pytest.raises(TierUnavailable):
+                store.has([make_key()])

@@ -22,6 +22,7 @@ from tiers.errors import TierUnavailable
 from tiers.guard import guard
 from tiers.remote.spec import RedisSpec
 from tiers.remote.store import RedisStore
+from tiers.remote.stream import PIECE_BYTES
 from tiers.testing import Memory, make_key
 
 PAYLOAD = 65536
@@ -31,7 +32,7 @@ SECRET = "s3same-0pen"
 
 @contextmanager
 def opened(url: str, payload_bytes: int = PAYLOAD, **settings: Any) -> Iterator[RedisStore]:
-    spec = RedisSpec.model_validate({"url": url, "timeout": "500ms", **settings})
+    spec = RedisSpec.model_validate({"url": url, "timeout": "5s", **settings})
     store = spec.open(StoreSite(payload_bytes=payload_bytes))
     try:
         yield store
@@ -79,6 +80,11 @@ def every_verb(store: RedisStore) -> list[Callable[[], object]]:
     ]
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="killed server, over TCP and a unix socket",
+    outcome="misses; joins again by itself",
+)
 @pytest.mark.parametrize("over", ["url", "unix_url"])
 def test_a_killed_server_is_unavailable_and_back_after_a_restart(
     server: RedisServer, over: str
@@ -95,6 +101,11 @@ def test_a_killed_server_is_unavailable_and_back_after_a_restart(
         assert get(store, key) == [True]
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="restarted server, between two calls",
+    outcome="nothing but misses of what it lost",
+)
 def test_a_restart_between_two_calls_goes_unnoticed(server: RedisServer) -> None:
     key = make_key()
     with opened(server.url) as store:
@@ -104,19 +115,29 @@ def test_a_restart_between_two_calls_goes_unnoticed(server: RedisServer) -> None
         assert put(store, key) == [True]
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="server that hangs before or after we connect (SIGSTOP)",
+    outcome="misses after the timeout; joins again by itself",
+)
 def test_a_hung_server_is_unavailable_and_back_when_it_goes_on(server: RedisServer) -> None:
     key = make_key()
-    with opened(server.url) as store:
+    with opened(server.url, timeout="500ms") as store:
         assert put(store, key) == [True]
         server.hang()
         for verb in every_verb(store):
             within_limit(verb)
-        with opened(server.url) as late:  # connects only now, and nobody answers
+        with opened(server.url, timeout="500ms") as late:  # connects only now, and nobody answers
             within_limit(lambda: late.has([key]))
         server.resume()
         assert get(store, key) == [True]
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="server down at start",
+    outcome="joins when it is up",
+)
 def test_a_server_that_was_down_at_open_is_used_once_it_is_up() -> None:
     server = RedisServer(binaries()["valkey"])
     try:
@@ -128,6 +149,11 @@ def test_a_server_that_was_down_at_open_is_used_once_it_is_up() -> None:
         server.close()
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="a bit flipped in a value",
+    outcome="a miss; the value is dropped",
+)
 def test_a_flipped_bit_anywhere_is_a_miss_and_dropped(shared_server: RedisServer) -> None:
     client = shared_server.client()
     for codec in ("none", "zstd"):
@@ -146,6 +172,40 @@ def test_a_flipped_bit_anywhere_is_a_miss_and_dropped(shared_server: RedisServer
             assert get(store, bad) == [True]
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="a bit flipped anywhere in a large value",
+    outcome="a miss; the value is dropped",
+)
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_flipped_bit_in_any_piece_of_a_large_block_is_a_miss(
+    shared_server: RedisServer, codec: str
+) -> None:
+    payload_bytes = 5 * PIECE_BYTES + 4096
+    keys = [make_key() for _ in range(3)]
+    client = shared_server.client()
+    with opened(shared_server.url, payload_bytes, codec=codec, timeout="10s") as store:
+        memory = Memory(keys, payload_bytes).fill()
+        store.put(memory.blocks)
+        value = client.get(name(keys[1]))
+        assert isinstance(value, bytes)
+        last = len(value) - 1
+        for at in (HEADER_BYTES, HEADER_BYTES + PIECE_BYTES - 1, PIECE_BYTES * 3, last):
+            flipped = bytearray(value)
+            flipped[min(at, last)] ^= 1
+            client.set(name(keys[1]), bytes(flipped))
+            got = Memory(keys, payload_bytes)
+            assert store.get(got.blocks) == [True, False, True]
+            assert got.holds(0)
+            assert got.holds(2)
+        store.drop(keys)
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="a value cut short",
+    outcome="a miss; the value is dropped",
+)
 @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 100])
 def test_a_cut_value_is_a_miss_and_dropped(shared_server: RedisServer, length: int) -> None:
     key = make_key()
@@ -159,6 +219,11 @@ def test_a_cut_value_is_a_miss_and_dropped(shared_server: RedisServer, length: i
         assert store.has([key]) == [False]
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="another key's value in its place",
+    outcome="a miss; the value is dropped",
+)
 def test_another_keys_value_is_a_miss(shared_server: RedisServer) -> None:
     key, other = make_key(), make_key()
     client = shared_server.client()
@@ -171,6 +236,11 @@ def test_another_keys_value_is_a_miss(shared_server: RedisServer) -> None:
         assert store.has([key, other]) == [False, True]
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="a stranger's list under our name",
+    outcome="a miss; dropped, and stored anew",
+)
 def test_a_key_of_another_type_is_a_miss_and_heals(shared_server: RedisServer) -> None:
     key, good = make_key(), make_key()
     client = shared_server.client()
@@ -240,6 +310,11 @@ def test_a_batch_of_many_windows(shared_server: RedisServer) -> None:
         store.drop(keys)
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="full server (maxmemory, noeviction)",
+    outcome="what does not fit is not stored; loads go on",
+)
 def test_a_full_server_stores_what_fits_and_serves_on() -> None:
     full = RedisServer(binaries()["valkey"], maxmemory="8mb", maxmemory_policy="noeviction")
     keys = [make_key() for _ in range(200)]
@@ -253,6 +328,11 @@ def test_a_full_server_stores_what_fits_and_serves_on() -> None:
         assert put(store, keys[-1]) == [True]
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="evicting server (maxmemory, allkeys-lru)",
+    outcome="misses",
+)
 def test_an_evicting_server_only_misses() -> None:
     small = RedisServer(binaries()["valkey"], maxmemory="8mb", maxmemory_policy="allkeys-lru")
     keys = [make_key() for _ in range(200)]
@@ -285,7 +365,7 @@ def test_a_refused_password_is_unavailable_and_never_shown(
             guarded = guard(store, "remote")
             assert guarded.has([make_key()]) == [False]
             assert SECRET not in shown_by(caught.value, caplog.text)
-            assert "remote is down" in caplog.text
+            assert "remote: reads are down" in caplog.text
 
 
 def test_a_server_that_wants_a_password_and_gets_none_is_unavailable() -> None:
@@ -296,6 +376,11 @@ def test_a_server_that_wants_a_password_and_gets_none_is_unavailable() -> None:
             assert put(store, make_key()) == [True]
 
 
+@pytest.mark.fault(
+    tier="redis",
+    fault="unknown host, unknown database",
+    outcome="misses",
+)
 @pytest.mark.parametrize("url", ["redis://no-such-host.invalid", "redis://127.0.0.1/900"])
 def test_a_place_that_is_not_there_is_unavailable(url: str, shared_server: RedisServer) -> None:
     url = url.replace("127.0.0.1", f"127.0.0.1:{shared_server.port}")

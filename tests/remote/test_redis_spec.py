@@ -23,6 +23,9 @@ PLACES = [
     "unix://{}/run/valkey.sock",
     "redis+cluster://{}one,two",
     "redis+sentinel://{}one,two/main",
+    "rediss://{}cache:6379/0",
+    "rediss+cluster://{}one,two",
+    "rediss+sentinel://{}one,two/main",
 ]
 
 
@@ -43,6 +46,9 @@ def spec(**settings: Any) -> RedisSpec:
         ("redis+cluster://one:7001,two,[::1]:7002", CLUSTER, None, 0),
         ("redis+sentinel://one,two:7/main/3", [("one", 26379), ("two", 7)], None, 3),
         ("redis+sentinel://one/main?db=3", [("one", 26379)], None, 3),
+        ("rediss://cache/3", [("cache", 6379)], None, 3),
+        ("rediss+cluster://one:7001,two,[::1]:7002", CLUSTER, None, 0),
+        ("rediss+sentinel://one,two:7/main/3", [("one", 26379), ("two", 7)], None, 3),
     ],
 )
 def test_what_a_url_says(
@@ -52,6 +58,7 @@ def test_what_a_url_says(
     assert (list(url.endpoints), url.path, url.db) == (endpoints, path, db)
     assert (url.username, url.password) == (None, None)
     assert url.is_cluster == ("cluster" in text)
+    assert url.is_tls == text.startswith("rediss")
     assert url.service == ("main" if "sentinel" in text else None)
     assert spec(url=str(url)).url == url
 
@@ -66,7 +73,8 @@ def test_user_and_password_are_unquoted(place: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("rediss://cache:6379/0", "TLS.*not supported yet.*redis://.*unix://"),
+        ("valkeys://cache:6379/0", "unknown scheme valkeys://.*redis://.*over TLS, rediss"),
+        ("rediss+unix:///path", "unknown scheme rediss\\+unix://"),
         ("redis+sentinel://cache:26379", "no name of a service.*redis\\+sentinel://"),
         ("redis+sentinel://cache:26379/a b", "no name of a service"),
         ("redis+sentinel://a,b:port/main", "port is not a number"),
@@ -108,7 +116,7 @@ def test_a_url_is_text(value: object) -> None:
     "text",
     [
         "redis://:{}@cache:port/0",
-        "rediss://me:{}@cache:6379/0",
+        "rediss://me:{}@cache:6379/x",
         "redis://:{}@:6379",
         "redis://:{}@/cache:6379/x",
         "redis://{}@cache",

@@ -9,9 +9,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import redis
 from servers import START_LIMIT, RedisServer, binaries, free_port
@@ -37,8 +37,14 @@ def cluster_command(node: RedisServer, *words: object) -> Any:
 
 
 @contextlib.contextmanager
-def cluster(masters: int = 3) -> Iterator[list[RedisServer]]:
-    """Masters that share the slots evenly and know each other."""
+def cluster(
+    masters: int = 3, announced: Sequence[int] = (), **options: str
+) -> Iterator[list[RedisServer]]:
+    """Masters that share the slots evenly and know each other.
+
+    `announced`: the ports that the cluster's map names in place of their own.
+    """
+    ports = [{"cluster_announce_port": str(port)} for port in announced] or [{}] * masters
     with contextlib.ExitStack() as stack:
         nodes = [
             stack.enter_context(
@@ -47,9 +53,11 @@ def cluster(masters: int = 3) -> Iterator[list[RedisServer]]:
                     cluster_enabled="yes",
                     cluster_port=str(free_port()),
                     cluster_node_timeout="2000",
+                    **announce,
+                    **options,
                 )
             )
-            for _ in range(masters)
+            for announce in ports
         ]
         for number, node in enumerate(nodes):
             mine = SLOTS * number // masters, SLOTS * (number + 1) // masters - 1
@@ -60,15 +68,50 @@ def cluster(masters: int = 3) -> Iterator[list[RedisServer]]:
         yield nodes
 
 
+@contextlib.contextmanager
+def joined(nodes: Sequence[RedisServer], replica_of: RedisServer) -> Iterator[RedisServer]:
+    """Another node of that cluster, which replicates one of its masters."""
+    options = {"cluster_enabled": "yes", "cluster_node_timeout": "2000"}
+    with RedisServer(binaries()["valkey"], cluster_port=str(free_port()), **options) as node:
+        bus = nodes[0].client().config_get("cluster-port")["cluster-port"]
+        cluster_command(node, "MEET", "127.0.0.1", nodes[0].port, bus)
+        everybody = len(nodes) + 1
+        wait_until(lambda: all(_knows_all(each, everybody) for each in (*nodes, node)))
+        cluster_command(node, "REPLICATE", cluster_command(replica_of, "MYID"))
+        wait_until(lambda: bool(node.client().info("replication")["master_link_status"] == "up"))
+        yield node
+
+
+def move_slot(
+    nodes: Sequence[RedisServer], slot: int, source: RedisServer, target: RedisServer
+) -> None:
+    """Move a slot and its values while the cluster serves on, as a resharding does."""
+    there = cluster_command(target, "MYID")
+    cluster_command(target, "SETSLOT", slot, "IMPORTING", cluster_command(source, "MYID"))
+    cluster_command(source, "SETSLOT", slot, "MIGRATING", there)
+    client: Any = source.client()
+    while found := cluster_command(source, "GETKEYSINSLOT", slot, 10):
+        for key in found:
+            client.execute_command("MIGRATE", "127.0.0.1", target.port, key, 0, 5000, "REPLACE")
+    for node in (target, source, *nodes):
+        cluster_command(node, "SETSLOT", slot, "NODE", there)
+
+
 def _knows_all(node: RedisServer, masters: int) -> bool:
     said = cluster_command(node, "INFO").split()
     return b"cluster_state:ok" in said and b"cluster_known_nodes:%d" % masters in said
 
 
+class Listening(Protocol):
+    """What has a port of loopback."""
+
+    port: int
+
+
 class Sentinel:
     """One sentinel, enough to name a master and to appoint the next."""
 
-    def __init__(self, master: RedisServer, service: str) -> None:
+    def __init__(self, master: Listening, service: str) -> None:
         self.port = free_port()
         self.service = service
         self._folder = Path(tempfile.mkdtemp(prefix="kvtiers-"))
@@ -144,8 +187,13 @@ class Link:
             while True:
                 client, _ = self._listener.accept()
                 self.accepted += 1
-                server = socket.create_connection(("127.0.0.1", self._server.port))
-                self._sockets += [client, server]
+                self._sockets.append(client)
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._server.port))
+                except OSError:
+                    client.close()
+                    continue
+                self._sockets.append(server)
                 for work in (self._ask, self._answer):
                     threading.Thread(target=work, args=(client, server), daemon=True).start()
 
@@ -171,3 +219,4 @@ class Link:
                     self.stall_after = max(0, self.stall_after - len(data))
                 else:
                     client.sendall(data)
+            client.shutdown(socket.SHUT_RDWR)

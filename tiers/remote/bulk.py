@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tiers.block import HEADER_BYTES, Buffer
+from tiers.block import HEADER_BYTES, Buffer, Checksum
 from tiers.remote.resp import (
     ServerError,
     command,
@@ -16,7 +16,7 @@ from tiers.remote.resp import (
     read_length,
     read_status,
 )
-from tiers.remote.stream import AHEAD_BYTES, Stream, StreamError
+from tiers.remote.stream import AHEAD_BYTES, PIECE_BYTES, Stream, StreamError
 from tiers.remote.window import LEAST_BYTES, Window
 
 SEND_BYTES = 128 << 10
@@ -27,10 +27,12 @@ _HEAD_BYTES = len("\r\n") + len("$536870912\r\n") + HEADER_BYTES
 
 
 class Record(NamedTuple):
-    """A value: the header of `tiers.block`, and the stored bytes behind it."""
+    """A value: the header of `tiers.block`, and the stored bytes behind it; their checksum, too,
+    where it was taken as they came."""
 
     header: Buffer
     stored: Buffer
+    checksum: bytes | None = None
 
 
 class Wanted(NamedTuple):
@@ -172,9 +174,12 @@ def _read_record(stream: Stream, length: int, payload: memoryview, ahead: int) -
     if not 0 <= stored_bytes <= len(payload):  # no length of ours: not a byte goes anywhere
         stream.skip(length)
         return None
-    header = bytearray(HEADER_BYTES)
-    stream.fill(memoryview(header))
+    header = stream.take(HEADER_BYTES)
     # Only what is stored as it was can be as long as the payload: it comes straight in place.
     stored = payload if stored_bytes == len(payload) else memoryview(bytearray(stored_bytes))
-    stream.fill(stored, ahead)
-    return Record(header, stored)
+    if stored_bytes <= PIECE_BYTES:
+        stream.fill(stored, ahead)
+        return Record(header, stored)
+    checksum = Checksum()
+    stream.fill(stored, ahead, checksum.add)
+    return Record(header, stored, checksum.digest())

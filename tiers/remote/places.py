@@ -1,31 +1,36 @@
-"""Which server has a name: one, the master that Sentinel names, or a Cluster's by hash slot."""
+"""Which server has a name: the only one there is, or the master that Sentinel names."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
-from redis.crc import key_slot
 from redis.exceptions import ConnectionError as Unreachable
 from redis.exceptions import RedisError
 
-from tiers.remote.pools import Pool, cut_off, open_pool
-from tiers.remote.url import Endpoint, RedisUrl
+from tiers.remote.pools import Pool, Pools, Way, reason
+from tiers.remote.resp import Reply, ServerError
+from tiers.remote.stream import Deadline, Stream
+from tiers.remote.url import Endpoint
 
-SLOTS = 16384
-"""Hash slots of every Cluster."""
+Work = Callable[[Stream, list[int]], None]
+"""What to do on a connection to a place, for the names at these positions."""
+
+Kind = Literal["reads", "writes"]
+"""What work does at a server; one that refuses the one may do the other."""
+
+FAILURES = (RedisError, ServerError, OSError)
+"""What speaking with a server raises."""
 
 
 class Places(Protocol):
-    """Pools, by the names that live behind them. Thread-safe."""
+    """The servers of a URL, and what has to be known to find a name's. Thread-safe."""
 
-    def split(self, names: Sequence[bytes]) -> list[tuple[Pool, list[int]]]:
-        """The pools to ask, each with the positions of its names. It may ask the servers."""
-        ...
+    def visit(self, names: Sequence[bytes], kind: Kind, work: Work, deadline: Deadline) -> None:
+        """Do the work at each place that has some of the names, until the deadline.
 
-    def forget(self) -> None:
-        """Something failed: learn anew where names are before the next is asked for."""
+        Raises RedisError, ServerError or OSError where nothing was reached.
+        """
         ...
 
     def close(self) -> None:
@@ -33,109 +38,72 @@ class Places(Protocol):
         ...
 
 
-def open_places(url: RedisUrl, timeout: float) -> Places:
-    """The places of a URL. Connects to nothing."""
-    return Cluster(url, timeout) if url.is_cluster else OneServer(url, timeout)
-
-
 class OneServer:
     """All names in one place."""
 
-    def __init__(self, url: RedisUrl, timeout: float) -> None:
-        self._pool = open_pool(url, timeout)
-        self._may_move = url.service is not None
+    def __init__(self, way: Way) -> None:
+        self._pool = Pool(way)
 
-    def split(self, names: Sequence[bytes]) -> list[tuple[Pool, list[int]]]:
-        """Everything to the one pool."""
-        return [(self._pool, list(range(len(names))))] if names else []
-
-    def forget(self) -> None:
-        """Under Sentinel, drop the connections that may lead to the master of yesterday."""
-        if self._may_move:
-            self._pool.disconnect(inuse_connections=False)
+    def visit(self, names: Sequence[bytes], kind: Kind, work: Work, deadline: Deadline) -> None:
+        """Do all the work here."""
+        with self._pool.taken(deadline) as stream:
+            work(stream, list(range(len(names))))
 
     def close(self) -> None:
         """Close every connection."""
-        self._pool.disconnect()
+        self._pool.close()
 
 
-class Cluster:
-    """Names by hash slot, over the masters of a Cluster, whose map any of its nodes knows."""
+class Sentinels:
+    """All names at the master that the first sentinel to answer names; any failure makes them be
+    asked again before the next visit."""
 
-    def __init__(self, url: RedisUrl, timeout: float) -> None:
-        self._url = url
-        self._timeout = timeout
-        self._map: list[Endpoint | None] | None = None
-        self._pools: dict[Endpoint, Pool] = {}
-        # Without it two threads could open two pools for a node, and one would never be closed.
-        self._lock = threading.Lock()
+    def __init__(self, way: Way, service: str) -> None:
+        self._service = service
+        self._endpoints = tuple(dict.fromkeys(way.url.endpoints))
+        self._sentinels = Pools(way.to_sentinels())
+        self._masters = Pools(way)
+        self._master: Pool | None = None
 
-    def split(self, names: Sequence[bytes]) -> list[tuple[Pool, list[int]]]:
-        """One pool for each master concerned. Raises Unreachable where a slot has none."""
-        served = self._map or self._learn()
-        positions: dict[Endpoint, list[int]] = {}
-        for position, name in enumerate(names):
-            slot = key_slot(name)
-            endpoint = served[slot]
-            if endpoint is None:
-                raise Unreachable(f"no node of the cluster serves slot {slot}")
-            positions.setdefault(endpoint, []).append(position)
-        return [(self._pool(endpoint), those) for endpoint, those in positions.items()]
-
-    def forget(self) -> None:
-        """Ask for the map again before the next name."""
-        self._map = None
-
-    def close(self) -> None:
-        """Close every connection."""
-        with self._lock:
-            for pool in self._pools.values():
-                pool.disconnect()
-
-    def _pool(self, endpoint: Endpoint) -> Pool:
-        with self._lock:
-            if endpoint not in self._pools:
-                self._pools[endpoint] = open_pool(self._url, self._timeout, endpoint)
-            return self._pools[endpoint]
-
-    def _learn(self) -> list[Endpoint | None]:
-        """The map, from the first node that answers: those of the URL, then those met since."""
-        failure: Exception = Unreachable("no node of the cluster answers")
-        for endpoint in dict.fromkeys((*self._url.endpoints, *list(self._pools))):
-            try:
-                learnt = _slots(self._ask(endpoint), endpoint[0])
-            except (RedisError, OSError) as error:
-                failure = error
-                continue
-            self._map = learnt
-            return learnt
-        raise failure
-
-    def _ask(self, endpoint: Endpoint) -> Any:
-        pool = self._pool(endpoint)
-        connection: Any = pool.get_connection()
+    def visit(self, names: Sequence[bytes], kind: Kind, work: Work, deadline: Deadline) -> None:
+        """Do all the work at the master."""
+        master = self._master or self._find(deadline)
         try:
-            with cut_off(connection, self._timeout):
-                connection.send_command("CLUSTER", "SLOTS")
-                return connection.read_response()
-        except BaseException:
-            connection.disconnect()
+            with master.taken(deadline) as stream:
+                work(stream, list(range(len(names))))
+        except FAILURES:
+            self._master = None
             raise
-        finally:
-            pool.release(connection)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._sentinels.close()
+        self._masters.close()
+
+    def _find(self, deadline: Deadline) -> Pool:
+        why = "they know none of that name"
+        for endpoint in self._endpoints:
+            # One that hangs leaves time for those behind it.
+            share = deadline if endpoint == self._endpoints[-1] else deadline.half()
+            try:
+                named = self._ask(self._sentinels.at(endpoint), share)
+            except FAILURES as error:
+                why = reason(error)
+                continue
+            if named is not None:
+                self._master = self._masters.at(named)
+                return self._master
+        raise Unreachable(f"no sentinel names a master of {self._service!r} ({why})")
+
+    def _ask(self, sentinel: Pool, deadline: Deadline) -> Endpoint | None:
+        question = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service.encode())
+        return _endpoint(sentinel.ask(deadline, *question))
 
 
-def _slots(reply: Any, asked: str) -> list[Endpoint | None]:
-    """The master of each slot; a node that does not know its own address is the one asked."""
-    served: list[Endpoint | None] = [None] * SLOTS
-    try:
-        for first, last, master, *_ in reply:
-            host = master[0].decode() if master[0] else asked
-            served[int(first) : int(last) + 1] = [Endpoint(host, int(master[1]))] * (
-                last - first + 1
-            )
-    except (TypeError, ValueError, AttributeError, IndexError):
-        raise Unreachable("the cluster's map can't be read") from None
-    if len(served) != SLOTS:
-        raise Unreachable("the cluster's map has other slots than a cluster")
-    return served
+def _endpoint(reply: Reply) -> Endpoint | None:
+    match reply:
+        case None:
+            return None
+        case [bytes(host), bytes(port)] if port.isdigit():
+            return Endpoint(host.decode(errors="replace"), int(port))
+    raise Unreachable("a sentinel's answer can't be read")

@@ -3,48 +3,174 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import redis
-import redis.sentinel
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError
 from redis.retry import Retry
-from redis.sentinel import SentinelManagedConnection
 
+from tiers.remote.resp import Reply, command, read_reply
+from tiers.remote.stream import Deadline, Stream
 from tiers.remote.url import Endpoint, RedisUrl
 
-Pool = redis.ConnectionPool
+LEAST_WAIT = 0.001
+"""Seconds for each further address of a host when the time is over: enough to be refused."""
 
 
-def open_pool(url: RedisUrl, timeout: float, endpoint: Endpoint | None = None) -> Pool:
-    """A pool for the URL's server, or for another endpoint of its cluster. Connects to nothing.
+class Way(NamedTuple):
+    """How to get to the servers of a URL: its user and password, and TLS unless None."""
 
-    `timeout`, in seconds, is for connecting, and again for the greeting with all its replies. A
-    forked child makes connections of its own.
+    url: RedisUrl
+    tls: ssl.SSLContext | None
+
+    def to_sentinels(self) -> Way:
+        """The way without what is meant for the servers alone."""
+        return self._replace(url=replace(self.url, username=None, password=None, db=0))
+
+
+class Pool:
+    """Connections to one server; an endpoint of None means the URL's own. Connects to nothing.
+
+    Thread-safe; a forked child makes connections of its own.
     """
-    options = _options(url, timeout)
-    if url.path is not None:
-        return Pool(connection_class=_OverUnixSocket, path=url.path, **options)
-    # Keepalive notices a peer that vanished while the connection was idle.
-    options["socket_keepalive"] = True
-    if url.service is not None:
-        return _sentinel_pool(url, timeout, options)
-    host, port = endpoint or url.endpoints[0]
-    return Pool(connection_class=_OverTcp, host=host, port=port, **options)
+
+    def __init__(self, way: Way, endpoint: Endpoint | None = None) -> None:
+        self._turn = _Turn()
+        self._pool = redis.ConnectionPool(turn=self._turn, **_options(way, endpoint))
+
+    @contextmanager
+    def taken(self, deadline: Deadline) -> Iterator[Stream]:
+        """A connection for as long as the block lasts; closed unless every reply to it was read.
+
+        The deadline is for connecting and greeting, too, and longer only where a name server is
+        silent. Raises RedisError or OSError.
+        """
+        self._turn.deadline = deadline
+        connection: Any = self._pool.get_connection()
+        is_clean = False
+        try:
+            stream = Stream(connection._sock, deadline)
+            yield stream
+            is_clean = stream.is_drained
+        finally:
+            if not is_clean:
+                connection.disconnect()
+            self._pool.release(connection)
+
+    def ask(self, deadline: Deadline, *words: bytes) -> Reply:
+        """What the server answers to a small command."""
+        with self.taken(deadline) as stream:
+            stream.send([command(*words)])
+            return read_reply(stream)
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+        self._pool.disconnect()
 
 
-def socket_of(connection: Any) -> socket.socket:
-    """The socket of a connection taken from a pool."""
-    connected = connection._sock
-    assert isinstance(connected, socket.socket)
-    return connected
+class Pools:
+    """A pool for each of several endpoints, made when it is first asked for. Thread-safe."""
+
+    def __init__(self, way: Way) -> None:
+        self._way = way
+        self._pools: dict[Endpoint, Pool] = {}
+        # Without it two threads could open two pools for a node, and one would never be closed.
+        self._lock = threading.Lock()
+
+    def at(self, endpoint: Endpoint) -> Pool:
+        """The endpoint's pool."""
+        with self._lock:
+            if endpoint not in self._pools:
+                self._pools[endpoint] = Pool(self._way, endpoint)
+            return self._pools[endpoint]
+
+    def close(self) -> None:
+        """Close every connection."""
+        with self._lock:
+            for pool in self._pools.values():
+                pool.close()
+
+
+def reason(error: Exception) -> str:
+    """What an error says, as far as it may be shown."""
+    text = str(error)
+    # A server may quote the AUTH it did not understand, password and all.
+    if isinstance(error, AuthenticationError) or "AUTH" in text:
+        return "the server refused the user or password"
+    return text or type(error).__name__
+
+
+class _Turn(threading.local):
+    """The deadline of the verb this thread is in, for the connections that are made in it."""
+
+    deadline = Deadline(0)
+
+
+class _Bounded:
+    """Mixed into a connection: connecting and greeting end with the verb, however slow they are."""
+
+    _sock: Any
+    host: str
+
+    def __init__(self, *, turn: _Turn, tls: ssl.SSLContext | None = None, **options: Any) -> None:
+        self._turn = turn
+        self._tls = tls
+        super().__init__(**options)
+
+    @property
+    def socket_connect_timeout(self) -> float:
+        """What is left, whenever redis-py asks: it does for each address of the host."""
+        deadline = self._turn.deadline
+        return LEAST_WAIT if deadline.is_over else deadline.left()
+
+    @socket_connect_timeout.setter
+    def socket_connect_timeout(self, _: float) -> None:
+        pass
+
+    def connect(self) -> None:
+        if self._sock is None:
+            left = self.socket_timeout = self._turn.deadline.left()
+            with _cut_off(self, left):
+                super().connect()  # type: ignore[misc]
+
+    def _connect(self) -> socket.socket:
+        plain: socket.socket = super()._connect()  # type: ignore[misc]
+        return plain if self._tls is None else self._wrapped(plain, self._tls)
+
+    def _wrapped(self, plain: socket.socket, tls: ssl.SSLContext) -> socket.socket:
+        try:
+            plain.settimeout(self.socket_connect_timeout)  # of the whole handshake
+            return tls.wrap_socket(plain, server_hostname=self.host)
+        except OSError as error:
+            plain.close()
+            raise OSError(_why_no_tls(error)) from None
+
+
+def _why_no_tls(error: OSError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message}"
+    # A server without TLS waits for what it takes for a line to end.
+    late = isinstance(error, TimeoutError)
+    why = "the handshake is not answered" if late else getattr(error, "reason", None) or error
+    return f"no TLS with this server: {why}"
+
+
+class _OverTcp(_Bounded, redis.Connection):  # type: ignore[misc]
+    pass
+
+
+class _OverUnixSocket(_Bounded, redis.UnixDomainSocketConnection):  # type: ignore[misc]
+    pass
 
 
 @contextmanager
-def cut_off(connection: Any, seconds: float) -> Iterator[None]:
+def _cut_off(connection: Any, seconds: float) -> Iterator[None]:
     """Shut the connection's socket down when the time is over, whatever it is waiting for.
 
     redis-py bounds each wait, and a server that drips its replies makes it wait any number of
@@ -59,7 +185,9 @@ def cut_off(connection: Any, seconds: float) -> Iterator[None]:
             connected = connection._sock
             if connected is not None:
                 with suppress(OSError):
-                    connected.shutdown(socket.SHUT_RDWR)
+                    # Not that of SSLSocket, which also forgets TLS: a thread that is about to send
+                    # would then send in the clear.
+                    socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
     watcher = threading.Thread(target=watch, name="kvtiers-cut-off", daemon=True)
     watcher.start()
@@ -69,52 +197,20 @@ def cut_off(connection: Any, seconds: float) -> Iterator[None]:
         done.set()
 
 
-class _Bounded:
-    """Mixed into a connection: connecting and greeting end, however slowly the server answers."""
-
-    _sock: Any
-    socket_connect_timeout: Any
-
-    def connect(self) -> None:
-        if self._sock is None:
-            with cut_off(self, 2 * self.socket_connect_timeout):
-                super().connect()  # type: ignore[misc]
-
-
-class _OverTcp(_Bounded, redis.Connection):
-    pass
-
-
-class _OverUnixSocket(_Bounded, redis.UnixDomainSocketConnection):
-    pass
-
-
-class _ToTheMaster(_Bounded, SentinelManagedConnection):
-    pass
-
-
-def _options(url: RedisUrl, timeout: float) -> dict[str, Any]:
-    return {
+def _options(way: Way, endpoint: Endpoint | None) -> dict[str, Any]:
+    url = way.url
+    shared = {
         "db": url.db,
         "username": url.username,
         "password": url.password.get_secret_value() if url.password else None,
-        "socket_timeout": timeout,
-        "socket_connect_timeout": timeout,
         "health_check_interval": 0,
         "protocol": 2,
         # The pool itself replaces a connection it finds dead; a retry would only add waits.
         "retry": Retry(NoBackoff(), 0),
     }
-
-
-def _sentinel_pool(url: RedisUrl, timeout: float, options: dict[str, Any]) -> Pool:
-    asking = {
-        name: options[name]
-        for name in ("socket_timeout", "socket_connect_timeout", "protocol", "retry")
-    }
-    untyped: Any = redis.sentinel
-    sentinels = untyped.Sentinel(list(url.endpoints), sentinel_kwargs=asking)
-    made: Pool = untyped.SentinelConnectionPool(
-        url.service, sentinels, connection_class=_ToTheMaster, **options
-    )
-    return made
+    if url.path is not None:
+        return shared | {"connection_class": _OverUnixSocket, "path": url.path}
+    host, port = endpoint or url.endpoints[0]
+    # Keepalive notices a peer that vanished while the connection was idle.
+    over_tcp = {"connection_class": _OverTcp, "socket_keepalive": True, "tls": way.tls}
+    return shared | over_tcp | {"host": host, "port": port}

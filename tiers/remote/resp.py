@@ -7,6 +7,13 @@ from __future__ import annotations
 
 from tiers.remote.stream import AHEAD_BYTES, Stream, StreamError
 
+Reply = bytes | int | list["Reply"] | None
+"""What a small command is answered; text as bytes."""
+
+_MOST_TEXT = 64 << 10
+_MOST_ITEMS = 1 << 16
+_DEEPEST = 6
+
 
 class ServerError(Exception):
     """A reply that says no. `code` is its first word: OOM, WRONGTYPE, MOVED, ASK, NOAUTH..."""
@@ -51,6 +58,29 @@ def read_length(stream: Stream, ahead: int) -> int:
     if length < -1:
         raise StreamError("not a length")
     return length
+
+
+def read_reply(stream: Stream, depth: int = 0) -> Reply:
+    """Read any reply that is no block. Raises ServerError, or StreamError for an absurd one."""
+    line = stream.line()
+    kind, rest = line[:1], line[1:]
+    if kind == b"-":
+        raise ServerError(rest.decode(errors="replace"))
+    if kind == b"+":
+        return rest
+    number = _number(rest)
+    if kind == b":":
+        return number
+    if number < 0:
+        return None
+    if kind == b"$" and number <= _MOST_TEXT:
+        text = bytearray(number)
+        stream.fill(memoryview(text), AHEAD_BYTES)
+        stream.line()
+        return bytes(text)
+    if kind == b"*" and number <= _MOST_ITEMS and depth < _DEEPEST:
+        return [read_reply(stream, depth + 1) for _ in range(number)]
+    raise StreamError("not the reply of a Redis server")
 
 
 def _read(stream: Stream, kind: bytes, ahead: int) -> bytes:

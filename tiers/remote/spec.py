@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
 from spec.fields import Duration
 from spec.offloading import StoreSite, StoreSpec
-from tiers.remote.url import RedisUrlField
+from spec.secret import Secret, SecretField
+from tiers.remote.tls import TlsSpec
+from tiers.remote.url import RedisUrl, RedisUrlField
 
 if TYPE_CHECKING:
     from tiers.remote.store import RedisStore
@@ -22,7 +25,18 @@ class RedisSpec(StoreSpec):
     type: Literal["redis"] = "redis"
     url: RedisUrlField = Field(
         description="redis://host:port/db, unix:///path, redis+cluster://host:port,..., or "
-        "redis+sentinel://host:port,.../service/db."
+        "redis+sentinel://host:port,.../service/db; with rediss in place of redis over TLS."
+    )
+    username: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="User of the server's access control list; needs password."
+    )
+    password: SecretField | None = Field(
+        default=None,
+        validate_default=True,
+        description="Where the password is: {file: /run/secrets/redis} or {env: REDIS_PASSWORD}.",
+    )
+    tls: TlsSpec | None = Field(
+        default=None, description="Settings of TLS; only with a rediss URL, which needs none."
     )
     ttl: Duration | None = Field(
         default=None,
@@ -31,8 +45,8 @@ class RedisSpec(StoreSpec):
     )
     timeout: Duration = Field(
         default=1.0,
-        description="Limit for connecting, and for each question to the server; moving blocks has "
-        "a second more for every 32 MiB.",
+        description="Limit for each question to the server, connecting included, half of it for "
+        "one node of a cluster; moving blocks has a second more for every 32 MiB.",
     )
     key_prefix: Annotated[str, Field(pattern=r"^[!-~]+$", max_length=128)] = Field(
         default="kvtiers", description="Start of every key, before a colon."
@@ -43,11 +57,41 @@ class RedisSpec(StoreSpec):
         "float16, auto takes it where it pays. For links slower than some 700 MB/s.",
     )
 
+    @field_validator("username", "password", mode="after")
+    @classmethod
+    def _one_login(cls, value: str | Secret | None, info: ValidationInfo) -> str | Secret | None:
+        url = info.data.get("url")
+        if value is not None and isinstance(url, RedisUrl) and (url.username or url.password):
+            raise ValueError("the URL names a user or password, too; keep one of them")
+        if info.field_name == "password" and value is None and info.data.get("username"):
+            raise ValueError("add password, like {file: /run/secrets/redis}, to the username")
+        return value
+
+    @field_validator("tls", mode="after")
+    @classmethod
+    def _goes_with_url(cls, tls: TlsSpec | None, info: ValidationInfo) -> TlsSpec | None:
+        url = info.data.get("url")
+        if tls is not None and isinstance(url, RedisUrl) and not url.is_tls:
+            raise ValueError("write rediss in the URL in place of redis, or remove this")
+        return tls
+
     def open(self, site: StoreSite) -> RedisStore:
         """Open the store. Never connects: the server may come up later.
 
-        Raises TierUnusable when a block is larger than a Redis value can be.
+        Raises TierUnusable when a block is larger than a Redis value can be, or when the password
+        or a file of TLS can't be read.
         """
+        from tiers.errors import TierUnusable
         from tiers.remote.store import RedisStore
 
-        return RedisStore(self, site.payload_bytes)
+        try:
+            return RedisStore(self, site.payload_bytes)
+        except ValueError as error:
+            raise TierUnusable(str(error)) from None
+
+    def resolved_url(self) -> RedisUrl:
+        """The URL with the user and password that the other keys name. Raises ValueError."""
+        if self.password is None:
+            return self.url
+        secret = SecretStr(self.password.reveal())
+        return replace(self.url, username=self.username, password=secret)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tiers.block import HEADER_BYTES, expect, pack_header, verify
 from tiers.codec import CODECS, Encoder, decode
-from tiers.errors import RecordError, TierUnusable
+from tiers.errors import RecordError, TierUnavailable, TierUnusable
 from tiers.remote.bulk import Record, Wanted
+from tiers.remote.pools import Way
+from tiers.remote.stream import Deadline
+from tiers.remote.tls import TlsSpec, context_of
 from tiers.remote.wire import Wire
 from tiers.store import Block
 
 if TYPE_CHECKING:
     from tiers.remote.spec import RedisSpec
+
+_log = logging.getLogger(__name__)
 
 MAX_VALUE_BYTES = 512 << 20
 """Largest value of a Redis string (proto-max-bulk-len's default, and its hard limit of old)."""
@@ -24,10 +31,12 @@ class RedisStore:
 
     Each block is one value: the header of `tiers.block`, then the payload as its codec stored
     it. What does not verify is a miss, and is dropped so that the next `put` replaces it.
-    Thread-safe. Verbs raise TierUnavailable while the server can't be asked.
+    Thread-safe. Verbs raise TierUnavailable while the server can't be asked, and end after
+    `timeout` and a moment more for each block (`wire.EACH`) and each byte (`wire.SLOWEST`).
     """
 
     def __init__(self, spec: RedisSpec, payload_bytes: int) -> None:
+        """Raises TierUnusable, or ValueError where a secret or a file of TLS can't be read."""
         if HEADER_BYTES + payload_bytes > MAX_VALUE_BYTES:
             raise TierUnusable(
                 f"blocks of {payload_bytes} bytes; with a header of {HEADER_BYTES} bytes they "
@@ -36,19 +45,22 @@ class RedisStore:
         self._payload_bytes = payload_bytes
         self._encoder = Encoder(spec.codec, spec.tier_name)
         self._prefix = spec.key_prefix.encode() + b":"
-        self._wire = Wire(spec.url, spec.timeout, spec.ttl)
+        self._wire = Wire(_way(spec), spec.timeout, spec.ttl)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Say for each key whether the server has a value for it now."""
-        return self._wire.exists([self._name(key) for key in keys])
+        return self._wire.exists(self._names(keys), self._wire.limit(len(keys)))
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """Store blocks the server lacks; the ttl of the others starts anew."""
-        held = self._wire.refresh([self._name(block.key) for block in blocks])
+        deadline = self._limit(blocks)
+        names = self._names([block.key for block in blocks])
+        held = self._wire.refresh(names, deadline)
         missing = [index for index, here in enumerate(held) if not here]
-        names = [self._name(blocks[index].key) for index in missing]
         stored = self._wire.store(
-            names, lambda at: self._record(blocks[missing[at]]), self._payload_bytes
+            [names[index] for index in missing],
+            lambda at: self._record(blocks[missing[at]]),
+            deadline,
         )
         for index, done in zip(missing, stored, strict=True):
             held[index] = done
@@ -64,24 +76,30 @@ class RedisStore:
             if not hits[index]:
                 spoilt.add(blocks[index].key)
 
-        wanted = [Wanted(self._name(block.key), block.payload) for block in blocks]
-        self._wire.load(wanted, arrived)
-        if spoilt:
-            self.drop(list(spoilt))
+        deadline = self._limit(blocks)
+        names = self._names([block.key for block in blocks])
+        wanted = [Wanted(name, block.payload) for name, block in zip(names, blocks, strict=True)]
+        self._wire.load(wanted, arrived, deadline)
+        # What it loaded stays loaded, should the server go now: the next load meets them again.
+        with suppress(TierUnavailable):
+            self._wire.delete(self._names(list(spoilt)), deadline)
         return hits
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Forget these keys, for everyone who shares the server."""
-        self._wire.delete([self._name(key) for key in keys])
+        self._wire.delete(self._names(keys), self._wire.limit(len(keys)))
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
         self._wire.close()
 
+    def _limit(self, blocks: Sequence[Block]) -> Deadline:
+        return self._wire.limit(len(blocks), len(blocks) * self._payload_bytes)
+
     def _fill(self, block: Block, record: Record) -> bool:
         try:
             header = expect(record.header, block.key, self._payload_bytes)
-            verify(header, record.stored)
+            verify(header, record.stored, record.checksum)
             if record.stored is not block.payload or header.codec != CODECS["none"]:
                 decode(header.codec, record.stored, block.payload)
         except RecordError:
@@ -92,5 +110,20 @@ class RedisStore:
         codec, stored = self._encoder.encode(block.payload)
         return Record(pack_header(block.key, self._payload_bytes, stored, codec), stored)
 
-    def _name(self, key: bytes) -> bytes:
-        return self._prefix + key
+    def _names(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [self._prefix + key for key in keys]
+
+
+def _way(spec: RedisSpec) -> Way:
+    url = spec.resolved_url()
+    if not url.is_tls:
+        return Way(url, None)
+    tls = spec.tls or TlsSpec()
+    if not tls.verify:
+        _log.warning(
+            "tier %s: tls.verify is false: whoever is on the way to %s can pass for it, and read "
+            "and change blocks",
+            spec.tier_name,
+            url,
+        )
+    return Way(url, context_of(tls))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
@@ -21,10 +21,12 @@ from spec.fields import mask_secrets
 WHAT_WORKS = (
     "redis://[user:password@]host[:port][/db], unix://[user:password@]/path[?db=n], "
     "redis+cluster://[user:password@]host[:port][,host[:port]...] or "
-    "redis+sentinel://[user:password@]host[:port][,host[:port]...]/service[/db]"
+    "redis+sentinel://[user:password@]host[:port][,host[:port]...]/service[/db]; over TLS, rediss "
+    "in place of redis"
 )
 DEFAULT_PORT = 6379
 DEFAULT_SENTINEL_PORT = 26379
+_TLS = "rediss"
 _ESCAPE = "write / ? # and @ in a user name or password as %2F %3F %23 and %40"
 
 
@@ -44,8 +46,8 @@ class RedisUrl:
 
     `endpoints`: the server, some nodes of the cluster, or the sentinels; none for a unix socket.
     `service`: what the sentinels call the master. User and password are the servers' own, not
-    the sentinels'. str, repr and JSON show *** for the password; it is never part of an error
-    message.
+    the sentinels'; `is_tls` holds for the sentinels too. str, repr and JSON show *** for the
+    password; it is never part of an error message.
     """
 
     endpoints: tuple[Endpoint, ...]
@@ -55,6 +57,7 @@ class RedisUrl:
     password: SecretStr | None
     service: str | None = None
     is_cluster: bool = False
+    is_tls: bool = False
 
     def __str__(self) -> str:
         user = self.username or ""
@@ -62,11 +65,12 @@ class RedisUrl:
         if self.path is not None:
             return f"unix://{who}{self.path}?db={self.db}"
         where = f"{who}{','.join(map(str, self.endpoints))}"
+        scheme = _TLS if self.is_tls else "redis"
         if self.is_cluster:
-            return f"redis+cluster://{where}"
+            return f"{scheme}+cluster://{where}"
         if self.service is not None:
-            return f"redis+sentinel://{where}/{self.service}/{self.db}"
-        return f"redis://{where}/{self.db}"
+            return f"{scheme}+sentinel://{where}/{self.service}/{self.db}"
+        return f"{scheme}://{where}/{self.db}"
 
     def __repr__(self) -> str:
         return f"RedisUrl({str(self)!r})"
@@ -79,19 +83,13 @@ def parse_url(value: object) -> RedisUrl:
     scheme, separator, _ = value.partition("://")
     if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
         raise ValueError(f"not a URL; write it like {WHAT_WORKS}")
-    later = _not_yet(scheme)
-    if later:
-        raise ValueError(f"{scheme}:// ({later}) is not supported yet; what works is {WHAT_WORKS}")
-    read = _READERS.get(scheme)
+    base, plus, kind = scheme.partition("+")
+    is_tls = base == _TLS
+    read = _READERS.get(f"redis{plus}{kind}" if is_tls else scheme)
     if read is None:
         raise ValueError(f"unknown scheme {scheme}://; what works is {WHAT_WORKS}")
     parts = _split(value)
-    return read(parts, *_userinfo(parts))
-
-
-def _not_yet(scheme: str) -> str | None:
-    words = {"rediss": "TLS", "valkeys": "TLS"}
-    return next((what for word, what in words.items() if word in scheme), None)
+    return replace(read(parts, *_userinfo(parts)), is_tls=is_tls)
 
 
 def _split(value: str) -> SplitResult:
@@ -115,7 +113,9 @@ def _userinfo(parts: SplitResult) -> tuple[str | None, SecretStr | None]:
     if password == "***":
         raise ValueError("the password is masked (***); write the password itself")
     if not colon:
-        raise ValueError("no password after the user name; write user:password@ or :password@")
+        raise ValueError(
+            "no password after the user name; write user:password@ or :password@, or both as keys"
+        )
     return unquote(username) or None, SecretStr(unquote(password)) if password else None
 
 
@@ -240,9 +240,10 @@ RedisUrlField = Annotated[
     WithJsonSchema(
         {
             "type": "string",
-            "pattern": r"^(redis|redis\+cluster|redis\+sentinel|unix)://",
+            "pattern": r"^(rediss?(\+cluster|\+sentinel)?|unix)://",
             "examples": [
                 "redis://cache.internal:6379/0",
+                "rediss://cache.internal:6380/0",
                 "unix:///run/valkey.sock?db=0",
                 "redis+cluster://node1:6379,node2:6379",
                 "redis+sentinel://host1:26379,host2:26379/main/0",
