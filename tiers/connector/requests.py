@@ -35,6 +35,10 @@ class RequestState:
     store: bool = True
     asked: float | None = None
 
+    def keys_from(self, start: int) -> list[bytes]:
+        """Keys from `start` on; not to be changed, nor kept: copying thousands takes its time."""
+        return self.keys[start:] if start else self.keys
+
 
 class Scheduled(NamedTuple):
     """A request in a step, with its tokens computed `before` and `after` it."""

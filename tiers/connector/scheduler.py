@@ -218,7 +218,7 @@ class OffloadingScheduler:
             held = self._held(manager, state, blocks)
             return held if held is None else usable(held, self._parts.window)
         start = blocks.start * len(self._parts)
-        found = manager.lookup(state.request.request_id, start, state.keys[start:])
+        found = manager.lookup(state.request.request_id, start, state.keys_from(start))
         return found if found is None else found // len(self._parts)
 
     def _held(
@@ -226,9 +226,8 @@ class OffloadingScheduler:
     ) -> Sequence[int] | None:
         size = len(self._parts)
         start = blocks.start * size
-        parts = manager.held(
-            state.request.request_id, start, state.keys[start:], len(blocks) * size
-        )
+        keys = state.keys_from(start)
+        parts = manager.held(state.request.request_id, start, keys, len(blocks) * size)
         return None if parts is None else self._parts.held(parts)
 
     def update_state_after_alloc(
