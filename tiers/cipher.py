@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import secrets
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from tiers.store import (
     Usage,
     with_capabilities,
 )
+from tiers.tally import Tally
 
 NONCE_BYTES = 12
 TAG_BYTES = 16
@@ -104,9 +104,7 @@ class EncryptedStore:
         self._sealed = sealed_bytes(payload_bytes)
         self._at_once = max(1, SCRATCH_BYTES // self._sealed)
         self._spare: deque[mmap.mmap] = deque()
-        self._damaged = 0
-        # Of two threads that find damage each must count on what the other has.
-        self._lock = threading.Lock()
+        self._damaged = Tally()
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Ask for names of every cipher."""
@@ -160,8 +158,7 @@ class EncryptedStore:
         opened = [p for p in there if cipher.open(blocks[p], scratch[p])]
         planted = [cipher.name(blocks[p].key) for p in there if p not in opened]
         if planted:
-            with self._lock:
-                self._damaged += len(planted)
+            self._damaged.count("sealed", len(planted))
             self._store.drop(planted)
         return opened
 
@@ -191,7 +188,7 @@ class EncryptedStore:
     def damaged(self) -> int:
         """Blocks found that did not open, and those that the store itself found damaged."""
         inner = self._store.damaged() if isinstance(self._store, Damages) else 0
-        return inner + self._damaged
+        return inner + self._damaged.total
 
     def close(self) -> None:
         """Close the store."""

@@ -8,9 +8,7 @@ writes have a breaker each: a disk that takes nothing any more still gives what 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -27,6 +25,7 @@ from tiers.store import (
     Usage,
     with_capabilities,
 )
+from tiers.tally import Tally
 
 T = TypeVar("T")
 
@@ -53,35 +52,13 @@ class Health(NamedTuple):
 HEALTHY = Health(reads=True, writes=True)
 
 
-class Failures:
-    """How often a tier failed, by kind (the error's name). Thread-safe."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()  # a Counter's += reads, then writes: two would count one
-
-    def count(self, kind: str) -> None:
-        """Add one."""
-        with self._lock:
-            self._counts[kind] += 1
-
-    def by_kind(self) -> dict[str, int]:
-        """The counts now."""
-        with self._lock:
-            return dict(self._counts)
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return sum(self.by_kind().values())
-
-
 class Guarded:
     """A TierStore that never raises: what fails is a miss. Made by `guard`, which see."""
 
     def __init__(self, store: TierStore, tier_name: str, reads: Breaker, writes: Breaker) -> None:
         self.tier_name = tier_name
-        self.failures = Failures()
+        self.failures = Tally()
+        """Calls that failed, by the error's name."""
         self._store: Any = store
         self._reads = reads
         self._writes = writes

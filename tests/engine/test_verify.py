@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from replay_chains import MODEL, chain_of, cpu, disk
+from replay_chains import MODEL, chain_of, cpu, damage_disk, disk
 
 from tiers.engine.replay import ReplayEngine, answer
 
@@ -31,5 +31,26 @@ def test_a_flipped_bit_in_host_memory_is_a_miss(
     memory.rows[:, 7] ^= 0x40
     assert made.generate(PROMPT, 4).output == right
     assert made.stats.data["cpu"]["damaged_blocks"] == 10
+    made.settle()
     assert made.generate(PROMPT, 4).output == right
     assert made.stats.data["cpu"]["loaded_tokens"] == 40, "stored again, it is loaded again"
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_damage_in_a_store_is_counted(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, encrypted: bool
+) -> None:
+    more = {}
+    if encrypted:
+        (tmp_path / "keys").write_text("ab" * 32)
+        more["encryption"] = {"key_file": str(tmp_path / "keys")}
+    made = engine(chain_of(disk(tmp_path / "disk", **more)), prefix_caching=False)
+    right = answer(MODEL, PROMPT, 4, 1)
+    assert made.generate(PROMPT, 4).output == right
+    made.settle()
+    damage_disk(tmp_path / "disk")
+    assert made.generate(PROMPT, 4).output == right
+    assert made.stats.data["disk"]["damaged_blocks"] >= 10
+    made.settle()
+    assert made.generate(PROMPT, 4).output == right
+    assert made.stats.data["disk"]["loaded_tokens"] == 40, "stored again, it is loaded again"

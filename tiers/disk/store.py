@@ -17,6 +17,7 @@ from tiers.disk.slab import slot_bytes
 from tiers.disk.vault import THREADS, Vault, require_own, vaults
 from tiers.errors import RecordError, TierError, TierFull, TierUnusable
 from tiers.store import Block, Usage
+from tiers.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class DiskStore:
             )
         self._vault = vaults.acquire(path, capacity, access)
         self._closed = False
+        self._damaged = Tally()
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Say which blocks are live: microseconds, from the index's mapped memory."""
@@ -190,8 +192,13 @@ class DiskStore:
         except TierError as error:
             logger.warning("disk tier %s: damaged blocks stay: %s", vault.path, error)
         else:
+            self._damaged.count("record", dropped)
             if dropped:
                 logger.warning("disk tier %s: dropped %d damaged blocks", vault.path, dropped)
+
+    def damaged(self) -> int:
+        """Records that were not those of the index, and dropped."""
+        return self._damaged.total
 
     def _spread(self, job: Callable[[Item], Outcome], items: Sequence[Item]) -> list[Outcome]:
         """Run a job on each item over the I/O threads; outcomes in order, after all have ended."""

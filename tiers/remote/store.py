@@ -16,6 +16,7 @@ from tiers.remote.stream import Deadline
 from tiers.remote.tls import TlsSpec, context_of
 from tiers.remote.wire import Wire
 from tiers.store import Block
+from tiers.tally import Tally
 
 if TYPE_CHECKING:
     from tiers.remote.spec import RedisSpec
@@ -44,6 +45,7 @@ class RedisStore:
             )
         self._payload_bytes = payload_bytes
         self._encoder = Encoder(spec.codec, spec.tier_name)
+        self._damaged = Tally()
         self._prefix = spec.key_prefix.encode() + b":"
         self._wire = Wire(_way(spec), spec.timeout, spec.ttl)
 
@@ -80,10 +82,15 @@ class RedisStore:
         names = self._names([block.key for block in blocks])
         wanted = [Wanted(name, block.payload) for name, block in zip(names, blocks, strict=True)]
         self._wire.load(wanted, arrived, deadline)
+        self._damaged.count("value", len(spoilt))
         # What it loaded stays loaded, should the server go now: the next load meets them again.
         with suppress(TierUnavailable):
             self._wire.delete(self._names(list(spoilt)), deadline)
         return hits
+
+    def damaged(self) -> int:
+        """Values that were not the record they should be."""
+        return self._damaged.total
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Forget these keys, for everyone who shares the server."""
