@@ -21,11 +21,14 @@ READY := $(VENV)/.ready-$(ENGINE)
 demo: $(READY)
 	$(BIN)/kvtiers demo $(ARGS)
 
+# Two at a time: tests wait for disks, servers and engines more than they compute.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 faults: $(READY)
-	$(BIN)/python -m pytest -m "fault or faults" $(ARGS)
+	$(PYTEST) -m "fault or faults" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -103,6 +103,11 @@ class Breaker:
             self._under_way.discard(call)
             return not call.is_late and self._open(call)
 
+    def leave(self, call: Call | None) -> None:
+        """A call, if it was one, ended in a way that says nothing of the store."""
+        with self._lock:
+            self._under_way -= {call}
+
     def _open(self, call: Call) -> bool:
         opened = self._retry_at is None
         if call.is_trial and not opened:

@@ -15,13 +15,14 @@ import mmap
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tiers.block import NAMESPACE_BYTES
+from tiers.errors import TierError
 from tiers.store import (
     Block,
     Clear,
@@ -52,6 +53,7 @@ class Cipher:
 
     def __init__(self, key: bytes) -> None:
         self._name_key = _derive(key, b"kvtiers names")
+        self._spaces: dict[bytes, bytes] = {}
         self._aead = AESGCM(_derive(key, b"kvtiers blocks"))
 
     def name(self, key: bytes) -> bytes:
@@ -59,8 +61,11 @@ class Cipher:
         return self.space(key[:NAMESPACE_BYTES]) + self._digest(key, 32)
 
     def space(self, namespace: bytes) -> bytes:
-        """What the names of a namespace begin with."""
-        return self._digest(namespace, NAMESPACE_BYTES)
+        """What the names of a namespace begin with; an engine has one for each rank."""
+        found = self._spaces.get(namespace)
+        if found is None:
+            found = self._spaces[namespace] = self._digest(namespace, NAMESPACE_BYTES)
+        return found
 
     def _digest(self, data: bytes, size: int) -> bytes:
         return hashlib.blake2b(data, key=self._name_key, digest_size=size).digest()
@@ -130,7 +135,12 @@ class EncryptedStore:
             sealed = [Block(cipher.name(b.key), s) for b, s in zip(part, scratch, strict=True)]
             for block, to in zip(part, sealed, strict=True):
                 cipher.seal(block, to.payload)
-            stored += self._store.put(sealed)
+            try:
+                stored += self._store.put(sealed)
+            except TierError:
+                if not any(stored):
+                    raise
+                return stored + [False] * (len(blocks) - len(stored))
         return stored
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
@@ -159,7 +169,9 @@ class EncryptedStore:
         planted = [cipher.name(blocks[p].key) for p in there if p not in opened]
         if planted:
             self._damaged.count("sealed", len(planted))
-            self._store.drop(planted)
+            # What it loaded stays loaded, should it take no edits now.
+            with suppress(TierError):
+                self._store.drop(planted)
         return opened
 
     def _parts(self, blocks: Sequence[Block]) -> Iterator[tuple[Sequence[Block], list[memoryview]]]:

@@ -43,38 +43,49 @@ DEADLINE = 10.0
 
 
 class Health(NamedTuple):
-    """Whether a tier is asked for blocks, and given any."""
+    """Whether a tier is asked for blocks (`reads`), and given any (`writes`); and whether those
+    worked when they were last tried. Once the time for a trial has come a tier is asked that is
+    not up."""
 
     reads: bool
     writes: bool
+    reads_up: bool
+    writes_up: bool
 
 
-HEALTHY = Health(reads=True, writes=True)
+HEALTHY = Health(reads=True, writes=True, reads_up=True, writes_up=True)
 
 
 class Guarded:
     """A TierStore that never raises: what fails is a miss. Made by `guard`, which see."""
 
-    def __init__(self, store: TierStore, tier_name: str, reads: Breaker, writes: Breaker) -> None:
+    def __init__(self, store: TierStore, tier_name: str, make: Callable[[], Breaker]) -> None:
         self.tier_name = tier_name
         self.failures = Tally()
         """Calls that failed, by the error's name."""
         self._store: Any = store
-        self._reads = reads
-        self._writes = writes
+        self._reads, self._writes = make(), make()
+        # What needs no I/O proves nothing of what does; where it fails, that is left alone too.
+        self._looks = make()
         self._closed = False
 
     @property
     def is_up(self) -> bool:
-        """Whether the tier worked when it was last asked, for reads and for writes."""
-        self._notice_late()
-        return self._reads.is_closed and self._writes.is_closed
+        """Whether reads and writes worked when they were last tried."""
+        health = self.health
+        return health.reads_up and health.writes_up
 
     @property
     def health(self) -> Health:
-        """Whether calls would be let in now; where the time for a trial has come, they are."""
+        """How the tier does now."""
         self._notice_late()
-        return Health(not self._reads.is_refusing(), not self._writes.is_refusing())
+        reads = (self._reads, self._looks)
+        return Health(
+            not any(breaker.is_refusing() for breaker in reads),
+            not self._writes.is_refusing(),
+            all(breaker.is_closed for breaker in reads),
+            self._writes.is_closed,
+        )
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """As the store; a failure is False."""
@@ -96,7 +107,7 @@ class Guarded:
         """Close the store, also one that is down. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._try(self._store.close, None)
+            self._try(self._store.close, None, self._writes, self._writes.enter())
 
     def _ask_each(self, breaker: Breaker, verb: str, items: Sequence[Any]) -> list[bool]:
         return self._ask(breaker, lambda: self._each(verb, items), otherwise=[False] * len(items))
@@ -113,16 +124,15 @@ class Guarded:
         return otherwise if entered is None else self._try(call, otherwise, breaker, entered)
 
     def _look(self, call: Callable[[], T], otherwise: T) -> T:
-        """Ask for what needs no I/O: it proves nothing, so it never is the trial."""
+        """Ask for what needs no I/O: it is no trial of reads."""
         self._notice_late()
-        return otherwise if self._reads.is_refusing() else self._try(call, otherwise)
+        if self._reads.is_refusing():
+            return otherwise
+        entered = self._looks.enter()
+        return otherwise if entered is None else self._try(call, otherwise, self._looks, entered)
 
     def _try(
-        self,
-        call: Callable[[], T],
-        otherwise: T,
-        breaker: Breaker | None = None,
-        entered: Call | None = None,
+        self, call: Callable[[], T], otherwise: T, breaker: Breaker, entered: Call | None
     ) -> T:
         try:
             result = call()
@@ -130,21 +140,24 @@ class Guarded:
             self.failures.count(type(error).__name__)
             result = otherwise
         except Exception as error:  # noqa: BLE001 - the one place: nothing may reach the engine
-            self._fail(error, breaker or self._reads, entered)
+            self._fail(error, breaker, entered)
             return otherwise
-        if breaker is not None and entered is not None and breaker.succeeded(entered):
+        except BaseException:
+            breaker.leave(entered)
+            raise
+        if entered is not None and breaker.succeeded(entered):
             _log.warning("tier %s: %s are up again", self.tier_name, self._name(breaker))
         return result
 
     def _fail(self, error: Exception, breaker: Breaker, entered: Call | None) -> None:
         self.failures.count(type(error).__name__)
-        if breaker.failed(entered or Call(0.0, is_trial=False)):
+        if entered is not None and breaker.failed(entered):
             # Where an error of ours came from is no news; a defect's place is.
             trace = None if isinstance(error, KVTiersError) else error
             self._say_down(breaker, f"{type(error).__name__}: {error}", trace)
 
     def _notice_late(self) -> None:
-        for breaker in (self._reads, self._writes):
+        for breaker in (self._reads, self._writes, self._looks):
             if breaker.notice_late():
                 self.failures.count("Late")
                 self._say_down(breaker, f"no answer after {breaker.deadline:g} s", None)
@@ -160,7 +173,7 @@ class Guarded:
         )
 
     def _name(self, breaker: Breaker) -> str:
-        return "reads" if breaker is self._reads else "writes"
+        return {self._reads: "reads", self._writes: "writes"}.get(breaker, "lookups")
 
 
 class _Peek(Guarded):
@@ -184,7 +197,7 @@ class _Clear(Guarded):
 class _Damages(Guarded):
     def damaged(self) -> int:
         """As the store, also while the tier is left alone."""
-        return self._try(lambda: cast(int, self._store.damaged()), 0)
+        return self._try(lambda: cast(int, self._store.damaged()), 0, self._looks, None)
 
 
 class _Measured(Guarded):
@@ -215,10 +228,9 @@ def guard(
 
     No verb of the result raises. Every failure is counted by kind. One other than a full tier or
     a bad record, or a verb that takes longer than `deadline` seconds, also opens a breaker, that of
-    reads or that of writes: the tier is left alone for `retry_after` seconds, then one call tries
-    it; while trials fail the wait doubles up to `retry_after_max`. Going down and coming up are
-    logged once each. All times are in seconds.
+    reads, of writes, or of lookups in memory: the tier is left alone for `retry_after` seconds,
+    then one call tries it; while trials fail the wait doubles up to `retry_after_max`. Going down
+    and coming up are logged once each. All times are in seconds.
     """
     made = with_capabilities(Guarded, store, _CAPABILITIES)
-    reads, writes = (Breaker(retry_after, retry_after_max, deadline, clock) for _ in range(2))
-    return made(store, tier_name, reads, writes)
+    return made(store, tier_name, lambda: Breaker(retry_after, retry_after_max, deadline, clock))

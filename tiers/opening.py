@@ -16,12 +16,8 @@ logger = logging.getLogger(__name__)
 
 def open_guarded(spec: StoreSpec, site: StoreSite) -> Guarded:
     """Open a tier's store; the caller owns it. Raises TierUnusable."""
-    store = _open(spec, site) if spec.encryption is None else _encrypt(spec, spec.encryption, site)
+    store = spec.open(site) if spec.encryption is None else _encrypt(spec, spec.encryption, site)
     return guard(store, spec.tier_name, deadline=spec.deadline)
-
-
-def _open(spec: StoreSpec, site: StoreSite) -> TierStore:
-    return spec.open(site)
 
 
 def _encrypt(spec: StoreSpec, encryption: EncryptionSpec, site: StoreSite) -> TierStore:

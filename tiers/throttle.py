@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -21,14 +22,18 @@ class Throttle:
         # Of two threads each must find the time that the other has taken.
         self._lock = threading.Lock()
 
-    def take(self, size: int) -> None:
-        """Wait until so many bytes may be moved."""
+    def take(self, size: int, until: float = math.inf) -> bool:
+        """Wait until so many bytes may be moved. False, at once: that is not before `until`, in
+        seconds of the monotonic clock."""
         if self.rate is None:
-            return
+            return True
         with self._lock:
             begin = max(time.monotonic(), self._free_at)
+            if begin >= until:
+                return False
             self._free_at = begin + size / self.rate
         self._stopped.wait(begin - time.monotonic())
+        return True
 
     def stop(self) -> None:
         """Hold nobody back any more."""

@@ -207,11 +207,13 @@ class OffloadingConnectorMetadata:
 @dataclass
 class JobResult:
     """How a job ended: on how many ranks, which of its items failed on any of them, and how many
-    seconds moving them took on the slowest."""
+    seconds moving them took on the slowest. `lost`: items that the tier was asked for and has no
+    more; others that failed it may well have, when there is time."""
 
     ranks: int
     failed: set[int]
     seconds: float = 0.0
+    lost: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -231,6 +233,7 @@ class OffloadingWorkerMetadata:
             ours = self.jobs.setdefault(job_id, JobResult(0, set()))
             ours.ranks += theirs.ranks
             ours.failed |= theirs.failed
+            ours.lost |= theirs.lost
             ours.seconds = max(ours.seconds, theirs.seconds)
         self.hellos.update(other.hellos)
         self.health.update(other.health)

@@ -12,7 +12,7 @@ from tiers.connector.shared_load import SharedLoad
 @dataclass
 class PendingLoad:
     """A load under way: the `blocks` of the request that it brings, in which of them each of its
-    items is, and what load it is a part of. `failed`: items."""
+    items is, and what load it is a part of. `failed`, `lost`: items, as of `JobResult`."""
 
     job: LoadJob
     ranks_left: int
@@ -20,6 +20,7 @@ class PendingLoad:
     of_block: list[int]
     shared: SharedLoad
     failed: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
     seconds: float = 0.0
 
 
@@ -31,6 +32,7 @@ class PendingStore:
     ranks_left: int
     tenant: str
     failed: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
     seconds: float = 0.0
 
 
@@ -75,6 +77,7 @@ class Jobs:
         if one is None:
             return None
         one.failed |= result.failed
+        one.lost |= result.lost
         one.seconds = max(one.seconds, result.seconds)
         one.ranks_left -= result.ranks
         return under_way.pop(job_id) if one.ranks_left <= 0 else None

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 LOADERS = 2
 """Loads under way at once."""
-BOUNCE_BYTES = 32 << 20
-"""Host memory through which each loader passes blocks that come from a store."""
+WAVE_BYTES = 32 << 20
+"""What a loader copies at once, and the host memory through which it passes stores' blocks."""
 IDLE_WAIT = 0.002
 """Seconds that a step with nothing to compute may wait for a load, rather than spin."""
 
@@ -29,11 +29,12 @@ _Numbered = list[tuple[int, LoadItem]]
 
 
 class Ended(NamedTuple):
-    """A load that is over: which of its items did not arrive, and how many seconds it took.
-    `damaged`: blocks of the host pool that were not as they were sealed."""
+    """A load that is over: which of its items did not arrive, which of those the tier has no more,
+    and how many seconds it took. `damaged`: blocks of the host pool that were not as sealed."""
 
     job: LoadJob
     failed: set[int]
+    lost: set[int]
     seconds: float
     in_time: bool
     damaged: int
@@ -58,6 +59,8 @@ class _Load:
         self.seconds = job.seconds
         """What moving the blocks took, once that is known."""
         self.damaged = 0
+        self.lost: set[int] = set()
+        """Items that were asked for in vain."""
         self._arrived: set[int] = set()
         self._is_over = False
         # Held during copies into the engine's memory: it may reuse a load's blocks once that is
@@ -100,7 +103,7 @@ class Loading:
     def open(self, store: Guarded) -> None:
         """Load from this store from now on."""
         payload, copier = self._host.payload_bytes, self._host.copier
-        rows = min(64, max(1, BOUNCE_BYTES // slot_stride(payload)))
+        rows = min(64, max(1, WAVE_BYTES // slot_stride(payload)))
         # A load that first had to be given its memory would take twice as long.
         self._bounce = [SlotMemory(rows, payload, copier.pin, touch=True) for _ in range(LOADERS)]
         self._namespace = self._host.hello().namespace
@@ -133,18 +136,23 @@ class Loading:
             self._bounce.append(bounce)
 
     def _bring_resident(self, load: _Load, items: _Numbered, fence: object) -> None:
-        slots = [item.slot for _, item in items if item.slot is not None]
+        memory = self._host.memory
+        # In waves, since whoever ends the load waits for the copy under way.
+        step = max(1, WAVE_BYTES // memory.rows.stride(0))
+        for start in range(0, len(items), step):
+            wave = items[start : start + step]
+            slots = [item.slot for _, item in wave if item.slot is not None]
+            held = self._held(load, wave, slots)
+            if not self._bring_wave(load, memory, wave, slots, held, fence):
+                return
+
+    def _held(self, load: _Load, items: _Numbered, slots: Sequence[int]) -> list[bool]:
         held = self._host.settle(slots, [item.key for _, item in items])
-        if self._verify:
-            intact = [ok and self._host.is_intact(s) for s, ok in zip(slots, held, strict=True)]
-            load.damaged = sum(held) - sum(intact)
-            held = intact
-        copies = [
-            _Copy(i, slot, item.target)
-            for (i, item), slot, ok in zip(items, slots, held, strict=True)
-            if ok
-        ]
-        self._copy(load, self._host.memory, copies, fence)
+        if not self._verify:
+            return held
+        intact = [ok and self._host.is_intact(s) for s, ok in zip(slots, held, strict=True)]
+        load.damaged += sum(held) - sum(intact)
+        return intact
 
     def _bring_stored(
         self, load: _Load, store: Guarded, bounce: SlotMemory, items: _Numbered, fence: object
@@ -152,21 +160,37 @@ class Loading:
         step = bounce.rows.shape[0]
         for start in range(0, len(items), step):
             wave = items[start : start + step]
-            self._throttle.take(len(wave) * self._host.payload_bytes)
+            if not self._throttle.take(len(wave) * self._host.payload_bytes, load.until):
+                return
             blocks = [
                 Block(self._namespace + item.key, bounce.payload(row))
                 for row, (_, item) in enumerate(wave)
             ]
+            was_up = store.health.reads
             got = store.get(blocks)
-            copies = [
-                _Copy(i, row, item.target)
-                for row, ((i, item), ok) in enumerate(zip(wave, got, strict=True))
-                if ok
-            ]
-            goes_on = self._copy(load, bounce, copies, fence)
-            # The engine uses what precedes the first failed block, and recomputes the rest.
-            if not goes_on or not all(got):
+            # A tier that failed, or was not asked at all, may have them still.
+            is_asked = was_up and store.health.reads
+            rows = range(len(wave))
+            if not self._bring_wave(load, bounce, wave, rows, got, fence, note_lost=is_asked):
                 return
+
+    def _bring_wave(
+        self,
+        load: _Load,
+        memory: SlotMemory,
+        wave: _Numbered,
+        rows: Sequence[int],
+        held: Sequence[bool],
+        fence: object,
+        note_lost: bool = True,
+    ) -> bool:
+        """Copy what is held of a wave; whether all was, and the load goes on."""
+        here = list(zip(wave, rows, held, strict=True))
+        if note_lost:
+            load.lost.update(i for (i, _), _, ok in here if not ok)
+        copies = [_Copy(i, row, item.target) for (i, item), row, ok in here if ok]
+        # The engine uses what precedes the first failed block, and recomputes the rest.
+        return self._copy(load, memory, copies, fence) and all(held)
 
     def _copy(
         self, load: _Load, memory: SlotMemory, copies: Sequence[_Copy], fence: object
@@ -193,10 +217,12 @@ class Loading:
         in_time = future.done()
         if not in_time:
             future.cancel()
-            self._say_late(load.job.seconds)
         elif (error := future.exception()) is not None:
             logger.error("tier %r: a load failed on this worker: %s", self._tier, error)
-        return Ended(load.job, load.end(), load.seconds, in_time, load.damaged)
+        failed = load.end()
+        if failed and not in_time:
+            self._say_late(load.job.seconds)
+        return Ended(load.job, failed, load.lost & failed, load.seconds, in_time, load.damaged)
 
     def _say_late(self, seconds: float) -> None:
         if not self._said_late:

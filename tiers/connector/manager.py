@@ -232,6 +232,8 @@ class StoreManager:
         """Count leading held blocks, or begin to find out."""
         if self._index is not None:
             return self._peek_prefix(self._index, request_id, first, keys)
+        if not self.health().reads:
+            return 0
         lookup = self._look_up(request_id, first, keys)
         if lookup.answer.done():
             return lookup.count_from(first)
@@ -243,6 +245,8 @@ class StoreManager:
         """Look up `count` of them in the index, or begin to find out about all."""
         if self._index is not None:
             return self._on_all_ranks(self._index.peek, keys[:count])
+        if not self.health().reads:
+            return [False] * count
         lookup = self._look_up(request_id, first, keys)
         if not lookup.answer.done():
             return None if self._is_waited_for(lookup) else [False] * count
@@ -360,12 +364,14 @@ class StoreManager:
 
     def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
         """Begin to ask a store behind a network, so that its answer is there in time."""
-        if self._index is None and request_id not in self._lookups:
+        if self._index is None and request_id not in self._lookups and self.health().reads:
             self._look_up(request_id, 0, keys)
 
     def health(self) -> Health:
-        """What its guard says."""
-        return self._store.health if isinstance(self._store, Guarded) else HEALTHY
+        """What its guard says of reads; writes are the workers'."""
+        if not isinstance(self._store, Guarded):
+            return HEALTHY
+        return self._store.health._replace(writes=True, writes_up=True)
 
     def slots_kept(self) -> int:
         """None: blocks are kept elsewhere."""
@@ -374,7 +380,9 @@ class StoreManager:
     def forget_request(self, request_id: str) -> None:
         """Drop the request's lookup; one under way ends unread."""
         self._peeked.pop(request_id, None)
-        self._lookups.pop(request_id, None)
+        lookup = self._lookups.pop(request_id, None)
+        if lookup is not None:
+            lookup.answer.cancel()
 
     def close(self) -> None:
         """Close the store, once it is cleared as a reset has asked."""

@@ -143,14 +143,10 @@ class OffloadingScheduler:
     def _under_way(self) -> dict[str, float]:
         gauges = self._jobs.gauges(self._claims.block_bytes)
         if self._manager is not None:
-            gauges["reads_up"], gauges["writes_up"] = map(float, self._health_now())
+            each = [self._manager.health(), *self._health.values()]
+            gauges["reads_up"] = float(all(one.reads_up for one in each))
+            gauges["writes_up"] = float(all(one.writes_up for one in each))
         return gauges
-
-    def _health_now(self) -> Health:
-        """Whether the tier works on every rank and in this process."""
-        assert self._manager is not None
-        each = [self._manager.health(), *self._health.values()]
-        return Health(all(one.reads for one in each), all(one.writes for one in each))
 
     @property
     def blocks_held(self) -> int:
@@ -357,7 +353,7 @@ class OffloadingScheduler:
         self.load_meter.ended(job.job_id, load.seconds, whole=not load.failed)
         self.stats.add(self.tier, **self.load_meter.gauges())
         manager.complete_load([i.key for i in job.items], [i.slot for i in job.items])
-        lost = [job.items[index].key for index in sorted(load.failed)]
+        lost = [job.items[index].key for index in sorted(load.lost)]
         for key in lost:
             manager.discard(key)
         self._held_events.lost(lost)

@@ -31,8 +31,9 @@ from tiers.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-THROTTLED_BYTES = 32 << 20
-"""What a tier with a rate is given at once."""
+FED_BYTES = 32 << 20
+FED_BLOCKS = 64
+"""What a store is given at once at most: its deadline is for that, however long a prompt is."""
 
 
 class Outcome(NamedTuple):
@@ -99,9 +100,11 @@ class OffloadingWorker:
     def get_finished(self, meta: OffloadingConnectorMetadata) -> set[str]:
         """Requests whose load has ended since the last call, whole or in part."""
         ended = self._loading.ended(meta.idle)
-        for job, failed, seconds, in_time, damaged in ended:
+        for job, failed, lost, seconds, in_time, damaged in ended:
             self._note_end(job.job_id, len(job.items), Outcome(failed, seconds), "load")
-            merge(self._measures, {"late_loads": int(not in_time), "damaged_blocks": damaged})
+            self._ended[job.job_id].lost = lost
+            late = int(bool(failed) and not in_time)
+            merge(self._measures, {"late_loads": late, "damaged_blocks": damaged})
             if self._host.engine.loads_whole:
                 self._failed_requests |= {job.request_id} if failed else set()
             else:
@@ -123,8 +126,16 @@ class OffloadingWorker:
     def wait_for_save(self, meta: OffloadingConnectorMetadata) -> None:
         """Begin the step's stores: fill the slots, then feed the tier from them; never waits."""
         for job in meta.reqs_to_store:
-            gather = self._host.gather(job.items)
+            gather = self._gather(job)
             self._stores.append(_Store(job, gather, self._writer.submit(self._put, job)))
+
+    def _gather(self, job: StoreJob) -> Copy | None:
+        try:
+            return self._host.gather(job.items)
+        except RuntimeError as error:  # of which a device without memory is one
+            # The slots hold nobody's block then, so that the job ends as failed.
+            logger.error("tier %r: blocks can't be gathered: %s", self.tier, error)
+            return None
 
     def _put(self, job: StoreJob) -> Outcome:
         slots = [item.slot for item in job.items]
@@ -144,9 +155,9 @@ class OffloadingWorker:
 
     def _feed(self, store: Guarded, items: Sequence[StoreItem]) -> list[bool]:
         memory, size = self._host.memory, self._host.payload_bytes
-        step = len(items) if self._throttle.rate is None else max(1, THROTTLED_BYTES // size)
+        step = max(1, min(FED_BLOCKS, FED_BYTES // size))
         stored: list[bool] = []
-        for start in range(0, len(items), max(1, step)):
+        for start in range(0, len(items), step):
             part = items[start : start + step]
             self._throttle.take(len(part) * size)
             stored += store.put(

@@ -135,13 +135,16 @@ class CudaCopier(CpuCopier):
         done = torch.cuda.Event()
         with torch.cuda.device(self._device), torch.cuda.stream(self._load_stream):
             self._load_stream.wait_event(after)  # type: ignore[arg-type]
-            for part, (first, last) in _slot_runs(slots):
-                index = self._index([blocks[i] for i in part])
-                together = rows[first:last].to(self._device, non_blocking=True)
-                for page, column in self._columns(together):
-                    page.index_copy_(0, index, column)
-            done.record(self._load_stream)
-        done.synchronize()
+            try:
+                for part, (first, last) in _slot_runs(slots):
+                    index = self._index([blocks[i] for i in part])
+                    together = rows[first:last].to(self._device, non_blocking=True)
+                    for page, column in self._columns(together):
+                        page.index_copy_(0, index, column)
+            finally:
+                # Of a failed load, too, nothing may arrive when the engine has its blocks back.
+                done.record(self._load_stream)
+                done.synchronize()
 
     def _columns(self, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         start = 0

@@ -1,0 +1,275 @@
+"""Faults that hold a tier back longer, or cost it more, than they should."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from replay_chains import MODEL, SLOT, chain_of, cpu
+
+from spec.chain import ChainSpec
+from spec.offloading import StoreSite, StoreSpec
+from tiers.cipher import encrypted, sealed_bytes
+from tiers.connector.host import HostSlots
+from tiers.connector.manager import StoreManager
+from tiers.engine.replay import ReplayEngine, answer
+from tiers.errors import TierUnavailable
+from tiers.gpu.copier import CpuCopier
+from tiers.guard import guard
+from tiers.store import Block
+
+LONG = [token % 997 for token in range(100 * MODEL.block_tokens + 1)]
+
+
+class Store:
+    """Keeps blocks. `gets`: while shut, loads hang; `broken`: loads raise; `pace`: of puts, seconds
+    a block."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.gets = threading.Event()
+        self.gets.set()
+        self.pace = 0.0
+        self.broken = False
+
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self.blocks for key in keys]
+
+    has = peek
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        time.sleep(self.pace * len(blocks))
+        self.blocks.update((block.key, bytes(block.payload)) for block in blocks)
+        return [True] * len(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        self.gets.wait()
+        if self.broken:
+            raise TierUnavailable("gone")
+        for block in blocks:
+            block.payload[:] = self.blocks[block.key]
+        return [True] * len(blocks)
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.blocks.pop(key, None)
+
+    def close(self) -> None:
+        self.gets.set()
+
+
+class StoreOf(StoreSpec):
+    """Both halves of an engine share its store."""
+
+    def open(self, site: StoreSite) -> Store:
+        return STORES[0]
+
+
+STORES: list[Store] = []
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    STORES[:] = [Store()]
+    yield STORES[0]
+    STORES[0].close()
+
+
+def chain(deadline: str = "200ms", **more: Any) -> ChainSpec:
+    tier = StoreOf.model_validate({"type": "slow", "deadline": deadline})
+    return ChainSpec(version=1, tiers=(tier,), staging=256 * SLOT, **more)
+
+
+def measured(engine: ReplayEngine, name: str, tier: str = "slow") -> Any:
+    return engine.stats.data.get(tier, {}).get(name, 0.0)
+
+
+def ask(engine: ReplayEngine, prompt: Sequence[int] = LONG, salt: str = "") -> None:
+    request = engine.generate(list(prompt), 4, salt)
+    assert request.output == answer(MODEL, list(prompt), 4, 1)
+
+
+def test_a_load_that_was_too_late_costs_the_cpu_tier_no_block(
+    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle = HostSlots.settle
+
+    def slow(self: HostSlots, *args: Any) -> list[bool]:
+        time.sleep(0.5)  # a loader that waits its turn
+        return settle(self, *args)
+
+    made = engine(chain_of(cpu(400), max_wait="100ms"), num_blocks=120, prefix_caching=False)
+    ask(made)
+    made.settle()
+    scheduler = made.connector.children[0].scheduler  # type: ignore[union-attr]
+    held = scheduler.blocks_held
+    with monkeypatch.context() as patched:
+        patched.setattr(HostSlots, "settle", slow)
+        request = made.add(LONG, 4)
+        while not measured(made, "late_loads", "cpu"):
+            made.step()
+        left = scheduler.blocks_held
+        made.scheduler.abort(request.request_id)
+        made.run()
+    assert left == held, "intact blocks were given up"
+
+
+def test_blocks_of_a_late_load_still_count_to_their_tenants_quota(
+    engine: Callable[..., ReplayEngine], store: Store
+) -> None:
+    rules = {"small": {"quota": 101 * MODEL.payload_bytes}}
+    made = engine(chain(max_wait="300ms", tenants=rules), num_blocks=120, prefix_caching=False)
+    ask(made, salt="small")
+    made.settle()
+    store.gets.clear()
+    ask(made, salt="small")
+    assert measured(made, "late_loads") == 1
+    store.gets.set()
+    made.settle()
+    ask(made, [7, *LONG], salt="small")
+    made.settle()
+    deadline = time.monotonic() + 5
+    while len(store.blocks) > 101 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(store.blocks) <= 101
+
+
+def test_a_slow_tier_that_works_is_not_called_down_for_a_long_prompt(
+    engine: Callable[..., ReplayEngine], store: Store
+) -> None:
+    store.pace = 0.012
+    made = engine(chain(deadline="1s"), num_blocks=220, prefix_caching=False)
+    ask(made)
+    made.settle()
+    assert measured(made, "stored_blocks") == 101
+    assert measured(made, "tier_failures") == 0
+    assert measured(made, "writes_up") == 1
+
+
+def test_the_gauge_says_down_for_as_long_as_the_tier_is_down(
+    engine: Callable[..., ReplayEngine], store: Store
+) -> None:
+    made = engine(chain(deadline="10s"), num_blocks=120, prefix_caching=False)
+    ask(made)
+    made.settle()
+    store.broken = True
+    ask(made)
+    assert measured(made, "reads_up") == 0
+    time.sleep(1.2)
+    for n in range(5):
+        ask(made, [n])  # nothing to load
+    assert measured(made, "reads_up") == 0
+
+
+class Peeks(Store):
+    """Its index is broken."""
+
+    asked = 0
+
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        self.asked += 1
+        raise TierUnavailable("index")
+
+
+def test_an_index_that_fails_is_left_alone_after_each_try() -> None:
+    now = [0.0]
+    store = Peeks()
+    guarded: Any = guard(store, "disk", retry_after=1.0, clock=lambda: now[0])
+    for _ in range(1000):
+        guarded.peek([b"k"])
+        now[0] += 0.01
+    assert store.asked <= 11, "ten seconds, a second or more between tries"
+
+
+class CantDrop(Store):
+    """Takes no edits."""
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        raise TierUnavailable("read-only")
+
+
+def test_a_damaged_block_that_can_not_be_dropped_costs_the_others_nothing() -> None:
+    inner = CantDrop()
+    guarded = guard(encrypted(inner, [bytes(32)], 4096), "disk")
+    keys = [bytes([n]) * 48 for n in range(4)]
+    assert all(guarded.put([Block(key, memoryview(bytearray(4096))) for key in keys]))
+    name = next(iter(inner.blocks))
+    inner.blocks[name] = bytes(sealed_bytes(4096))
+    got = guarded.get([Block(key, memoryview(bytearray(4096))) for key in keys])
+    assert sorted(got) == [False, True, True, True]
+    assert guarded.health.reads
+
+
+class Remote:
+    """A store that is asked in the background; `has` hangs while its gate is shut."""
+
+    def __init__(self) -> None:
+        self.inner = Store()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.put, self.get, self.drop = self.inner.put, self.inner.get, self.inner.drop
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        self.gate.wait()
+        return self.inner.has(keys)
+
+    def close(self) -> None:
+        self.gate.set()
+
+
+def test_nobody_waits_for_lookups_that_hang(engine: Callable[..., ReplayEngine]) -> None:
+    remote = Remote()
+    STORES[:] = [remote]  # type: ignore[list-item]
+    made = engine(chain(max_wait="2s"), num_blocks=120, prefix_caching=False)
+    ask(made, LONG[:20])
+    made.settle()
+    try:
+        remote.gate.clear()
+        ask(made, LONG[:20])  # waits, until the deadline has passed too
+        began = time.monotonic()
+        for n in range(3):
+            ask(made, [n, *LONG[:20]])
+        waited = time.monotonic() - began
+    finally:
+        remote.gate.set()
+    assert waited < 1.0, "three requests, each of which has waited for a lookup"
+
+
+def test_lookups_of_requests_that_are_gone_take_no_memory() -> None:
+    remote = Remote()
+    manager = StoreManager(guard(remote, "slow", deadline=0.05), [bytes(16)])
+    remote.gate.clear()
+    try:
+        for n in range(1000):
+            manager.expect(str(n), [bytes(34)] * 100)
+            manager.forget_request(str(n))
+            time.sleep(0.0002)
+        assert manager._thread._work_queue.qsize() < 500
+    finally:
+        remote.gate.set()
+        manager.close()
+
+
+def test_a_gather_that_can_not_be_begun_costs_its_blocks_and_no_more(
+    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(self: CpuCopier, *args: Any) -> Any:
+        # The copier for CUDA needs device memory to put the pages of a block together.
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    made = engine(chain_of(cpu(400)), num_blocks=120, prefix_caching=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(CpuCopier, "gather", no_memory)
+        try:
+            ask(made)
+        except torch.OutOfMemoryError as error:
+            made.close()
+            pytest.fail(f"the engine ends of it: {error}")
+    made.settle()
+    ask(made)
+    ask(made)
+    assert measured(made, "loaded_blocks", "cpu") > 0
