@@ -29,4 +29,5 @@ def both_ways(
             "GB/s",
             measure,
             point=Point(plot, line, block_bytes),
+            rounds=3,
         )

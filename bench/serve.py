@@ -1,9 +1,9 @@
 """A real vLLM engine in a process of its own, for the suite e2e: `python -m bench.serve`.
 
 Reads arguments of `vllm.LLM` as one line of JSON, then one command a line: a list of prompts (token
-ids) to answer at once, how many tokens each, and whether to empty the prefix cache before. Answers
-each with a line: seconds it took, seconds to the first token, the mean of the prompts, and tokens
-that were not computed but cached, by the engine or below it.
+ids) to answer at once, how many tokens each, whether to empty the prefix cache before, and which
+tiers may serve them. Answers each with a line: seconds it took, seconds to the first token, the
+mean of the prompts, and tokens that were not computed but cached, by the engine or below it.
 """
 
 from __future__ import annotations
@@ -60,13 +60,19 @@ class Engine:
         self._tell(engine_args)
 
     def ask(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, forget: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        forget: bool = False,
+        tiers: Sequence[str] | None = None,
     ) -> Answered:
-        """Answer prompts at once. `forget`: empty the engine's own prefix cache first.
+        """Answer prompts at once. `forget`: empty the engine's own prefix cache first. `tiers`:
+        those that may serve them; None: all.
 
         Raises RuntimeError when the engine has ended.
         """
-        self._tell({"prompts": prompts, "max_tokens": max_tokens, "forget": forget})
+        job = {"prompts": prompts, "max_tokens": max_tokens, "forget": forget, "tiers": tiers}
+        self._tell(job)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -97,7 +103,11 @@ def main() -> None:
         for line in sys.stdin:
             job = json.loads(line)
             params = SamplingParams(
-                temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False
+                temperature=0.0,
+                max_tokens=job["max_tokens"],
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_transfer_params": {"kvtiers": {"tiers": job["tiers"]}}},
             )
             while job["forget"] and not llm.reset_prefix_cache():
                 time.sleep(0.01)
