@@ -5,6 +5,7 @@ KVTiersError
 │   ├── TierUnavailable  it may work again: a refused connection, a timeout, an I/O error
 │   ├── TierFull         no room could be made
 │   └── TierUnusable     not as it is configured: said once at open, the chain goes on without it
+│       └── TierNotOpen  not now: what it is kept on is not there, full or read-only; tried again
 └── RecordError          bytes that are not the record they should be
 """
 
@@ -29,6 +30,10 @@ class TierFull(TierError):
 
 class TierUnusable(TierError):
     """The tier can't work as it is configured; only a change by the operator helps."""
+
+
+class TierNotOpen(TierUnusable):
+    """The tier can't be opened for now, and may be later, without a change of its settings."""
 
 
 class RecordError(KVTiersError):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from replay_chains import MODEL, SLOT, cpu
+from replay_chains import MODEL, SLOT, chain_of, cpu
 
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec, StoreSite, StoreSpec
@@ -197,3 +199,26 @@ def test_a_tier_is_given_what_two_requests_had(
     ask(made)
     made.settle()
     assert len(store.blocks) == 101
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="what the folder is to lie on is not there at start",
+    outcome="said once; it joins by itself when it is",
+)
+def test_a_tier_that_could_not_be_opened_joins_later(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "mount"
+    place.write_text("not mounted yet")
+    tiers = [{"type": "disk", "path": str(place / "tier"), "capacity": "1MiB"}]
+    made = engine(chain_of(*tiers), prefix_caching=False)
+    ask(made, LONG[:40])
+    said = [r.getMessage() for r in caplog.records if "unusable for now" in r.getMessage()]
+    assert len(said) == 2, "by each half"
+    place.unlink()
+    deadline = time.monotonic() + 30
+    while not made.stats.data["disk"].get("loaded_tokens"):
+        assert time.monotonic() < deadline
+        ask(made, LONG[:40])
+        time.sleep(0.05)

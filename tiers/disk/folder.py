@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tiers.disk.slab import punch
-from tiers.errors import TierUnusable
+from tiers.errors import TierNotOpen, TierUnusable
 
 _LOCK_WAIT_S = 10.0
 _LOCK_POLL_S = 0.02
@@ -47,7 +47,7 @@ class Folder:
             if not os.path.lexists(self.path):
                 self.path.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise TierUnusable(
+            raise TierNotOpen(
                 f"{self.path}: the folder can't be made: {error.strerror}; "
                 "name a folder on a writable file system"
             ) from error
@@ -97,8 +97,8 @@ class Folder:
         fixed = (*index, self.owners, self.lock)
         return [f for f in (*fixed, *self.path.glob("slab-*.dat")) if os.path.lexists(f)]
 
-    def _unwritable(self, error: OSError) -> TierUnusable:
-        return TierUnusable(
+    def _unwritable(self, error: OSError) -> TierNotOpen:
+        return TierNotOpen(
             f"{self.path} can't be written: {error.strerror}; "
             "make it writable for this user, or name another folder"
         )

@@ -27,7 +27,7 @@ from tiers.disk.owner import Census, Owner, survey
 from tiers.disk.presence import Presence
 from tiers.disk.rows import Entry, Slot
 from tiers.disk.slab import Slabs, sync_folder
-from tiers.errors import TierError, TierUnavailable, TierUnusable
+from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
 
 THREADS = 4
 """Reads and writes under way at once; 4 to 8 were fastest cold, and warm no slower than one."""
@@ -251,7 +251,7 @@ def _open(path: Path, capacity: int, access: Access) -> Vault:
     except TierUnusable:
         raise
     except TierError as error:
-        raise TierUnusable(f"the disk tier can't be opened: {error}") from error
+        raise TierNotOpen(f"the disk tier can't be opened: {error}") from error
 
 
 def _enter(folder: Folder, census: Census, capacity: int, access: Access, direct: bool) -> Vault:
