@@ -10,14 +10,6 @@ from servers import RedisServer, binaries
 pytest.register_assert_rewrite("tiers.testing")  # so that a failure shows what was compared
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Real engines want all cores: one after the other, also where tests run side by side."""
-    for item in items:
-        if item.get_closest_marker("vllm"):
-            item.add_marker(pytest.mark.xdist_group("vllm"))
-
-
 @pytest.fixture(scope="session", params=sorted(binaries()))
 def shared_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     """A server that stays up for all tests; use keys of your own and leave it as it is."""

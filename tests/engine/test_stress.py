@@ -111,6 +111,8 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     ]
 
 
+QUICK = ("two ranks uncached", "hybrid", "windows")
+"""Settings that are run with all other tests; the rest are with the faults."""
 SETTINGS = {
     "cached": (PLAIN, "first", 1, True),
     "uncached": (PLAIN, "first", 1, False),
@@ -123,7 +125,10 @@ SETTINGS = {
 """Model, load policy, ranks, and whether the engine caches prefixes itself."""
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.faults) for name in SETTINGS],
+)
 def test_no_token_differs_and_nothing_is_left_behind(tmp_path: Path, setting: str) -> None:
     model, load, world_size, prefix_caching = SETTINGS[setting]
     chain = ChainSpec(
