@@ -59,11 +59,11 @@ def test_eviction_restart_and_replica(
     assert first.loaded() == {"cpu": WHOLE}
     assert {first.count(t, "stored_blocks") for t in ("cpu", "fast", "slow", "redis")} == {72}
 
-    restarted = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis])
+    restarted = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis], **IN_PROCESS)
     assert restarted.tokens == answers * 2
     assert restarted.loaded() == {"fast": WHOLE, "cpu": WHOLE}, "promoted on the first load"
 
-    replica = run_vllm(ONE_BY_ONE, [CPU, disk(tmp_path / "there"), redis])
+    replica = run_vllm(ONE_BY_ONE, [CPU, disk(tmp_path / "there"), redis], **IN_PROCESS)
     assert replica.tokens == answers
     assert replica.loaded() == {"redis": WHOLE}
     assert replica.count("disk", "stored_blocks") == 72, "promoted to the disk as well"

@@ -52,6 +52,12 @@ def test_host_memory_serves_what_the_engine_evicted(
     assert run.cached == NONE + ALL
 
 
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="disk",
+    fault="vLLM's own connector hosts the tiers; a slab is damaged, the engine restarted",
+    outcome="misses; every token is right",
+)
 def test_disk_serves_a_restarted_engine_and_damage_is_a_miss(
     run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
 ) -> None:
@@ -75,6 +81,12 @@ def test_disk_serves_a_restarted_engine_and_damage_is_a_miss(
     assert 0 < sum(tokens for (tokens,) in damaged.cached) < 4 * 18 * 32
 
 
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="redis",
+    fault="vLLM's own connector hosts the tiers; Redis is dead",
+    outcome="misses; every token is right",
+)
 def test_redis_serves_another_engine_and_a_dead_one_is_a_miss(
     run_vllm: Callable[..., Run], answers: list[list[list[int]]], server: Any
 ) -> None:
