@@ -66,8 +66,9 @@ def parse_duration(value: object) -> float:
     return seconds
 
 
-_RATE = re.compile(r"([^/]+)/\s*(s|m|h|d|day)\s*")
-_RATE_SECONDS = {**_SECONDS, "day": _SECONDS["d"]}
+_RATE_SECONDS = {unit: _SECONDS[unit] for unit in ("s", "m", "h", "d")} | {"day": _SECONDS["d"]}
+_PER = rf"/\s*({'|'.join(_RATE_SECONDS)})\s*"
+_RATE = re.compile(rf"([^/]+){_PER}")
 
 
 def parse_rate(value: object) -> float:
@@ -153,7 +154,7 @@ ByteRate = Annotated[
     WithJsonSchema(
         {
             "type": "string",
-            "pattern": _pattern(_SIZE_UNITS, unit_needed=False)[:-1] + r"/\s*(s|m|h|d|day)\s*$",
+            "pattern": _pattern(_SIZE_UNITS, unit_needed=False)[:-1] + _PER + "$",
             "examples": ["200MB/s", "2TB/day"],
         }
     ),

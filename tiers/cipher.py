@@ -11,11 +11,9 @@ NIST SP 800-38D allows 2^32 seals under one key with random nonces: 8 PiB of blo
 from __future__ import annotations
 
 import hashlib
-import mmap
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, cast
 
 from cryptography.exceptions import InvalidTag
@@ -23,6 +21,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tiers.block import NAMESPACE_BYTES
 from tiers.errors import TierError
+from tiers.pool import slot_stride
+from tiers.scratch import Scratch
 from tiers.store import (
     Block,
     Clear,
@@ -38,14 +38,13 @@ from tiers.tally import Tally
 
 NONCE_BYTES = 12
 TAG_BYTES = 16
-PAGE = 4096
 SCRATCH_BYTES = 32 << 20
 """Sealed bytes that a verb holds at once."""
 
 
 def sealed_bytes(payload_bytes: int) -> int:
     """Bytes of a sealed payload, in whole pages: what direct I/O asks for."""
-    return -(-(NONCE_BYTES + payload_bytes + TAG_BYTES) // PAGE) * PAGE
+    return slot_stride(NONCE_BYTES + payload_bytes + TAG_BYTES)
 
 
 class Cipher:
@@ -105,10 +104,11 @@ class EncryptedStore:
 
     def __init__(self, store: TierStore, ciphers: Sequence[Cipher], payload_bytes: int) -> None:
         self._store: Any = store
+        self._inner = store if isinstance(store, Damages) else None
         self._ciphers = ciphers
         self._sealed = sealed_bytes(payload_bytes)
         self._at_once = max(1, SCRATCH_BYTES // self._sealed)
-        self._spare: deque[mmap.mmap] = deque()
+        self._scratch = Scratch(self._at_once * self._sealed)
         self._damaged = Tally()
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
@@ -177,21 +177,9 @@ class EncryptedStore:
     def _parts(self, blocks: Sequence[Block]) -> Iterator[tuple[Sequence[Block], list[memoryview]]]:
         for start in range(0, len(blocks), self._at_once):
             part = blocks[start : start + self._at_once]
-            with self._scratch() as memory:
+            with self._scratch.taken() as memory:
                 size = self._sealed
                 yield part, [memory[i * size : (i + 1) * size] for i in range(len(part))]
-
-    @contextmanager
-    def _scratch(self) -> Iterator[memoryview]:
-        """Memory for a part's sealed payloads, on whole pages; one per thread at work is kept."""
-        try:
-            memory = self._spare.pop()
-        except IndexError:
-            memory = mmap.mmap(-1, self._at_once * self._sealed)
-        try:
-            yield memoryview(memory)
-        finally:
-            self._spare.append(memory)
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Drop the names of every cipher."""
@@ -199,7 +187,7 @@ class EncryptedStore:
 
     def damaged(self) -> int:
         """Blocks found that did not open, and those that the store itself found damaged."""
-        inner = self._store.damaged() if isinstance(self._store, Damages) else 0
+        inner = 0 if self._inner is None else self._inner.damaged()
         return inner + self._damaged.total
 
     def close(self) -> None:

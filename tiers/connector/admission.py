@@ -36,7 +36,7 @@ class Admission:
             return "store_dropped_down"
         if not self._is_touched_enough(key):
             return "store_deferred"
-        return "store_dropped_budget" if self._budget is not None and self._funds() < size else None
+        return None if self._can_pay(size) else "store_dropped_budget"
 
     def _is_touched_enough(self, key: bytes) -> bool:
         if self._store_after == 1:
@@ -47,13 +47,13 @@ class Admission:
             del self._counts[next(iter(self._counts))]
         return count >= self._store_after
 
-    def _funds(self) -> float:
+    def _can_pay(self, size: int) -> bool:
+        if self._budget is None:
+            return True
         now, before = self._now(), self._since
         self._since = now
-        if self._budget is not None:
-            most = self._budget * BURST
-            self._left = min(most, self._left + (now - before) * self._budget)
-        return self._left
+        self._left = min(self._budget * BURST, self._left + (now - before) * self._budget)
+        return self._left >= size
 
     def stores(self, key: bytes, size: int) -> None:
         """The block is on its way; when it goes again, it has to be asked for anew."""

@@ -9,31 +9,33 @@ from tiers.connector.base import JobResult, LoadItem, LoadJob, StoreItem, StoreJ
 from tiers.connector.shared_load import SharedLoad
 
 
-@dataclass
-class PendingLoad:
+@dataclass(kw_only=True)
+class _Pending:
+    """A job that some ranks have not ended. `failed`, `lost`: items, as of `JobResult`."""
+
+    ranks_left: int
+    failed: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    seconds: float = 0.0
+
+
+@dataclass(kw_only=True)
+class PendingLoad(_Pending):
     """A load under way: the `blocks` of the request that it brings, in which of them each of its
-    items is, and what load it is a part of. `failed`, `lost`: items, as of `JobResult`."""
+    items is, and what load it is a part of."""
 
     job: LoadJob
-    ranks_left: int
     blocks: list[int]
     of_block: list[int]
     shared: SharedLoad
-    failed: set[int] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
-    seconds: float = 0.0
 
 
-@dataclass
-class PendingStore:
-    """A store under way, of a request of this tenant. `failed`: items."""
+@dataclass(kw_only=True)
+class PendingStore(_Pending):
+    """A store under way, of a request of this tenant."""
 
     job: StoreJob
-    ranks_left: int
     tenant: str
-    failed: set[int] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
-    seconds: float = 0.0
 
 
 class Jobs:
@@ -60,13 +62,15 @@ class Jobs:
     ) -> LoadJob:
         """Begin a load, which may take so many seconds."""
         job = LoadJob(next(self._ids), request_id, items, seconds)
-        self._loading[job.job_id] = PendingLoad(job, self._ranks, blocks, of_block, shared)
+        self._loading[job.job_id] = PendingLoad(
+            ranks_left=self._ranks, job=job, blocks=blocks, of_block=of_block, shared=shared
+        )
         return job
 
     def store(self, items: list[StoreItem], tenant: str) -> StoreJob:
         """Begin a store."""
         job = StoreJob(next(self._ids), items)
-        self._storing[job.job_id] = PendingStore(job, self._ranks, tenant)
+        self._storing[job.job_id] = PendingStore(ranks_left=self._ranks, job=job, tenant=tenant)
         return job
 
     def end(self, job_id: int, result: JobResult) -> PendingLoad | PendingStore | None:

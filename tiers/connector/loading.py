@@ -40,15 +40,6 @@ class Ended(NamedTuple):
     damaged: int
 
 
-class _Copy(NamedTuple):
-    """An item of a load, by its place in the job; the row of host memory that has its block, and
-    the paged block that it goes to."""
-
-    item: int
-    row: int
-    target: int
-
-
 class _Load:
     """A load under way. What is not copied when it is ended never will be."""
 
@@ -59,13 +50,17 @@ class _Load:
         self.seconds = job.seconds
         """What moving the blocks took, once that is known."""
         self.damaged = 0
-        self.lost: set[int] = set()
-        """Items that were asked for in vain."""
+        self._lost: set[int] = set()
         self._arrived: set[int] = set()
         self._is_over = False
         # Held during copies into the engine's memory: it may reuse a load's blocks once that is
         # ended, which so can't happen between the look at `_is_over` and the copy.
         self._lock = threading.Lock()
+
+    def miss(self, wave: _Numbered, held: Sequence[bool]) -> None:
+        """Note which items of a wave were asked for in vain."""
+        with self._lock:
+            self._lost.update(i for (i, _), ok in zip(wave, held, strict=True) if not ok)
 
     def bring(self, indexes: Sequence[int], copy: Callable[[], None]) -> bool:
         """Copy these items, unless the load is over; whether it was not."""
@@ -76,11 +71,13 @@ class _Load:
             self._arrived.update(indexes)
             return True
 
-    def end(self) -> set[int]:
-        """End it; the items that did not arrive. Waits for no more than a copy."""
+    def end(self) -> tuple[set[int], set[int]]:
+        """End it; the items that did not arrive, and those of them that were asked for in vain.
+        Waits for no more than a copy."""
         with self._lock:
             self._is_over = True
-            return set(range(len(self.job.items))) - self._arrived
+            failed = set(range(len(self.job.items))) - self._arrived
+            return failed, self._lost & failed
 
 
 class Loading:
@@ -143,7 +140,8 @@ class Loading:
             wave = items[start : start + step]
             slots = [item.slot for _, item in wave if item.slot is not None]
             held = self._held(load, wave, slots)
-            if not self._bring_wave(load, memory, wave, slots, held, fence):
+            load.miss(wave, held)
+            if not self._bring_wave(load, memory, slots, wave, held, fence):
                 return
 
     def _held(self, load: _Load, items: _Numbered, slots: Sequence[int]) -> list[bool]:
@@ -169,37 +167,31 @@ class Loading:
             was_up = store.health.reads
             got = store.get(blocks)
             # A tier that failed, or was not asked at all, may have them still.
-            is_asked = was_up and store.health.reads
-            rows = range(len(wave))
-            if not self._bring_wave(load, bounce, wave, rows, got, fence, note_lost=is_asked):
+            if was_up and store.health.reads:
+                load.miss(wave, got)
+            if not self._bring_wave(load, bounce, range(len(wave)), wave, got, fence):
                 return
 
     def _bring_wave(
         self,
         load: _Load,
         memory: SlotMemory,
-        wave: _Numbered,
         rows: Sequence[int],
+        wave: _Numbered,
         held: Sequence[bool],
         fence: object,
-        note_lost: bool = True,
     ) -> bool:
-        """Copy what is held of a wave; whether all was, and the load goes on."""
-        here = list(zip(wave, rows, held, strict=True))
-        if note_lost:
-            load.lost.update(i for (i, _), _, ok in here if not ok)
-        copies = [_Copy(i, row, item.target) for (i, item), row, ok in here if ok]
-        # The engine uses what precedes the first failed block, and recomputes the rest.
-        return self._copy(load, memory, copies, fence) and all(held)
-
-    def _copy(
-        self, load: _Load, memory: SlotMemory, copies: Sequence[_Copy], fence: object
-    ) -> bool:
-        rows, targets = [c.row for c in copies], [c.target for c in copies]
+        """Copy what is held of a wave, from its rows; whether all was, and the load goes on."""
+        good = [place for place, ok in enumerate(held) if ok]
+        sources = [rows[place] for place in good]
+        targets = [wave[place][1].target for place in good]
         copier = self._host.copier
-        return load.bring(
-            [c.item for c in copies], lambda: copier.scatter(memory.rows, rows, targets, fence)
+        goes_on = load.bring(
+            [wave[place][0] for place in good],
+            lambda: copier.scatter(memory.rows, sources, targets, fence),
         )
+        # The engine uses what precedes the first failed block, and recomputes the rest.
+        return goes_on and all(held)
 
     def ended(self, idle: bool) -> list[Ended]:
         """Loads that have ended since the last call, of themselves or for lack of time.
@@ -219,10 +211,10 @@ class Loading:
             future.cancel()
         elif (error := future.exception()) is not None:
             logger.error("tier %r: a load failed on this worker: %s", self._tier, error)
-        failed = load.end()
+        failed, lost = load.end()
         if failed and not in_time:
             self._say_late(load.job.seconds)
-        return Ended(load.job, failed, load.lost & failed, load.seconds, in_time, load.damaged)
+        return Ended(load.job, failed, lost, load.seconds, in_time, load.damaged)
 
     def _say_late(self, seconds: float) -> None:
         if not self._said_late:

@@ -60,6 +60,7 @@ class OffloadingWorker:
         self._host = host
         self._drain = drain
         self._store: Guarded | None = None
+        self._damages: Damages | None = None
         self._namespace = b""
         self._unusable: str | None = None
         self._stores: list[_Store] = []
@@ -89,6 +90,8 @@ class OffloadingWorker:
         except TierUnusable as error:
             self._unusable = str(error)
             return
+        if isinstance(self._store, Damages):
+            self._damages = self._store
         self._loading.open(self._store)
 
     # -- loading -----------------------------------------------------------------------------
@@ -208,7 +211,10 @@ class OffloadingWorker:
             failures = self._store.failures.total
             merge(self._measures, {"tier_failures": failures - self._failures_seen})
             self._failures_seen = failures
-            self._note_damage(self._store)
+        if self._damages is not None:
+            damaged = self._damages.damaged()
+            merge(self._measures, {"damaged_blocks": damaged - self._damaged_seen})
+            self._damaged_seen = damaged
         meta = OffloadingWorkerMetadata(self._ended, measures=self._measures)
         health = HEALTHY if self._store is None else self._store.health
         if health != self._health:
@@ -221,12 +227,6 @@ class OffloadingWorker:
         self._ended, self._measures = {}, {}
         said = meta.jobs or meta.hellos or meta.health or any(meta.measures.values())
         return meta if said else None
-
-    def _note_damage(self, store: Guarded) -> None:
-        if isinstance(store, Damages):
-            damaged = store.damaged()
-            merge(self._measures, {"damaged_blocks": damaged - self._damaged_seen})
-            self._damaged_seen = damaged
 
     def close(self) -> None:
         """Let stores under way end, for `drain` seconds at most, and release the tier."""

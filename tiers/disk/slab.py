@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import re
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 from tiers.block import HEADER_BYTES
 from tiers.errors import RecordError
+from tiers.scratch import Scratch
 
 PAGE = 4096
 """Slots and their payloads start at multiples of this: what direct I/O asks of offsets, lengths
@@ -71,14 +69,15 @@ class Slab:
         self._handle = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
         self._size = size
         self._direct = direct
-        self._spare: deque[mmap.mmap] = deque()
+        # Of a slot whose payload needs no copy only the header's page is written to.
+        self._scratch = Scratch(size)
 
     def write(self, number: int, header: bytes, payload: memoryview) -> None:
         """Write a record into a slot, from the caller's memory."""
         if not self._direct:
             parts = [memoryview(header), memoryview(_AFTER_HEADER), payload]
             return self._write(number * self._size, parts)
-        with self._aligned() as slot:
+        with self._scratch.taken() as slot:
             slot[: len(header)] = header
             whole = _on_pages(payload)
             if not whole:
@@ -91,7 +90,7 @@ class Slab:
             head = bytearray(PAGE)
             self._read(number * self._size, [memoryview(head), payload], PAGE + len(payload))
             return bytes(head[:HEADER_BYTES])
-        with self._aligned() as slot:
+        with self._scratch.taken() as slot:
             whole = _on_pages(payload)
             parts = [slot[:PAGE], payload] if whole else [slot]
             self._read(number * self._size, parts, PAGE + len(payload))
@@ -114,19 +113,6 @@ class Slab:
             offset += done
             needed -= done
             parts = _after(parts, done)
-
-    @contextmanager
-    def _aligned(self) -> Iterator[memoryview]:
-        """A slot's bytes of our own, on whole pages. One per thread at work is kept; of a slot
-        whose payload needs no copy the system provides the header's page alone."""
-        try:
-            memory = self._spare.pop()
-        except IndexError:
-            memory = mmap.mmap(-1, self._size)
-        try:
-            yield memoryview(memory)
-        finally:
-            self._spare.append(memory)
 
     def allocate(self, number: int) -> None:
         """Put disk space behind a slot, so that a full disk is found before anything is lost."""
