@@ -15,6 +15,7 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,21 @@ def run(job: dict[str, Any]) -> None:
         prompts, params = zip(*requests, strict=True)
         outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
         batches.append([shown(output) for output in outputs])
+    settle(llm)
     result = {"batches": batches, "tiers": counters(llm), "preemptions": preemptions(llm)}
     llm.llm_engine.engine_core.shutdown()
     Path(job["result"]).write_text(json.dumps(result))
+
+
+def settle(llm: Any) -> None:
+    """Let stores under way end, for seconds: counters come with steps, and a busy machine's last
+    stores end after the last request's."""
+    from vllm import SamplingParams, TokensPrompt
+
+    late = time.monotonic() + 5
+    nothing = SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True)
+    while time.monotonic() < late and any(t.get("storing_jobs") for t in counters(llm).values()):
+        llm.generate([TokensPrompt(prompt_token_ids=[3])], [nothing], use_tqdm=False)
 
 
 def shown(output: Any) -> dict[str, Any]:
