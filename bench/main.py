@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -37,23 +38,29 @@ Suite = Callable[[Scale], AbstractContextManager[Iterator[Case]]]
 """What a suite's module has as `cases`: a context manager, so that servers it starts are ended."""
 
 
-def run(names: Sequence[str], scale: Scale, note: Callable[[str], None]) -> list[Row]:
-    """Measure the suites' cases, one by one. Raises KeyError for a suite there is none of."""
+def run(
+    names: Sequence[str], scale: Scale, note: Callable[[str], None], json_file: Path | None = None
+) -> list[Row]:
+    """Measure the suites' cases, one by one; the JSON is written after each suite, so that one that
+    fails costs its own rows alone. Raises KeyError for a suite there is none of."""
     rows: list[Row] = []
+    began = time.monotonic()
     for name in names:
         if name not in SUITES:
             raise KeyError(name)
         cases: Suite = import_module(f"bench.{name}").cases
         with cases(scale) as found:
             for case in found:
-                note(f"{case.suite}: {case.case}")
+                note(f"{time.monotonic() - began:4.0f} s  {case.suite}: {case.case}")
                 rows.append(measure(case, 0 if scale.smoke else scale.rounds))
+        if json_file is not None:
+            write_json(json_file, rows)
     return rows
 
 
-def show(rows: Sequence[Row], json_file: Path | None, png: Path | None = None) -> None:
-    """Print the table, what holds us off a target or a measurement, and the curves; write the JSON
-    and the picture."""
+def show(rows: Sequence[Row], png: Path | None = None) -> None:
+    """Print the table, what holds us off a target or a measurement, and the curves; write the
+    picture."""
     from rich.console import Console
     from rich.table import Table
 
@@ -67,8 +74,6 @@ def show(rows: Sequence[Row], json_file: Path | None, png: Path | None = None) -
     for row in rows:
         if row.why and (row.met is False or row.ours is None):
             console.print(f"{row.suite}, {row.case}: {row.why}", soft_wrap=True)
-    if json_file is not None:
-        write_json(json_file, rows)
     print(in_terminal(rows))
     if png is None:
         return

@@ -46,5 +46,5 @@ def bench(
         raise typer.Exit(2)
     with TemporaryDirectory(prefix="kvtiers-bench-", dir=folder) as made:
         scale = main.Scale(smoke, Path(made), rounds)
-        rows = main.run(wanted, scale, lambda line: typer.echo(line, err=True))
-    main.show(rows, json_file, plot)
+        rows = main.run(wanted, scale, lambda line: typer.echo(line, err=True), json_file)
+    main.show(rows, plot)
