@@ -8,8 +8,9 @@ process with a limit of memory (`bench.squeezed`).
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from bench import lmcache
 from bench.blocks import both_ways, sizes
@@ -48,26 +49,32 @@ _SYNCED = "the index is synced as well, twice a batch: before the blocks are wri
 @contextmanager
 def cases(scale: Scale) -> Iterator[Iterator[Case]]:
     """Buffered, direct, synced and cold; more than memory; by block size; the index alone."""
-    with ExitStack() as stack:
-        yield _all(scale, stack)
+    yield _all(scale)
 
 
-def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
-    count, payload_bytes = (8, 64 << 10) if scale.smoke else (64, 2 << 20)
-    bench = Bench(scale.folder, count, payload_bytes, BATCHES, stack)
-    yield from _buffered(bench)
-    yield from _others(bench, stack)
-    yield from _synced(bench, "buffered")
-    yield from _cold(bench)
-    probe = bench.place()
+def _all(scale: Scale) -> Iterator[Case]:
+    count, size = (8, 64 << 10) if scale.smoke else (64, 2 << 20)
+    probe = scale.folder / "probe"
     probe.touch()
     direct = takes_direct(probe)
-    if direct:
-        yield from _direct(bench)
-        yield from _synced(bench, "direct")
-    yield from _more_than_memory(bench, direct)
+    parts: list[Callable[[Bench], Iterator[Case]]] = [_buffered, _others, _synced, _cold]
+    parts += [_direct] if direct else []
+    for part in [*parts, partial(_more_than_memory, direct=direct)]:
+        with _bench(scale, count, size, BATCHES) as bench:
+            yield from part(bench)
     yield from _by_block_size(scale, direct)
     yield from index_cases(scale)
+
+
+@contextmanager
+def _bench(scale: Scale, count: int, payload_bytes: int, batches: int) -> Iterator[Bench]:
+    """In a folder that goes with it: what one part holds is the next one's room, and no longer
+    the kernel's to write."""
+    folder = scale.folder / "disk"
+    folder.mkdir()
+    with ExitStack() as stack:
+        yield Bench(folder, count, payload_bytes, batches, stack)
+    shutil.rmtree(folder)
 
 
 def _case(
@@ -107,29 +114,30 @@ def _buffered(bench: Bench) -> Iterator[Case]:
     yield _case(bench, "warm load", 1.0, load, peer=peer, peer_name=FILES, why=_UNCHECKED)
 
 
-def _others(bench: Bench, stack: ExitStack) -> Iterator[Case]:
+def _others(bench: Bench) -> Iterator[Case]:
     """What users have today, where it is installed."""
     tier = bench.tier("buffered")
-    store, load = bench.rate(tier.store), bench.rate(tier.load)
-    if VllmFiles.installed():
-        vllm = VllmFiles(bench.place(), bench.count, bench.payload_bytes, bench.batches)
-        stack.callback(vllm.close)
-        for _ in range(bench.batches):
-            vllm.store()
-        theirs = bench.rate(vllm.store, before=vllm.make_room), bench.rate(vllm.load)
-        yield from _other(bench, "vLLM fs", (store, load), theirs, _VLLM)
-    else:
-        yield from _other(bench, "vLLM fs", (store, load), None, "vLLM is not installed")
-    if lmcache.installed():
-        folder = bench.place()
-        other = lmcache.LMCacheDisk(folder, bench.count, bench.payload_bytes, bench.batches)
-        stack.callback(other.close)
-        for _ in range(bench.batches):
-            other.store()
-        theirs = bench.rate(other.store), bench.rate(other.load)
-        yield from _other(bench, lmcache.NAME, (store, load), theirs, _UNCHECKED)
-    else:
-        yield from _other(bench, lmcache.NAME, (store, load), None, lmcache.ABSENT)
+    ours = bench.rate(tier.store), bench.rate(tier.load)
+    with ExitStack() as stack:
+        if VllmFiles.installed():
+            vllm = VllmFiles(bench.place(), bench.count, bench.payload_bytes, bench.batches)
+            stack.callback(vllm.close)
+            for _ in range(bench.batches):
+                vllm.store()
+            theirs = bench.rate(vllm.store, before=vllm.make_room), bench.rate(vllm.load)
+            yield from _other(bench, "vLLM fs", ours, theirs, _VLLM)
+        else:
+            yield from _other(bench, "vLLM fs", ours, None, "vLLM is not installed")
+        if lmcache.installed():
+            folder = bench.place()
+            other = lmcache.LMCacheDisk(folder, bench.count, bench.payload_bytes, bench.batches)
+            stack.callback(other.close)
+            for _ in range(bench.batches):
+                other.store()
+            theirs = bench.rate(other.store), bench.rate(other.load)
+            yield from _other(bench, lmcache.NAME, ours, theirs, _UNCHECKED)
+        else:
+            yield from _other(bench, lmcache.NAME, ours, None, lmcache.ABSENT)
 
 
 def _other(
@@ -176,14 +184,10 @@ def _by_block_size(scale: Scale, direct: bool) -> Iterator[Case]:
     for size, count in sizes(scale):
         ways: tuple[Io, ...] = ("buffered", "direct") if direct else ("buffered",)
         for io in ways:
-            folder = scale.folder / f"disk {io} {size}"
-            folder.mkdir()
-            with ExitStack() as stack:
-                bench = Bench(folder, count, size, 4, stack)
+            with _bench(scale, count, size, 4) as bench:
                 tier = bench.tier(io)
                 store, load = bench.rate(tier.store), bench.rate(tier.load)
                 yield from both_ways("disk", f"disk, {io}", size, store, load)
-            shutil.rmtree(folder)
 
 
 def _direct(bench: Bench) -> Iterator[Case]:
@@ -192,9 +196,10 @@ def _direct(bench: Bench) -> Iterator[Case]:
     yield _case(bench, "store, direct", 0.9, bench.rate(tier.store), limit, why=_COMMITS)
     limit = bench.rate(lambda: raw.load(bench.payloads))
     yield _case(bench, "load, direct", 0.9, bench.rate(tier.load), limit, why=_COMMITS)
+    yield from _synced(bench, "direct")
 
 
-def _synced(bench: Bench, io: Io) -> Iterator[Case]:
+def _synced(bench: Bench, io: Io = "buffered") -> Iterator[Case]:
     tier, raw = bench.tier(io, "sync"), bench.raw(direct=io == "direct")
     limit = bench.rate(lambda: raw.store(bench.payloads, sync=True))
     yield _case(bench, f"synced store, {io}", 0.9, bench.rate(tier.store), limit, why=_SYNCED)
