@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -27,7 +27,7 @@ SUITES = (
 @dataclass(frozen=True)
 class Scale:
     """How much a suite measures. `smoke`: only that everything runs, in seconds. `folder`: an
-    empty one, for suites that write files."""
+    empty one, for what suites write; each gets one of its own in it."""
 
     smoke: bool
     folder: Path
@@ -49,7 +49,9 @@ def run(
         if name not in SUITES:
             raise KeyError(name)
         cases: Suite = import_module(f"bench.{name}").cases
-        with cases(scale) as found:
+        folder = scale.folder / name
+        folder.mkdir()
+        with cases(replace(scale, folder=folder)) as found:
             for case in found:
                 note(f"{time.monotonic() - began:4.0f} s  {case.suite}: {case.case}")
                 rows.append(measure(case, 0 if scale.smoke else scale.rounds))
