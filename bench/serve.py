@@ -1,9 +1,10 @@
 """A real vLLM engine in a process of its own, for the suite e2e: `python -m bench.serve`.
 
 Reads arguments of `vllm.LLM` as one line of JSON, then one command a line: a list of prompts (token
-ids) to answer at once, how many tokens each, whether to empty the prefix cache before, and which
-tiers may serve them. Answers each with a line: seconds it took, seconds to the first token, the
-mean of the prompts, and tokens that were not computed but cached, by the engine or below it.
+ids) to answer at once, how many tokens each, whether to empty the prefix cache before, which tiers
+may serve them, and whether they are stored. Answers each with a line: seconds it took, seconds to
+the first token, the mean of the prompts, and tokens that were not computed but cached, by the
+engine or below it.
 """
 
 from __future__ import annotations
@@ -65,14 +66,17 @@ class Engine:
         max_tokens: int,
         forget: bool = False,
         tiers: Sequence[str] | None = None,
+        store: bool = True,
     ) -> Answered:
         """Answer prompts at once. `forget`: empty the engine's own prefix cache first. `tiers`:
-        those that may serve them; None: all.
+        those that may serve them; None: all. `store`: in the tiers.
 
         Raises RuntimeError when the engine has ended.
         """
-        job = {"prompts": prompts, "max_tokens": max_tokens, "forget": forget, "tiers": tiers}
-        self._tell(job)
+        limits = {"tiers": tiers, "store": store}
+        self._tell(
+            {"prompts": prompts, "max_tokens": max_tokens, "forget": forget, "limits": limits}
+        )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -107,7 +111,7 @@ def main() -> None:
                 max_tokens=job["max_tokens"],
                 ignore_eos=True,
                 detokenize=False,
-                extra_args={"kv_transfer_params": {"kvtiers": {"tiers": job["tiers"]}}},
+                extra_args={"kv_transfer_params": {"kvtiers": job["limits"]}},
             )
             while job["forget"] and not llm.reset_prefix_cache():
                 time.sleep(0.01)

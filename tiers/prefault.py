@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 
+from tiers.threads import spread
+
 AHEAD = 256 << 20
 """Bytes to have beyond what is in use: a third of a second's work, and all that a pool which is
 never filled costs in vain."""
@@ -48,6 +50,7 @@ class Prefault:
         return self._done
 
     def _run(self) -> None:
+        spread()
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         while self._has_work():

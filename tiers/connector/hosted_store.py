@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from tiers.connector.region import SlotRegion
 from tiers.guard import Guarded
 from tiers.store import Block
+from tiers.threads import threads
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ class StoreTransfers:
         self._store = store
         self._regions = regions
         self._under_way: list[Transfer] = []
-        self._fetcher = ThreadPoolExecutor(FETCHERS, thread_name_prefix="kvtiers-fetch")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvtiers-store")
+        self._fetcher = threads(FETCHERS, "fetch")
+        self._writer = threads(1, "store")
 
     def __len__(self) -> int:
         return len(self._under_way)

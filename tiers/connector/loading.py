@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import NamedTuple
 
 from tiers.connector.base import LoadItem, LoadJob
@@ -14,6 +14,7 @@ from tiers.connector.host import HostSlots
 from tiers.guard import Guarded
 from tiers.pool import SlotMemory, slot_stride
 from tiers.store import Block
+from tiers.threads import threads
 from tiers.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class Loading:
         self._said_late = False
         self._loads: list[tuple[_Load, Future[None]]] = []
         self._bounce: list[SlotMemory] = []
-        self._threads = ThreadPoolExecutor(LOADERS, thread_name_prefix=f"kvtiers-load-{tier}")
+        self._threads = threads(LOADERS, f"load-{tier}")
 
     def open(self, store: Guarded) -> None:
         """Load from this store from now on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Protocol
 
 from tiers.connector.lookups import Lookup, Peeked, leading
@@ -19,6 +19,7 @@ from tiers.connector.recent import RecentKeys
 from tiers.guard import HEALTHY, Guarded, Health
 from tiers.pool import Residency, SlotPool
 from tiers.store import Clear, LocalIndex, TierStore, Touch
+from tiers.threads import threads
 
 
 class TierManager(Protocol):
@@ -226,7 +227,7 @@ class StoreManager:
         self._peeked: dict[str, Peeked] = {}
         self._lookups: dict[str, Lookup] = {}
         self._clearing: list[Future[None]] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvtiers-lookup")
+        self._thread = threads(1, "lookup")
 
     def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int | None:
         """Count leading held blocks, or begin to find out."""

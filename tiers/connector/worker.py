@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from tiers.errors import TierUnusable
 from tiers.guard import HEALTHY, Guarded
 from tiers.opening import open_guarded
 from tiers.store import Block, Damages
+from tiers.threads import threads
 from tiers.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class OffloadingWorker:
         load_rate = Throttle(spec.load_rate if spec else None, ranks)
         self._loading = Loading(name, host, load_rate, self._verify)
         self._throttle = Throttle(spec.store_rate if spec else None, ranks)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"kvtiers-store-{name}")
+        self._writer = threads(1, f"store-{name}")
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's paged KV and open the tier; one that can't be used is reported."""

@@ -12,7 +12,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import repeat
 from pathlib import Path
@@ -28,6 +27,7 @@ from tiers.disk.presence import Presence
 from tiers.disk.rows import Entry, Slot
 from tiers.disk.slab import Slabs, sync_folder
 from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
+from tiers.threads import threads
 
 THREADS = 4
 """Reads and writes under way at once; 4 to 8 were fastest cold, and warm no slower than one."""
@@ -50,7 +50,7 @@ class Vault:
         self.index = index
         self.slabs = slabs
         self.pid = os.getpid()
-        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvtiers-disk")
+        self.threads = threads(THREADS, "disk")
         self.presence = Presence(index, self.threads.submit)
         self._owner = owner
         self._uses: deque[bytes] = deque(maxlen=_MAX_USES)

@@ -11,13 +11,14 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm import __version__ as vllm_version
 
 from tiers.engine.versions import check_version
+from tiers.threads import threads
 
 check_version(vllm_version)  # before what another version may not have
 
@@ -256,8 +257,8 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
         self._region = region
         self._copiers = copiers
         self._jobs: dict[int, _Job] = {}
-        self._loader = ThreadPoolExecutor(COPIERS, thread_name_prefix="kvtiers-load")
-        self._gatherer = ThreadPoolExecutor(1, thread_name_prefix="kvtiers-gather-end")
+        self._loader = threads(COPIERS, "load")
+        self._gatherer = threads(1, "gather-end")
         # Two loads from one slot may end at once: each would count its end from the same number.
         self._marking = threading.Lock()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 
 from tiers.gpu.pages import block_pages, layout_digest
+from tiers.threads import threads
 
 
 class _Done:
@@ -35,7 +36,7 @@ class CpuCopier:
         self._num_blocks = num_blocks
         self.layout = layout_digest(kv_caches, num_blocks)
         self.payload_bytes = sum(page.shape[1] for page in self._pages)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvtiers-gather")
+        self._thread = threads(1, "gather")
 
     def fence(self) -> object:
         """Nothing to mark: the engine's work on the CPU is done when it calls us."""

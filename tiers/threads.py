@@ -1,0 +1,48 @@
+"""Threads that leave the engine's compute cores to it, where there are others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_NODES = Path("/sys/devices/system/node")
+
+
+def threads(count: int, name: str) -> ThreadPoolExecutor:
+    """At most so many threads, spread out, which the system knows as `kvtiers-NAME_N`."""
+    return ThreadPoolExecutor(count, thread_name_prefix=f"kvtiers-{name}", initializer=spread)
+
+
+def spread() -> None:
+    """Let the calling thread run on all cores of its NUMA node that its process may have.
+
+    An engine on the CPU has OpenMP bind its worker's first thread to the cores that compute, and
+    a thread inherits that: what it does would be taken from the engine, beside cores kept free
+    for it. The worker's parent is not bound, so its cores are those that the operator meant. An
+    engine's worker that is bound to a node of its GPU stays there.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None or not hasattr(os, "sched_setaffinity"):
+        return
+    ours = os.sched_getaffinity(0)
+    try:
+        near = os.sched_getaffinity(parent.pid) & _same_nodes(ours)
+        if ours < near:
+            os.sched_setaffinity(0, near)
+    except OSError:
+        # The parent has ended, or /sys is not to be read: as bound as before, it works as well.
+        return
+
+
+def _same_nodes(cores: set[int]) -> set[int]:
+    """All cores of the NUMA nodes that have some of these. Raises OSError."""
+    nodes = [_listed(file.read_text()) for file in _NODES.glob("node[0-9]*/cpulist")]
+    return set[int]().union(*(node for node in nodes if node & cores))
+
+
+def _listed(text: str) -> set[int]:
+    """The kernel's list of numbers and ranges, such as `0-3,8`."""
+    spans = [span.split("-") for span in text.strip().split(",") if span]
+    return {core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)}
