@@ -8,12 +8,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from spec.secret import Secret
+
 KEY_BYTES = 32
 MAX_KEYS = 8
 """Each key that is still read costs every lookup that misses one more."""
 
 _KEY = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
-_MAX_FILE = 64 << 10
 _HOW = "write keys of 64 hex digits, one a line, like those of: openssl rand -hex 32"
 
 
@@ -38,12 +39,7 @@ class EncryptionSpec(BaseModel):
 
 def read_keys(path: Path) -> tuple[bytes, ...]:
     """The keys in a file, as it is now. Raises ValueError, which shows nothing of a key."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE).decode("ascii", errors="replace")
-    except OSError as error:
-        raise ValueError(f"let the file be read, which failed: {error.strerror}") from None
-    lines = [line.strip() for line in text.splitlines()]
+    lines = [line.strip() for line in Secret(file=str(path)).reveal().splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys or not all(_KEY.fullmatch(key) for key in keys):
         raise ValueError(_HOW)

@@ -25,3 +25,11 @@ def test_every_claim_of_the_threat_model_names_its_test() -> None:
     claims = [row for row in rows if denied.match(row)]
     assert len(claims) >= 20
     assert [row for row in claims if "::" not in row] == []
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "README.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.stem
+)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / link).exists(), link

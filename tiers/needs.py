@@ -1,4 +1,4 @@
-"""What the demo needs beside kvtiers itself, said before it is missed."""
+"""What a command needs beside kvtiers itself, said before it is missed."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ def need(package: str, *extras: str) -> None:
     """Raise Missing, naming the extras that bring it, unless `package` can be imported."""
     if find_spec(package) is None:
         install = " or ".join(f"'kvtiers[{extra}]'" for extra in extras)
-        raise Missing(f"the demo needs {package}: pip install {install}")
+        raise Missing(f"{package} is not installed, which this needs: pip install {install}")

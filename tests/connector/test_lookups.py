@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tiers.connector.manager import StoreManager
+from tiers.connector.store_manager import StoreManager
 from tiers.store import Block
 
 KEYS = [b"a", b"b", b"c"]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tiers.connector.manager import StoreManager
 from tiers.connector.recent import RecentKeys
+from tiers.connector.store_manager import StoreManager
 from tiers.store import Block
 
 

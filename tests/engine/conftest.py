@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from replay_chains import MODEL, close
+from slow_store import STORES, SlowStore
 from tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, Run
 
 from spec.chain import ChainSpec
@@ -37,6 +38,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReplayEngi
     yield make
     for made in engines:
         close(made)
+
+
+@pytest.fixture
+def store() -> Iterator[SlowStore]:
+    """What the tier of `slow_store` keeps its blocks in, for this test."""
+    STORES[:] = [SlowStore()]
+    yield STORES[0]
+    STORES[0].close()
 
 
 @pytest.fixture(scope="session")

@@ -4,93 +4,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from replay_chains import MODEL, SLOT, chain_of, cpu
+from slow_store import LONG, STORES, SlowSpec, SlowStore, ask, measured
 
 from spec.chain import ChainSpec
-from spec.offloading import StoreSite, StoreSpec
 from tiers.cipher import encrypted, sealed_bytes
 from tiers.connector.host import HostSlots
-from tiers.connector.manager import StoreManager
-from tiers.engine.replay import ReplayEngine, answer
+from tiers.connector.store_manager import StoreManager
+from tiers.engine.replay import ReplayEngine
 from tiers.errors import TierUnavailable
 from tiers.gpu.copier import CpuCopier
 from tiers.guard import guard
 from tiers.store import Block
 
-LONG = [token % 997 for token in range(100 * MODEL.block_tokens + 1)]
-
-
-class Store:
-    """Keeps blocks. `gets`: while shut, loads hang; `broken`: loads raise; `pace`: of puts, seconds
-    a block."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[bytes, bytes] = {}
-        self.gets = threading.Event()
-        self.gets.set()
-        self.pace = 0.0
-        self.broken = False
-
-    def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self.blocks for key in keys]
-
-    has = peek
-
-    def put(self, blocks: Sequence[Block]) -> list[bool]:
-        time.sleep(self.pace * len(blocks))
-        self.blocks.update((block.key, bytes(block.payload)) for block in blocks)
-        return [True] * len(blocks)
-
-    def get(self, blocks: Sequence[Block]) -> list[bool]:
-        self.gets.wait()
-        if self.broken:
-            raise TierUnavailable("gone")
-        for block in blocks:
-            block.payload[:] = self.blocks[block.key]
-        return [True] * len(blocks)
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self.blocks.pop(key, None)
-
-    def close(self) -> None:
-        self.gets.set()
-
-
-class StoreOf(StoreSpec):
-    """Both halves of an engine share its store."""
-
-    def open(self, site: StoreSite) -> Store:
-        return STORES[0]
-
-
-STORES: list[Store] = []
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    STORES[:] = [Store()]
-    yield STORES[0]
-    STORES[0].close()
-
 
 def chain(deadline: str = "200ms", **more: Any) -> ChainSpec:
-    tier = StoreOf.model_validate({"type": "slow", "deadline": deadline})
+    tier = SlowSpec.model_validate({"type": "slow", "deadline": deadline})
     return ChainSpec(version=1, tiers=(tier,), staging=256 * SLOT, **more)
-
-
-def measured(engine: ReplayEngine, name: str, tier: str = "slow") -> Any:
-    return engine.stats.data.get(tier, {}).get(name, 0.0)
-
-
-def ask(engine: ReplayEngine, prompt: Sequence[int] = LONG, salt: str = "") -> None:
-    request = engine.generate(list(prompt), 4, salt)
-    assert request.output == answer(MODEL, list(prompt), 4, 1)
 
 
 def test_a_load_that_was_too_late_costs_the_cpu_tier_no_block(
@@ -119,7 +54,7 @@ def test_a_load_that_was_too_late_costs_the_cpu_tier_no_block(
 
 
 def test_blocks_of_a_late_load_still_count_to_their_tenants_quota(
-    engine: Callable[..., ReplayEngine], store: Store
+    engine: Callable[..., ReplayEngine], store: SlowStore
 ) -> None:
     rules = {"small": {"quota": 101 * MODEL.payload_bytes}}
     made = engine(chain(max_wait="300ms", tenants=rules), num_blocks=120, prefix_caching=False)
@@ -139,7 +74,7 @@ def test_blocks_of_a_late_load_still_count_to_their_tenants_quota(
 
 
 def test_a_slow_tier_that_works_is_not_called_down_for_a_long_prompt(
-    engine: Callable[..., ReplayEngine], store: Store
+    engine: Callable[..., ReplayEngine], store: SlowStore
 ) -> None:
     store.pace = 0.012
     made = engine(chain(deadline="1s"), num_blocks=220, prefix_caching=False)
@@ -151,7 +86,7 @@ def test_a_slow_tier_that_works_is_not_called_down_for_a_long_prompt(
 
 
 def test_the_gauge_says_down_for_as_long_as_the_tier_is_down(
-    engine: Callable[..., ReplayEngine], store: Store
+    engine: Callable[..., ReplayEngine], store: SlowStore
 ) -> None:
     made = engine(chain(deadline="10s"), num_blocks=120, prefix_caching=False)
     ask(made)
@@ -165,10 +100,8 @@ def test_the_gauge_says_down_for_as_long_as_the_tier_is_down(
     assert measured(made, "reads_up") == 0
 
 
-class Peeks(Store):
+class Peeks(SlowStore):
     """Its index is broken."""
-
-    asked = 0
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
         self.asked += 1
@@ -185,7 +118,7 @@ def test_an_index_that_fails_is_left_alone_after_each_try() -> None:
     assert store.asked <= 11, "ten seconds, a second or more between tries"
 
 
-class CantDrop(Store):
+class CantDrop(SlowStore):
     """Takes no edits."""
 
     def drop(self, keys: Sequence[bytes]) -> None:
@@ -208,7 +141,7 @@ class Remote:
     """A store that is asked in the background; `has` hangs while its gate is shut."""
 
     def __init__(self) -> None:
-        self.inner = Store()
+        self.inner = SlowStore()
         self.gate = threading.Event()
         self.gate.set()
         self.put, self.get, self.drop = self.inner.put, self.inner.get, self.inner.drop

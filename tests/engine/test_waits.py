@@ -2,98 +2,24 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from replay_chains import MODEL, SLOT, chain_of, cpu
+from slow_store import LONG, SlowSpec, SlowStore, ask, measured
 
 from spec.chain import ChainSpec
-from spec.offloading import OffloadingSpec, StoreSite, StoreSpec
+from spec.offloading import OffloadingSpec
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay import ReplayEngine, answer
-from tiers.engine.replay.scheduler import ReplayRequest
-from tiers.store import Block
-
-LONG = [token % 997 for token in range(100 * MODEL.block_tokens + 1)]
-
-
-class Store:
-    """Keeps blocks; `get`, or `put`, waits for its gate while that is shut."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[bytes, bytes] = {}
-        self.gets, self.puts = threading.Event(), threading.Event()
-        self.free_gets = 0
-        self.asked = 0
-        self.gets.set()
-        self.puts.set()
-
-    def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        self.asked += 1
-        return [key in self.blocks for key in keys]
-
-    has = peek
-
-    def put(self, blocks: Sequence[Block]) -> list[bool]:
-        self.puts.wait()
-        self.blocks.update((block.key, bytes(block.payload)) for block in blocks)
-        return [True] * len(blocks)
-
-    def get(self, blocks: Sequence[Block]) -> list[bool]:
-        if self.free_gets:
-            self.free_gets -= 1
-        else:
-            self.gets.wait()
-        for block in blocks:
-            block.payload[:] = self.blocks[block.key]
-        return [True] * len(blocks)
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self.blocks.pop(key, None)
-
-    def close(self) -> None:
-        self.gets.set()
-        self.puts.set()
-
-
-class StoreOf(StoreSpec):
-    """Both halves of an engine share its store."""
-
-    def open(self, site: StoreSite) -> Store:
-        return STORES[0]
-
-
-STORES: list[Store] = []
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    STORES[:] = [Store()]
-    yield STORES[0]
-    STORES[0].close()
 
 
 def chain(*above: OffloadingSpec, max_wait: str = "300ms", **settings: Any) -> ChainSpec:
-    tier = StoreOf.model_validate({"type": "slow", "deadline": "200ms", **settings})
+    tier = SlowSpec.model_validate({"type": "slow", "deadline": "200ms", **settings})
     return ChainSpec(version=1, tiers=(*above, tier), max_wait=max_wait, staging=256 * SLOT)
-
-
-def measured(engine: ReplayEngine, name: str) -> float:
-    value = engine.stats.data.get("slow", {}).get(name, 0.0)
-    assert isinstance(value, int | float)
-    return value
-
-
-def ask(engine: ReplayEngine, prompt: Sequence[int] = LONG) -> ReplayRequest:
-    request = engine.add(list(prompt), 4)
-    engine.run()
-    assert request.output == answer(MODEL, list(prompt), 4, 1)
-    return request
 
 
 @pytest.mark.fault(
@@ -102,7 +28,7 @@ def ask(engine: ReplayEngine, prompt: Sequence[int] = LONG) -> ReplayRequest:
     outcome="the request waits max_wait at most; what arrives later touches nothing",
 )
 def test_a_load_that_hangs_is_given_up_and_never_arrives_later(
-    engine: Callable[..., ReplayEngine], store: Store
+    engine: Callable[..., ReplayEngine], store: SlowStore
 ) -> None:
     made = engine(chain(), num_blocks=120, prefix_caching=False)
     ask(made)
@@ -124,7 +50,7 @@ def test_a_load_that_hangs_is_given_up_and_never_arrives_later(
     fault="a load hangs half way",
     outcome="blocks that have arrived by max_wait are used, the rest computed",
 )
-def test_what_has_arrived_is_used(engine: Callable[..., ReplayEngine], store: Store) -> None:
+def test_what_has_arrived_is_used(engine: Callable[..., ReplayEngine], store: SlowStore) -> None:
     made = engine(chain(), num_blocks=120, prefix_caching=False)
     ask(made)
     made.settle()
@@ -141,7 +67,7 @@ def test_what_has_arrived_is_used(engine: Callable[..., ReplayEngine], store: St
     outcome="after the deadline nobody asks or waits; it joins again by itself",
 )
 def test_nobody_is_asked_of_a_tier_whose_reads_hang_until_they_work_again(
-    engine: Callable[..., ReplayEngine], store: Store
+    engine: Callable[..., ReplayEngine], store: SlowStore
 ) -> None:
     made = engine(chain(), num_blocks=120, prefix_caching=False)
     ask(made)
@@ -168,7 +94,7 @@ def test_nobody_is_asked_of_a_tier_whose_reads_hang_until_they_work_again(
     outcome="its queue fills, further blocks are dropped and counted; reads and other tiers go on",
 )
 def test_writes_that_hang_hold_back_neither_answers_nor_reads_nor_other_tiers(
-    engine: Callable[..., ReplayEngine], store: Store
+    engine: Callable[..., ReplayEngine], store: SlowStore
 ) -> None:
     made = engine(
         chain(CpuSpec.model_validate(cpu(400)), queue=8 * MODEL.payload_bytes),
@@ -191,7 +117,7 @@ def test_writes_that_hang_hold_back_neither_answers_nor_reads_nor_other_tiers(
 
 
 def test_a_tier_is_given_what_two_requests_had(
-    engine: Callable[..., ReplayEngine], store: Store
+    engine: Callable[..., ReplayEngine], store: SlowStore
 ) -> None:
     made = engine(chain(store_after=2), num_blocks=120, prefix_caching=False)
     ask(made)

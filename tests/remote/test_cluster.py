@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 from redis.crc import key_slot
+from redis_verbs import PAYLOAD, get, name, put
 from servers import RedisServer, binaries
 from topologies import Sentinel, cluster, cluster_command, joined, move_slot, wait_until
 
@@ -19,29 +20,12 @@ from tiers.guard import guard
 from tiers.remote.spec import RedisSpec
 from tiers.remote.store import RedisStore
 from tiers.store import TierStore
-from tiers.testing import Memory, StoreContract, make_key
-
-PAYLOAD = 65536
+from tiers.testing import StoreContract, make_key
 
 
 def open_store(url: str, timeout: str = "10s", payload_bytes: int = PAYLOAD) -> RedisStore:
     spec = RedisSpec.model_validate({"url": url, "timeout": timeout, "ttl": "10m"})
     return spec.open(StoreSite(payload_bytes=payload_bytes))
-
-
-def put(store: TierStore, keys: list[bytes]) -> list[bool]:
-    return store.put(Memory(keys, PAYLOAD).fill().blocks)
-
-
-def get(store: TierStore, keys: list[bytes]) -> list[bool]:
-    memory = Memory(keys, PAYLOAD)
-    hits = store.get(memory.blocks)
-    assert all(memory.holds(index) for index, hit in enumerate(hits) if hit)
-    return hits
-
-
-def name(key: bytes) -> bytes:
-    return b"kvtiers:" + key
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +53,10 @@ class TestCluster(StoreContract):
 def test_blocks_lie_on_every_master_and_only_where_they_belong(nodes: list[RedisServer]) -> None:
     store = open_store(url_of(*nodes))
     keys = [make_key() for _ in range(60)]
-    assert put(store, keys) == [True] * 60
+    assert put(store, *keys) == [True] * 60
     held = Counter(node.port for node in nodes for _ in node.client().scan_iter(b"kvtiers:*"))
     assert len(held) == 3
-    assert get(store, [make_key(), *keys]) == [False] + [True] * 60
+    assert get(store, make_key(), *keys) == [False] + [True] * 60
     store.close()
 
 
@@ -87,7 +71,7 @@ def test_a_slot_that_moved_is_found_again(nodes: list[RedisServer]) -> None:
     store = open_store(url_of(*nodes))
     key = make_key()
     slot, old = key_slot(name(key)), node_of(nodes, key)
-    assert put(store, [key]) == [True]  # the map is known now
+    assert put(store, key) == [True]  # the map is known now
     store.drop([key])
     to = nodes[(old + 1) % 3]
     owner = cluster_command(to, "MYID")
@@ -95,9 +79,9 @@ def test_a_slot_that_moved_is_found_again(nodes: list[RedisServer]) -> None:
     try:
         for node in nodes:
             cluster_command(node, "SETSLOT", slot, "NODE", owner)
-        assert put(store, [key]) == [True]
+        assert put(store, key) == [True]
         assert to.client().exists(name(key)) == 1
-        assert get(store, [key]) == [True]
+        assert get(store, key) == [True]
     finally:
         store.drop([key])
         for node in nodes:
@@ -116,13 +100,13 @@ def test_what_left_a_moving_slot_is_a_miss_and_the_others_are_served(
     store = open_store(url_of(*nodes))
     moved, stays = make_key(), make_key()
     slot, source = key_slot(name(moved)), node_of(nodes, moved)
-    put(store, [stays])
+    put(store, stays)
     there = cluster_command(nodes[(source + 1) % 3], "MYID")
     cluster_command(nodes[source], "SETSLOT", slot, "MIGRATING", there)
     try:
         assert store.has([moved, stays]) == [False, True]
-        assert get(store, [moved, stays]) == [False, True]
-        assert put(store, [moved, stays]) == [False, True]
+        assert get(store, moved, stays) == [False, True]
+        assert put(store, moved, stays) == [False, True]
     finally:
         cluster_command(nodes[source], "SETSLOT", slot, "STABLE")
         store.close()
@@ -138,7 +122,7 @@ def test_a_node_that_is_down_at_first_is_passed_over_for_the_next(
 ) -> None:
     store = open_store(f"redis+cluster://127.0.0.1:1,127.0.0.1:{nodes[2].port}")
     keys = [make_key() for _ in range(9)]
-    assert put(store, keys) == [True] * 9
+    assert put(store, *keys) == [True] * 9
     store.close()
 
 
@@ -171,12 +155,12 @@ def test_a_lost_masters_blocks_are_misses_and_the_others_are_served(
         at_first = [node_of(nodes, key) == 0 for key in keys]
         store = open_store(url_of(*nodes), "1s")
         guarded = guard(store, "remote")
-        assert put(guarded, keys) == [True] * 30
+        assert put(guarded, *keys) == [True] * 30
         getattr(nodes[0], fault)()
         others = [not lost for lost in at_first]
         assert guarded.has(keys) == others
-        assert get(guarded, keys) == others
-        assert put(guarded, keys) == others
+        assert get(guarded, *keys) == others
+        assert put(guarded, *keys) == others
         only_lost = [key for key, lost in zip(keys, at_first, strict=True) if lost]
         assert guarded.has(only_lost) == [False] * len(only_lost)
         guarded.drop([*only_lost, keys[others.index(True)]])
@@ -184,8 +168,8 @@ def test_a_lost_masters_blocks_are_misses_and_the_others_are_served(
         for kind in ("reads", "writes"):
             assert caplog.text.count(f"node 127.0.0.1:{nodes[0].port}: {kind} are down") == 1
         nodes[0].start() if fault == "kill" else nodes[0].resume()
-        wait_until(lambda: all(put(guarded, keys)))
-        wait_until(lambda: get(guarded, keys) == [True] * 30)
+        wait_until(lambda: all(put(guarded, *keys)))
+        wait_until(lambda: get(guarded, *keys) == [True] * 30)
         for kind in ("reads", "writes"):
             assert caplog.text.count(f"node 127.0.0.1:{nodes[0].port}: {kind} are up again") == 1
         guarded.close()
@@ -199,17 +183,17 @@ def test_a_lost_masters_blocks_are_misses_and_the_others_are_served(
 def test_a_node_that_takes_no_writes_still_serves_its_blocks(nodes: list[RedisServer]) -> None:
     guarded = guard(open_store(url_of(*nodes)), "remote")
     keys, more = ([make_key() for _ in range(30)] for _ in range(2))
-    assert put(guarded, keys) == [True] * 30
+    assert put(guarded, *keys) == [True] * 30
     client = nodes[0].client()
     client.config_set("min-replicas-to-write", 1)
     try:
-        assert put(guarded, more) == [node_of(nodes, key) != 0 for key in more]
-        assert get(guarded, keys) == [True] * 30
+        assert put(guarded, *more) == [node_of(nodes, key) != 0 for key in more]
+        assert get(guarded, *keys) == [True] * 30
         assert guarded.is_up
     finally:
         client.config_set("min-replicas-to-write", 0)
-    wait_until(lambda: put(guarded, more) == [True] * 30)
-    assert get(guarded, [*keys, *more]) == [True] * 60
+    wait_until(lambda: put(guarded, *more) == [True] * 30)
+    assert get(guarded, *keys, *more) == [True] * 60
     guarded.drop([*keys, *more])
     guarded.close()
 
@@ -225,7 +209,7 @@ def test_a_cluster_without_a_node_is_down_and_back_when_they_are() -> None:
     with cluster() as nodes:
         store = open_store(url_of(*nodes), "500ms")
         guarded = guard(store, "remote", retry_after=0.1)
-        assert put(guarded, keys) == [True] * 12
+        assert put(guarded, *keys) == [True] * 12
         for node in nodes:
             node.hang()
         with pytest.raises(TierUnavailable):
@@ -234,8 +218,8 @@ def test_a_cluster_without_a_node_is_down_and_back_when_they_are() -> None:
         assert not guarded.is_up
         for node in nodes:
             node.resume()
-        wait_until(lambda: get(guarded, keys) == [True] * 12)
-        wait_until(lambda: put(guarded, [make_key()]) == [True])
+        wait_until(lambda: get(guarded, *keys) == [True] * 12)
+        wait_until(lambda: put(guarded, make_key()) == [True])
         assert guarded.is_up
         guarded.close()
 
@@ -250,12 +234,12 @@ def test_a_cluster_that_refuses_to_serve_is_down_and_back_after_a_restart() -> N
     keys = [make_key() for _ in range(12)]
     with cluster() as nodes:
         guarded = guard(open_store(url_of(*nodes), "1s"), "remote", retry_after=0.2)
-        assert put(guarded, keys) == [True] * 12
+        assert put(guarded, *keys) == [True] * 12
         nodes[0].kill()
         wait_until(lambda: not any(guarded.has(keys)) and not guarded.is_up)
         nodes[0].start()
-        wait_until(lambda: all(put(guarded, keys)))
-        assert get(guarded, keys) == [True] * 12
+        wait_until(lambda: all(put(guarded, *keys)))
+        assert get(guarded, *keys) == [True] * 12
         assert guarded.is_up
         guarded.close()
 
@@ -272,10 +256,10 @@ def test_a_replica_that_took_over_serves_its_masters_blocks() -> None:
         replica = stack.enter_context(joined(nodes, replica_of=nodes[0]))
         guarded = guard(open_store(url_of(*nodes), "1s"), "remote")
         stack.callback(guarded.close)
-        assert put(guarded, keys) == [True] * 30
+        assert put(guarded, *keys) == [True] * 30
         wait_until(lambda: replica.client().dbsize() == nodes[0].client().dbsize())
         nodes[0].kill()
-        wait_until(lambda: get(guarded, keys) == [True] * 30)
+        wait_until(lambda: get(guarded, *keys) == [True] * 30)
         assert guarded.is_up
 
 
@@ -289,14 +273,14 @@ def test_slots_that_move_under_load_cost_misses_and_never_a_wrong_block(
 ) -> None:
     keys = [make_key() for _ in range(24)]
     store = open_store(url_of(*nodes))
-    put(store, keys)
+    put(store, *keys)
     done = threading.Event()
     rounds: list[int] = []
 
     def load() -> None:
         while not done.is_set():
-            rounds.append(sum(get(store, keys)))  # which compares every byte of a hit
-            put(store, keys)
+            rounds.append(sum(get(store, *keys)))  # which compares every byte of a hit
+            put(store, *keys)
 
     loader = threading.Thread(target=load)
     loader.start()
@@ -308,11 +292,11 @@ def test_slots_that_move_under_load_cost_misses_and_never_a_wrong_block(
         done.set()
         loader.join()
     assert rounds
-    assert get(store, keys) == [True] * 24
+    assert get(store, *keys) == [True] * 24
     assert all(nodes[1].client().exists(name(key)) for key in mine)
     for key in mine:
         move_slot(nodes, key_slot(name(key)), nodes[1], nodes[0])
-    assert get(store, keys) == [True] * 24
+    assert get(store, *keys) == [True] * 24
     store.drop(keys)
     store.close()
 
@@ -339,7 +323,7 @@ def test_sentinels_next_master_serves_when_the_first_is_killed() -> None:
         sentinel = stack.enter_context(Sentinel(first, "main"))
         store = open_store(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/main", "2s")
         stack.callback(store.close)
-        assert put(store, keys) == [True] * 8
+        assert put(store, *keys) == [True] * 8
         assert first.client().dbsize() == 8
         wait_until(sentinel.knows_a_replica)
         wait_until(lambda: second.client().dbsize() == 8)
@@ -348,9 +332,9 @@ def test_sentinels_next_master_serves_when_the_first_is_killed() -> None:
             store.has(keys)
         wait_until(lambda: sentinel.master_port() == second.port)
         wait_until(lambda: _has(store, keys))
-        assert get(store, keys) == [True] * 8
+        assert get(store, *keys) == [True] * 8
         fresh = make_key()
-        assert put(store, [fresh]) == [True]
+        assert put(store, fresh) == [True]
 
 
 @pytest.mark.fault(
@@ -386,8 +370,8 @@ def test_one_that_never_answers_leaves_time_for_the_next(nodes: list[RedisServer
             store = open_store(url, "2s")
             stack.callback(store.close)
             keys = [make_key() for _ in range(6)]
-            assert put(store, keys) == [True] * 6
-            assert get(store, keys) == [True] * 6
+            assert put(store, *keys) == [True] * 6
+            assert get(store, *keys) == [True] * 6
         for url in (f"redis+sentinel://{mute},{mute}/main", f"redis+cluster://{mute}"):
             store = open_store(url, "300ms")
             stack.callback(store.close)

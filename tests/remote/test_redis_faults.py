@@ -9,50 +9,22 @@ import logging
 import multiprocessing
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from redis_verbs import PAYLOAD, get, name, opened, put
 from servers import RedisServer, binaries
 
-from spec.offloading import StoreSite
 from tiers.block import HEADER_BYTES
 from tiers.errors import TierUnavailable
 from tiers.guard import guard
-from tiers.remote.spec import RedisSpec
 from tiers.remote.store import RedisStore
 from tiers.remote.stream import PIECE_BYTES
 from tiers.testing import Memory, make_key
 
-PAYLOAD = 65536
 HANG_LIMIT = 20.0
 SECRET = "s3same-0pen"
-
-
-@contextmanager
-def opened(url: str, payload_bytes: int = PAYLOAD, **settings: Any) -> Iterator[RedisStore]:
-    spec = RedisSpec.model_validate({"url": url, "timeout": "5s", **settings})
-    store = spec.open(StoreSite(payload_bytes=payload_bytes))
-    try:
-        yield store
-    finally:
-        store.close()
-
-
-def put(store: RedisStore, *keys: bytes) -> list[bool]:
-    return store.put(Memory(keys, PAYLOAD).fill().blocks)
-
-
-def get(store: RedisStore, *keys: bytes) -> list[bool]:
-    memory = Memory(keys, PAYLOAD)
-    hits = store.get(memory.blocks)
-    assert all(memory.holds(index) for index, hit in enumerate(hits) if hit)
-    return hits
-
-
-def name(key: bytes) -> bytes:
-    return b"kvtiers:" + key
 
 
 def within_limit(call: Callable[[], object]) -> None:

@@ -7,50 +7,23 @@ The times only keep a broken build from hanging; no test measures speed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
+from redis_verbs import PAYLOAD, get, name, opened, put
 from servers import RedisServer
 from topologies import Link
 
-from spec.offloading import StoreSite
 from tiers.block import HEADER_BYTES
 from tiers.errors import TierUnavailable
-from tiers.remote.spec import RedisSpec
 from tiers.remote.store import RedisStore
 from tiers.store import Block
 from tiers.testing import Memory, make_key
 
-PAYLOAD = 65536
 HANG_LIMIT = 20.0
+TIMEOUT = "500ms"
 DRIP = 0.05
 """Seconds a byte: far within the timeout, and an hour for a block."""
-
-
-@contextmanager
-def opened(url: str, timeout: str = "500ms") -> Iterator[RedisStore]:
-    spec = RedisSpec.model_validate({"url": url, "timeout": timeout})
-    store = spec.open(StoreSite(payload_bytes=PAYLOAD))
-    try:
-        yield store
-    finally:
-        store.close()
-
-
-def put(store: RedisStore, *keys: bytes) -> list[bool]:
-    return store.put(Memory(keys, PAYLOAD).fill().blocks)
-
-
-def get(store: RedisStore, *keys: bytes) -> list[bool]:
-    memory = Memory(keys, PAYLOAD)
-    hits = store.get(memory.blocks)
-    assert all(memory.holds(index) for index, hit in enumerate(hits) if hit)
-    return hits
-
-
-def name(key: bytes) -> bytes:
-    return b"kvtiers:" + key
 
 
 def unavailable_within_limit(store: RedisStore, verb: str, key: bytes) -> None:
@@ -81,7 +54,7 @@ def test_a_server_that_drips_its_replies_holds_no_verb(
     shared_server: RedisServer, verb: str
 ) -> None:
     key = make_key()
-    with Link(shared_server) as link, opened(link.url) as store:
+    with Link(shared_server) as link, opened(link.url, timeout=TIMEOUT) as store:
         put(store, key)
         link.drip = DRIP
         unavailable_within_limit(store, verb, key)
@@ -98,7 +71,7 @@ def test_a_server_that_drips_its_greeting_holds_no_verb(shared_server: RedisServ
     with Link(shared_server) as link:
         # What it says to a client that greets it: an error of 70 bytes and some +OK.
         link.drip = 0.4
-        with opened(link.url.replace("/0", "/900")) as store:
+        with opened(link.url.replace("/0", "/900"), timeout=TIMEOUT) as store:
             unavailable_within_limit(store, "has", make_key())
 
 
@@ -113,7 +86,7 @@ def test_a_reply_that_ends_in_the_middle_spoils_none_after_it(
     shared_server: RedisServer, fault: str, passed: int
 ) -> None:
     keys = [make_key() for _ in range(4)]
-    with Link(shared_server) as link, opened(link.url) as store:
+    with Link(shared_server) as link, opened(link.url, timeout=TIMEOUT) as store:
         put(store, *keys)
         connections = link.accepted
         setattr(link, fault, passed)
@@ -136,7 +109,7 @@ def test_a_store_whose_answer_is_lost_leaves_whole_blocks_or_none(
     shared_server: RedisServer, fault: str
 ) -> None:
     keys = [make_key() for _ in range(40)]
-    with Link(shared_server) as link, opened(link.url) as store:
+    with Link(shared_server) as link, opened(link.url, timeout=TIMEOUT) as store:
         store.has([make_key()])
         setattr(link, fault, 0)
         with pytest.raises(TierUnavailable):
@@ -161,7 +134,7 @@ def test_a_value_of_another_length_is_a_miss_and_touches_nothing_else(
 ) -> None:
     before, bad, after = make_key(), make_key(), make_key()
     client = shared_server.client()
-    with opened(shared_server.url, "10s") as store:
+    with opened(shared_server.url, timeout="10s") as store:
         put(store, before, bad, after)
         value = client.get(name(bad))
         assert isinstance(value, bytes)
@@ -184,7 +157,7 @@ def test_a_value_of_another_length_is_a_miss_and_touches_nothing_else(
 )
 def test_what_is_evicted_between_has_and_get_is_a_miss(shared_server: RedisServer) -> None:
     keys = [make_key() for _ in range(5)]
-    with opened(shared_server.url) as store:
+    with opened(shared_server.url, timeout=TIMEOUT) as store:
         put(store, *keys)
         assert all(store.has(keys))
         shared_server.client().delete(name(keys[1]), name(keys[4]))
@@ -198,7 +171,7 @@ def test_what_is_evicted_between_has_and_get_is_a_miss(shared_server: RedisServe
 )
 def test_a_server_killed_while_it_answers_is_unavailable(server: RedisServer) -> None:
     keys = [make_key() for _ in range(200)]
-    with opened(server.url, "10s") as store:
+    with opened(server.url, timeout="10s") as store:
         put(store, *keys)
         memory = Memory(keys, PAYLOAD)
         killer = threading.Timer(0.002, server.kill)
@@ -225,7 +198,7 @@ def test_a_server_that_speaks_another_language_is_unavailable() -> None:
     threading.Thread(target=web.serve_forever, daemon=True).start()
     try:
         url = f"redis://127.0.0.1:{web.server_port}"
-        with opened(url) as store, pytest.raises(TierUnavailable):
+        with opened(url, timeout=TIMEOUT) as store, pytest.raises(TierUnavailable):
             store.has([make_key()])
     finally:
         web.shutdown()

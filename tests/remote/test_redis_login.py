@@ -6,11 +6,11 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from redis_verbs import PAYLOAD, opened
 from servers import RedisServer, binaries
 
 from spec.offloading import StoreSite
@@ -20,20 +20,9 @@ from tiers.remote.spec import RedisSpec
 from tiers.remote.store import RedisStore
 from tiers.testing import Memory, make_key
 
-PAYLOAD = 65536
 SECRET = "s3same-0pen"
 NEEDED = ("~kvtiers:*", "+get", "+set", "+exists", "+pexpire", "+unlink")
 """All that the tier may be allowed to do."""
-
-
-@contextmanager
-def opened(url: str, **settings: Any) -> Iterator[RedisStore]:
-    spec = RedisSpec.model_validate({"url": url, "timeout": "2s", **settings})
-    store = spec.open(StoreSite(payload_bytes=PAYLOAD))
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,15 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
+from redis_verbs import PAYLOAD, get, put
 from servers import RedisServer
 from topologies import Link, wait_until
 
 from spec.offloading import StoreSite
 from tiers.guard import Guarded, guard
 from tiers.remote.spec import RedisSpec
-from tiers.store import TierStore
-from tiers.testing import Memory, make_key
+from tiers.testing import make_key
 
-PAYLOAD = 65536
 HANG_LIMIT = 20.0
 PAUSE_MS = 2500
 BEGINS_AGAIN = "misses at once; joins again by itself"
@@ -127,17 +126,6 @@ def guarded_tier(url: str) -> Iterator[Guarded]:
         yield guarded
     finally:
         guarded.close()
-
-
-def put(store: TierStore, *keys: bytes) -> list[bool]:
-    return store.put(Memory(keys, PAYLOAD).fill().blocks)
-
-
-def get(store: TierStore, *keys: bytes) -> list[bool]:
-    memory = Memory(keys, PAYLOAD)
-    hits = store.get(memory.blocks)
-    assert all(memory.holds(index) for index, hit in enumerate(hits) if hit)
-    return hits
 
 
 def ends(call: Callable[[], list[bool]]) -> list[bool]:

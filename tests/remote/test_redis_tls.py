@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from redis_verbs import PAYLOAD, get, opened, put
 from servers import RedisServer, binaries, free_port
 from tls_front import Authority, TlsFront
 from topologies import Sentinel, cluster
@@ -19,10 +19,7 @@ from spec.offloading import StoreSite
 from tiers.errors import TierUnavailable, TierUnusable
 from tiers.guard import guard
 from tiers.remote.spec import RedisSpec
-from tiers.remote.store import RedisStore
-from tiers.testing import Memory, make_key
-
-PAYLOAD = 65536
+from tiers.testing import make_key
 
 
 @pytest.fixture(scope="module")
@@ -33,27 +30,6 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest.fixture(scope="module")
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("tls") / "strangers")
-
-
-@contextmanager
-def opened(url: str, payload_bytes: int = PAYLOAD, **settings: Any) -> Iterator[RedisStore]:
-    spec = RedisSpec.model_validate({"url": url, "timeout": "5s", **settings})
-    store = spec.open(StoreSite(payload_bytes=payload_bytes))
-    try:
-        yield store
-    finally:
-        store.close()
-
-
-def put(store: RedisStore, *keys: bytes, payload_bytes: int = PAYLOAD) -> list[bool]:
-    return store.put(Memory(keys, payload_bytes).fill().blocks)
-
-
-def get(store: RedisStore, *keys: bytes, payload_bytes: int = PAYLOAD) -> list[bool]:
-    memory = Memory(keys, payload_bytes)
-    hits = store.get(memory.blocks)
-    assert all(memory.holds(index) for index, hit in enumerate(hits) if hit)
-    return hits
 
 
 def url_of(front: TlsFront) -> str:

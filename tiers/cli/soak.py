@@ -35,9 +35,9 @@ def soak(
     from dataclasses import asdict
     from tempfile import TemporaryDirectory
 
-    from tiers.demo.needs import need
     from tiers.engine.replay import ReplayModel
     from tiers.errors import KVTiersError
+    from tiers.needs import need
     from tiers.soak.faults import Server
     from tiers.soak.prompts import conversations, from_trace
     from tiers.soak.run import Soak

@@ -14,12 +14,13 @@ from tiers.connector.admission import Admission
 from tiers.connector.base import EngineInfo, Hello, Role
 from tiers.connector.generation import Generation
 from tiers.connector.host import HostSlots, OpenCopier, slots_within
-from tiers.connector.manager import HostManager, StoreManager, TierManager
+from tiers.connector.manager import HostManager, TierManager
 from tiers.connector.multi import MultiConnector
 from tiers.connector.offloading import OffloadingConnector
 from tiers.connector.parts import Parts
 from tiers.connector.patience import Patience
 from tiers.connector.scheduler import OffloadingScheduler, OpenManager
+from tiers.connector.store_manager import StoreManager
 from tiers.connector.tenants import Tenants
 from tiers.connector.worker import OffloadingWorker
 from tiers.errors import TierUnusable

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from tiers.connector.generation import Generation
 from tiers.connector.hosted_store import StoreTransfers, Transfer
-from tiers.connector.manager import StoreManager
 from tiers.connector.region import SlotRegion
+from tiers.connector.store_manager import StoreManager
 from tiers.guard import Guarded
 from tiers.pool import Residency, SlotPool
 from tiers.store import LocalIndex

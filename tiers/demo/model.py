@@ -17,8 +17,8 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiers.demo.needs import need
 from tiers.errors import KVTiersError
+from tiers.needs import need
 
 if TYPE_CHECKING:  # torch and gguf are imported only where a model is converted
     import torch

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from tiers.demo.needs import need
 from tiers.demo.plan import EngineRun, Plan, default_chain
 from tiers.demo.prompts import conversations, warm_up
 from tiers.demo.worker import Asked, Job
 from tiers.engine.plugin import transfer_config
 from tiers.errors import KVTiersError
+from tiers.needs import need
 
 MAX_TOKENS = 24
 LOG_LINES = 40

@@ -1,0 +1,219 @@
+"""A tier behind a store, as the scheduler sees it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+
+from tiers.connector.lookups import Lookup, Peeked, leading
+from tiers.connector.patience import LOOKUP_SECONDS
+from tiers.connector.policy import WAVE
+from tiers.connector.recent import RecentKeys
+from tiers.guard import HEALTHY, Guarded, Health
+from tiers.store import Clear, LocalIndex, TierStore, Touch
+from tiers.threads import threads
+
+
+class StoreManager:
+    """A tier behind a store, asked on this thread where it answers from memory, else behind it.
+
+    `namespaces`: one per rank; a block is held only where every rank's part is.
+    """
+
+    completes_on_gather = False
+    RECENT = 1 << 18
+    """Keys remembered as held, so that neither is a store behind a network offered them again, nor
+    an index asked: 2 microseconds a key where it has a million, 16 ms for 128k tokens."""
+    RECENT_SECONDS = 60.0
+    """How long they are at most; then an offer renews a time to live, or replaces what was
+    evicted."""
+    CLEAR_DEADLINE = 10.0
+    """Seconds that closing waits for a store to be cleared."""
+    LOOKUP_LIFETIME = 0.5
+    """Seconds for which an answer holds while its request waits to run."""
+
+    def __init__(
+        self,
+        store: TierStore,
+        namespaces: Sequence[bytes],
+        clock: Callable[[], float] = time.monotonic,
+        lookup_deadline: float = LOOKUP_SECONDS,
+    ) -> None:
+        """`lookup_deadline`: seconds after which a lookup under way counts as a miss."""
+        self.on_evict: Callable[[bytes], None] | None = None
+        self._lookup_deadline = lookup_deadline
+        self._store = store
+        self._clear = store if isinstance(store, Clear) else None
+        self._index = store if isinstance(store, LocalIndex) else None
+        self._touch = store if isinstance(store, Touch) else None
+        self._namespaces = namespaces
+        self._clock = clock
+        self._recent = RecentKeys(self.RECENT, self.RECENT_SECONDS, clock)
+        self._peeked: dict[str, Peeked] = {}
+        self._lookups: dict[str, Lookup] = {}
+        self._clearing: list[Future[None]] = []
+        self._thread = threads(1, "lookup")
+
+    def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int | None:
+        """Count leading held blocks, or begin to find out."""
+        if self._index is not None:
+            return self._peek_prefix(self._index, request_id, first, keys)
+        if not self.health().reads:
+            return 0
+        lookup = self._look_up(request_id, first, keys)
+        if lookup.answer.done():
+            return lookup.count_from(first)
+        return None if self._is_waited_for(lookup) else 0
+
+    def held(
+        self, request_id: str, first: int, keys: Sequence[bytes], count: int
+    ) -> list[bool] | None:
+        """Look up `count` of them in the index, or begin to find out about all."""
+        if self._index is not None:
+            return self._on_all_ranks(self._index.peek, keys[:count])
+        if not self.health().reads:
+            return [False] * count
+        lookup = self._look_up(request_id, first, keys)
+        if not lookup.answer.done():
+            return None if self._is_waited_for(lookup) else [False] * count
+        skipped = first - lookup.first
+        held = lookup.answer.result()[0][skipped : skipped + count]
+        return held + [False] * (count - len(held))
+
+    def _look_up(self, request_id: str, first: int, keys: Sequence[bytes]) -> Lookup:
+        """What the store is or was asked about `keys`, leading ones at least; begun if need be."""
+        lookup = self._lookups.get(request_id)
+        now = self._clock()
+        if lookup is None or lookup.first > first or now > lookup.until:
+            answer = self._thread.submit(self._ask, list(keys))
+            lookup = self._lookups[request_id] = Lookup(first, answer, now)
+        elif lookup.answer.done() and lookup.until == math.inf:
+            # From when it is heard: an engine whose steps take longer would else ask for ever.
+            lookup = lookup._replace(until=now + self.LOOKUP_LIFETIME)
+            self._lookups[request_id] = lookup
+        return lookup
+
+    def _is_waited_for(self, lookup: Lookup) -> bool:
+        return self._clock() < lookup.asked + self._lookup_deadline
+
+    def _peek_prefix(
+        self, index: LocalIndex, request_id: str, first: int, keys: Sequence[bytes]
+    ) -> int:
+        """Look keys up until one is missing. A request that waits for room is asked for in every
+        step: for a while it is told what it was told before."""
+        peeked = self._peeked.get(request_id)
+        now = self._clock()
+        if peeked is None or peeked[:2] != (first, len(keys)) or now > peeked.until:
+            count, wave, held = 0, WAVE, [True]
+            while all(held) and count < len(keys):
+                held = self._on_all_ranks(index.peek, keys[count : count + wave])
+                count, wave = count + leading(held), 4 * wave
+            peeked = Peeked(first, len(keys), count, now + self.LOOKUP_LIFETIME)
+            self._peeked[request_id] = peeked
+        return peeked.found
+
+    def _ask(self, keys: list[bytes]) -> tuple[list[bool], int]:
+        held = self._on_all_ranks(self._store.has, keys)
+        return held, leading(held)
+
+    def _on_all_ranks(
+        self, has: Callable[[Sequence[bytes]], list[bool]], keys: Sequence[bytes]
+    ) -> list[bool]:
+        ranks = [has([space + key for key in keys]) for space in self._namespaces]
+        if len(ranks) == 1:
+            return ranks[0]
+        return [all(held) for held in zip(*ranks, strict=True)]
+
+    def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Stores keep their blocks elsewhere; one that goes before it is read is a miss."""
+        self._recent.add(keys)
+        return [None] * len(keys)
+
+    def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
+        """Nothing was pinned."""
+
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        """Want what is not known to be held; the store itself skips what it turns out to have."""
+        held = self._recent.known(keys)
+        if self._index is not None and not all(held):
+            unknown = [key for key, has in zip(keys, held, strict=True) if not has]
+            peeked = self._on_all_ranks(self._index.peek, unknown)
+            found = {key for key, has in zip(unknown, peeked, strict=True) if has}
+            self._recent.add(found)
+            held = [has or key in found for key, has in zip(keys, held, strict=True)]
+        if self._touch is not None:
+            known = [key for key, has in zip(keys, held, strict=True) if has]
+            for space in self._namespaces:
+                self._touch.touch([space + key for key in known])
+        return [not has for has in held]
+
+    def complete_store(self, key: bytes, slot: int, stored: bool) -> bool:
+        """Remember what is held now."""
+        if stored:
+            self._recent.add((key,))
+        return stored
+
+    def discard(self, key: bytes) -> None:
+        """Forget that the block is held."""
+        self._recent.discard(key)
+
+    def drop(self, key: bytes) -> None:
+        """Drop it, in the background, from a store of this host's own.
+
+        In a shared store it stays: replicas that were not reset may still use it.
+        """
+        if self._clear is not None:
+            self._drop((key,))
+
+    def give_up(self, keys: Sequence[bytes]) -> None:
+        """Drop them, in the background, from a shared store too: they were this engine's."""
+        for key in keys:
+            self._recent.discard(key)
+        self._drop(keys)
+
+    def _drop(self, keys: Sequence[bytes]) -> None:
+        names = [space + key for space in self._namespaces for key in keys]
+        self._clearing = [future for future in self._clearing if not future.done()]
+        self._clearing.append(self._thread.submit(self._store.drop, names))
+
+    def reset(self) -> list[bytes]:
+        """Forget all answers, and drop, in the background, all blocks of a store of this host's
+        own; those of a shared one stay, as with `drop`."""
+        self._recent.clear()
+        self._peeked.clear()
+        self._lookups.clear()
+        self._clearing = [future for future in self._clearing if not future.done()]
+        if self._clear is not None:
+            for space in self._namespaces:
+                self._clearing.append(self._thread.submit(self._clear.clear, space))
+        return []
+
+    def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """Begin to ask a store behind a network, so that its answer is there in time."""
+        if self._index is None and request_id not in self._lookups and self.health().reads:
+            self._look_up(request_id, 0, keys)
+
+    def health(self) -> Health:
+        """What its guard says of reads; writes are the workers'."""
+        if not isinstance(self._store, Guarded):
+            return HEALTHY
+        return self._store.health._replace(writes=True, writes_up=True)
+
+    def slots_kept(self) -> int:
+        """None: blocks are kept elsewhere."""
+        return 0
+
+    def forget_request(self, request_id: str) -> None:
+        """Drop the request's lookup; one under way ends unread."""
+        self._peeked.pop(request_id, None)
+        lookup = self._lookups.pop(request_id, None)
+        if lookup is not None:
+            lookup.answer.cancel()
+
+    def close(self) -> None:
+        """Close the store, once it is cleared as a reset has asked."""
+        wait(self._clearing, self.CLEAR_DEADLINE)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._store.close()
