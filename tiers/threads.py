@@ -8,6 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _NODES = Path("/sys/devices/system/node")
+_BINDS = "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"
+"""What has OpenMP bind threads, of the standard, GNU's and Intel's; nothing but the environment
+tells whether it does."""
 
 
 def threads(count: int, name: str) -> ThreadPoolExecutor:
@@ -16,15 +19,17 @@ def threads(count: int, name: str) -> ThreadPoolExecutor:
 
 
 def spread() -> None:
-    """Let the calling thread run on all cores of its NUMA node that its process may have.
+    """Let the calling thread run on cores that OpenMP has kept its process's first thread from.
 
     An engine on the CPU has OpenMP bind its worker's first thread to the cores that compute, and
     a thread inherits that: what it does would be taken from the engine, beside cores kept free
-    for it. The worker's parent is not bound, so its cores are those that the operator meant. An
-    engine's worker that is bound to a node of its GPU stays there.
+    for it. The worker's parent is not bound, so its cores, of the NUMA nodes that the worker is
+    on, are those that the operator meant. What binds a whole process holds.
     """
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or not hasattr(os, "sched_setaffinity"):
+        return
+    if not any(name in os.environ for name in _BINDS):
         return
     ours = os.sched_getaffinity(0)
     try:
