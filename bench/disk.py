@@ -8,8 +8,8 @@ process with a limit of memory (`bench.squeezed`).
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 from bench import lmcache
@@ -50,10 +50,11 @@ _SYNCED = "the index is synced as well, twice a batch: before the blocks are wri
 @contextmanager
 def cases(scale: Scale) -> Iterator[Iterator[Case]]:
     """Buffered, direct, synced and cold; more than memory; by block size; the index alone."""
-    yield _all(scale)
+    with closing(_all(scale)) as found:
+        yield found
 
 
-def _all(scale: Scale) -> Iterator[Case]:
+def _all(scale: Scale) -> Generator[Case, None, None]:
     count, size = (8, 64 << 10) if scale.smoke else (64, 2 << 20)
     probe = scale.folder / "probe"
     probe.touch()
@@ -73,9 +74,11 @@ def _bench(scale: Scale, count: int, payload_bytes: int, batches: int) -> Iterat
     the kernel's to write."""
     folder = scale.folder / "disk"
     folder.mkdir()
-    with ExitStack() as stack:
-        yield Bench(folder, count, payload_bytes, batches, stack)
-    shutil.rmtree(folder)
+    try:
+        with ExitStack() as stack:
+            yield Bench(folder, count, payload_bytes, batches, stack)
+    finally:
+        shutil.rmtree(folder)
 
 
 def _case(

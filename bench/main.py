@@ -42,7 +42,7 @@ def run(
     names: Sequence[str], scale: Scale, note: Callable[[str], None], json_file: Path | None = None
 ) -> list[Row]:
     """Measure the suites' cases, one by one; the JSON is written after each suite, so that one that
-    fails costs its own rows alone. Raises KeyError for a suite there is none of."""
+    fails costs no other before it. Raises KeyError for a suite there is none of."""
     rows: list[Row] = []
     began = time.monotonic()
     for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -198,8 +199,8 @@ def number(value: float | None) -> str:
 
 
 def times(ratio: float | None) -> str:
-    """A ratio; nothing for none."""
-    return "" if ratio is None else f"{ratio:.2f}"
+    """A ratio, rounded down: one just below its target must not look as if it met it."""
+    return "" if ratio is None else f"{math.floor(100 * ratio) / 100:.2f}"
 
 
 def target(row: Row) -> str:

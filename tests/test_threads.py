@@ -1,4 +1,4 @@
-"""Threads that leave the engine's compute cores to it."""
+"""Threads that may leave the engine's compute cores to it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ ALLOWED = os.sched_getaffinity(0)
 
 def _worker(answer: Connection, env: dict[str, str]) -> None:
     """What an engine's worker does: its first thread is bound to the cores that compute."""
+    for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"):
+        os.environ.pop(name, None)
     os.environ.update(env)
     os.sched_setaffinity(0, {min(ALLOWED)})
     with threads(1, "test") as pool:
@@ -35,8 +37,9 @@ def test_a_workers_threads_are_not_bound_to_the_cores_that_compute() -> None:
     assert {min(ALLOWED)} < cores_of_a_workers_thread(OMP_PROC_BIND="true") <= ALLOWED
 
 
-def test_what_an_operator_binds_a_worker_to_holds_for_its_threads() -> None:
-    assert cores_of_a_workers_thread() == {min(ALLOWED)}
+@pytest.mark.parametrize("env", [{}, {"OMP_PROC_BIND": "false"}])
+def test_what_an_operator_binds_a_worker_to_holds_for_its_threads(env: dict[str, str]) -> None:
+    assert cores_of_a_workers_thread(**env) == {min(ALLOWED)}
 
 
 def test_what_an_operator_binds_a_whole_engine_to_holds_for_its_threads() -> None:

@@ -1,4 +1,4 @@
-"""Threads that leave the engine's compute cores to it, where there are others."""
+"""Threads that may leave the engine's compute cores to it, where there are others."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _NODES = Path("/sys/devices/system/node")
-_BINDS = "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"
+_BINDS = "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"
 """What has OpenMP bind threads, of the standard, GNU's and Intel's; nothing but the environment
 tells whether it does."""
+_BINDS_NOT = {"", "false", "none", "disabled"}
 
 
 def threads(count: int, name: str) -> ThreadPoolExecutor:
-    """At most so many threads, spread out, which the system knows as `kvtiers-NAME_N`."""
+    """At most so many threads, named `kvtiers-NAME_N`, spread out."""
     return ThreadPoolExecutor(count, thread_name_prefix=f"kvtiers-{name}", initializer=spread)
 
 
 def spread() -> None:
-    """Let the calling thread run on cores that OpenMP has kept its process's first thread from.
+    """Let the calling thread run on cores, too, that OpenMP keeps its process's first thread from.
 
     An engine on the CPU has OpenMP bind its worker's first thread to the cores that compute, and
     a thread inherits that: what it does would be taken from the engine, beside cores kept free
@@ -29,25 +30,27 @@ def spread() -> None:
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or not hasattr(os, "sched_setaffinity"):
         return
-    if not any(name in os.environ for name in _BINDS):
+    if not any(os.environ.get(name, "").lower() not in _BINDS_NOT for name in _BINDS):
         return
-    ours = os.sched_getaffinity(0)
     try:
+        ours = os.sched_getaffinity(0)
         near = os.sched_getaffinity(parent.pid) & _same_nodes(ours)
         if ours < near:
             os.sched_setaffinity(0, near)
-    except OSError:
-        # The parent has ended, or /sys is not to be read: as bound as before, it works as well.
+    except (OSError, ValueError):
+        # The parent has ended, or /sys tells nothing: as bound as before, it works as well.
         return
 
 
 def _same_nodes(cores: set[int]) -> set[int]:
-    """All cores of the NUMA nodes that have some of these. Raises OSError."""
+    """All cores of the NUMA nodes that have some of these. Raises OSError and ValueError."""
     nodes = [_listed(file.read_text()) for file in _NODES.glob("node[0-9]*/cpulist")]
-    return set[int]().union(*(node for node in nodes if node & cores))
+    # A kernel that knows no nodes has one.
+    known = nodes or [set(range(os.cpu_count() or 1))]
+    return set[int]().union(*(node for node in known if node & cores))
 
 
 def _listed(text: str) -> set[int]:
-    """The kernel's list of numbers and ranges, such as `0-3,8`."""
+    """The kernel's list of numbers and ranges, such as `0-3,8`. Raises ValueError."""
     spans = [span.split("-") for span in text.strip().split(",") if span]
     return {core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)}

@@ -34,7 +34,7 @@ def bench(
     sys.path.insert(0, str(checkout))
     from bench import main
 
-    wanted = list(main.SUITES) if suites == ["all"] else suites
+    wanted = list(main.SUITES) if suites == ["all"] else list(dict.fromkeys(suites))
     unknown = [name for name in wanted if name not in main.SUITES]
     if unknown:
         typer.echo(
