@@ -47,8 +47,8 @@ FEW = 20
 """Prompts that a median is of."""
 
 WHY_CPU = (
-    "half a microsecond a block, for its key and one look into a dict of a million, is 4 ms in the "
-    "median; what shares the processor's caches decides about the rest"
+    "the median, a key and one look into a dict of a million for each block, is 3 ms; what shares "
+    "the processor's caches decides about the rest"
 )
 WHY_DISK = (
     "each block takes a key, its digest, and a cache line of a table of fingerprints: 0.5 us; "

@@ -64,11 +64,11 @@ def run(job: dict[str, Any]) -> None:
 
 
 def settle(llm: Any) -> None:
-    """Let stores under way end, for seconds: counters come with steps, and a busy machine's last
-    stores end after the last request's."""
+    """Let stores under way end, each at its tier's deadline: counters come with steps, and a busy
+    machine's last stores end after the last request's."""
     from vllm import SamplingParams, TokensPrompt
 
-    late = time.monotonic() + 5
+    late = time.monotonic() + 30
     nothing = SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True)
     while time.monotonic() < late and any(t.get("storing_jobs") for t in counters(llm).values()):
         llm.generate([TokensPrompt(prompt_token_ids=[3])], [nothing], use_tqdm=False)
