@@ -14,7 +14,8 @@ from tiers.connector.base import EngineInfo
 from tiers.connector.generation import Generation
 from tiers.connector.parts import Parts
 from tiers.connector.requests import RequestTable
-from tiers.engine.fingerprint import AdapterMarks, model_facts
+from tiers.engine.fingerprint import model_facts
+from tiers.engine.request_marks import AdapterMarks
 
 BLOCK = 16
 TOKENS = list(range(3, 3 + 3 * BLOCK))

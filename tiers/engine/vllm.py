@@ -39,7 +39,8 @@ from tiers.connector.multi_metadata import (
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
-from tiers.engine.fingerprint import AdapterMarks, model_facts
+from tiers.engine.fingerprint import model_facts
+from tiers.engine.request_marks import AdapterMarks
 from tiers.engine.vllm_children import (
     any_requires_piecewise,
     child_configs,
