@@ -75,8 +75,9 @@ def may_import(importer: str, imported: str) -> bool:
         return True
     allowed: dict[str | None, set[str]] = {
         None: set(),
-        "connector": set(),
-        "engine": {"connector", "gpu"},
+        "wrappers": set(),
+        "connector": {"wrappers"},
+        "engine": {"connector", "gpu", "wrappers"},
         "demo": {"engine"},
         "soak": {"connector", "engine"},
         "cli": {"engine", "demo", "soak"},
@@ -96,13 +97,13 @@ def test_imports_point_down(module: Path) -> None:
     [
         ("spec/chain.py", "tiers.errors", False),
         ("spec/chain.py", "spec.fields", True),
-        ("tiers/guard.py", "tiers.disk.store", False),
-        ("tiers/guard.py", "tiers.store.TierStore", True),
+        ("tiers/wrappers/guard.py", "tiers.disk.store", False),
+        ("tiers/wrappers/guard.py", "tiers.store.TierStore", True),
         ("tiers/disk/store.py", "tiers.cpu.lru", False),
         ("tiers/disk/store.py", "tiers.disk.slab", True),
         ("tiers/remote/store.py", "tiers.connector.base", False),
         ("tiers/connector/chain.py", "tiers.gpu.copier", False),
-        ("tiers/connector/chain.py", "tiers.guard", True),
+        ("tiers/connector/chain.py", "tiers.wrappers.guard", True),
         ("tiers/engine/vllm.py", "tiers.disk.store", False),
         ("tiers/engine/vllm.py", "tiers.gpu.copier", True),
         ("tiers/cli/main.py", "tiers.disk.spec", False),

@@ -11,12 +11,12 @@ from servers import RedisServer
 
 from spec.encryption import KEY_BYTES
 from spec.offloading import StoreSite
-from tiers.cipher import encrypted, sealed_bytes
 from tiers.disk.spec import DiskSpec
-from tiers.guard import guard
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, TierStore
 from tiers.testing import StoreContract
+from tiers.wrappers.encryption import encrypted, sealed_bytes
+from tiers.wrappers.guard import guard
 
 
 class DictStore:

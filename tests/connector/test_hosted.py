@@ -16,7 +16,7 @@ from tiers.connector.base import Hello
 from tiers.connector.hosted import Answer, HostedTier
 from tiers.connector.region import SlotRegion, attach_region, create_region, stamp
 from tiers.errors import TierUnusable
-from tiers.guard import guard
+from tiers.wrappers.guard import guard
 
 PAYLOAD = 5000
 SLOTS = 8

@@ -13,14 +13,14 @@ from replay_chains import MODEL, SLOT, chain_of, cpu
 from slow_store import LONG, STORES, SlowSpec, SlowStore, ask, measured
 
 from spec.chain import ChainSpec
-from tiers.cipher import encrypted, sealed_bytes
 from tiers.connector.host import HostSlots
 from tiers.connector.store_manager import StoreManager
 from tiers.engine.replay import ReplayEngine
 from tiers.errors import TierUnavailable
 from tiers.gpu.copier import CpuCopier
-from tiers.guard import guard
 from tiers.store import Block
+from tiers.wrappers.encryption import encrypted, sealed_bytes
+from tiers.wrappers.guard import guard
 
 
 def chain(deadline: str = "200ms", **more: Any) -> ChainSpec:

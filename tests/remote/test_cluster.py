@@ -16,11 +16,11 @@ from topologies import Sentinel, cluster, cluster_command, joined, move_slot, wa
 
 from spec.offloading import StoreSite
 from tiers.errors import TierUnavailable
-from tiers.guard import guard
 from tiers.remote.spec import RedisSpec
 from tiers.remote.store import RedisStore
 from tiers.store import TierStore
 from tiers.testing import StoreContract, make_key
+from tiers.wrappers.guard import guard
 
 
 def open_store(url: str, timeout: str = "10s", payload_bytes: int = PAYLOAD) -> RedisStore:

@@ -18,10 +18,10 @@ from servers import RedisServer, binaries
 
 from tiers.block import HEADER_BYTES
 from tiers.errors import TierUnavailable
-from tiers.guard import guard
 from tiers.remote.store import RedisStore
 from tiers.remote.stream import PIECE_BYTES
 from tiers.testing import Memory, make_key
+from tiers.wrappers.guard import guard
 
 HANG_LIMIT = 20.0
 SECRET = "s3same-0pen"

@@ -15,10 +15,10 @@ from servers import RedisServer, binaries
 
 from spec.offloading import StoreSite
 from tiers.errors import TierUnavailable, TierUnusable
-from tiers.guard import guard
 from tiers.remote.spec import RedisSpec
 from tiers.remote.store import RedisStore
 from tiers.testing import Memory, make_key
+from tiers.wrappers.guard import guard
 
 SECRET = "s3same-0pen"
 NEEDED = ("~kvtiers:*", "+get", "+set", "+exists", "+pexpire", "+unlink")

@@ -17,9 +17,9 @@ from servers import RedisServer
 from topologies import Link, wait_until
 
 from spec.offloading import StoreSite
-from tiers.guard import Guarded, guard
 from tiers.remote.spec import RedisSpec
 from tiers.testing import make_key
+from tiers.wrappers.guard import Guarded, guard
 
 HANG_LIMIT = 20.0
 PAUSE_MS = 2500

@@ -17,9 +17,9 @@ from topologies import Sentinel, cluster
 
 from spec.offloading import StoreSite
 from tiers.errors import TierUnavailable, TierUnusable
-from tiers.guard import guard
 from tiers.remote.spec import RedisSpec
 from tiers.testing import make_key
+from tiers.wrappers.guard import guard
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tiers.connector.stats import Measures, merge
-from tiers.guard import Health
+from tiers.wrappers.guard import Health
 
 
 class Role(enum.Enum):

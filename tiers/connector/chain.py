@@ -24,8 +24,8 @@ from tiers.connector.store_manager import StoreManager
 from tiers.connector.tenants import Tenants
 from tiers.connector.worker import OffloadingWorker
 from tiers.errors import TierUnusable
-from tiers.opening import open_guarded
 from tiers.pool import SlotPool
+from tiers.wrappers.opening import open_guarded
 
 DRAIN_SECONDS = 10.0
 """How long a tier may go on storing when the engine shuts down."""

@@ -16,9 +16,9 @@ from tiers.connector.generation import Generation
 from tiers.connector.hosted_store import StoreTransfers, Transfer
 from tiers.connector.region import SlotRegion
 from tiers.connector.store_manager import StoreManager
-from tiers.guard import Guarded
 from tiers.pool import Residency, SlotPool
 from tiers.store import LocalIndex
+from tiers.wrappers.guard import Guarded
 
 FETCH_DEADLINE = 5.0
 """Seconds after which blocks still being fetched are a miss for who waits for them."""

@@ -8,9 +8,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from tiers.connector.region import SlotRegion
-from tiers.guard import Guarded
 from tiers.store import Block
 from tiers.threads import threads
+from tiers.wrappers.guard import Guarded
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from tiers.connector.base import LoadItem, LoadJob
 from tiers.connector.host import HostSlots
-from tiers.guard import Guarded
 from tiers.pool import SlotMemory, slot_stride
 from tiers.store import Block
 from tiers.threads import threads
 from tiers.throttle import Throttle
+from tiers.wrappers.guard import Guarded
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tiers.connector.policy import WAVE
-from tiers.guard import HEALTHY, Health
 from tiers.pool import Residency, SlotPool
+from tiers.wrappers.guard import HEALTHY, Health
 
 
 class TierManager(Protocol):

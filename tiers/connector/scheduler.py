@@ -38,8 +38,8 @@ from tiers.connector.shared_load import SharedLoad
 from tiers.connector.stats import TierStats
 from tiers.connector.tenants import Tenants, tenant_of
 from tiers.errors import TierUnusable
-from tiers.guard import Health
 from tiers.pool import SlotPool
+from tiers.wrappers.guard import Health
 
 logger = logging.getLogger(__name__)
 

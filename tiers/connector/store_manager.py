@@ -11,9 +11,9 @@ from tiers.connector.lookups import Lookup, Peeked, leading
 from tiers.connector.patience import LOOKUP_SECONDS
 from tiers.connector.policy import WAVE
 from tiers.connector.recent import RecentKeys
-from tiers.guard import HEALTHY, Guarded, Health
 from tiers.store import Clear, LocalIndex, TierStore, Touch
 from tiers.threads import threads
+from tiers.wrappers.guard import HEALTHY, Guarded, Health
 
 
 class StoreManager:

@@ -24,11 +24,11 @@ from tiers.connector.host import HostSlots
 from tiers.connector.loading import Loading
 from tiers.connector.stats import Measures, merge
 from tiers.errors import TierUnusable
-from tiers.guard import HEALTHY, Guarded
-from tiers.opening import open_guarded
 from tiers.store import Block, Damages
 from tiers.threads import threads
 from tiers.throttle import Throttle
+from tiers.wrappers.guard import HEALTHY, Guarded
+from tiers.wrappers.opening import open_guarded
 
 logger = logging.getLogger(__name__)
 

@@ -49,8 +49,8 @@ from tiers.engine.fingerprint import model_facts
 from tiers.engine.vllm_groups import refuse_model
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import open_copier
-from tiers.guard import Guarded
-from tiers.opening import open_guarded
+from tiers.wrappers.guard import Guarded
+from tiers.wrappers.opening import open_guarded
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import (

@@ -14,14 +14,14 @@ from servers import RedisServer, binaries
 
 from spec.offloading import StoreSite, StoreSpec
 from tiers.block import HEADER_BYTES, NAMESPACE_BYTES, parse_header
-from tiers.cipher import Cipher, sealed_bytes
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.errors import RecordError, TierUnusable
-from tiers.guard import Guarded
-from tiers.opening import open_guarded
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, Damages, TierStore
+from tiers.wrappers.encryption import Cipher, sealed_bytes
+from tiers.wrappers.guard import Guarded
+from tiers.wrappers.opening import open_guarded
 
 SIZE = 8192
 SITE = StoreSite(SIZE)

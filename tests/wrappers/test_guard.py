@@ -11,10 +11,10 @@ from servers import RedisServer
 
 from spec.offloading import StoreSite
 from tiers.errors import RecordError, TierFull, TierUnavailable, TierUnusable
-from tiers.guard import Guarded, Health, guard
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, Clear, LocalIndex, Measured, TierStore, Touch, Usage
 from tiers.testing import Memory, make_key
+from tiers.wrappers.guard import Guarded, Health, guard
 
 KEY = make_key()
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from spec.encryption import EncryptionSpec, others_can_read, read_keys
 from spec.offloading import StoreSite, StoreSpec
 from tiers.errors import TierNotOpen, TierUnusable
-from tiers.guard import Guarded, guard
 from tiers.store import Block, TierStore
+from tiers.wrappers.guard import Guarded, guard
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class _Later:
 
 def _encrypt(spec: StoreSpec, encryption: EncryptionSpec, site: StoreSite) -> TierStore:
     try:
-        from tiers.cipher import encrypted, sealed_bytes
+        from tiers.wrappers.encryption import encrypted, sealed_bytes
     except ModuleNotFoundError as error:
         raise TierUnusable(f"encryption needs {error.name}: install kvtiers[encryption]") from error
     try:
