@@ -87,8 +87,11 @@ class Clear(Protocol):
     A store that other hosts share has it not: they may still use what one engine gives up.
     """
 
-    def clear(self, namespace: bytes) -> None:
-        """Forget every key that begins with these bytes."""
+    def clear(self, namespace: bytes) -> bool:
+        """Forget some of the keys that begin with these bytes; True: there may be more, call again.
+
+        A call ends within a moment, however many keys there are.
+        """
         ...
 
 

@@ -69,7 +69,7 @@ def test_it_follows_stores_evictions_and_drops(tmp_path: Path) -> None:
             put(store, keys(*chance.sample(range(300), 5)))
             store.drop(keys(*chance.sample(range(300), 3)))
             agree(store)
-        store.clear(EVERY[0][:16])
+        assert store.clear(EVERY[0][:16]) is False
         assert agree(store) == [False] * 300
         assert put(store, keys(7)) == [True]
         assert agree(store)[7]

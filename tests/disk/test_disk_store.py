@@ -34,6 +34,19 @@ def test_blocks_outlive_the_store(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_namespace_is_cleared_in_steps(tmp_path: Path) -> None:
+    """Whoever clears millions can stop, and others store between the steps."""
+    store = open_disk(tmp_path, slots=600)
+    assert all(put(store, keys(*range(600))))
+    left = [600]
+    while store.clear(key(0)[:16]):
+        left.append(store.usage().blocks)
+        assert left[-2] - 256 <= left[-1] < left[-2]
+    assert len(left) == 3 and store.usage().blocks == 0
+    audit(store)
+    store.close()
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_capacity_holds_with_two_block_sizes(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)

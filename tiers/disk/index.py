@@ -138,13 +138,13 @@ class Index:
         with self._env.begin(db=self._tables["blocks"]) as txn:
             return [txn.get(key) is not None for key in keys]
 
-    def starting_with(self, beginning: bytes) -> list[bytes]:
-        """Every live key that begins with these bytes."""
+    def starting_with(self, beginning: bytes, most: int) -> list[bytes]:
+        """The first `most` live keys that begin with these bytes."""
         keys = []
         with self._env.begin(db=self._tables["blocks"]) as txn:
             cursor = txn.cursor()
             more = cursor.set_range(beginning)
-            while more and cursor.key().startswith(beginning):
+            while more and len(keys) < most and cursor.key().startswith(beginning):
                 keys.append(cursor.key())
                 more = cursor.next()
         return keys

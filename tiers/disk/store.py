@@ -90,13 +90,15 @@ class DiskStore:
         with self._vault.in_use() as vault:
             vault.drop([label(key) for key in keys])
 
-    def clear(self, namespace: bytes) -> None:
-        """Forget a namespace's blocks, for all processes on the folder."""
+    def clear(self, namespace: bytes) -> bool:
+        """Forget some of a namespace's blocks, for all processes on the folder; True: call again.
+
+        In short edits: other threads and processes store meanwhile.
+        """
         with self._vault.in_use() as vault:
-            labels = vault.index.starting_with(label_start(namespace))
-            # Not in one edit: other threads and processes store meanwhile.
-            for start in range(0, len(labels), _CLEARED_AT_ONCE):
-                vault.drop(labels[start : start + _CLEARED_AT_ONCE])
+            labels = vault.index.starting_with(label_start(namespace), _CLEARED_AT_ONCE)
+            vault.drop(labels)
+            return len(labels) == _CLEARED_AT_ONCE
 
     def close(self) -> None:
         """Let go of the folder; the process's last store on it syncs the index. Idempotent.

@@ -102,10 +102,11 @@ class SabotagedStore:
         """As the store."""
         self._store.touch(keys)
 
-    def clear(self, namespace: bytes) -> None:
+    def clear(self, namespace: bytes) -> bool:
         """As the store, if the mood lets it."""
         self._mood.meet("clear")
-        self._store.clear(namespace)
+        more: bool = self._store.clear(namespace)
+        return more
 
     def usage(self) -> Usage:
         """As the store."""

@@ -208,10 +208,10 @@ class _Touch(EncryptedStore):
 
 
 class _Clear(EncryptedStore):
-    def clear(self, namespace: bytes) -> None:
+    def clear(self, namespace: bytes) -> bool:
         """Clear the namespace of every cipher."""
-        for cipher in self._ciphers:
-            self._store.clear(cipher.space(namespace))
+        spaces = [cipher.space(namespace) for cipher in self._ciphers]
+        return any([self._store.clear(space) for space in spaces])
 
 
 class _Measured(EncryptedStore):

@@ -189,9 +189,9 @@ class _Touch(Guarded):
 
 
 class _Clear(Guarded):
-    def clear(self, namespace: bytes) -> None:
-        """As the store; a failure clears nothing."""
-        self._ask(self._writes, lambda: self._store.clear(namespace), otherwise=None)
+    def clear(self, namespace: bytes) -> bool:
+        """As the store; a failure ends it."""
+        return self._ask(self._writes, lambda: bool(self._store.clear(namespace)), otherwise=False)
 
 
 class _Damages(Guarded):
