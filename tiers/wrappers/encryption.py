@@ -209,9 +209,8 @@ class _Touch(EncryptedStore):
 
 class _Clear(EncryptedStore):
     def clear(self, namespace: bytes) -> bool:
-        """Clear the namespace of every cipher."""
-        spaces = [cipher.space(namespace) for cipher in self._ciphers]
-        return any([self._store.clear(space) for space in spaces])
+        """Clear the namespace of every cipher, one after the other."""
+        return any(self._store.clear(cipher.space(namespace)) for cipher in self._ciphers)
 
 
 class _Measured(EncryptedStore):
