@@ -187,8 +187,12 @@ class StoreManager:
         self._clearing = [future for future in self._clearing if not future.done()]
         if self._clear is not None:
             for space in self._namespaces:
-                self._clearing.append(self._thread.submit(self._clear.clear, space))
+                self._clearing.append(self._thread.submit(self._clear_all, self._clear, space))
         return []
+
+    def _clear_all(self, store: Clear, space: bytes) -> None:
+        while store.clear(space):
+            pass
 
     def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
         """Begin to ask a store behind a network, so that its answer is there in time."""

@@ -140,7 +140,7 @@ class Index:
 
     def starting_with(self, beginning: bytes, most: int) -> list[bytes]:
         """The first `most` live keys that begin with these bytes."""
-        keys = []
+        keys: list[bytes] = []
         with self._env.begin(db=self._tables["blocks"]) as txn:
             cursor = txn.cursor()
             more = cursor.set_range(beginning)
