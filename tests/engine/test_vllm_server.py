@@ -122,3 +122,10 @@ def test_a_subscriber_learns_which_tier_holds_what(served: VllmServer) -> None:
             held[event["medium"]] -= set(event["block_hashes"])
     assert len(held["ssd"]) == 4 * 18 and len(held["cpu"]) == 3 * 18
     assert held["cpu"] < held["ssd"] and held["GPU"] < held["ssd"], "blocks have one name"
+
+
+def test_our_log_lines_look_like_the_engines(served: VllmServer) -> None:
+    """Level, process and time are in each, and what is below a warning is there too."""
+    lines = [line for line in served.log.read_text().splitlines() if "io is" in line]
+    assert lines, "what a tier chose at start is in the log"
+    assert all(" pid=" in line and " INFO " in line for line in lines), lines
