@@ -34,7 +34,6 @@ class Tier:
         self.tokens = tokens
         self.loads: list[Any] = []
         self.ended: set[str] = set()
-        self.lookups = 0
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
         return self.tokens, bool(self.tokens)
@@ -61,9 +60,6 @@ class BlockTier(Tier):
 
     def holds(self, request: Any, blocks: range) -> list[bool] | None:
         return None if self.held is None else [self.held[b : b + 1] == "x" for b in blocks]
-
-    def count_lookup(self, hit: bool) -> None:
-        self.lookups += 1
 
     def load_blocks(self, request: Any, blocks: Any, ranges: Sequence[range], shared: Any) -> None:
         self.loads.append(list(ranges))
@@ -144,16 +140,6 @@ def test_another_connector_is_never_told_to_load_less_than_it_said() -> None:
         multi = chain(Tier(tokens=12), BlockTier("x", tokens=12), load=policy)
         tokens = 4 if policy == "stitched" else 8
         assert multi.get_num_new_matched_tokens(request, 0) == (tokens, True)
-
-
-def test_a_lookup_counts_when_it_decides() -> None:
-    upper, lower = BlockTier("x"), BlockTier(None)
-    multi = chain(upper, lower)
-    assert multi.get_num_new_matched_tokens(FakeRequest(), 0) == (None, False)
-    assert upper.lookups == 0
-    lower.held = ".x"
-    assert multi.get_num_new_matched_tokens(FakeRequest(), 0) == (8, True)
-    assert upper.lookups == lower.lookups == 1
 
 
 def test_blocks_are_of_use_up_to_the_first_that_failed_in_any_tier() -> None:

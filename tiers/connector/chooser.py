@@ -157,12 +157,11 @@ class Chooser:
         self, question: _Question, but: Iterable[int] = ()
     ) -> Iterator[tuple[int | None, bool]]:
         """What each child has, asked one by one; those that may not load, or in `but`: nothing."""
-        tiers = question.limits.tiers
         but = {*but, *self._failed.get(question.request.request_id, ())}
         for index, (name, child) in enumerate(self._children):
             # A chain within this one knows its own tiers.
-            may_load = tiers is None or name in tiers or getattr(child, "limits_requests", False)
-            if may_load and index not in but:
+            limits_itself = getattr(child, "limits_requests", False)
+            if (limits_itself or question.limits.may_load(name)) and index not in but:
                 question.asked.add(index)
                 yield self._ask(child, question)
             else:
@@ -192,11 +191,10 @@ class Chooser:
     def _stitch(self, question: _Question) -> Choice:
         size = self._block_tokens
         blocks = self._blocks(question)
-        tiers = question.limits.tiers
         loaders = {
             index: child
             for index, (name, child) in enumerate(self._children)
-            if isinstance(child, BlockLoader) and (tiers is None or name in tiers)
+            if isinstance(child, BlockLoader) and question.limits.may_load(name)
         }
         found = stitched(
             {index: partial(child.holds, question.request) for index, child in loaders.items()},
@@ -211,6 +209,4 @@ class Chooser:
                 return LATER
             if alone.tokens > tokens:
                 return alone
-        for index, hit in found.hits.items():
-            loaders[index].count_lookup(hit)
         return Choice(None, tokens, True, found.shares) if tokens else NOBODY

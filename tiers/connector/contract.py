@@ -253,10 +253,6 @@ class BlockLoader(Protocol):
         (see `tiers.connector.parts`). None: ask again later."""
         ...
 
-    def count_lookup(self, hit: bool) -> None:
-        """Count, once for all its `holds`, that a request was looked up."""
-        ...
-
     def load_blocks(
         self, request: Request, blocks: Blocks, ranges: Sequence[range], shared: SharedLoad
     ) -> None:

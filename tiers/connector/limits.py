@@ -26,12 +26,28 @@ class RequestLimits(BaseModel):
     )
     store: bool = Field(default=True, description="Whether the request's blocks are stored.")
 
+    def may_load(self, tier: str) -> bool:
+        """Whether any block may come from a tier."""
+        return self.max_load_tokens != 0 and (self.tiers is None or tier in self.tiers)
+
 
 UNLIMITED = RequestLimits()
+NOTHING_LOADED = {"max_load_tokens": 0}
 
 
 def read_limits(request: Request) -> tuple[RequestLimits, str | None]:
-    """A request's limits, and what is wrong with them: then they are as if there were none."""
+    """A request's limits, and what is wrong with them: then they are as if there were none.
+
+    A request that may not use its engine's own cached prefixes (prompt log-probabilities need
+    every token computed) loads none either.
+    """
+    limits, problem = _said(request)
+    if getattr(request, "skip_reading_prefix_cache", False):
+        limits = limits.model_copy(update=NOTHING_LOADED)
+    return limits, problem
+
+
+def _said(request: Request) -> tuple[RequestLimits, str | None]:
     params = getattr(request, "kv_transfer_params", None)
     found = params.get(KEY) if isinstance(params, Mapping) else None
     if found is None:

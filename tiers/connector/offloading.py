@@ -85,10 +85,6 @@ class OffloadingConnector(Connector):
         """How much of each of these blocks this tier could load."""
         return self.scheduler.holds(request, blocks)
 
-    def count_lookup(self, hit: bool) -> None:
-        """Count a request that this tier was asked about."""
-        self.scheduler.count_lookup(hit)
-
     @property
     def load_meter(self) -> LoadMeter:
         """How long this tier's loads take."""

@@ -78,13 +78,12 @@ class Stitch(NamedTuple):
     """A prefix in which each block has the child of the highest load priority that holds it.
 
     `stop`: the block behind its last. `looking`: a child that has not answered yet might make it
-    longer. `hits`: each child that answered, and whether it held any block it was asked for.
+    longer.
     """
 
     shares: Shares
     stop: int
     looking: bool
-    hits: dict[int, bool]
 
 
 def usable(held: Sequence[int], window: int) -> int:
@@ -110,7 +109,6 @@ def stitched(children: dict[int, Holds], blocks: range, window: int = 0) -> Stit
     """
     bodies: list[int | None] = []
     wholes: list[int | None] = []
-    hits: dict[int, bool] = {}
     looking = False
     for start in range(blocks.start, blocks.stop, WAVE):
         wave = range(start, min(start + WAVE, blocks.stop))
@@ -124,7 +122,6 @@ def stitched(children: dict[int, Holds], blocks: range, window: int = 0) -> Stit
             if held is None:
                 waited = True
                 continue
-            hits[child] = hits.get(child, False) or any(held)
             body = _fill(body, child, [much > 0 for much in held])
             whole = _fill(whole, child, [much == WHOLE for much in held])
         gap = _gap(body)
@@ -138,7 +135,7 @@ def stitched(children: dict[int, Holds], blocks: range, window: int = 0) -> Stit
         looking = False
     tail = max(0, count - window)
     owners = [one for one in bodies[:tail] + wholes[tail:count] if one is not None]
-    return Stitch(_runs(owners, blocks.start), blocks.start + count, looking, hits)
+    return Stitch(_runs(owners, blocks.start), blocks.start + count, looking)
 
 
 def _fill(found: list[int | None], child: int, has: Sequence[bool]) -> list[int | None]:

@@ -21,7 +21,8 @@ class RequestState:
     leading blocks that need not be offered for storing again. `recompute`: this tier failed to
     load it and is not asked again, so a request is loaded in vain once per tier at most. `store`:
     whether its blocks are stored. `mark`: see `EngineInfo`. `asked`: when a lookup was begun that
-    is not answered yet.
+    is not answered yet. `answered`: whether any was. `looked_up`, `hit`: whether it is counted
+    among the tier's lookups and hits.
     """
 
     request: Request
@@ -34,6 +35,9 @@ class RequestState:
     recompute: bool = False
     store: bool = True
     asked: float | None = None
+    answered: bool = False
+    looked_up: bool = False
+    hit: bool = False
 
     def keys_from(self, start: int) -> list[bytes]:
         """Keys from `start` on; not to be changed, nor kept: copying thousands takes its time."""

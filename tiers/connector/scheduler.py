@@ -190,7 +190,6 @@ class OffloadingScheduler:
         found = self._timed(state, partial(self._lookup, self._manager, state, range(first, stop)))
         if found is None:
             return None, False
-        self.count_lookup(found > 0)
         state.match = (first, found)
         return found * self._engine.block_tokens, found > 0
 
@@ -199,12 +198,13 @@ class OffloadingScheduler:
         return not self._unusable and all(one.reads for one in self._health.values())
 
     def _timed(self, state: RequestState, ask: Callable[[], T | None]) -> T | None:
-        """Ask the tier; its answer, once there is one, took so long since it was first asked."""
+        """Ask the tier; its first answer of a request took so long since it was first asked."""
         now = time.perf_counter()
         asked = now if state.asked is None else state.asked
         answer = ask()
         state.asked = asked if answer is None else None
-        if answer is not None:
+        if answer is not None and not state.answered:
+            state.answered = True
             self.stats.add(self.tier, lookup_seconds=[time.perf_counter() - asked])
         return answer
 
@@ -231,12 +231,13 @@ class OffloadingScheduler:
     ) -> None:
         """Note the request's blocks; load into them what was promised for it."""
         state = self._allocated(request, blocks)
-        if num_external_tokens == 0 or self._manager is None:
-            return
-        first, found = state.match
-        count = num_external_tokens // self._engine.block_tokens
-        assert 0 < count <= found, f"{count} blocks to load of {found} found"
-        self._load(self._manager, state, list(range(first, first + count)), SharedLoad(1))
+        count = 0
+        if num_external_tokens and self._manager is not None:
+            first, found = state.match
+            count = num_external_tokens // self._engine.block_tokens
+            assert 0 < count <= found, f"{count} blocks to load of {found} found"
+            self._load(self._manager, state, list(range(first, first + count)), SharedLoad(1))
+        self._count(state, count)
 
     def holds(self, request: Request, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks the tier could load; None: ask again."""
@@ -250,17 +251,30 @@ class OffloadingScheduler:
         held = self._timed(state, partial(self._held, self._manager, state, asked))
         return held if held is None else [*held, *[NOTHING] * (len(blocks) - len(asked))]
 
-    def count_lookup(self, hit: bool) -> None:
-        """Count that the tier has answered for a request."""
-        self.stats.add(self.tier, lookups=1, hits=int(hit))
-
     def load_blocks(
         self, request: Request, blocks: Blocks, ranges: Sequence[range], shared: SharedLoad
     ) -> None:
         """Note the request's blocks; load into them this tier's part of a shared load."""
         state = self._allocated(request, blocks)
         assert self._manager is not None, "blocks to load from a tier that held none"
-        self._load(self._manager, state, [block for part in ranges for block in part], shared)
+        mine = [block for part in ranges for block in part]
+        self._load(self._manager, state, mine, shared)
+        self._count(state, len(mine))
+
+    def _count(self, state: RequestState, blocks: int) -> None:
+        """Count a request that the engine begins, which loads so many blocks from this tier.
+
+        Requests are counted, not calls: one that waits for room is asked about in every step. As
+        in the engine's own metrics of its hits, one that it has preempted does not count again.
+        """
+        if getattr(state.request, "num_preemptions", 0):
+            return
+        lookup, hit = state.answered and not state.looked_up, bool(blocks) and not state.hit
+        if lookup or hit or blocks:
+            tokens = blocks * self._engine.block_tokens
+            self.stats.add(self.tier, lookups=int(lookup), hits=int(hit), hit_tokens=tokens)
+        state.looked_up |= lookup
+        state.hit |= hit
 
     def _allocated(self, request: Request, blocks: Blocks) -> RequestState:
         state = self._requests.state_of(request)
@@ -292,7 +306,7 @@ class OffloadingScheduler:
         """Begin to find out what the tier has of a request, if it can't tell at once."""
         if self._manager is not None and not self._unusable:
             state = self._requests.state_of(request)
-            if state.keys:
+            if state.keys and state.limits.may_load(self.tier):
                 self._manager.expect(request.request_id, state.keys)
 
     # -- storing -----------------------------------------------------------------------------

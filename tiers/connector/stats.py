@@ -9,9 +9,10 @@ Measures = dict[str, float | list[float]]
 """Of an interval: a counter's sum, a gauge's last value, a histogram's samples."""
 
 COUNTERS = {
-    "lookups": "Lookups answered by the tier.",
-    "hits": "Lookups that found at least one block.",
-    "loaded_tokens": "Prompt tokens whose KV came from the tier.",
+    "lookups": "Requests that the tier was looked up for, each once, when it begins to run.",
+    "hits": "Those of them that the tier then served, at least a block.",
+    "hit_tokens": "Tokens that they were to load: of all tiers, the engine's own external hits.",
+    "loaded_tokens": "Prompt tokens whose KV came from the tier: hits that arrived in time.",
     "passed_over": "Requests that computed what the tier had of them, since that was faster.",
     "loaded_blocks": "Blocks loaded and verified.",
     "loaded_bytes": "Bytes loaded.",

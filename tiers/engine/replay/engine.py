@@ -100,6 +100,7 @@ class ReplayEngine:
         max_tokens: int = 4,
         salt: str = "",
         kv_transfer_params: dict[str, Any] | None = None,
+        skip_reading_prefix_cache: bool = False,
     ) -> ReplayRequest:
         """Queue a request. Raises ValueError for one that can never fit."""
         request = ReplayRequest(
@@ -109,6 +110,7 @@ class ReplayEngine:
             self.model.block_tokens,
             salt,
             kv_transfer_params,
+            skip_reading_prefix_cache=skip_reading_prefix_cache,
         )
         blocks = -(-(request.num_tokens + max_tokens) // self.model.block_tokens)
         needed = blocks * len(self.model.windows)

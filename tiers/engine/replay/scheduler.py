@@ -38,6 +38,8 @@ class ReplayRequest:
     status: Status = Status.WAITING
     loaded_tokens: int = 0
     has_run: bool = False
+    num_preemptions: int = 0
+    skip_reading_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -126,7 +128,11 @@ class StepOutput:
 
 
 class ReplayScheduler:
-    """Decides, as vLLM's scheduler does, and calls the connector where that would."""
+    """Decides, as vLLM's scheduler does, and calls the connector where that would.
+
+    `preemptions` are counted, and `external_hits`: tokens that requests which were not preempted
+    were to load.
+    """
 
     def __init__(
         self,
@@ -141,6 +147,7 @@ class ReplayScheduler:
         self._tables = BlockTables(pool, block_tokens, windows)
         self._windows = windows
         self.preemptions = 0
+        self.external_hits = 0
         self.requests: dict[str, ReplayRequest] = {}
         self._block_tokens = block_tokens
         self._batch_tokens = batch_tokens
@@ -213,7 +220,9 @@ class ReplayScheduler:
     def _match(self, request: ReplayRequest) -> bool:
         """Find the request's prefix here and in the connector; False: it can't start now."""
         limit = (request.num_tokens - 1) // self._block_tokens
-        tables = self._tables.find_prefix(request.block_hashes[:limit])
+        tables = self._tables.find_prefix(
+            [] if request.skip_reading_prefix_cache else request.block_hashes[:limit]
+        )
         computed = len(tables[0]) * self._block_tokens
         external: int | None = 0
         is_async = False
@@ -221,6 +230,7 @@ class ReplayScheduler:
             external, is_async = self.connector.get_num_new_matched_tokens(request, computed)
         if external is None:
             return False
+        assert not (external and request.skip_reading_prefix_cache)
         known = computed + external
         blocks = known // self._block_tokens
         self._tables.share(tables)
@@ -232,6 +242,8 @@ class ReplayScheduler:
         request.tables = tables
         request.num_computed_tokens = known
         request.loaded_tokens = external
+        if not request.num_preemptions:
+            self.external_hits += external
         if self.connector is not None:
             self.connector.update_state_after_alloc(request, request, external)
         if external:
@@ -295,6 +307,7 @@ class ReplayScheduler:
 
     def _preempt(self, request: ReplayRequest) -> None:
         self.preemptions += 1
+        request.num_preemptions += 1
         self._running.remove(request)
         self._restart(request)
         request.status = Status.WAITING

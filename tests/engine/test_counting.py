@@ -1,0 +1,96 @@
+"""What the tiers count of requests: each once, however often the engine asks about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replay_chains import MODEL, chain_of, cpu, disk, drive
+from slow_store import SlowSpec, SlowStore, measured
+
+from spec.chain import ChainSpec
+from tiers.engine.replay import ReplayEngine, answer
+
+MakeEngine = Callable[..., ReplayEngine]
+POLICIES = ["first", "longest", "stitched", "cheapest"]
+
+
+def counted(made: ReplayEngine, name: str) -> float:
+    """A counter over all tiers."""
+    return sum(measures.get(name, 0) for measures in made.stats.data.values())  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("load", POLICIES)
+def test_a_request_that_waits_for_room_is_looked_up_once(
+    engine: MakeEngine, tmp_path: Path, load: str
+) -> None:
+    chain = chain_of(cpu(400), disk(tmp_path), load=load)
+    made = engine(chain, num_blocks=16, prefix_caching=False)
+    prompts = [[n, *range(30)] for n in range(12)]
+    requests = [made.add(prompt, 20) for prompt in prompts]
+    made.run()
+    assert made.stats.data["cpu"]["lookups"] == len(prompts)
+    assert counted(made, "lookups") <= 2 * len(prompts)
+    assert counted(made, "hits") == counted(made, "hit_tokens") == 0, "of preempted ones alone"
+    assert made.scheduler.preemptions > 0
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.output == answer(MODEL, prompt, 20)
+
+
+@pytest.mark.parametrize("load", POLICIES)
+def test_hits_are_those_that_the_engine_counts(
+    engine: MakeEngine, tmp_path: Path, load: str
+) -> None:
+    chain = chain_of(cpu(30), disk(tmp_path), load=load)
+    made = engine(chain, num_blocks=24)
+    drive(made, seed=5)
+    made.settle()
+    drive(made, seed=5)
+    made.settle()
+    assert made.scheduler.preemptions > 0
+    assert counted(made, "hit_tokens") == made.scheduler.external_hits > 0
+    hits, lookups = counted(made, "hits"), counted(made, "lookups")
+    assert 0 < hits < lookups <= 2 * 120
+
+
+def test_a_tier_that_fails_to_load_counts_a_hit_and_the_next_its_own(
+    engine: MakeEngine, store: SlowStore, tmp_path: Path
+) -> None:
+    slow = SlowSpec(type="slow")
+    tiers = chain_of(disk(tmp_path)).tiers
+    made = engine(ChainSpec(version=1, tiers=(slow, *tiers)), prefix_caching=False)
+    prompt = list(range(50))
+    made.generate(prompt, 1)
+    made.settle()
+    store.broken = True
+    made.generate(prompt, 1)
+    assert [measured(made, "hits", tier) for tier in ("slow", "disk")] == [1, 1]
+    assert [measured(made, "hit_tokens", tier) for tier in ("slow", "disk")] == [48, 48]
+    assert [measured(made, "loaded_tokens", tier) for tier in ("slow", "disk")] == [0, 48]
+    assert [measured(made, "lookups", tier) for tier in ("slow", "disk")] == [2, 2]
+
+
+@pytest.mark.parametrize("load", POLICIES)
+@pytest.mark.parametrize("limit", ["prompt log-probabilities", "max_load_tokens", "tiers"])
+def test_a_request_that_may_load_nothing_is_not_looked_up_and_yet_stored(
+    engine: MakeEngine, store: SlowStore, monkeypatch: pytest.MonkeyPatch, load: str, limit: str
+) -> None:
+    monkeypatch.delattr(SlowStore, "peek")  # else offers for storing are lookups, too
+    made = engine(ChainSpec(version=1, load=load, tiers=(SlowSpec(type="slow"),)))
+    limits: dict[str, Any] = {"max_load_tokens": 0} if limit == "max_load_tokens" else {"tiers": []}
+    options: dict[str, Any] = {"kv_transfer_params": {"kvtiers": limits}}
+    if limit == "prompt log-probabilities":
+        options = {"skip_reading_prefix_cache": True}
+    prompt = list(range(50))
+    made.generate(prompt, 1)
+    made.settle()
+    asked, known = store.asked, len(store.blocks)
+    made.scheduler.pool.forget_all()
+    request = made.add([*prompt, *range(100, 108)], 1, **options)
+    made.run()
+    made.settle()
+    assert store.asked == asked and request.loaded_tokens == 0
+    assert measured(made, "lookups") == 1, "that of the first request"
+    assert len(store.blocks) == known + 2
