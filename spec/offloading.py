@@ -71,6 +71,15 @@ class StoreSpec(OffloadingSpec):
     Rates and the queue are those of one engine, over all its ranks.
     """
 
+    verifies: ClassVar[bool] = False
+    """Whether the store itself finds a block that is not, byte for byte, what was put under its
+    key. Where it does not, it is given our own records instead of bare payloads."""
+
+    is_prompt: ClassVar[bool] = False
+    """Whether `peek` and `touch` of the store never wait, so that the engine's own thread may call
+    them. A store that says so and hangs there stops the engine; others are asked in the
+    background, by `has`."""
+
     deadline: Duration = Field(
         default=10.0,
         description="A read or write that takes longer counts as failed, and the tier is left "

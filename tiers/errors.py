@@ -4,8 +4,8 @@ KVTiersError
 ├── TierError            a tier could not do what it was asked; the guard makes it a miss
 │   ├── TierUnavailable  it may work again: a refused connection, a timeout, an I/O error
 │   ├── TierFull         no room could be made
-│   └── TierUnusable     not as it is configured: said once at open, the chain goes on without it
-│       └── TierNotOpen  not now: what it is kept on is not there, full or read-only; tried again
+│   ├── TierUnusable     not as it is configured: said once at open, the chain goes on without it
+│   └── TierNotOpen      not now: what it is kept on is not there, full or read-only; tried again
 └── RecordError          bytes that are not the record they should be
 """
 
@@ -32,7 +32,7 @@ class TierUnusable(TierError):
     """The tier can't work as it is configured; only a change by the operator helps."""
 
 
-class TierNotOpen(TierUnusable):
+class TierNotOpen(TierError):
     """The tier can't be opened for now, and may be later, without a change of its settings."""
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
-Wrapper = TypeVar("Wrapper")
+from tiers.errors import TierError
+
+Capability = TypeVar("Capability")
 
 
 class Block(NamedTuple):
@@ -122,12 +124,86 @@ class Measured(Protocol):
         ...
 
 
-def with_capabilities(
-    base: type[Wrapper], store: TierStore, parts: Sequence[tuple[type, type[Wrapper]]]
-) -> type[Wrapper]:
-    """The class for a wrapper of this store: `base`, and of its subclasses in `parts` those whose
-    capability the store has. Capabilities are found by isinstance, so a method that the store
-    lacks must not exist.
+def capability(store: TierStore, kind: type[Capability]) -> Capability | None:
+    """The store as one that has a capability, or None if it has not. Ask each time: a store that
+    is opened late has its capabilities from then on. A wrapper answers for what it is around.
     """
-    made = tuple(part for capability, part in parts if isinstance(store, capability))
-    return type(base.__name__, made, {}) if made else base
+    if isinstance(store, StoreWrapper):
+        return store.capability(kind)
+    return store if isinstance(store, kind) else None
+
+
+class StoreWrapper:
+    """A TierStore over another, which it owns: as the other does, unless a subclass says more.
+
+    It has the capabilities that the other has now; `capability` tells, isinstance does not.
+    """
+
+    def __init__(self, store: TierStore) -> None:
+        self._inner = store
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """This wrapper as one that has a capability, or None."""
+        return None if capability(self._inner, kind) is None else cast(Capability, self)
+
+    def _inner_as(self, kind: type[Capability]) -> Capability:
+        found = capability(self._inner, kind)
+        if found is None:
+            raise TierError(f"the store has no {kind.__name__}")
+        return found
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """As the store."""
+        return self._inner.has(keys)
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        """As the store."""
+        return self._inner.put(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        """As the store."""
+        return self._inner.get(blocks)
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """As the store."""
+        self._inner.drop(keys)
+
+    def close(self) -> None:
+        """Close the store."""
+        self._inner.close()
+
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        """As the store, if it has a LocalIndex."""
+        return self._inner_as(LocalIndex).peek(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """As the store, if it has Touch."""
+        self._inner_as(Touch).touch(keys)
+
+    def clear(self, namespace: bytes) -> bool:
+        """As the store, if it has Clear."""
+        return self._inner_as(Clear).clear(namespace)
+
+    def damaged(self) -> int:
+        """As the store, if it has Damages."""
+        return self._inner_as(Damages).damaged()
+
+    def usage(self) -> Usage:
+        """As the store, if it is Measured."""
+        return self._inner_as(Measured).usage()
+
+
+def each(verb: str, answers: object, count: int) -> list[bool]:
+    """What a verb answered for `count` keys or blocks: a list of as many booleans.
+
+    Raises TierError for anything else: what is nearly right (a generator, a list of numbers, a
+    string) would pass for hits.
+    """
+    if not isinstance(answers, list):
+        raise TierError(f"{verb} answered a {type(answers).__name__}, not a list of booleans")
+    if len(answers) != count:
+        raise TierError(f"{verb} gave {len(answers)} answers for {count}")
+    strange = set(map(type, answers)) - {bool}
+    if strange:
+        raise TierError(f"{verb} answered a {strange.pop().__name__} where a boolean belongs")
+    return answers

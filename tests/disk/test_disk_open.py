@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from spec.offloading import StoreSite
 from tiers.disk.spec import DiskSpec
-from tiers.errors import TierUnusable
+from tiers.errors import TierNotOpen, TierUnusable
 
 
 def refused(path: Path, match: str, capacity: int = 8 * SLOT, shares: int = 1) -> None:
     spec = DiskSpec(path=path, capacity=capacity)
-    with pytest.raises(TierUnusable, match=match) as caught:
+    with pytest.raises((TierUnusable, TierNotOpen), match=match) as caught:
         spec.open(StoreSite(PAYLOAD, shares))
     assert str(path) in str(caught.value)
 
@@ -133,7 +133,7 @@ MOUNTED = """
 import sys
 from pathlib import Path
 from disk_audit import open_disk, put, get, keys, audit, SLOT
-from tiers.errors import TierFull, TierUnavailable, TierUnusable
+from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
 path = Path(sys.argv[1])
 """
 
@@ -164,7 +164,7 @@ def test_a_read_only_mount(tmp_path: Path) -> None:
 for where in (path, path / "below"):
     try:
         open_disk(where)
-    except TierUnusable as error:
+    except TierNotOpen as error:
         assert "Read-only file system" in str(error), error
     else:
         raise SystemExit("opened")

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import PrivateAttr
@@ -173,6 +173,8 @@ class LyingStore:
 
 
 class LyingSpec(StoreSpec):
+    is_prompt: ClassVar[bool] = True
+
     def open(self, site: StoreSite) -> LyingStore:
         return LyingStore()
 

@@ -18,7 +18,7 @@ from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.errors import RecordError, TierUnusable
 from tiers.remote.spec import RedisSpec
-from tiers.store import Block, Damages, TierStore
+from tiers.store import Block, Damages, TierStore, capability
 from tiers.wrappers.encryption import Cipher, sealed_bytes
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.opening import open_guarded
@@ -161,7 +161,7 @@ def test_equal_blocks_look_different(victim: Victim) -> None:
 
 
 def assert_planted_in_vain(victim: Victim, key: bytes = KEY) -> None:
-    assert isinstance(victim.tier, Damages)
+    assert capability(victim.tier, Damages)
     before = victim.tier.damaged()
     assert victim.serves(key) is None
     assert victim.tier.damaged() == before + 1

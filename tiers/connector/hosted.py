@@ -17,7 +17,7 @@ from tiers.connector.hosted_store import StoreTransfers, Transfer
 from tiers.connector.region import SlotRegion
 from tiers.connector.store_manager import StoreManager
 from tiers.pool import Residency, SlotPool
-from tiers.store import LocalIndex
+from tiers.store import LocalIndex, capability
 from tiers.wrappers.guard import Guarded
 
 FETCH_DEADLINE = 5.0
@@ -68,7 +68,7 @@ class HostedTier:
         """Blocks not stored because no slot was free, or because the store lags behind."""
         self._regions = regions
         self._residency = residency(self.pool, slots)
-        self._local = isinstance(store, LocalIndex)
+        self._store = store
         spaces = [region.hello.namespace for region in regions]
         self._manager = StoreManager(store, spaces, clock) if store is not None else None
         self._under_way = StoreTransfers(store, regions) if store is not None else None
@@ -85,6 +85,10 @@ class HostedTier:
     def transfers(self) -> int:
         """Transfers with the store that are not known to have ended."""
         return len(self._under_way or ())
+
+    @property
+    def _local(self) -> bool:
+        return self._store is not None and capability(self._store, LocalIndex) is not None
 
     # -- loading -----------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from tiers.connector.lookups import Lookup, Peeked, leading
 from tiers.connector.patience import LOOKUP_SECONDS
 from tiers.connector.policy import WAVE
 from tiers.connector.recent import RecentKeys
-from tiers.store import Clear, LocalIndex, TierStore, Touch
+from tiers.store import Clear, LocalIndex, TierStore, Touch, capability
 from tiers.threads import threads
 from tiers.wrappers.guard import HEALTHY, Guarded, Health
 
@@ -45,21 +45,25 @@ class StoreManager:
         self.on_evict: Callable[[bytes], None] | None = None
         self._lookup_deadline = lookup_deadline
         self._store = store
-        self._clear = store if isinstance(store, Clear) else None
-        self._index = store if isinstance(store, LocalIndex) else None
-        self._touch = store if isinstance(store, Touch) else None
         self._namespaces = namespaces
         self._clock = clock
         self._recent = RecentKeys(self.RECENT, self.RECENT_SECONDS, clock)
         self._peeked: dict[str, Peeked] = {}
         self._lookups: dict[str, Lookup] = {}
         self._clearing: list[Future[None]] = []
+        self._touching: Future[None] | None = None
+        self._closed = False
         self._thread = threads(1, "lookup")
+
+    @property
+    def _index(self) -> LocalIndex | None:
+        # Asked each time: a store that is opened late has it from then on.
+        return capability(self._store, LocalIndex)
 
     def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int | None:
         """Count leading held blocks, or begin to find out."""
-        if self._index is not None:
-            return self._peek_prefix(self._index, request_id, first, keys)
+        if (index := self._index) is not None:
+            return self._peek_prefix(index, request_id, first, keys)
         if not self.health().reads:
             return 0
         lookup = self._look_up(request_id, first, keys)
@@ -71,8 +75,8 @@ class StoreManager:
         self, request_id: str, first: int, keys: Sequence[bytes], count: int
     ) -> list[bool] | None:
         """Look up `count` of them in the index, or begin to find out about all."""
-        if self._index is not None:
-            return self._on_all_ranks(self._index.peek, keys[:count])
+        if (index := self._index) is not None:
+            return self._on_all_ranks(index.peek, keys[:count])
         if not self.health().reads:
             return [False] * count
         lookup = self._look_up(request_id, first, keys)
@@ -137,17 +141,27 @@ class StoreManager:
     def wants(self, keys: Sequence[bytes]) -> list[bool]:
         """Want what is not known to be held; the store itself skips what it turns out to have."""
         held = self._recent.known(keys)
-        if self._index is not None and not all(held):
+        index = self._index
+        if index is not None and not all(held):
             unknown = [key for key, has in zip(keys, held, strict=True) if not has]
-            peeked = self._on_all_ranks(self._index.peek, unknown)
+            peeked = self._on_all_ranks(index.peek, unknown)
             found = {key for key, has in zip(unknown, peeked, strict=True) if has}
             self._recent.add(found)
             held = [has or key in found for key, has in zip(keys, held, strict=True)]
-        if self._touch is not None:
-            known = [key for key, has in zip(keys, held, strict=True) if has]
-            for space in self._namespaces:
-                self._touch.touch([space + key for key in known])
+        self._note_used([key for key, has in zip(keys, held, strict=True) if has], index)
         return [not has for has in held]
+
+    def _note_used(self, keys: Sequence[bytes], index: LocalIndex | None) -> None:
+        touch = capability(self._store, Touch)
+        if touch is None:
+            return
+        names = [[space + key for key in keys] for space in self._namespaces]
+        if index is not None:
+            _touch_all(touch, names)
+        elif self._touching is None or self._touching.done():
+            # One at a time: what is used while a store takes its time is used again, or matters
+            # little.
+            self._touching = self._thread.submit(_touch_all, touch, names)
 
     def complete_store(self, key: bytes, slot: int, stored: bool) -> bool:
         """Remember what is held now."""
@@ -164,7 +178,7 @@ class StoreManager:
 
         In a shared store it stays: replicas that were not reset may still use it.
         """
-        if self._clear is not None:
+        if capability(self._store, Clear) is not None:
             self._drop((key,))
 
     def give_up(self, keys: Sequence[bytes]) -> None:
@@ -185,13 +199,14 @@ class StoreManager:
         self._peeked.clear()
         self._lookups.clear()
         self._clearing = [future for future in self._clearing if not future.done()]
-        if self._clear is not None:
+        clear = capability(self._store, Clear)
+        if clear is not None:
             for space in self._namespaces:
-                self._clearing.append(self._thread.submit(self._clear_all, self._clear, space))
+                self._clearing.append(self._thread.submit(self._clear_all, clear, space))
         return []
 
     def _clear_all(self, store: Clear, space: bytes) -> None:
-        while store.clear(space):
+        while store.clear(space) and not self._closed:
             pass
 
     def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
@@ -219,5 +234,11 @@ class StoreManager:
     def close(self) -> None:
         """Close the store, once it is cleared as a reset has asked."""
         wait(self._clearing, self.CLEAR_DEADLINE)
+        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._store.close()
+
+
+def _touch_all(touch: Touch, ranks: Sequence[Sequence[bytes]]) -> None:
+    for keys in ranks:
+        touch.touch(keys)

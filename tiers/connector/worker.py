@@ -24,7 +24,7 @@ from tiers.connector.host import HostSlots
 from tiers.connector.loading import Loading
 from tiers.connector.stats import Measures, merge
 from tiers.errors import TierUnusable
-from tiers.store import Block, Damages
+from tiers.store import Block, Damages, capability
 from tiers.threads import threads
 from tiers.throttle import Throttle
 from tiers.wrappers.guard import HEALTHY, Guarded
@@ -61,7 +61,6 @@ class OffloadingWorker:
         self._host = host
         self._drain = drain
         self._store: Guarded | None = None
-        self._damages: Damages | None = None
         self._namespace = b""
         self._unusable: str | None = None
         self._stores: list[_Store] = []
@@ -91,8 +90,6 @@ class OffloadingWorker:
         except TierUnusable as error:
             self._unusable = str(error)
             return
-        if isinstance(self._store, Damages):
-            self._damages = self._store
         self._loading.open(self._store)
 
     # -- loading -----------------------------------------------------------------------------
@@ -212,8 +209,9 @@ class OffloadingWorker:
             failures = self._store.failures.total
             merge(self._measures, {"tier_failures": failures - self._failures_seen})
             self._failures_seen = failures
-        if self._damages is not None:
-            damaged = self._damages.damaged()
+            damages = capability(self._store, Damages)
+            # A store that is opened late has counted nothing before.
+            damaged = self._damaged_seen if damages is None else damages.damaged()
             merge(self._measures, {"damaged_blocks": damaged - self._damaged_seen})
             self._damaged_seen = damaged
         meta = OffloadingWorkerMetadata(self._ended, measures=self._measures)

@@ -42,6 +42,8 @@ class DiskSpec(StoreSpec):
 
     identity: ClassVar[tuple[str, ...]] = ("path",)
     hit_source: ClassVar[str] = "disk"
+    verifies: ClassVar[bool] = True
+    is_prompt: ClassVar[bool] = True
 
     type: Literal["disk"] = "disk"
     capacity: ByteSize = Field(

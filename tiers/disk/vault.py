@@ -248,7 +248,7 @@ def _open(path: Path, capacity: int, access: Access) -> Vault:
                     raise
                 folder.wipe(str(error))
                 return _enter(folder, census, capacity, access, direct)
-    except TierUnusable:
+    except (TierUnusable, TierNotOpen):
         raise
     except TierError as error:
         raise TierNotOpen(f"the disk tier can't be opened: {error}") from error

@@ -21,6 +21,7 @@ class RedisSpec(StoreSpec):
     """A Redis or Valkey server shared by replicas."""
 
     identity: ClassVar[tuple[str, ...]] = ("url", "key_prefix")
+    verifies: ClassVar[bool] = True
 
     type: Literal["redis"] = "redis"
     url: RedisUrlField = Field(

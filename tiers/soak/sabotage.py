@@ -6,13 +6,13 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import PrivateAttr
 
 from spec.offloading import StoreSite, StoreSpec
 from tiers.errors import TierFull
-from tiers.store import Block, TierStore, Usage
+from tiers.store import Block, StoreWrapper, TierStore
 
 
 class Mood:
@@ -43,7 +43,10 @@ class Mood:
 
 
 class Sabotaged(StoreSpec):
-    """Another tier, meddled with. Both halves of an engine share its mood."""
+    """A disk tier, meddled with. Both halves of an engine share its mood."""
+
+    verifies: ClassVar[bool] = True
+    is_prompt: ClassVar[bool] = True
 
     inner: StoreSpec
     _mood: Mood = PrivateAttr()
@@ -62,33 +65,32 @@ class Sabotaged(StoreSpec):
         return SabotagedStore(self.inner.open(site), self._mood)
 
 
-class SabotagedStore:
-    """A TierStore with LocalIndex, Touch, Clear and Measured over another that has them."""
+class SabotagedStore(StoreWrapper):
+    """A disk's store, if the mood lets it."""
 
     def __init__(self, store: TierStore, mood: Mood) -> None:
-        self._store: Any = store
+        super().__init__(store)
         self._mood = mood
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """As the store, if the mood lets it."""
+        """As the store's index, if the mood lets it."""
         self._mood.meet("has")
         return self.peek(keys)
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
         """As the store; a boastful one has everything."""
-        held: list[bool] = self._store.peek(keys)
+        held = super().peek(keys)
         return [True] * len(keys) if self._mood.kind == "boastful" else held
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """As the store, if the mood lets it."""
         self._mood.meet("put")
-        stored: list[bool] = self._store.put(blocks)
-        return stored
+        return super().put(blocks)
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
         """As the store, if the mood lets it; a miss leaves garbage behind."""
         self._mood.meet("get")
-        got: list[bool] = self._store.get(blocks)
+        got = super().get(blocks)
         for block in (block for block, ok in zip(blocks, got, strict=True) if not ok):
             block.payload[:] = b"\xa5" * len(block.payload)
         return got
@@ -96,23 +98,9 @@ class SabotagedStore:
     def drop(self, keys: Sequence[bytes]) -> None:
         """As the store, if the mood lets it."""
         self._mood.meet("drop")
-        self._store.drop(keys)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """As the store."""
-        self._store.touch(keys)
+        super().drop(keys)
 
     def clear(self, namespace: bytes) -> bool:
         """As the store, if the mood lets it."""
         self._mood.meet("clear")
-        more: bool = self._store.clear(namespace)
-        return more
-
-    def usage(self) -> Usage:
-        """As the store."""
-        usage: Usage = self._store.usage()
-        return usage
-
-    def close(self) -> None:
-        """As the store."""
-        self._store.close()
+        return super().clear(namespace)

@@ -12,34 +12,31 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import cast
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tiers.block import NAMESPACE_BYTES
-from tiers.errors import TierError
 from tiers.pool import slot_stride
-from tiers.scratch import Scratch
 from tiers.store import (
     Block,
+    Capability,
     Clear,
     Damages,
     LocalIndex,
-    Measured,
     TierStore,
     Touch,
-    Usage,
-    with_capabilities,
+    capability,
+    each,
 )
 from tiers.tally import Tally
+from tiers.wrappers.staged import StagedStore
 
 NONCE_BYTES = 12
 TAG_BYTES = 16
-SCRATCH_BYTES = 32 << 20
-"""Sealed bytes that a verb holds at once."""
 
 
 def sealed_bytes(payload_bytes: int) -> int:
@@ -95,140 +92,97 @@ def _claim(block: Block) -> bytes:
     return len(block.payload).to_bytes(8, "little") + block.key
 
 
-class EncryptedStore:
+class EncryptedStore(StagedStore):
     """A TierStore over another, opened for payloads of `sealed_bytes`. Made by `encrypted`.
 
     The first cipher seals; a block that is not found under its name of the first is looked for
-    under those of the others. Thread-safe, as the other is.
+    under those of the others. It counts what it finds damaged. Thread-safe, as the other is.
     """
 
     def __init__(self, store: TierStore, ciphers: Sequence[Cipher], payload_bytes: int) -> None:
-        self._store: Any = store
-        self._inner = store if isinstance(store, Damages) else None
+        super().__init__(store, sealed_bytes(payload_bytes))
         self._ciphers = ciphers
-        self._sealed = sealed_bytes(payload_bytes)
-        self._at_once = max(1, SCRATCH_BYTES // self._sealed)
-        self._scratch = Scratch(self._at_once * self._sealed)
         self._damaged = Tally()
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """As the store, and that of counting damage."""
+        return cast(Capability, self) if kind is Damages else super().capability(kind)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Ask for names of every cipher."""
-        return self._under_any(self._store.has, keys)
+        return self._under_any("has", self._inner.has, keys)
+
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        """As `has`."""
+        return self._under_any("peek", self._inner_as(LocalIndex).peek, keys)
 
     def _under_any(
-        self, ask: Callable[[Sequence[bytes]], list[bool]], keys: Sequence[bytes]
+        self, verb: str, ask: Callable[[Sequence[bytes]], list[bool]], keys: Sequence[bytes]
     ) -> list[bool]:
         held = [False] * len(keys)
         for cipher in self._ciphers:
             places = [place for place, found in enumerate(held) if not found]
             if places:
                 answers = ask([cipher.name(keys[place]) for place in places])
-                for place, answer in zip(places, answers, strict=True):
+                for place, answer in zip(places, each(verb, answers, len(places)), strict=True):
                     held[place] = answer
         return held
 
-    def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """Seal and store, some at a time."""
+    def _pack(self, block: Block, form: memoryview) -> Block:
         cipher = self._ciphers[0]
-        stored: list[bool] = []
-        for part, scratch in self._parts(blocks):
-            sealed = [Block(cipher.name(b.key), s) for b, s in zip(part, scratch, strict=True)]
-            for block, to in zip(part, sealed, strict=True):
-                cipher.seal(block, to.payload)
-            try:
-                stored += self._store.put(sealed)
-            except TierError:
-                if not any(stored):
-                    raise
-                return stored + [False] * (len(blocks) - len(stored))
-        return stored
+        cipher.seal(block, form)
+        return Block(cipher.name(block.key), form)
 
-    def get(self, blocks: Sequence[Block]) -> list[bool]:
-        """Load and open, some at a time; what does not open is dropped."""
-        got: list[bool] = []
-        for part, scratch in self._parts(blocks):
-            found = [False] * len(part)
-            for cipher in self._ciphers:
-                places = [place for place, done in enumerate(found) if not done]
-                if places:
-                    for place in self._open(cipher, part, scratch, places):
-                        found[place] = True
-            got += found
-        return got
+    def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
+        """What does not open is dropped."""
+        found = [False] * len(blocks)
+        for cipher in self._ciphers:
+            places = [place for place, done in enumerate(found) if not done]
+            if places:
+                for place in self._open(cipher, blocks, forms, places):
+                    found[place] = True
+        return found
 
     def _open(
         self,
         cipher: Cipher,
         blocks: Sequence[Block],
-        scratch: Sequence[memoryview],
+        forms: Sequence[memoryview],
         places: Sequence[int],
     ) -> list[int]:
-        sealed = [Block(cipher.name(blocks[p].key), scratch[p]) for p in places]
-        there = [p for p, ok in zip(places, self._store.get(sealed), strict=True) if ok]
-        opened = [p for p in there if cipher.open(blocks[p], scratch[p])]
+        sealed = [Block(cipher.name(blocks[p].key), forms[p]) for p in places]
+        got = each("get", self._inner.get(sealed), len(sealed))
+        there = [p for p, ok in zip(places, got, strict=True) if ok]
+        opened = [p for p in there if cipher.open(blocks[p], forms[p])]
         planted = [cipher.name(blocks[p].key) for p in there if p not in opened]
         if planted:
             self._damaged.count("sealed", len(planted))
-            # What it loaded stays loaded, should it take no edits now.
-            with suppress(TierError):
-                self._store.drop(planted)
+            # What it loaded stays loaded, whatever the store makes of this.
+            with suppress(Exception):
+                self._inner.drop(planted)
         return opened
-
-    def _parts(self, blocks: Sequence[Block]) -> Iterator[tuple[Sequence[Block], list[memoryview]]]:
-        for start in range(0, len(blocks), self._at_once):
-            part = blocks[start : start + self._at_once]
-            with self._scratch.taken() as memory:
-                size = self._sealed
-                yield part, [memory[i * size : (i + 1) * size] for i in range(len(part))]
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Drop the names of every cipher."""
-        self._store.drop([cipher.name(key) for key in keys for cipher in self._ciphers])
+        self._inner.drop([cipher.name(key) for key in keys for cipher in self._ciphers])
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Touch the names of every cipher."""
+        names = [cipher.name(key) for key in keys for cipher in self._ciphers]
+        self._inner_as(Touch).touch(names)
+
+    def clear(self, namespace: bytes) -> bool:
+        """Clear the namespace of every cipher, one after the other."""
+        clear = self._inner_as(Clear).clear
+        return any(clear(cipher.space(namespace)) for cipher in self._ciphers)
 
     def damaged(self) -> int:
         """Blocks found that did not open, and those that the store itself found damaged."""
-        inner = 0 if self._inner is None else self._inner.damaged()
-        return inner + self._damaged.total
-
-    def close(self) -> None:
-        """Close the store."""
-        self._store.close()
-
-
-class _Peek(EncryptedStore):
-    def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        """As `has`."""
-        return self._under_any(self._store.peek, keys)
-
-
-class _Touch(EncryptedStore):
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Touch the names of every cipher."""
-        self._store.touch([cipher.name(key) for key in keys for cipher in self._ciphers])
-
-
-class _Clear(EncryptedStore):
-    def clear(self, namespace: bytes) -> bool:
-        """Clear the namespace of every cipher, one after the other."""
-        return any(self._store.clear(cipher.space(namespace)) for cipher in self._ciphers)
-
-
-class _Measured(EncryptedStore):
-    def usage(self) -> Usage:
-        """As the store: of sealed blocks."""
-        return cast(Usage, self._store.usage())
-
-
-_CAPABILITIES: tuple[tuple[type, type[EncryptedStore]], ...] = (
-    (LocalIndex, _Peek),
-    (Touch, _Touch),
-    (Clear, _Clear),
-    (Measured, _Measured),
-)
+        inner = capability(self._inner, Damages)
+        return self._damaged.total + (0 if inner is None else inner.damaged())
 
 
 def encrypted(store: TierStore, keys: Sequence[bytes], payload_bytes: int) -> EncryptedStore:
-    """Encrypt what `store`, which the result owns, is given; with exactly its capabilities, and
-    that of counting damage. `keys`: 32 bytes each; the first seals, all open."""
-    made = with_capabilities(EncryptedStore, store, _CAPABILITIES)
-    return made(store, [Cipher(key) for key in keys], payload_bytes)
+    """Encrypt what `store`, which the result owns, is given. `keys`: 32 bytes each; the first
+    seals, all open."""
+    return EncryptedStore(store, [Cipher(key) for key in keys], payload_bytes)

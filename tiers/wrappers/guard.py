@@ -8,6 +8,7 @@ writes have a breaker each: a disk that takes nothing any more still gives what 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
@@ -16,14 +17,17 @@ from tiers.breaker import Breaker, Call
 from tiers.errors import KVTiersError, RecordError, TierError, TierFull
 from tiers.store import (
     Block,
+    Capability,
     Clear,
     Damages,
     LocalIndex,
     Measured,
+    StoreWrapper,
     TierStore,
     Touch,
     Usage,
-    with_capabilities,
+    capability,
+    each,
 )
 from tiers.tally import Tally
 
@@ -41,6 +45,9 @@ RETRY_AFTER_MAX = 30.0
 DEADLINE = 10.0
 """Seconds after which a verb that has not returned counts as failed."""
 
+CLOSE_SECONDS = 30.0
+"""How long closing a store is waited for; it goes on behind, until the process ends."""
+
 
 class Health(NamedTuple):
     """Whether a tier is asked for blocks (`reads`), and given any (`writes`); and whether those
@@ -56,18 +63,29 @@ class Health(NamedTuple):
 HEALTHY = Health(reads=True, writes=True, reads_up=True, writes_up=True)
 
 
-class Guarded:
+class Guarded(StoreWrapper):
     """A TierStore that never raises: what fails is a miss. Made by `guard`, which see."""
 
-    def __init__(self, store: TierStore, tier_name: str, make: Callable[[], Breaker]) -> None:
+    def __init__(
+        self, store: TierStore, tier_name: str, make: Callable[[], Breaker], is_prompt: bool
+    ) -> None:
+        super().__init__(store)
         self.tier_name = tier_name
         self.failures = Tally()
         """Calls that failed, by the error's name."""
-        self._store: Any = store
+        self._is_prompt = is_prompt
         self._reads, self._writes = make(), make()
         # What needs no I/O proves nothing of what does; where it fails, that is left alone too.
         self._looks = make()
+        self._damaged = 0
         self._closed = False
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """As the store; but an index that may not be prompt is none: `has` asks it."""
+        if kind is LocalIndex and not self._is_prompt:
+            return None
+        has = self._try(lambda: capability(self._inner, kind) is not None, False, self._looks, None)
+        return cast(Capability, self) if has else None
 
     @property
     def is_up(self) -> bool:
@@ -97,26 +115,76 @@ class Guarded:
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
         """As the store; a failure is a miss."""
-        return self._ask_each(self._reads, "get", blocks)
+        return self._ask(self._reads, lambda: self._got(blocks), otherwise=[False] * len(blocks))
+
+    def _got(self, blocks: Sequence[Block]) -> list[bool]:
+        got = self._each("get", blocks)
+        damages = capability(self._inner, Damages)
+        if damages is not None:
+            found: object = damages.damaged()
+            if type(found) is not int:
+                raise TierError(f"damaged answered a {type(found).__name__}")
+            self._damaged = found
+        return got
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """As the store; a failure drops nothing."""
-        self._ask(self._writes, lambda: self._store.drop(keys), otherwise=None)
+        self._ask(self._writes, lambda: self._inner.drop(keys), otherwise=None)
 
     def close(self) -> None:
-        """Close the store, also one that is down. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._try(self._store.close, None, self._writes, self._writes.enter())
+        """Close the store, also one that is down; waits `CLOSE_SECONDS` at most. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        entered = self._writes.enter()
+        # A daemon: a close that hangs must not keep the process from its end.
+        closing = threading.Thread(
+            target=lambda: self._try(self._inner.close, None, self._writes, entered), daemon=True
+        )
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        if closing.is_alive():
+            self.failures.count("Late")
+            _log.warning(
+                "tier %s: not closed after %g s; the engine goes on without waiting for it",
+                self.tier_name,
+                CLOSE_SECONDS,
+            )
+
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        """As the store; False while the tier is left alone."""
+        return self._look(lambda: self._each("peek", keys), [False] * len(keys))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """As the store; nothing while the tier is left alone."""
+        self._look(lambda: self._inner_as(Touch).touch(keys), None)
+
+    def clear(self, namespace: bytes) -> bool:
+        """As the store; a failure ends it."""
+        # Only True: what is merely not false might be so for ever.
+        return self._ask(
+            self._writes, lambda: self._inner_as(Clear).clear(namespace) is True, otherwise=False
+        )
+
+    def damaged(self) -> int:
+        """As the store has said after the last load that worked; it is not asked."""
+        return self._damaged
+
+    def usage(self) -> Usage:
+        """As the store; nothing held while the tier is left alone."""
+        return self._look(self._usage, Usage(0, 0, None))
+
+    def _usage(self) -> Usage:
+        found: object = self._inner_as(Measured).usage()
+        if not isinstance(found, Usage):
+            raise TierError(f"usage answered a {type(found).__name__}")
+        return found
 
     def _ask_each(self, breaker: Breaker, verb: str, items: Sequence[Any]) -> list[bool]:
         return self._ask(breaker, lambda: self._each(verb, items), otherwise=[False] * len(items))
 
     def _each(self, verb: str, items: Sequence[Any]) -> list[bool]:
-        answers: list[bool] = getattr(self._store, verb)(items)
-        if len(answers) != len(items):
-            raise TierError(f"{verb} gave {len(answers)} answers for {len(items)}")
-        return answers
+        return each(verb, getattr(self._inner, verb)(items), len(items))
 
     def _ask(self, breaker: Breaker, call: Callable[[], T], otherwise: T) -> T:
         self._notice_late()
@@ -142,14 +210,18 @@ class Guarded:
         except Exception as error:  # noqa: BLE001 - the one place: nothing may reach the engine
             self._fail(error, breaker, entered)
             return otherwise
-        except BaseException:
-            breaker.leave(entered)
-            raise
+        except BaseException as error:
+            # A process is told to stop on its first thread; elsewhere it is the store that exits.
+            if threading.current_thread() is threading.main_thread():
+                breaker.leave(entered)
+                raise
+            self._fail(error, breaker, entered)
+            return otherwise
         if entered is not None and breaker.succeeded(entered):
             _log.warning("tier %s: %s are up again", self.tier_name, self._name(breaker))
         return result
 
-    def _fail(self, error: Exception, breaker: Breaker, entered: Call | None) -> None:
+    def _fail(self, error: BaseException, breaker: Breaker, entered: Call | None) -> None:
         self.failures.count(type(error).__name__)
         if entered is not None and breaker.failed(entered):
             # Where an error of ours came from is no news; a defect's place is.
@@ -162,7 +234,7 @@ class Guarded:
                 self.failures.count("Late")
                 self._say_down(breaker, f"no answer after {breaker.deadline:g} s", None)
 
-    def _say_down(self, breaker: Breaker, why: str, trace: Exception | None) -> None:
+    def _say_down(self, breaker: Breaker, why: str, trace: BaseException | None) -> None:
         _log.warning(
             "tier %s: %s are down (%s); tried again every %g s or more",
             self.tier_name,
@@ -176,45 +248,6 @@ class Guarded:
         return {self._reads: "reads", self._writes: "writes"}.get(breaker, "lookups")
 
 
-class _Peek(Guarded):
-    def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        """As the store; False while the tier is left alone."""
-        return self._look(lambda: self._each("peek", keys), [False] * len(keys))
-
-
-class _Touch(Guarded):
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """As the store; nothing while the tier is left alone."""
-        self._look(lambda: self._store.touch(keys), None)
-
-
-class _Clear(Guarded):
-    def clear(self, namespace: bytes) -> bool:
-        """As the store; a failure ends it."""
-        return self._ask(self._writes, lambda: bool(self._store.clear(namespace)), otherwise=False)
-
-
-class _Damages(Guarded):
-    def damaged(self) -> int:
-        """As the store, also while the tier is left alone."""
-        return self._try(lambda: cast(int, self._store.damaged()), 0, self._looks, None)
-
-
-class _Measured(Guarded):
-    def usage(self) -> Usage:
-        """As the store; nothing held while the tier is left alone."""
-        return self._look(lambda: cast(Usage, self._store.usage()), Usage(0, 0, None))
-
-
-_CAPABILITIES: tuple[tuple[type, type[Guarded]], ...] = (
-    (LocalIndex, _Peek),
-    (Touch, _Touch),
-    (Clear, _Clear),
-    (Damages, _Damages),
-    (Measured, _Measured),
-)
-
-
 def guard(
     store: TierStore,
     tier_name: str,
@@ -223,8 +256,12 @@ def guard(
     retry_after_max: float = RETRY_AFTER_MAX,
     deadline: float = DEADLINE,
     clock: Callable[[], float] = time.monotonic,
+    is_prompt: bool = True,
 ) -> Guarded:
-    """Guard a store; the result owns it and has exactly the store's capabilities.
+    """Guard a store; the result owns it and has the store's capabilities.
+
+    `is_prompt`: whether `peek` can be relied on never to wait, so that the engine's own thread may
+    call it. Otherwise the result has no LocalIndex.
 
     No verb of the result raises. Every failure is counted by kind. One other than a full tier or
     a bad record, or a verb that takes longer than `deadline` seconds, also opens a breaker, that of
@@ -232,5 +269,9 @@ def guard(
     then one call tries it; while trials fail the wait doubles up to `retry_after_max`. Going down
     and coming up are logged once each. All times are in seconds.
     """
-    made = with_capabilities(Guarded, store, _CAPABILITIES)
-    return made(store, tier_name, lambda: Breaker(retry_after, retry_after_max, deadline, clock))
+    return Guarded(
+        store,
+        tier_name,
+        lambda: Breaker(retry_after, retry_after_max, deadline, clock),
+        is_prompt,
+    )

@@ -1,69 +1,68 @@
-"""Opening a tier's store as its settings ask for: encrypted, and behind a guard."""
+"""Opening a tier's store as its settings ask for: verified or encrypted, and behind a guard."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from spec.encryption import EncryptionSpec, others_can_read, read_keys
-from spec.offloading import StoreSite, StoreSpec
-from tiers.errors import TierNotOpen, TierUnusable
-from tiers.store import Block, TierStore
+from spec.offloading import OffloadingSpec, StoreSite, StoreSpec
+from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
+from tiers.store import TierStore
 from tiers.wrappers.guard import Guarded, guard
+from tiers.wrappers.integrity import VerifiedStore, record_bytes
+from tiers.wrappers.reopening import Opening, Reopening
 
 logger = logging.getLogger(__name__)
+
+OPEN_SECONDS = 10.0
+"""How long an engine that starts waits for a store to open, or the tier's deadline if that is
+longer; then it goes on, and the tier joins later."""
+
+_VERBS = ("has", "put", "get", "drop", "close")
 
 
 def open_guarded(spec: StoreSpec, site: StoreSite) -> Guarded:
     """Open a tier's store; the caller owns it. Raises TierUnusable.
 
-    One that can't be opened for now is opened by the verbs, when its breaker lets them try.
+    One that can't be opened for now is opened by the verbs, when its breaker lets them try; one
+    that takes long to open joins when it is open.
     """
-    store: TierStore
+    name = label(spec)
+    opening = Opening(lambda: _open(spec, site))
     try:
-        store = _open(spec, site)
-    except TierNotOpen as error:
-        logger.error("tier %r is unusable for now, and tried again: %s", spec.tier_name, error)
-        store = _Later(lambda: _open(spec, site))
-    return guard(store, spec.tier_name, deadline=spec.deadline)
+        store = opening.result(max(OPEN_SECONDS, spec.deadline))
+    except (TierNotOpen, TierUnavailable, OSError) as error:
+        logger.error("tier %s is unusable for now, and tried again: %s", name, error)
+        store = Reopening(lambda: _open(spec, site), opening)
+    except TierUnusable:
+        raise
+    except Exception as error:
+        raise TierUnusable(f"{name}: open raised {type(error).__name__}: {error}") from error
+    return guard(store, name, deadline=spec.deadline, is_prompt=spec.is_prompt)
+
+
+def label(spec: OffloadingSpec) -> str:
+    """What logs call a tier: its name, and of a plugin's the package too."""
+    package = type(spec).__module__.partition(".")[0]
+    return spec.tier_name if package == "tiers" else f"{spec.tier_name} (package {package})"
 
 
 def _open(spec: StoreSpec, site: StoreSite) -> TierStore:
-    return spec.open(site) if spec.encryption is None else _encrypt(spec, spec.encryption, site)
+    if spec.encryption is not None:
+        return _encrypt(spec, spec.encryption, site)
+    if spec.verifies:
+        return _whole(spec.open(site))
+    record = replace(site, payload_bytes=record_bytes(site.payload_bytes))
+    return VerifiedStore(_whole(spec.open(record)), site.payload_bytes)
 
 
-class _Later:
-    """A TierStore that is opened by its first verb that can; until then every one raises."""
-
-    def __init__(self, open_store: Callable[[], TierStore]) -> None:
-        self._open = open_store
-        self._store: TierStore | None = None
-        # Without it two verbs would open it twice.
-        self._lock = threading.Lock()
-
-    def _opened(self) -> TierStore:
-        with self._lock:
-            if self._store is None:
-                self._store = self._open()
-            return self._store
-
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._opened().has(keys)
-
-    def put(self, blocks: Sequence[Block]) -> list[bool]:
-        return self._opened().put(blocks)
-
-    def get(self, blocks: Sequence[Block]) -> list[bool]:
-        return self._opened().get(blocks)
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        self._opened().drop(keys)
-
-    def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
+def _whole(store: TierStore) -> TierStore:
+    missing = [verb for verb in _VERBS if not callable(getattr(store, verb, None))]
+    if missing:
+        lacks = ", ".join(missing)
+        raise TierUnusable(f"open returned a {type(store).__name__}, which lacks {lacks}")
+    return store
 
 
 def _encrypt(spec: StoreSpec, encryption: EncryptionSpec, site: StoreSite) -> TierStore:
@@ -79,4 +78,4 @@ def _encrypt(spec: StoreSpec, encryption: EncryptionSpec, site: StoreSite) -> Ti
     if open_to_all:
         logger.warning("every user can read the keys in %s", encryption.key_file)
     inner = spec.open(replace(site, payload_bytes=sealed_bytes(site.payload_bytes)))
-    return encrypted(inner, keys, site.payload_bytes)
+    return encrypted(_whole(inner), keys, site.payload_bytes)

@@ -1,0 +1,237 @@
+"""What a plugin's store gives back is served only if it is the very block that was put."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from spec.offloading import StoreSite, StoreSpec
+from tiers.block import HEADER_BYTES
+from tiers.store import Block, Damages, TierStore, capability
+from tiers.testing import Memory, StoreContract, make_key
+from tiers.wrappers import staged
+from tiers.wrappers.guard import Guarded
+from tiers.wrappers.integrity import VerifiedStore, record_bytes
+from tiers.wrappers.opening import open_guarded
+
+SIZE = 4096
+
+
+class Store:
+    """A right store, in a dict; a test makes a liar of it."""
+
+    def __init__(self, site: StoreSite) -> None:
+        self.site = site
+        self.payloads: dict[bytes, bytes] = {}
+        self.dropped: list[bytes] = []
+
+    def has(self, keys: Sequence[bytes]) -> Any:
+        return [key in self.payloads for key in keys]
+
+    def put(self, blocks: Sequence[Block]) -> Any:
+        self.payloads.update((block.key, bytes(block.payload)) for block in blocks)
+        return [True] * len(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> Any:
+        for key, payload in blocks:
+            payload[:] = self.payloads.get(key, bytes(len(payload)))
+        return [key in self.payloads for key, _ in blocks]
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        self.dropped += keys
+        for key in keys:
+            self.payloads.pop(key, None)
+
+    def close(self) -> None:
+        pass
+
+
+class DictSpec(StoreSpec):
+    def open(self, site: StoreSite) -> TierStore:
+        MADE.append(MAKE[0](site))
+        return MADE[-1]
+
+
+class VerifyingSpec(DictSpec):
+    verifies: ClassVar[bool] = True
+
+
+MAKE: list[Callable[[StoreSite], Store]] = []
+MADE: list[Store] = []
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    MADE.clear()
+    MAKE[:] = [Store]
+    yield
+
+
+def opened(make: type[Store] = Store) -> Guarded:
+    MAKE[:] = [make]
+    return open_guarded(DictSpec(type="dict"), StoreSite(SIZE))
+
+
+class Zeroed(Store):
+    def get(self, blocks: Sequence[Block]) -> Any:
+        for _, payload in blocks:
+            payload[:] = bytes(len(payload))
+        return [True] * len(blocks)
+
+
+class ZeroedBehindTheHeader(Store):
+    def get(self, blocks: Sequence[Block]) -> Any:
+        got = super().get(blocks)
+        for _, payload in blocks:
+            payload[HEADER_BYTES:] = bytes(len(payload) - HEADER_BYTES)
+        return got
+
+
+class AnothersPayload(Store):
+    def get(self, blocks: Sequence[Block]) -> Any:
+        other = list(self.payloads.values())[-1]
+        for _, payload in blocks:
+            payload[:] = other
+        return [True] * len(blocks)
+
+
+class Idle(Store):
+    """Says True, and leaves the memory as it was."""
+
+    def get(self, blocks: Sequence[Block]) -> Any:
+        return [True] * len(blocks)
+
+
+class OneBit(Store):
+    def get(self, blocks: Sequence[Block]) -> Any:
+        got = super().get(blocks)
+        blocks[0].payload[HEADER_BYTES + 100] ^= 4
+        return got
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin's get says True for zeros, another block, a changed bit, or nothing at all",
+    outcome="a miss, counted as damage, and dropped",
+)
+@pytest.mark.parametrize("liar", [Zeroed, ZeroedBehindTheHeader, AnothersPayload, Idle, OneBit])
+def test_a_get_that_lies_is_a_miss(liar: type[Store]) -> None:
+    store = opened(liar)
+    first, other = make_key(), make_key()
+    assert store.put(Memory([first, other], SIZE).fill().blocks) == [True, True]
+    assert store.get(Memory([first], SIZE).blocks) == [False]
+    assert store.damaged() == 1
+    assert MADE[0].dropped == [first] and first not in MADE[0].payloads
+    assert store.health.reads_up, "the others are still served"
+
+
+def test_what_a_key_had_before_is_not_served_from_scratch_memory() -> None:
+    """A store that answers True without writing gets memory in which a block may still lie."""
+
+    class Once(Store):
+        def get(self, blocks: Sequence[Block]) -> Any:
+            return super().get(blocks) if len(self.dropped) == 0 else [True] * len(blocks)
+
+    store = opened(Once)
+    key = make_key()
+    store.put(Memory([key], SIZE).fill().blocks)
+    assert store.get(Memory([key], SIZE).blocks) == [True]
+    store.drop([key])
+    assert store.get(Memory([key], SIZE).blocks) == [False]
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin goes on writing into memory after get has answered",
+    outcome="what is served was verified where the plugin can't reach it",
+)
+def test_memory_that_is_written_to_later_is_never_the_caller_s() -> None:
+    class Late(Store):
+        kept: ClassVar[list[memoryview]] = []
+
+        def get(self, blocks: Sequence[Block]) -> Any:
+            got = super().get(blocks)
+            self.kept[:] = [payload for _, payload in blocks]
+            return got
+
+    store = opened(Late)
+    key = make_key()
+    store.put(Memory([key], SIZE).fill().blocks)
+    memory = Memory([key], SIZE)
+    assert store.get(memory.blocks) == [True]
+    Late.kept[0][:] = bytes(len(Late.kept[0]))
+    assert memory.holds(0)
+
+
+STRANGE: list[Callable[[int], object]] = [
+    lambda count: (True for _ in range(count)),
+    lambda count: dict.fromkeys(range(count), True),
+    lambda count: "y" * count,
+    lambda count: [True] * (count + 1),
+    lambda count: [True] * (count - 1),
+    lambda count: [1] * count,
+    lambda count: ["no"] * count,
+    lambda count: None,
+    lambda count: True,
+]
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin answers in another shape: a generator, a dict, a string, numbers, too many",
+    outcome="a miss, counted; the tier is left alone for a while",
+)
+@pytest.mark.parametrize("strange", range(len(STRANGE)))
+@pytest.mark.parametrize("verb", ["has", "put", "get"])
+@pytest.mark.parametrize("spec", [DictSpec, VerifyingSpec])
+def test_an_answer_of_another_shape_is_a_miss(
+    spec: type[DictSpec], verb: str, strange: int
+) -> None:
+    made = type("Odd", (Store,), {verb: lambda self, items: STRANGE[strange](len(items))})
+    MAKE[:] = [made]
+    store = open_guarded(spec(type="dict"), StoreSite(SIZE))
+    keys = [make_key(), make_key()]
+    asked: dict[str, Any] = {"has": keys}
+    assert getattr(store, verb)(asked.get(verb, Memory(keys, SIZE).blocks)) == [False, False]
+    assert store.failures.by_kind() == {"TierError": 1}
+
+
+def test_a_store_is_told_the_length_of_records_unless_it_verifies() -> None:
+    opened()
+    MAKE[:] = [Store]
+    open_guarded(VerifyingSpec(type="dict"), StoreSite(SIZE))
+    plain, verifying = MADE
+    assert plain.site.payload_bytes == record_bytes(SIZE) == 2 * 4096
+    assert verifying.site.payload_bytes == SIZE
+
+
+def test_many_blocks_pass_through_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "SCRATCH_BYTES", 3 * record_bytes(SIZE))
+    largest = 0
+
+    class Counting(Store):
+        def put(self, blocks: Sequence[Block]) -> Any:
+            nonlocal largest
+            largest = max(largest, len(blocks))
+            return super().put(blocks)
+
+    store = opened(Counting)
+    keys = [make_key() for _ in range(20)]
+    assert store.put(Memory(keys, SIZE).fill().blocks) == [True] * 20
+    memory = Memory(keys, SIZE)
+    assert store.get(memory.blocks) == [True] * 20
+    assert all(memory.holds(index) for index in range(20))
+    assert largest == 3
+
+
+class TestVerified(StoreContract):
+    """The wrapper changes nothing for a store that is right."""
+
+    def open_store(self, payload_bytes: int) -> TierStore:
+        return VerifiedStore(Store(StoreSite(record_bytes(payload_bytes))), payload_bytes)
+
+
+def test_it_counts_damage_whatever_the_store_can() -> None:
+    assert capability(opened(), Damages) is not None

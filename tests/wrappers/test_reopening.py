@@ -1,0 +1,243 @@
+"""A store that is opened late is, from then on, as one that was opened at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from spec.offloading import StoreSite, StoreSpec
+from tiers.block import NAMESPACE_BYTES
+from tiers.connector.store_manager import StoreManager
+from tiers.disk.spec import DiskSpec
+from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
+from tiers.store import (
+    Clear,
+    Damages,
+    LocalIndex,
+    Measured,
+    TierStore,
+    Touch,
+    capability,
+)
+from tiers.testing import Memory, make_key
+from tiers.wrappers import guard as guarding
+from tiers.wrappers import opening
+from tiers.wrappers.guard import Guarded
+from tiers.wrappers.opening import open_guarded
+
+SIZE = 4096 * 4
+SPACE = b"n" * NAMESPACE_BYTES
+SITE = StoreSite(SIZE)
+
+
+def until(done: Callable[[], object]) -> None:
+    """Ask until it is so; the test's own timeout ends it."""
+    while not done():
+        time.sleep(0.02)
+
+
+def keys(count: int) -> list[bytes]:
+    return [make_key(start=SPACE) for _ in range(count)]
+
+
+def put(store: TierStore, some: list[bytes]) -> None:
+    assert store.put(Memory(some, SIZE).fill().blocks) == [True] * len(some)
+
+
+def _tried(store: Guarded) -> bool:
+    store.drop([make_key()])
+    store.has([make_key()])
+    return all(store.health)
+
+
+def mounted_late(folder: Path, blocks: int = 40) -> Guarded:
+    """A disk tier whose mount comes after it was opened; open by now."""
+    place = folder / "mount"
+    place.write_text("not mounted yet")
+    spec = DiskSpec(path=place / "tier", capacity=blocks * 2 * SIZE)
+    store = open_guarded(spec, SITE)
+    assert capability(store, LocalIndex) is None
+    place.unlink()
+    # Both kinds of verbs have found it closed, and each is tried again by itself.
+    until(lambda: _tried(store))
+    return store
+
+
+@pytest.fixture
+def late(tmp_path: Path) -> Iterator[Guarded]:
+    store = mounted_late(tmp_path)
+    yield store
+    store.close()
+
+
+def test_a_disk_mounted_late_has_every_capability(late: Guarded) -> None:
+    for kind in (LocalIndex, Touch, Clear, Damages, Measured):
+        assert capability(late, kind) is late, kind
+    put(late, some := keys(3))
+    assert late.usage().blocks == 3
+    assert late.peek([*some, make_key()]) == [True] * 3 + [False]
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="mounted after the engine has started",
+    outcome="looked up in memory, kept by use, cleared by a reset, like one that was there",
+)
+def test_a_disk_mounted_late_is_looked_up_touched_and_cleared(tmp_path: Path) -> None:
+    late = mounted_late(tmp_path, blocks=10)
+    manager = StoreManager(late, [SPACE])
+    some = keys(2)
+    put(late, some)
+    names = [key[NAMESPACE_BYTES:] for key in some]
+    assert manager.lookup("r", 0, names) == 2, "at once, from memory"
+    manager.forget_request("r")
+    for _ in range(30):
+        assert manager.wants(names) == [False, False]  # which counts them as used
+        put(late, keys(1))
+    assert late.has(some) == [True, True], "what is used outlives what is not"
+    manager.reset()
+    until(lambda: late.has(some) == [False, False])
+    manager.close()
+
+
+def test_a_disk_mounted_late_counts_damage(late: Guarded, tmp_path: Path) -> None:
+    put(late, some := keys(1))
+    for slab in (tmp_path / "mount" / "tier").glob("slab-*"):
+        with slab.open("r+b") as file:
+            file.seek(SIZE // 2)
+            file.write(b"\xff\xee\xdd")
+    assert late.get(Memory(some, SIZE).blocks) == [False]
+    assert late.damaged() == 1
+
+
+class Store:
+    """A plugin's store, that keeps nothing."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def has(self, keys: object) -> list[bool]:
+        return [False] * len(keys)  # type: ignore[arg-type]
+
+    put = get = has
+
+    def drop(self, keys: object) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class PluginSpec(StoreSpec):
+    """Opens as the test says."""
+
+    def open(self, site: StoreSite) -> TierStore:
+        return OPEN[0]()
+
+
+OPEN: list[Callable[[], TierStore]] = []
+
+
+def opened(how: Callable[[], TierStore]) -> Guarded:
+    OPEN[:] = [how]
+    return open_guarded(PluginSpec.model_validate({"type": "plugin", "deadline": "200ms"}), SITE)
+
+
+def raising(error: BaseException) -> Callable[[], TierStore]:
+    def how() -> TierStore:
+        raise error
+
+    return how
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin's open raises anything at all",
+    outcome="the tier is unusable, named with its package; the others serve",
+)
+@pytest.mark.parametrize("error", [KeyError("host"), ZeroDivisionError(), SystemExit(3)])
+def test_an_open_that_raises_is_that_tier_s_failure(error: BaseException) -> None:
+    with pytest.raises(TierUnusable, match=f"open .*{type(error).__name__}"):
+        opened(raising(error))
+
+
+def test_an_open_that_gives_no_store_is_that_tier_s_failure() -> None:
+    with pytest.raises(TierUnusable, match="returned a NoneType, which lacks has, put"):
+        opened(lambda: None)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(
+    "error", [TierNotOpen("locked"), TierUnavailable("refused"), OSError(5, "I/O")]
+)
+def test_what_may_pass_is_tried_again(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    store = opened(raising(error))
+    assert "plugin (package test_reopening) is unusable for now" in caplog.text
+    assert store.has([make_key()]) == [False]
+    OPEN[:] = [Store]
+    until(lambda: store.has([make_key()]) == [False] and store.health.reads_up)
+    store.close()
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin's open hangs",
+    outcome="the engine starts; the tier joins when it is open",
+)
+def test_an_open_that_hangs_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(opening, "OPEN_SECONDS", 0.0)
+    go_on, made = threading.Event(), Store()
+
+    def how() -> TierStore:
+        go_on.wait()
+        return made
+
+    store = opened(how)
+    assert "open has not returned after 0.2 s" in caplog.text
+    assert store.put(Memory([make_key()], SIZE).blocks) == [False]
+    go_on.set()
+    until(lambda: store.has([make_key()]) == [False] and store.health.reads_up)
+    store.close()
+    assert made.closed.is_set()
+
+
+def test_a_store_that_opens_after_its_tier_was_closed_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(opening, "OPEN_SECONDS", 0.0)
+    go_on, made = threading.Event(), Store()
+
+    def how() -> TierStore:
+        go_on.wait()
+        return made
+
+    store = opened(how)
+    store.close()
+    go_on.set()
+    assert made.closed.wait(60)
+
+
+@pytest.mark.fault(
+    tier="any", fault="a plugin's close hangs", outcome="the engine ends without it, and says so"
+)
+def test_a_close_that_hangs_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(guarding, "CLOSE_SECONDS", 0.1)
+    go_on = threading.Event()
+
+    class Hanging(Store):
+        def close(self) -> None:
+            go_on.wait()
+
+    store = opened(Hanging)
+    with caplog.at_level(logging.WARNING):
+        store.close()
+    assert "plugin (package test_reopening): not closed after 0.1 s" in caplog.text
+    go_on.set()

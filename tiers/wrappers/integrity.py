@@ -1,0 +1,82 @@
+"""Integrity: what a store gives back is believed only if it is our own record of that very block.
+
+Around every store that does not verify by itself. A record is that of `tiers.block`: a header with
+the key, the length and a checksum, then the payload, on whole pages. It finds what is broken or
+mistaken, and is no defence against who can write to the tier: that is encryption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import cast
+
+from tiers.block import HEADER_BYTES, Header, expect, pack_header, verify
+from tiers.errors import RecordError
+from tiers.pool import slot_stride
+from tiers.store import Block, Capability, Damages, TierStore, capability, each
+from tiers.tally import Tally
+from tiers.wrappers.staged import StagedStore
+
+_NO_HEADER = bytes(HEADER_BYTES)
+
+
+def record_bytes(payload_bytes: int) -> int:
+    """Bytes of a payload's record, in whole pages: what direct I/O asks for."""
+    return slot_stride(HEADER_BYTES + payload_bytes)
+
+
+class VerifiedStore(StagedStore):
+    """A TierStore over another, opened for payloads of `record_bytes`, that serves only what
+    verifies. What does not is counted as damage, and dropped."""
+
+    def __init__(self, store: TierStore, payload_bytes: int) -> None:
+        super().__init__(store, record_bytes(payload_bytes))
+        self._damaged = Tally()
+
+    def _pack(self, block: Block, form: memoryview) -> Block:
+        size = len(block.payload)
+        form[:HEADER_BYTES] = pack_header(block.key, size, block.payload)
+        form[HEADER_BYTES : HEADER_BYTES + size] = block.payload
+        form[HEADER_BYTES + size :] = bytes(len(form) - HEADER_BYTES - size)
+        return Block(block.key, form)
+
+    def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
+        for form in forms:
+            form[:HEADER_BYTES] = _NO_HEADER  # what was there before is no answer
+        asked = [Block(block.key, form) for block, form in zip(blocks, forms, strict=True)]
+        got = each("get", self._inner.get(asked), len(asked))
+        good = [
+            ok and _take(block, form) for block, form, ok in zip(blocks, forms, got, strict=True)
+        ]
+        lies = [
+            b.key for b, ok, is_good in zip(blocks, got, good, strict=True) if ok and not is_good
+        ]
+        if lies:
+            self._damaged.count("record", len(lies))
+            # What verified stays loaded, whatever the store makes of this.
+            with suppress(Exception):
+                self._inner.drop(lies)
+        return good
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """As the store, and that of counting damage."""
+        return cast(Capability, self) if kind is Damages else super().capability(kind)
+
+    def damaged(self) -> int:
+        """Blocks that did not verify, and those that the store itself found damaged."""
+        inner = capability(self._inner, Damages)
+        return self._damaged.total + (0 if inner is None else inner.damaged())
+
+
+def _take(block: Block, form: memoryview) -> bool:
+    """Copy a payload out of its record; whether it is the block's."""
+    size = len(block.payload)
+    try:
+        header: Header = expect(form[:HEADER_BYTES], block.key, size)
+        # Verified where the store can't reach it: one may go on writing after it has answered.
+        block.payload[:] = form[HEADER_BYTES : HEADER_BYTES + size]
+        verify(header, block.payload)
+    except RecordError:
+        return False
+    return True

@@ -1,0 +1,60 @@
+"""Stores that keep another form of each block, made and read in scratch memory of bounded size."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from tiers.errors import TierError
+from tiers.scratch import Scratch
+from tiers.store import Block, StoreWrapper, TierStore, each
+
+SCRATCH_BYTES = 32 << 20
+"""What a verb holds in scratch memory at once, one block at least."""
+
+
+class StagedStore(StoreWrapper, ABC):
+    """A TierStore over another, opened for payloads of `form_bytes`, in which it keeps blocks in
+    a form of its own. Thread-safe, as the other is; each thread in a verb has its own scratch.
+    """
+
+    def __init__(self, store: TierStore, form_bytes: int) -> None:
+        super().__init__(store)
+        self._form_bytes = form_bytes
+        self._at_once = max(1, SCRATCH_BYTES // form_bytes)
+        self._scratch = Scratch(self._at_once * form_bytes)
+
+    @abstractmethod
+    def _pack(self, block: Block, form: memoryview) -> Block:
+        """Fill `form`, of `form_bytes`; what the store is given."""
+
+    @abstractmethod
+    def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
+        """Fill the payloads by way of `forms`; which were hits."""
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        """Pack and store, some at a time."""
+        stored: list[bool] = []
+        for part, forms in self._parts(blocks):
+            packed = [self._pack(block, form) for block, form in zip(part, forms, strict=True)]
+            try:
+                stored += each("put", self._inner.put(packed), len(packed))
+            except TierError:
+                if not any(stored):
+                    raise
+                return stored + [False] * (len(blocks) - len(stored))
+        return stored
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        """Load and read, some at a time."""
+        got: list[bool] = []
+        for part, forms in self._parts(blocks):
+            got += self._load(part, forms)
+        return got
+
+    def _parts(self, blocks: Sequence[Block]) -> Iterator[tuple[Sequence[Block], list[memoryview]]]:
+        size = self._form_bytes
+        for start in range(0, len(blocks), self._at_once):
+            part = blocks[start : start + self._at_once]
+            with self._scratch.taken() as memory:
+                yield part, [memory[i * size : (i + 1) * size] for i in range(len(part))]
