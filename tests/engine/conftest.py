@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from checkpoints import write_model
 from replay_chains import MODEL, close
 from slow_store import STORES, SlowStore
 from tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, Run
@@ -50,17 +52,8 @@ def store() -> Iterator[SlowStore]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Path]:
-    """A model's folder without weights: vLLM makes random ones, always the same."""
-    folder = tmp_path_factory.mktemp("models")
-
-    def make(config: dict[str, Any]) -> Path:
-        # KV is known by the model's path, among others, so that one model has one folder.
-        model = folder / str(config["model_type"])
-        model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps(config))
-        return model
-
-    return make
+    """Make the folder of a model of random weights, once in a session."""
+    return partial(write_model, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
@@ -101,12 +94,11 @@ def run_vllm(
     def run(batches: Sequence[Batch], tiers: Sequence[Any] | None = None, **options: Any) -> Run:
         name = folder / f"run-{next(runs)}"
         env = options.pop("env", {})
-        abort = options.pop("abort", 0)
+        more = {name: options.pop(name) for name in ("abort", "before") if name in options}
         load = options.pop("load", "first")
         max_wait = options.pop("max_wait", "10s")
         engine = {
             "model": str(tiny_llama),
-            "load_format": "dummy",
             "skip_tokenizer_init": True,
             "dtype": "float32",
             "block_size": BLOCK_TOKENS,
@@ -123,7 +115,7 @@ def run_vllm(
             chain.write_text(yaml.safe_dump(spec))
             engine["kv_transfer_config"] = transfer_config(chain)
         result, log = name.with_suffix(".json"), name.with_suffix(".log")
-        job = {"engine": engine, "batches": batches, "abort": abort, "env": env}
+        job = {"engine": engine, "batches": batches, "env": env, **more}
         status = _do(vllm_jobs, {**job, "result": str(result), "log": str(log)})
         said = log.read_text(errors="replace")
         assert status == "0" and result.exists(), said[-6000:]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tiers.block import HEADER_BYTES, parse_header
 from tiers.disk.slab import PAGE
+from tiers.disk.store import DiskStore
 from tiers.errors import RecordError
+from tiers.store import Block
 
 
 def damage_blocks(folder: Path, chosen: Callable[[bytes], bool]) -> int:
@@ -25,9 +28,46 @@ def damage_blocks(folder: Path, chosen: Callable[[bytes], bool]) -> int:
     return count
 
 
+def lie(folder: str, exchanged: Sequence[tuple[int, int]], flipped: Sequence[int]) -> None:
+    """Let the disk tiers of this process give wrong payloads, behind all checks: of two blocks each
+    other's, of one its own with a bit flipped. They are named by their places in
+    `keys_on(folder)`."""
+    records = [(key, _payload(slab, start)) for slab, start, key in _records(Path(folder))]
+    wrong: dict[bytes, bytes] = {}
+    for one, other in exchanged:
+        wrong[records[one][0]], wrong[records[other][0]] = records[other][1], records[one][1]
+    for place in flipped:
+        key, payload = records[place]
+        wrong[key] = _with_a_huge_number(payload)
+    honest = DiskStore.get
+
+    def get(self: DiskStore, blocks: Sequence[Block]) -> Any:
+        answer = honest(self, blocks)
+        for block in blocks:
+            if block.key in wrong:
+                block.payload[:] = wrong[block.key]
+        return answer
+
+    DiskStore.get = get  # type: ignore[method-assign]
+
+
+def _with_a_huge_number(payload: bytes) -> bytes:
+    """Set the highest bit of an exponent, of the last float32 that has it clear."""
+    top = next(at for at in range(len(payload) - 1, 0, -4) if not payload[at] & 0x40)
+    return payload[:top] + bytes([payload[top] | 0x40]) + payload[top + 1 :]
+
+
 def keys_on(folder: Path) -> list[bytes]:
     """The whole keys of all blocks that the slabs hold or held, in their order there."""
     return [key for _, _, key in _records(folder)]
+
+
+def _payload(slab: Path, start: int) -> bytes:
+    with slab.open("rb") as file:
+        file.seek(start)
+        size = parse_header(file.read(HEADER_BYTES)).stored_bytes
+        file.seek(start + PAGE)
+        return file.read(size)
 
 
 def _records(folder: Path) -> Iterator[tuple[Path, int, bytes]]:

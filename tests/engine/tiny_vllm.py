@@ -22,7 +22,6 @@ LLAMA = {
     "head_dim": 32,
     "vocab_size": 1000,
     "max_position_embeddings": 2048,
-    "initializer_range": 0.5,
     "torch_dtype": "float32",
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -37,6 +36,8 @@ GEMMA = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
     "sliding_window": WINDOW,
     "query_pre_attn_scalar": 32,
+    # Else the last token outweighs all others, so that an answer repeats it.
+    "tie_word_embeddings": False,
 }
 """Layers with windows and without: several KV cache groups, which share their tensors."""
 

@@ -3,8 +3,10 @@ results to a file, its exit status as a line on stdout.
 
 The job: `engine` (arguments of LLM), `batches` (each a list of requests that run at once; a
 request is `[prompt_token_ids, max_tokens]`), `result` and `log` (files to write), `env`, and
-perhaps `abort` (how many requests of each batch are aborted, at random moments). The result: per
-batch and request its tokens and the tokens that came from any cache, and the tiers' counters.
+perhaps `abort` (how many requests of each batch are aborted, at random moments) and `before` (for
+the number of a batch, the function of `damage` that is called before it, and its arguments). The
+result: per batch and request its tokens and the tokens that came from any cache, and the tiers'
+counters.
 
 vLLM is imported once, which takes as long as an engine's start, and each job is a fork of that.
 """
@@ -18,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import damage
 
 
 def main() -> None:
@@ -41,7 +45,10 @@ def run(job: dict[str, Any]) -> None:
 
     llm = LLM(**job["engine"])
     batches = []
-    for batch in job["batches"]:
+    for number, batch in enumerate(job["batches"]):
+        if change := job.get("before", {}).get(str(number)):
+            settle(llm)
+            getattr(damage, change[0])(*change[1:])
         requests = [
             (
                 TokensPrompt(prompt_token_ids=tokens),

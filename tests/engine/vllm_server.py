@@ -72,7 +72,6 @@ class VllmServer:
             "model": self.model,
             "host": "127.0.0.1",
             "port": self._port,
-            "load-format": "dummy",
             "dtype": "float32",
             "block-size": BLOCK_TOKENS,
             "max-model-len": 1024,
