@@ -121,9 +121,10 @@ class ChainSpec(BaseModel):
         repr=False,
         description="Rules for requests by their cache salt, which is the key here.",
     )
-    staging: ByteSize = Field(
-        default=256 << 20,
-        description="Host memory for blocks on their way, besides that of the cpu tiers.",
+    staging: ByteSize | None = Field(
+        default=None,
+        description="Host memory for blocks on their way, besides that of the cpu tiers. Unset: "
+        "256MiB, or more where all blocks of two of the engine's steps would not fit.",
     )
     salt: str = Field(
         default="", description="Engines with different salts never share blocks.", repr=False

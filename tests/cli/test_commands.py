@@ -68,7 +68,7 @@ def test_validate_prints_the_chain_as_it_is_understood(kvtiers: Run, chain: Any)
         "durability none, store_after 1, deadline 10s\n"
         "3      redis  redis  url redis://cache.internal:6379/0, ttl 1d, timeout 1s, "
         "key_prefix kvtiers, codec none, store_after 1, deadline 10s\n"
-        "version 1, load first, promote true, max_wait 10s, tenants none, staging 256MiB, "
+        "version 1, load first, promote true, max_wait 10s, tenants none, "
         "salt none\n",
         "",
     )
@@ -147,7 +147,7 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
         assert tier["properties"]["type"]["const"] == name and "type" in tier["required"]
         assert tier["additionalProperties"] is False
         assert all("description" in field for field in tier["properties"].values())
-    assert schema["properties"]["staging"]["default"] == "256MiB"
+    assert schema["properties"]["max_wait"]["default"] == "10s"
 
 
 @pytest.mark.parametrize("text", GOOD.values(), ids=GOOD)

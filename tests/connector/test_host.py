@@ -6,13 +6,14 @@ import torch
 
 from tiers.connector.base import EngineInfo, StoreItem
 from tiers.connector.host import HostSlots
+from tiers.connector.pool_size import PoolSize
 from tiers.gpu.copier import open_copier
 
 ENGINE = EngineInfo({"model": "m"}, block_tokens=4, hash_tokens=4, num_blocks=8)
 
 
 def host_with(kv: torch.Tensor, engine: EngineInfo = ENGINE) -> HostSlots:
-    host = HostSlots(engine, 1 << 16, open_copier)
+    host = HostSlots(engine, PoolSize(1 << 16, 0, 0, engine.world_size), open_copier)
     host.open({"layer": kv})
     return host
 

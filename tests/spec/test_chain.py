@@ -31,7 +31,7 @@ def chain(*tiers: dict[str, Any], **more: Any) -> ChainSpec:
 def test_the_defaults() -> None:
     made = chain(CPU)
     assert (made.version, made.load, made.promote, made.salt) == (1, "first", True, "")
-    assert made.staging == 256 << 20
+    assert made.staging is None
 
 
 def test_tiers_keep_their_order_and_settings() -> None:
@@ -104,7 +104,8 @@ def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], says: str)
 
 
 def test_a_chain_goes_through_json_and_stays_what_it_was() -> None:
-    made = chain({**CPU, "capacity": 8589934593}, disk("/a"), disk("/b"), redis(timeout="1.25s"))
+    tiers = ({**CPU, "capacity": 8589934593}, disk("/a"), disk("/b"), redis(timeout="1.25s"))
+    made = chain(*tiers, staging="256MiB")
     assert ChainSpec.model_validate_json(made.model_dump_json()) == made
     written = made.model_dump(mode="json")
     assert written["staging"] == "256MiB" and written["tiers"][0]["capacity"] == "8589934593B"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from spec.offloading import OffloadingSpec, StoreSpec
+from tiers.connector.intake import Intake
 
 COUNTED = 1 << 18
 """Blocks whose requests are counted; beyond it the oldest counts are forgotten."""
@@ -16,13 +17,17 @@ class Admission:
     """A tier's rules of what is stored; used by the scheduler's thread alone.
 
     What it answers is None, or the name of the counter (see `stats`) for what is not stored.
-    `now` gives seconds, never going back.
+    `now` gives seconds, never going back. `alone`: whether the chain has no other tier, which this
+    one could starve of slots when it lags behind. `intake` counts what comes of it all.
     """
 
-    def __init__(self, spec: OffloadingSpec, now: Callable[[], float]) -> None:
+    def __init__(self, spec: OffloadingSpec, now: Callable[[], float], alone: bool = False) -> None:
         store = spec if isinstance(spec, StoreSpec) else None
         self.queue = store.queue if store is not None else None
         self.is_up = True
+        self.share = 1.0 if alone else 0.5
+        """Of all slots, what the tier's stores under way may hold."""
+        self.intake = Intake(spec, now)
         self._store_after = spec.store_after
         self._budget = store.write_budget if store is not None else None
         self._now = now
@@ -31,7 +36,8 @@ class Admission:
         self._since = now()
 
     def refuses(self, key: bytes, size: int) -> str | None:
-        """Ask, once per request, for a block of `size` bytes that the tier lacks."""
+        """Ask for a block of `size` bytes that the tier lacks: once per request, and again where it
+        was admitted and found no room."""
         if not self.is_up:
             return "store_dropped_down"
         if not self._is_touched_enough(key):

@@ -52,7 +52,8 @@ class EngineInfo:
     `Request.block_hashes`. `num_blocks`: blocks in each worker's paged KV. `rank`: of this worker,
     0 in the scheduler. `kv_events`: whether the engine takes events; none are kept for one that
     does not. `groups`: its KV cache groups; none named: one, of full attention. `mark`: what a
-    request's KV depends on beside its block hashes, in at most 16 bytes.
+    request's KV depends on beside its block hashes, in at most 16 bytes. `step_tokens`: what one
+    step computes at most; 0: not known.
     """
 
     facts: Mapping[str, str]
@@ -64,6 +65,7 @@ class EngineInfo:
     kv_events: bool = False
     groups: tuple[KVGroup, ...] = ()
     mark: Callable[[Request], bytes] = no_mark
+    step_tokens: int = 0
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

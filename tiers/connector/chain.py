@@ -13,12 +13,13 @@ from spec.offloading import HostSpec, OffloadingSpec, StoreSite, StoreSpec
 from tiers.connector.admission import Admission
 from tiers.connector.base import EngineInfo, Hello, Role
 from tiers.connector.generation import Generation
-from tiers.connector.host import HostSlots, OpenCopier, slots_within
+from tiers.connector.host import HostSlots, OpenCopier
 from tiers.connector.manager import HostManager, TierManager
 from tiers.connector.multi import MultiConnector
 from tiers.connector.offloading import OffloadingConnector
 from tiers.connector.parts import Parts
 from tiers.connector.patience import Patience
+from tiers.connector.pool_size import PoolSize, slots_within
 from tiers.connector.scheduler import OffloadingScheduler, OpenManager
 from tiers.connector.store_manager import StoreManager
 from tiers.connector.tenants import Tenants
@@ -40,13 +41,13 @@ def open_chain(
 ) -> MultiConnector:
     """Make the connectors of a chain in one role. No tier is opened before the workers are known.
 
-    Host memory over all ranks: the host tiers' capacities and `chain.staging`. Each process also
-    uses a few bounce slots per store tier.
+    Host memory over all ranks: see `PoolSize`. Each process also uses a few bounce slots per store
+    tier.
     """
     engine = replace(engine, facts={**engine.facts, "salt": chain.salt})
-    budget = chain.staging + sum(t.capacity for t in chain.tiers if isinstance(t, HostSpec))
+    size = PoolSize.of(chain, engine)
     if role is Role.SCHEDULER:
-        pool = _ChainPool(budget, engine.world_size)
+        pool = _ChainPool(size)
         # One for all tiers: each would else gather a block for itself, after a reset.
         generation = Generation()
         patience = Patience(now, chain.max_wait)
@@ -60,7 +61,7 @@ def open_chain(
                     chain.promote,
                     generation,
                     patience,
-                    Admission(tier, now),
+                    Admission(tier, now, alone=len(chain.tiers) == 1),
                     Tenants(tier.tier_name, chain.tenants),
                     now,
                 ),
@@ -79,7 +80,7 @@ def open_chain(
             window=Parts(engine).window,
             chain=_identity(chain),
         )
-    host = HostSlots(engine, budget, open_copier)
+    host = HostSlots(engine, size, open_copier)
     children = [
         OffloadingConnector(
             tier.tier_name,
@@ -99,14 +100,13 @@ def _identity(chain: ChainSpec) -> str:
 class _ChainPool:
     """The chain's slots; made when the first tier learns how large a block is."""
 
-    def __init__(self, budget: int, world_size: int) -> None:
-        self._budget = budget
-        self._world_size = world_size
+    def __init__(self, size: PoolSize) -> None:
+        self._size = size
         self._pool: SlotPool | None = None
 
     def open(self, payload_bytes: int) -> SlotPool:
         if self._pool is None:
-            self._pool = SlotPool(slots_within(self._budget, payload_bytes, self._world_size))
+            self._pool = SlotPool(self._size.slots(payload_bytes))
         return self._pool
 
 

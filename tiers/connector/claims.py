@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from tiers.connector.admission import Admission
 from tiers.connector.base import StoreItem, StoreJob
 from tiers.connector.manager import TierManager
 from tiers.pool import SlotPool
+
+FOR_ROOM = ("store_dropped_queue", "store_dropped_room")
+"""Why a block is refused that is offered again."""
+
+
+class Claimed(NamedTuple):
+    """What came of some offers: those that are stored, and by their place among the offers the
+    others that the tier wants, with the name of the counter that says why it does not get them."""
+
+    items: list[StoreItem]
+    refused: dict[int, str]
 
 
 class Claims:
@@ -28,36 +39,36 @@ class Claims:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def claim(
-        self, manager: TierManager, offers: Sequence[tuple[bytes, int]]
-    ) -> tuple[list[StoreItem], Counter[str]]:
-        """Slots for those offers, (key, paged block), that the tier wants and its rules admit; and
-        how many others it wants, by the name of their counter."""
+    def claim(self, manager: TierManager, offers: Sequence[tuple[bytes, int]]) -> Claimed:
+        """Slots for those offers, (key, paged block), that the tier wants and its rules admit."""
         wanted = manager.wants([key for key, _ in offers])
         items: list[StoreItem] = []
-        refused: Counter[str] = Counter()
-        for (key, paged), want in zip(offers, wanted, strict=True):
+        refused: dict[int, str] = {}
+        for place, ((key, paged), want) in enumerate(zip(offers, wanted, strict=True)):
             if not want or key in self._keys:
                 continue
             reason = self.admission.refuses(key, self.block_bytes)
-            if reason is None and self._lags(manager):
+            if reason is None and self.room(manager) <= 0:
                 reason = "store_dropped_queue"
             claim = self.pool.claim(key) if reason is None else None
             if claim is None:
-                refused[reason or "store_dropped_room"] += 1
+                refused[place] = reason or "store_dropped_room"
                 continue
             self.admission.stores(key, self.block_bytes)
             self.slots_pinned += 1
             self._keys.add(key)
             items.append(StoreItem(key, claim.slot, paged if claim.fresh else None))
-        return items, refused
+        return Claimed(items, refused)
 
-    def _lags(self, manager: TierManager) -> bool:
+    def room(self, manager: TierManager) -> int:
+        """How many blocks more may be on their way into the tier, as far as that decides."""
+        if manager.completes_on_gather:
+            return self.pool.num_slots
         # A tier that lags behind may not hold all slots, or it would starve the others.
-        most = max(1, self.pool.num_slots // 2)
+        most = max(1, int(self.pool.num_slots * self.admission.share))
         if self.admission.queue is not None and self.block_bytes:
             most = min(most, max(1, self.admission.queue // self.block_bytes))
-        return self.slots_pinned >= most and not manager.completes_on_gather
+        return most - self.slots_pinned
 
     def begin(self, jobs: Iterable[StoreJob]) -> None:
         """These jobs are on their way to the workers, which read the paged blocks."""

@@ -9,15 +9,11 @@ import xxhash
 
 from tiers.block import namespace
 from tiers.connector.base import Copier, Copy, EngineInfo, Hello, StoreItem
-from tiers.pool import SlotMemory, slot_stride
+from tiers.connector.pool_size import PoolSize
+from tiers.pool import SlotMemory
 from tiers.prefault import Prefault
 
 OpenCopier = Callable[[Mapping[str, torch.Tensor], int], Copier]
-
-
-def slots_within(budget: int, payload_bytes: int, world_size: int) -> int:
-    """How many slots each of `world_size` ranks gets of a budget in bytes for all of them."""
-    return budget // world_size // slot_stride(payload_bytes)
 
 
 class HostSlots:
@@ -27,9 +23,9 @@ class HostSlots:
     here; so a slot's entries below have one writer at a time and need no lock.
     """
 
-    def __init__(self, engine: EngineInfo, budget: int, open_copier: OpenCopier) -> None:
+    def __init__(self, engine: EngineInfo, size: PoolSize, open_copier: OpenCopier) -> None:
         self.engine = engine
-        self._budget = budget
+        self._size = size
         self._open_copier = open_copier
         self._users = 0
         self._copier: Copier | None = None
@@ -45,7 +41,7 @@ class HostSlots:
         if self._copier is not None:
             return
         self._copier = self._open_copier(kv_caches, self.engine.num_blocks)
-        num_slots = slots_within(self._budget, self.payload_bytes, self.engine.world_size)
+        num_slots = self._size.slots(self.payload_bytes)
         self._memory = SlotMemory(num_slots, self.payload_bytes, self._copier.pin)
         if num_slots and not self._copier.pin:  # what is pinned is there already
             rows = self._memory.rows

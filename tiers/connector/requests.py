@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from tiers.connector.base import EngineInfo, Request, SchedulerOutput
@@ -18,11 +20,12 @@ class RequestState:
 
     `keys`: of all parts of the full blocks known so far, block by block. `tables`: its blocks in
     the paged KV, per KV cache group. `match`: (first block, blocks) of the last lookup. `offered`:
-    leading blocks that need not be offered for storing again. `recompute`: this tier failed to
-    load it and is not asked again, so a request is loaded in vain once per tier at most. `store`:
-    whether its blocks are stored. `mark`: see `EngineInfo`. `asked`: when a lookup was begun that
-    is not answered yet. `answered`: whether any was. `looked_up`, `hit`: whether it is counted
-    among the tier's lookups and hits.
+    leading blocks that were offered for storing. `refused`: which keys of those found no room, and
+    why (a counter's name). `recompute`: this tier failed to load it and is not asked again, so a
+    request is loaded in vain once per tier at most. `store`: whether its blocks are stored.
+    `mark`: see `EngineInfo`. `asked`: when a lookup was begun that is not answered yet.
+    `answered`: whether any was. `looked_up`, `hit`: whether it is counted among the tier's lookups
+    and hits.
     """
 
     request: Request
@@ -32,6 +35,7 @@ class RequestState:
     tables: tuple[list[int], ...] = ()
     match: tuple[int, int] = (0, 0)
     offered: int = 0
+    refused: dict[int, str] = field(default_factory=dict)
     recompute: bool = False
     store: bool = True
     asked: float | None = None
@@ -50,6 +54,13 @@ class Scheduled(NamedTuple):
     state: RequestState
     before: int
     after: int
+
+
+class Offers(NamedTuple):
+    """Parts of a request's blocks to store: their numbers among its keys; (key, paged block)."""
+
+    numbers: Sequence[int]
+    pairs: list[tuple[bytes, int]]
 
 
 class RequestTable:
@@ -116,9 +127,10 @@ class RequestTable:
                     targets.append(paged)
         return of_block, keys, targets
 
-    def forget(self, request_id: str) -> None:
-        """Drop a request that has finished."""
-        self._states.pop(request_id, None)
+    def forget(self, request_id: str) -> Counter[str]:
+        """Drop a request that has finished; how many of its blocks never found room, and why."""
+        state = self._states.pop(request_id, None)
+        return Counter() if state is None else Counter(state.refused.values())
 
     def reset(self) -> None:
         """Keep what is stored in a new generation free of what was computed in an older one.
@@ -160,26 +172,54 @@ class RequestTable:
             after = before + output.num_scheduled_tokens.get(request_id, 0)
             yield Scheduled(state, before, after)
 
-    def offers(self, scheduled: Scheduled) -> list[tuple[bytes, int]]:
-        """Key and paged block of each part of the blocks that are not offered yet."""
-        state, before, after = scheduled
+    def offers(self, scheduled: Scheduled) -> Offers:
+        """All parts of the blocks that are not offered yet."""
+        state, before, _ = scheduled
         self.state_of(state.request)
-        size = len(self._parts)
-        first = state.offered
-        last = min(
-            len(state.keys) // size,
-            after // self._block_tokens,
-            self._parts.blocks_in(state.tables),
-        )
+        first, last = state.offered, self._complete(scheduled)
         state.offered = max(first, last)
         if self._parts.is_plain:
             (table,) = state.tables
-            return list(zip(state.keys[first:last], table[first:last], strict=True))
-        offers: list[tuple[bytes, int]] = []
-        for block in range(first, last):
-            # Its block table as we know it still names what the engine has given away since.
-            kept = self._parts.kept(block, before)
-            for part, paged in enumerate(self._parts.paged(state.tables, block)):
-                if kept[part] and (paged != NULL_BLOCK or not self._parts.window):
-                    offers.append((state.keys[block * size + part], paged))
+            pairs = list(zip(state.keys[first:last], table[first:last], strict=True))
+            return Offers(range(first, last), pairs)
+        size = len(self._parts)
+        return self._kept(state, range(first * size, last * size), before)
+
+    def again(self, scheduled: Scheduled, most: int) -> Offers:
+        """At most so many of the parts that had no room; what is still refused must be noted again.
+
+        Its request runs in this step, so that these blocks are its own.
+        """
+        state, before, _ = scheduled
+        last = self._complete(scheduled) * len(self._parts)
+        # After a preemption it may not have got as far again.
+        taken = [number for number in islice(state.refused, most) if number < last]
+        offers = self._kept(state, taken, before)
+        for number in set(taken) - set(offers.numbers):
+            del state.refused[number]  # the engine has given it away
         return offers
+
+    def _complete(self, scheduled: Scheduled) -> int:
+        """Leading blocks of which the step leaves every token computed."""
+        state, _, after = scheduled
+        return min(
+            len(state.keys) // len(self._parts),
+            after // self._block_tokens,
+            self._parts.blocks_in(state.tables),
+        )
+
+    def _kept(self, state: RequestState, numbers: Iterable[int], before: int) -> Offers:
+        """Those of these parts that the engine has not given away."""
+        kept_numbers: list[int] = []
+        pairs: list[tuple[bytes, int]] = []
+        at, paged, kept = -1, [NULL_BLOCK], [False]
+        for number in numbers:
+            block, part = divmod(number, len(self._parts))
+            if block != at:
+                # Its block table as we know it still names what the engine has given away since.
+                at, kept = block, self._parts.kept(block, before)
+                paged = self._parts.paged(state.tables, block)
+            if kept[part] and (paged[part] != NULL_BLOCK or not self._parts.window):
+                kept_numbers.append(number)
+                pairs.append((state.keys[number], paged[part]))
+        return Offers(kept_numbers, pairs)

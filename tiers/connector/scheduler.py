@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -22,9 +23,10 @@ from tiers.connector.base import (
     OffloadingWorkerMetadata,
     Request,
     SchedulerOutput,
+    StoreItem,
     StoreJob,
 )
-from tiers.connector.claims import Claims
+from tiers.connector.claims import FOR_ROOM, Claims
 from tiers.connector.generation import Generation
 from tiers.connector.held import HeldEvents
 from tiers.connector.jobs import Jobs, PendingLoad, PendingStore
@@ -44,6 +46,9 @@ from tiers.wrappers.guard import Health
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+RETRIES = 256
+"""Blocks, of all requests, that a step offers again at most: half a millisecond's work."""
 
 OpenManager = Callable[[Sequence[Hello]], tuple[TierManager, SlotPool]]
 """Opens a tier once every worker has said hello. Raises TierUnusable."""
@@ -81,6 +86,7 @@ class OffloadingScheduler:
         self._health: dict[int, Health] = {}
         self._overwritten: set[int] = set()
         self._tenants = tenants
+        self._retries = RETRIES
         self._generation = generation
         self._parts = Parts(engine)
         self._requests = RequestTable(engine, self._parts, self._generation, promote)
@@ -318,6 +324,8 @@ class OffloadingScheduler:
     def build_connector_meta(self, output: SchedulerOutput) -> OffloadingConnectorMetadata:
         """Orders for the workers of this step."""
         overwritten, self._overwritten = self._overwritten, set()
+        self._retries = RETRIES
+        self._claims.admission.intake.look()
         scheduled = self._requests.scheduled(output, overwritten)
         stores = [job for one in scheduled if (job := self._offer(one)) is not None]
         flush = self._claims.readers(overwritten)
@@ -332,9 +340,44 @@ class OffloadingScheduler:
         tenant = tenant_of(scheduled.state.request)
         if not self._tenants.may_keep(tenant):
             return None
-        items, refused = self._claims.claim(self._manager, self._requests.offers(scheduled))
-        self.stats.add(self.tier, **refused)
+        items = self._offer_again(self._manager, scheduled) + self._offer_new(
+            self._manager, scheduled
+        )
         return self._jobs.store(items, tenant) if items else None
+
+    def _offer_new(self, manager: TierManager, scheduled: Scheduled) -> list[StoreItem]:
+        offers = self._requests.offers(scheduled)
+        items, refused = self._claims.claim(manager, offers.pairs)
+        if items or refused:
+            self._claims.admission.intake.offered(len(items), Counter(refused.values()))
+        for place, reason in refused.items():
+            if reason in FOR_ROOM:
+                scheduled.state.refused[offers.numbers[place]] = reason
+            else:
+                self.stats.add(self.tier, **{reason: 1})
+        return items
+
+    def _offer_again(self, manager: TierManager, scheduled: Scheduled) -> list[StoreItem]:
+        """What had no room before, head first, while the request runs and so has the blocks."""
+        waiting = scheduled.state.refused
+        most = min(self._retries, self._claims.room(manager)) if waiting else 0
+        if most <= 0:
+            return []
+        offers = self._requests.again(scheduled, most)
+        self._retries -= len(offers.pairs)
+        items, refused = self._claims.claim(manager, offers.pairs)
+        taken: Counter[str] = Counter()
+        for place, number in enumerate(offers.numbers):
+            reason = refused.get(place)
+            if reason in FOR_ROOM:
+                continue
+            was = waiting.pop(number)
+            if reason is None:
+                taken[was] += 1
+            else:
+                self.stats.add(self.tier, **{reason: 1})
+        self._claims.admission.intake.taken_later(taken)
+        return items
 
     # -- ends --------------------------------------------------------------------------------
 
@@ -386,6 +429,7 @@ class OffloadingScheduler:
 
     def _store_ended(self, manager: TierManager, store: PendingStore) -> None:
         kept: list[bytes] = []
+        self._claims.admission.intake.failed(len(store.failed))
         # The first last, so that it counts as used last: a prefix's head must outlive its tail.
         for index in reversed(range(len(store.job.items))):
             item = store.job.items[index]
@@ -422,7 +466,7 @@ class OffloadingScheduler:
 
     def request_finished(self, request_id: str) -> None:
         """Drop what is kept for a request; its transfers under way end on their own."""
-        self._requests.forget(request_id)
+        self.stats.add(self.tier, **self._requests.forget(request_id))
         if self._manager is not None:
             self._manager.forget_request(request_id)
 

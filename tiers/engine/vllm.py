@@ -87,6 +87,7 @@ def engine_info(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engi
         kv_events=bool(events and events.enable_kv_cache_events),
         groups=tuple(group for group, _ in groups),
         mark=AdapterMarks(),
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )
 
 

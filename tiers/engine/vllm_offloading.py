@@ -42,8 +42,8 @@ from spec.offloading import HostSpec, StoreSite, StoreSpec
 from spec.registry import tier_class
 from tiers.block import namespace
 from tiers.connector.base import Copier, Copy, Hello
-from tiers.connector.host import slots_within
 from tiers.connector.hosted import Answer, HostedTier
+from tiers.connector.pool_size import STAGING, PoolSize
 from tiers.connector.region import SlotRegion, attach_region, create_region, stamp
 from tiers.engine.fingerprint import model_facts
 from tiers.engine.vllm_groups import refuse_model
@@ -118,7 +118,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         ]
         payload = max(copier.payload_bytes for copier in copiers)
         parallel = self.config.parallel
-        slots = slots_within(self._host.capacity, payload, parallel.world_size)
+        slots = self._pool_size(parallel.world_size).slots(payload)
         if slots == 0:
             raise TierUnusable(
                 f"host memory of {self._host.capacity} bytes over {parallel.world_size} rank(s) "
@@ -129,6 +129,14 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         hello = Hello(parallel.rank, space, payload)
         region = create_region(self.config.engine_id, hello, slots, copiers[0].pin)
         return HostedWorker(region, copiers)
+
+    def _pool_size(self, ranks: int) -> PoolSize:
+        """The host tier's memory; where the chain has none, what blocks on their way need."""
+        if self._host in self._chain.tiers:
+            return PoolSize(self._host.capacity, 0, 0, ranks)
+        tokens = get_current_vllm_config().scheduler_config.max_num_batched_tokens
+        blocks = sum(-(-tokens // group.tokens_per_block) for group in self.config.groups)
+        return PoolSize(0, self._chain.staging, blocks, ranks)
 
     def _facts(self, copiers: Sequence[Copier], device: torch.device) -> dict[str, str]:
         """All that makes KV interchangeable; vLLM gives its layout by name, and pages as bytes."""
@@ -173,7 +181,8 @@ def hosted_tiers(chain: ChainSpec) -> tuple[HostSpec, StoreSpec | None]:
                 f"tier {tier.tier_name!r} has {', '.join(asked)}, which vLLM's OffloadingConnector "
                 "does not keep to; leave that out, or use KVTiersConnector"
             )
-    staging = tier_class("cpu").model_validate({"type": "cpu", "capacity": chain.staging})
+    room = chain.staging or STAGING
+    staging = tier_class("cpu").model_validate({"type": "cpu", "capacity": room})
     return hosts[0] if hosts else cast(HostSpec, staging), stores[0] if stores else None
 
 

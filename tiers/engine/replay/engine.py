@@ -72,6 +72,7 @@ class ReplayEngine:
                 world_size=world_size,
                 kv_events=kv_events,
                 groups=tuple(KVGroup(self.model.block_tokens, w) for w in self.model.windows),
+                step_tokens=batch_tokens,
             ),
             open_copier,
             now,

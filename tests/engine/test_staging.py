@@ -1,0 +1,209 @@
+"""A tier that is offered more than there is room for: what it gets in the end, and what is said."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replay_chains import MODEL, SLOT
+from slow_store import LONG, SlowSpec, SlowStore, ask, measured
+
+from spec.chain import ChainSpec
+from spec.load import load_chain
+from tiers.connector.intake import AGAIN, WINDOW
+from tiers.engine.replay import ReplayEngine, ReplayModel
+
+MakeEngine = Callable[..., ReplayEngine]
+STEP = 8192
+BLOCKS = 512
+
+
+def chain(staging: int | None = 16 * SLOT, **more: Any) -> ChainSpec:
+    tier = SlowSpec.model_validate({"type": "slow", **more})
+    return ChainSpec(version=1, tiers=(tier,), staging=staging)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "width"), [pytest.param(1, 3072, marks=pytest.mark.faults), (8, 384)]
+)
+def test_a_disk_alone_stores_all_of_a_large_step(
+    engine: MakeEngine, tmp_path: Path, ranks: int, width: int
+) -> None:
+    disk = {"type": "disk", "path": str(tmp_path), "capacity": "1GiB", "io": "buffered"}
+    made = engine(
+        load_chain({"version": 1, "tiers": [disk]}),
+        model=ReplayModel(layers=2, block_tokens=16, width=width),
+        num_blocks=BLOCKS + 2,
+        batch_tokens=STEP,
+        world_size=ranks,
+    )
+    made.generate(range(STEP), 1)
+    made.settle()
+    assert made.stats["disk"]["stored_blocks"] == BLOCKS * ranks
+    assert not any("dropped" in name for name in made.stats["disk"])
+
+
+def test_what_found_no_room_is_offered_again_while_its_request_runs(
+    engine: MakeEngine, store: SlowStore
+) -> None:
+    made = engine(chain(), num_blocks=120, batch_tokens=500, prefix_caching=False)
+    request = made.add(LONG, 30)
+    store.puts.clear()
+    made.step()
+    made.step()
+    assert made.connector is not None and made.connector.children[0].scheduler.slots_pinned == 16
+    store.puts.set()
+    while len(request.output) < 29:
+        made.settle()
+        made.step()
+    made.run()
+    made.settle()
+    assert set(request.block_hashes[:100]) <= {
+        key[16:][: len(request.block_hashes[0])] for key in store.blocks
+    }
+    assert not measured(made, "store_dropped_room") and not measured(made, "store_dropped_queue")
+
+
+def test_what_never_finds_room_is_counted_when_its_request_ends(
+    engine: MakeEngine, store: SlowStore
+) -> None:
+    made = engine(chain(), num_blocks=120, batch_tokens=500, prefix_caching=False)
+    store.puts.clear()
+    ask(made)
+    assert measured(made, "store_dropped_queue") == 101 - 16
+    store.puts.set()
+
+
+def test_offering_again_costs_a_step_the_same_however_much_waits(
+    engine: MakeEngine, store: SlowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing while the tier lags behind, and where it does not, so many blocks of all requests."""
+    made = engine(chain(), num_blocks=200, batch_tokens=1000, prefix_caching=False)
+    assert made.connector is not None
+    scheduler = made.connector.children[0].scheduler
+    store.puts.clear()
+    for n in range(4):
+        made.add([n, *LONG[:150]], 30)
+    made.step()
+    made.step()
+    asked: list[int] = []
+    wants = scheduler._manager.wants
+
+    def counting(keys: list[bytes]) -> list[bool]:
+        asked.append(len(keys))
+        return wants(keys)
+
+    monkeypatch.setattr(scheduler._manager, "wants", counting)
+    for _ in range(2):
+        made.step()
+    assert sum(asked) <= 2 * 4, "it lags behind, and yet it is offered old blocks"
+    monkeypatch.setattr("tiers.connector.scheduler.RETRIES", 5)
+    store.puts.set()
+    while scheduler.slots_pinned:
+        asked.clear()
+        made.step()
+        assert sum(asked) <= 5 + 4
+    made.run()
+
+
+def test_a_request_that_was_preempted_offers_again_what_it_has_again(
+    engine: MakeEngine, store: SlowStore
+) -> None:
+    """Blocks that it lost are the other's by then: only right bytes may come back."""
+    made = engine(chain(), num_blocks=60, batch_tokens=60, prefix_caching=False)
+    store.puts.clear()
+    both = [made.add([n, *LONG[:110]], 40) for n in range(2)]
+    for _ in range(8):
+        made.step()
+    store.puts.set()
+    made.run()
+    made.settle()
+    assert made.scheduler.preemptions > 0
+    stored = len(store.blocks)
+    for request in both:
+        ask(made, request.prompt)
+    assert measured(made, "loaded_tokens") > 0 and stored > 16
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "took" in record.getMessage()]
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="it takes less than half of what it is offered",
+    outcome="one line says so, with the setting to change; again after an hour at most",
+)
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({}, "raise staging"),
+        ({"queue": 8 * MODEL.payload_bytes}, "raise its queue, now 4KiB"),
+        ({"store_rate": "1MB/s"}, "raise staging or its store_rate, now 1MB/s"),
+        ({"write_budget": "10kB/day"}, "raise its write_budget, now 10kB/day"),
+    ],
+)
+def test_a_tier_that_takes_under_half_says_so_once_with_the_remedy(
+    engine: MakeEngine,
+    store: SlowStore,
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
+    remedy: str,
+) -> None:
+    clock = [0.0]
+    made = engine(
+        chain(**settings),
+        num_blocks=120,
+        batch_tokens=500,
+        prefix_caching=False,
+        now=lambda: clock[0],
+    )
+    store.puts.clear()
+    with caplog.at_level(logging.WARNING):
+        ask(made)
+        assert not lines(caplog), "a minute is not over"
+        for n in range(3):
+            clock[0] += WINDOW
+            ask(made, [n, *LONG])
+        (line,) = lines(caplog)
+        assert "tier 'slow' took" in line and "of the 101 blocks" in line and remedy in line
+        clock[0] += AGAIN
+        ask(made, [5, *LONG])
+        assert len(lines(caplog)) == 2
+    store.puts.set()
+
+
+def test_a_store_that_refuses_most_blocks_is_told_of(
+    engine: MakeEngine,
+    store: SlowStore,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store, "put", lambda blocks: [False] * len(blocks))
+    clock = [0.0]
+    made = engine(chain(200 * SLOT), num_blocks=120, prefix_caching=False, now=lambda: clock[0])
+    with caplog.at_level(logging.WARNING):
+        for n in range(3):
+            ask(made, [n, *LONG])
+            made.settle()
+            clock[0] += WINDOW
+    (line,) = lines(caplog)
+    assert "capacity" in line
+
+
+def test_a_tier_that_takes_all_and_one_that_is_chosen_for_says_nothing(
+    engine: MakeEngine, store: SlowStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [0.0]
+    made = engine(
+        chain(300 * SLOT, store_after=2), num_blocks=120, prefix_caching=False, now=lambda: clock[0]
+    )
+    with caplog.at_level(logging.WARNING):
+        for n in range(4):
+            ask(made, [n, *LONG])
+            made.settle()
+            clock[0] += WINDOW
+    assert not lines(caplog)
