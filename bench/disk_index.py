@@ -19,7 +19,7 @@ from tiers.disk.rows import label
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
-from tiers.disk.vault import vaults
+from tiers.disk.vaults import vaults
 
 PAYLOAD = 4096
 _AT_ONCE = 1000

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from spec.offloading import StoreSite
-from tiers.disk.rows import Slot
+from tiers.disk.rows import Slot, label
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
@@ -104,3 +105,71 @@ def run_child(*args: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+class Other:
+    """Another process on a folder: runs Python until it says a word, and goes on when told to."""
+
+    def __init__(self, code: str, *args: object, within: Sequence[str] = ()) -> None:
+        """`code` finds `args` in `args` and what this file has; it calls `say` and `wait`."""
+        self._process = subprocess.Popen(
+            [*within, sys.executable, "-c", _OTHER + code, *map(str, args)],
+            env=child_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def hear(self) -> str:
+        """The next word it says; "" if it has ended."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def tell(self) -> None:
+        """Let it go on from where it waits."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+        self._process.communicate()
+
+    def end(self) -> None:
+        """Let it end, which it must do in order."""
+        self._process.communicate("\n", timeout=120)
+        assert self._process.returncode == 0
+
+
+_OTHER = """
+import os, sys
+from pathlib import Path
+from disk_audit import *
+args = sys.argv[1:]
+path = Path(args[0])
+say = lambda word: print(word, flush=True)
+wait = sys.stdin.readline
+"""
+
+
+def fill_index(path: Path, count: int, payload: int = 4096) -> None:
+    """A closed tier whose index names so many blocks that nobody wrote, `key(n)` the n-th used."""
+    size = slot_bytes(payload)
+    capacity = f"{count * size}B"
+    store = DiskSpec.model_validate({"path": path, "capacity": capacity}).open(StoreSite(payload))
+    vault = store._vault
+    for start in range(0, count, 1000):
+        with vault.edit() as edit:
+            for number in range(start, min(count, start + 1000)):
+                edit.publish(label(key(number)), edit.claim(size), payload, bytes(16))
+    vault.slabs[size]  # makes the file
+    os.truncate(path / f"slab-{size}.dat", count * size)
+    store.close()
+
+
+def settled(store: DiskStore) -> DiskStore:
+    """The store, once the tier has shrunk to its capacity."""
+    while (usage := store.usage()).used > (usage.capacity or 0):
+        time.sleep(0.01)
+    return store

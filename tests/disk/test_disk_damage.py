@@ -28,7 +28,7 @@ from disk_audit import (
 
 from tiers.disk.rows import label
 from tiers.disk.slab import PAGE
-from tiers.errors import TierFull, TierUnavailable, TierUnusable
+from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
 
 pytestmark = pytest.mark.usefixtures("mode")
 
@@ -178,7 +178,7 @@ def test_an_index_of_another_lmdb_is_left_alone(tmp_path: Path) -> None:
     for meta in (0, 4096):  # a magic number, then the data format's version
         content[meta + 20 : meta + 24] = (7).to_bytes(4, "little")
     index.write_bytes(content)
-    with pytest.raises(TierUnusable, match=r"index.mdb"):
+    with pytest.raises(TierNotOpen, match=r"index.mdb"):
         open_disk(tmp_path)
     assert index.read_bytes() == content
 
@@ -274,10 +274,10 @@ def test_a_broken_slab_leaks_no_slot(tmp_path: Path) -> None:
     outcome="blocks are declined until some are dropped",
 )
 def test_a_full_index_declines_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiers.disk import vault
+    from tiers.disk import opening
     from tiers.disk.index import Index
 
-    monkeypatch.setattr(vault, "Index", partial(Index, map_bytes=20 * 4096))
+    monkeypatch.setattr(opening, "Index", partial(Index, map_bytes=20 * 4096))
     with opened(tmp_path, slots=3000) as store:
         with pytest.raises(TierFull):
             for n in range(600):

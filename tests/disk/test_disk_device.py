@@ -45,7 +45,7 @@ with ThreadPoolExecutor(200) as threads:  # more readers than LMDB had to rememb
     list(threads.map(read, range(200)))
 try:
     open_disk(path / "new")
-except TierUnusable as error:
+except TierNotOpen as error:
     assert "No space left" in str(error), error
 else:
     raise SystemExit("opened")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Mapping
+from itertools import islice
 from typing import Any
 
 import lmdb
@@ -36,6 +37,9 @@ from tiers.disk.rows import (
     parse_entry,
     parse_slot,
 )
+
+FIRST = Slot(0, 0)
+"""Before every slot."""
 
 _LOG_PAGES = 256  # 1 MiB
 
@@ -143,14 +147,19 @@ class Edit:
         rows = self._txn.cursor(self._tables["reserved"])
         return {parse_slot(*fields(SLOT, key)): owner for key, owner in rows}
 
+    def is_of(self, owner: bytes, slot: Slot) -> bool:
+        """Whether the slot is reserved for that owner."""
+        return self._get("reserved", SLOT.pack(*slot)) == owner
+
     def is_mine(self, slot: Slot) -> bool:
         """Whether the slot is reserved for us."""
-        return self._get("reserved", SLOT.pack(*slot)) == self._owner
+        return self.is_of(self._owner, slot)
 
-    def free(self) -> list[Slot]:
-        """Every free slot below its file's length."""
-        rows = self._txn.cursor(self._tables["free"]).iternext(values=False)
-        return [parse_slot(*fields(SLOT, key)) for key in rows]
+    def free(self, after: Slot = FIRST, limit: int | None = None) -> list[Slot]:
+        """Free slots below their files' lengths, in order: so many behind `after`, or all."""
+        cursor = self._txn.cursor(self._tables["free"])
+        rows = cursor.iternext(values=False) if cursor.set_range(SLOT.pack(*after) + b"\0") else ()
+        return [parse_slot(*fields(SLOT, key)) for key in islice(rows, limit)]
 
     def lengths(self) -> dict[int, int]:
         """How many slots each slab file has, by slot size."""

@@ -6,26 +6,27 @@ PATH/                 0700 when we make it, everything in it 0600
   index.seal          its checksum, while no process has it open (see `seal`)
   slab-<bytes>.dat    slots of that many bytes
   owners/             one locked file per process that has the tier open
-  lock                held while a process opens the tier
+  lock                held for moments, while a process opens or closes the tier
+  *.gone              what was wiped and is yet to be removed
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
+import secrets
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tiers.disk import locks
+from tiers.disk.mounts import MEMORY, ONE_HOST, file_system, require_suitable
 from tiers.disk.slab import punch
 from tiers.errors import TierNotOpen, TierUnusable
 
-_LOCK_WAIT_S = 10.0
-_LOCK_POLL_S = 0.02
+_GONE = ".gone"
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +40,16 @@ class Folder:
         self.seal = path / "index.seal"
         self.owners = path / "owners"
         self.lock = path / "lock"
+        self.one_host = False
+        """Whether no other host can have the folder's file system mounted; see `prepare`."""
 
     def prepare(self) -> None:
         """Make the folder, or check the one that is there. Raises TierUnusable."""
+        kind = file_system(self.path)
+        require_suitable(self.path, kind)
+        self.one_host = kind in ONE_HOST
+        if kind in MEMORY:
+            logger.info("disk tier %s is on %s: its blocks take memory", self.path, kind)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if not os.path.lexists(self.path):
@@ -105,10 +113,10 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder's lock: one process at a time looks at the owners, wipes and repairs.
+        """Hold the folder's lock: one process at a time looks at the owners, and comes or goes.
 
-        Raises TierUnusable when the lock can't be had in time, or when the file system lacks
-        what the tier needs.
+        Never while something takes time that grows with the tier. Raises TierNotOpen when the lock
+        can't be had in time, TierUnusable when the file system lacks what the tier needs.
         """
         try:
             lock = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -133,21 +141,24 @@ class Folder:
             ) from error
 
     def _acquire(self, lock: int) -> None:
-        deadline = time.monotonic() + _LOCK_WAIT_S
-        while True:
-            try:
-                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise TierUnusable(
-                        f"{self.path}: another process has been opening the tier for "
-                        f"{_LOCK_WAIT_S:.0f} s; end it (fuser {self.lock} names it)"
-                    ) from error
-            time.sleep(_LOCK_POLL_S)
+        if not locks.acquire(lock, locks.WAIT_S):
+            raise TierNotOpen(
+                f"{self.path}: another process has been opening or closing the tier for "
+                f"{locks.WAIT_S:.0f} s (fuser {self.lock} names it)"
+            )
 
     def wipe(self, why: str) -> None:
-        """Remove index and slabs; only under the lock, and only when no process has them open."""
+        """Take index and slabs away; only under the lock, and only when no process has them open.
+
+        Removing large files takes a while: that is `remove_gone`'s.
+        """
         logger.warning("disk tier %s starts empty: %s", self.path, why)
+        mark = secrets.token_hex(4)
         for file in self._files():
             if file not in (self.owners, self.lock):
-                file.unlink(missing_ok=True)
+                file.rename(file.with_name(f"{file.name}.{mark}{_GONE}"))
+
+    def remove_gone(self) -> None:
+        """Remove what was wiped, by us or by a process that died of it. Raises OSError."""
+        for file in self.path.glob(f"*{_GONE}"):
+            file.unlink(missing_ok=True)

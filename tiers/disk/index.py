@@ -9,7 +9,9 @@ owner files tell (see `owner`).
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +32,8 @@ INDEX_FORMAT = 3
 MAP_BYTES = 1 << 38
 """Address space for the index, not memory or disk: some 500 million blocks. The same for every
 capacity, so that no process finds the map outgrown by one that was given more."""
+
+READERS_CHECKED_S = 60.0
 
 _MAX_READERS = 1024
 _LOCK_BYTES = (_MAX_READERS + 64) * 64
@@ -79,6 +83,8 @@ class Index:
         map_bytes: int = MAP_BYTES,
     ) -> None:
         self._path = path
+        self._pages = 0
+        self._checked = -math.inf
         _allocate_readers(path)
         self._env = lmdb.open(
             str(path),
@@ -92,7 +98,7 @@ class Index:
         )
         try:
             self._require_whole_file()
-            self._env.reader_check()
+            self.clear_readers()
             self._require_format()
             self._tables = {name: self._env.open_db(name.encode()) for name in _TABLES}
         except BaseException:
@@ -187,6 +193,14 @@ class Index:
             edit = Edit(txn, self._tables, owner)
             yield edit
             edit.save_state()
+
+    def clear_readers(self) -> None:
+        """Take the dead out of LMDB's table of readers, every minute and when the file has grown:
+        pages that a dead process was reading are else never used again. Microseconds."""
+        pages, now = self._env.info()["last_pgno"], time.monotonic()
+        if pages > self._pages or now > self._checked + READERS_CHECKED_S:
+            self._pages, self._checked = pages, now
+            self._env.reader_check()
 
     def sync(self) -> None:
         """Make what is committed survive the machine."""

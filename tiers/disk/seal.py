@@ -4,32 +4,91 @@ LMDB trusts every page: a flipped bit in one can send it anywhere, out of the pr
 and then the engine dies. So the last process to close the folder cleanly seals the index, and the
 first to open it compares. A process that is killed leaves no seal, and there is none while the
 index is in use: what it wrote is then the kernel's to keep right.
+
+Reading a large index takes seconds, so nobody does it under the folder's lock. What was read there
+counts if the files are the same once the lock is held.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
-from tiers.disk.failures import Damaged
+from tiers.disk.locks import acquire
 from tiers.disk.slab import sync_folder
+from tiers.errors import TierNotOpen
+
+CHECK_WAIT_S = 30.0
+"""Seconds that opening waits for another process that checks the index: 60 GB at 2 GB/s."""
 
 _AT_ONCE = 1 << 20
 _CONDEMNED = b"damaged"
 
 
-def require(index: Path, seal: Path) -> None:
-    """Raise Damaged if there is a seal and the index is another than was sealed. OSError."""
+class State(NamedTuple):
+    """A seal, None if there is none, and the file that it is of: its inode, length and age."""
+
+    seal: bytes | None
+    file: tuple[int, int, int] | None
+
+
+class Compared(NamedTuple):
+    """What was compared, and what was wrong with it."""
+
+    state: State
+    wrong: str | None
+
+
+def state(index: Path, seal: Path) -> State:
+    """What lies there now. Raises OSError."""
     try:
         found = seal.read_bytes()
     except FileNotFoundError:
+        found = None
+    try:
+        stat = index.stat()
+    except FileNotFoundError:
+        return State(found, None)
+    return State(found, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
+@contextmanager
+def compared(index: Path, seal: Path) -> Iterator[Compared]:
+    """Compare index and seal, without the folder's lock: one process does it, for as long as the
+    body, and those that come meanwhile wait, since there may be no seal any more when it is done.
+
+    Raises TierNotOpen when that takes too long, OSError.
+    """
+    try:
+        handle = os.open(seal, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield Compared(state(index, seal), None)
         return
-    if found == _CONDEMNED:
-        raise Damaged(f"{index} was found to be damaged when it was last in use")
-    if not index.exists() or found != _digest(index):
-        raise Damaged(f"{index} is not as it was closed")
+    try:
+        if not acquire(handle, CHECK_WAIT_S):
+            raise TierNotOpen(
+                f"{index.parent}: another process has been checking the tier's index for "
+                f"{CHECK_WAIT_S:.0f} s"
+            )
+        found = state(index, seal)
+        yield Compared(found, _wrong(index, found))
+    finally:
+        os.close(handle)
+
+
+def _wrong(index: Path, found: State) -> str | None:
+    if found.seal is None:
+        return None
+    if found.seal == _CONDEMNED:
+        return f"{index} was found to be damaged when it was last in use"
+    if found.file is None or found.seal != digest(index):
+        return f"{index} is not as it was closed"
+    return None
 
 
 def remove(seal: Path) -> None:
@@ -40,10 +99,11 @@ def remove(seal: Path) -> None:
         sync_folder(seal.parent)
 
 
-def put(index: Path, seal: Path) -> None:
-    """Seal an index that is closed and synced, unless it was condemned. Raises OSError."""
+def put(seal: Path, content: bytes) -> None:
+    """Seal an index that is closed and synced by its digest, unless it was condemned. Raises
+    OSError."""
     if not seal.exists():
-        _write(seal, _digest(index))
+        _write(seal, content)
 
 
 def condemn(seal: Path) -> None:
@@ -51,13 +111,14 @@ def condemn(seal: Path) -> None:
     _write(seal, _CONDEMNED)
 
 
-def _digest(index: Path) -> bytes:
-    state = xxhash.xxh3_128()
+def digest(index: Path) -> bytes:
+    """The checksum of a whole index. Raises OSError."""
+    sums = xxhash.xxh3_128()
     piece = bytearray(_AT_ONCE)
     with index.open("rb", buffering=0) as file:
         while count := file.readinto(piece):
-            state.update(memoryview(piece)[:count])
-    return state.hexdigest().encode()
+            sums.update(memoryview(piece)[:count])
+    return sums.hexdigest().encode()
 
 
 def _write(seal: Path, content: bytes) -> None:

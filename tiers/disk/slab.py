@@ -114,9 +114,9 @@ class Slab:
             needed -= done
             parts = _after(parts, done)
 
-    def allocate(self, number: int) -> None:
-        """Put disk space behind a slot, so that a full disk is found before anything is lost."""
-        os.posix_fallocate(self._handle, number * self._size, self._size)
+    def allocate(self, number: int, count: int = 1) -> None:
+        """Put disk space behind slots, so that a full disk is found before anything is lost."""
+        os.posix_fallocate(self._handle, number * self._size, count * self._size)
 
     def punch(self, numbers: Iterable[int]) -> None:
         """Take the disk space from slots."""

@@ -14,7 +14,8 @@ from tiers.block import expect, pack_header, parse_header, verify
 from tiers.disk.access import Access
 from tiers.disk.rows import Entry, Slot, label, label_start
 from tiers.disk.slab import slot_bytes
-from tiers.disk.vault import THREADS, Vault, require_own, vaults
+from tiers.disk.vault import THREADS, Vault, require_own
+from tiers.disk.vaults import vaults
 from tiers.errors import RecordError, TierError, TierFull, TierUnusable
 from tiers.store import Block, Usage
 from tiers.tally import Tally
@@ -75,8 +76,8 @@ class DiskStore:
             return vault.presence.peek(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count blocks as used now, the first of them most. Reaches the index with the next put,
-        or at close; recency alone is lost if the process is killed before."""
+        """Count blocks as used now, the first of them most. Reaches the index within seconds, with
+        a put or without; recency alone is lost if the process is killed before."""
         require_own(self._vault)
         self._vault.note([label(key) for key in keys])
 
@@ -112,7 +113,8 @@ class DiskStore:
             require_own(self._vault)
         except TierUnusable:
             return
-        vaults.release(self._vault)
+        with self._vault.upkeep.held_back():
+            vaults.release(self._vault)
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """Store blocks. Raises TierFull or TierUnavailable only if none of them is held then."""

@@ -1,9 +1,4 @@
-"""What one process has open of a tier's folder, shared by every store on it.
-
-LMDB must not open one index twice in a process, yet the scheduler half and the worker half of
-an engine open the same tier in one process, from different threads. So a folder is opened once
-per process and counted; `_Vaults`, below, is the one place that knows.
-"""
+"""What one process has open of a tier's folder, shared by every store on it (see `vaults`)."""
 
 from __future__ import annotations
 
@@ -11,14 +6,13 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import repeat
-from pathlib import Path
 
 from tiers.disk import room, seal
-from tiers.disk.access import Access, choose_direct
-from tiers.disk.edit import Edit
+from tiers.disk.access import Access
+from tiers.disk.edit import FIRST, Edit
 from tiers.disk.failures import Damaged, translated
 from tiers.disk.folder import Folder
 from tiers.disk.index import Index
@@ -26,14 +20,22 @@ from tiers.disk.owner import Census, Owner, survey
 from tiers.disk.presence import Presence
 from tiers.disk.rows import Entry, Slot
 from tiers.disk.slab import Slabs, sync_folder
-from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
+from tiers.disk.upkeep import Upkeep
+from tiers.errors import TierError, TierUnavailable, TierUnusable
 from tiers.threads import threads
 
 THREADS = 4
 """Reads and writes under way at once; 4 to 8 were fastest cold, and warm no slower than one."""
 
 _MAX_USES = 1 << 16
-"""Uses remembered until the next edit; beyond it the oldest are forgotten."""
+"""Uses remembered until they are written down; beyond it the oldest are forgotten."""
+
+USES_AT_ONCE = 512
+"""Blocks whose uses one edit writes down, in 2 ms: all processes wait for it."""
+
+_USES_READ_AT_ONCE = 8 * USES_AT_ONCE
+
+_SEALED_TRIES = 3
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +44,15 @@ class Vault:
     """An open folder: index, slabs, this process's owner file, and the I/O threads."""
 
     def __init__(
-        self, folder: Folder, index: Index, slabs: Slabs, owner: Owner, access: Access
+        self,
+        folder: Folder,
+        index: Index,
+        slabs: Slabs,
+        owner: Owner,
+        access: Access,
+        let_go: Callable[[Vault], None],
     ) -> None:
+        """`let_go`: takes one holder from the count, and shuts the vault if it was the last."""
         self.path = folder.path
         self._folder = folder
         self.access = access
@@ -52,7 +61,14 @@ class Vault:
         self.pid = os.getpid()
         self.threads = threads(THREADS, "disk")
         self.presence = Presence(index, self.threads.submit)
+        self.upkeep = Upkeep(
+            self.path,
+            self.in_use,
+            (self._write_uses, self._clear_readers, self._shrink, self._sweep),
+        )
         self._owner = owner
+        self._let_go = let_go
+        self._swept: Slot | None = None
         self._uses: deque[bytes] = deque(maxlen=_MAX_USES)
         self._strays: deque[Slot] = deque()
         self._condemned = False
@@ -71,7 +87,7 @@ class Vault:
             with self.translated():
                 yield self
         finally:
-            vaults.release(self)
+            self._let_go(self)
 
     @contextmanager
     def translated(self) -> Iterator[None]:
@@ -95,7 +111,7 @@ class Vault:
             logger.warning("disk tier %s can't be condemned: %s", self.path, error)
 
     def note(self, keys: Sequence[bytes]) -> None:
-        """Remember a use of these keys, the first the most recent, for the next edit.
+        """Remember a use of these keys, the first the most recent, for the next edits.
 
         Without a lock or I/O: a deque takes the keys in one step.
         """
@@ -104,11 +120,12 @@ class Vault:
     @contextmanager
     def edit(self) -> Iterator[Edit]:
         """One write transaction, which first catches up with what is only in memory."""
-        uses = [self._uses.popleft() for _ in repeat(None, len(self._uses))]
-        strays = [self._strays.popleft() for _ in repeat(None, len(self._strays))]
+        strays: list[Slot] = []
         try:
             with self.index.edit(self._owner.id) as edit:
-                for key in reversed(dict.fromkeys(reversed(uses))):
+                # Only here, where no other thread of ours takes of them: it has no edit.
+                strays = [self._strays.popleft() for _ in repeat(None, len(self._strays))]
+                for key in self._next_uses():
                     edit.renew(key)
                 for slot in filter(edit.is_mine, strays):
                     room.give_back(edit, self.slabs, slot)
@@ -117,10 +134,46 @@ class Vault:
             self._strays.extend(strays)
             raise
 
-    def resize(self, capacity: int) -> None:
-        """Set the capacity that every process on the folder keeps to from now on."""
+    def _next_uses(self) -> list[bytes]:
+        """Take the uses of some blocks, those of longest ago; each block once, as last used."""
+        uses: dict[bytes, None] = {}
+        for _ in repeat(None, min(len(self._uses), _USES_READ_AT_ONCE)):
+            key = self._uses.popleft()
+            uses.pop(key, None)
+            uses[key] = None
+            if len(uses) == USES_AT_ONCE:
+                break
+        return list(uses)
+
+    def _write_uses(self) -> bool:
+        if self._uses:
+            with self.edit():
+                pass
+        return bool(self._uses)
+
+    def _clear_readers(self) -> bool:
+        self.index.clear_readers()
+        return False
+
+    def _shrink(self) -> bool:
+        usage = self.index.usage()
+        if usage.capacity is None or usage.used <= usage.capacity:
+            return False
         with self.edit() as edit:
-            room.shrink(edit, self.slabs, capacity)
+            return room.shrink(edit, self.slabs)
+
+    def _sweep(self) -> bool:
+        if self._swept is not None:
+            with self.edit() as edit:
+                self._swept = room.sweep(edit, self.slabs, self._swept)
+        return self._swept is not None
+
+    def resize(self, capacity: int) -> None:
+        """Set the capacity that every process on the folder keeps to from now on. What is beyond
+        it goes in steps, of which this is the first."""
+        with self.edit() as edit:
+            edit.capacity = capacity
+            room.shrink(edit, self.slabs)
 
     def reserve(self, sizes: dict[bytes, int]) -> tuple[set[bytes], dict[bytes, Slot]]:
         """Tell which keys are held; reserve a slot for each other, as many as there is room for.
@@ -182,30 +235,60 @@ class Vault:
                 if edit.entry(key) is not None:
                     room.give_back(edit, self.slabs, edit.retire(key))
 
-    def recover(self, census: Census, capacity: int) -> None:
-        """Free what the dead left behind. Only under the folder's lock."""
+    def take_stock(self, census: Census) -> list[tuple[Slot, bytes]]:
+        """Slots that the dead had reserved, and whose they were. Raises Damaged where slab files
+        are shorter than they were. Only under the folder's lock, with a census of then."""
         with self.edit() as edit:
             cut = [] if census.alive else room.missing(edit, self.slabs)
             if cut and census.rebooted:
                 room.lengthen(edit, self.slabs, cut)
             elif cut:
                 raise Damaged(f"{self.path}: slab files of slot sizes {cut} are cut or gone")
-            freed = room.reclaim(edit, self.slabs, census.alive | {self._owner.id})
-            room.shrink(edit, self.slabs, capacity)
+            living = census.alive | {self._owner.id}
+            return [one for one in edit.reservations().items() if one[1] not in living]
+
+    def begin(self, census: Census, orphans: Sequence[tuple[Slot, bytes]], capacity: int) -> None:
+        """Free what the dead left behind, in steps and without the folder's lock: the dead stay
+        dead, and a slot that another process has freed meanwhile is theirs no more."""
+        if self.access.synced:
+            # What a process of another durability left unsynced when it died counts as ours now.
+            self.index.sync()
+            sync_folder(self.path)
+        freed = 0
+        for start in range(0, len(orphans), room.AT_ONCE):
+            with self.edit() as edit:
+                freed += room.reclaim(edit, self.slabs, orphans[start : start + room.AT_ONCE])
         if freed:
             logger.info("disk tier %s: freed %d slots of dead processes", self.path, freed)
         for file in census.dead:
             file.unlink(missing_ok=True)
+        if census.dead or not census.alive:
+            with self.edit() as edit:
+                room.trim(edit, self.slabs)
+            self._swept = FIRST
+            self._sweep()
+        self.resize(capacity)
+        self.upkeep.start()
+
+    def abandon(self) -> None:
+        """Close what could not be begun; the owner file stays."""
+        self.threads.shutdown()
+        self.index.close()
+        self.slabs.close()
+        self._owner.leave(clean=False)
 
     def shut(self) -> None:
         """Sync and close; the owner file of a folder that could not be synced stays.
 
         Payloads are not synced: each record proves itself when it is read.
         """
+        self.upkeep.stop()
         clean = False
         try:
             with self.translated():
-                with self.edit():
+                while self._write_uses():
+                    pass
+                with self.edit():  # for strays
                     pass
                 self.index.sync()
             clean = True
@@ -218,115 +301,35 @@ class Vault:
             self._leave(clean)
 
     def _leave(self, clean: bool) -> None:
-        """Give up ownership; the last one out seals the index, and nobody comes in meanwhile."""
-        with ExitStack() as locked:
-            try:
-                with translated(self.path):
-                    locked.enter_context(self._folder.locked())
-                    if clean and survey(self._folder.owners).alive == {self._owner.id}:
-                        seal.put(self._folder.index, self._folder.seal)
-            except TierError as error:
-                logger.info("disk tier %s: closed without a seal: %s", self.path, error)
-            finally:
-                self._owner.leave(clean)
+        """Give up ownership; the last one out seals the index.
 
+        Its digest takes a while, without the folder's lock: whoever comes in meanwhile finds us
+        there, and no seal. If they are gone again, it is made once more.
+        """
+        try:
+            with translated(self.path):
+                if clean and self._seal():
+                    return
+        except TierError as error:
+            logger.info("disk tier %s: closed without a seal: %s", self.path, error)
+        self._owner.leave(clean)
 
-def _open(path: Path, capacity: int, access: Access) -> Vault:
-    """Open a folder that this process does not have open. Raises TierUnusable."""
-    folder = Folder(path)
-    folder.prepare()
-    try:
-        with translated(path), folder.locked():
-            census = survey(folder.owners)
-            direct = choose_direct(path, folder.lock, access.io, capacity)
-            if census.torn and not census.alive:
-                folder.wipe("the machine went down while it was in use")
-            try:
-                return _enter(folder, census, capacity, access, direct)
-            except Damaged as error:
-                if census.alive:
-                    raise
-                folder.wipe(str(error))
-                return _enter(folder, census, capacity, access, direct)
-    except (TierUnusable, TierNotOpen):
-        raise
-    except TierError as error:
-        raise TierNotOpen(f"the disk tier can't be opened: {error}") from error
-
-
-def _enter(folder: Folder, census: Census, capacity: int, access: Access, direct: bool) -> Vault:
-    with translated(folder.path), ExitStack() as undo:
-        if not census.alive:
-            seal.require(folder.index, folder.seal)
-        # Before any change, so that a machine that stops now finds who had begun to write.
-        owner = Owner(folder.owners, access.synced)
-        undo.callback(owner.leave, clean=True)
-        index = Index(folder.index, access.synced, lasting=access.durability == "sync")
-        undo.callback(index.close)
-        slabs = Slabs(folder.path, direct)
-        undo.callback(slabs.close)
-        vault = Vault(folder, index, slabs, owner, access)
-        if access.synced:
-            # What a process of another durability left unsynced when it died counts as ours now.
-            index.sync()
-            sync_folder(folder.path)
-        if not census.alive:
-            seal.remove(folder.seal)
-        vault.recover(census, capacity)
-        undo.pop_all()
-        return vault
-
-
-class _Vaults:
-    """The vaults of this process by real path: its only mutable global, since what it guards
-    (LMDB's locks) belongs to the process as well.
-
-    A vault is held by each store on it and by each verb under way, so that the last one out
-    closes it: a `close` neither waits for a verb stuck on a hung disk nor pulls the files from
-    under it. `count_lock` guards the counting alone. `_lock` is held while a vault is opened or
-    shut; a count leaves zero only under it, so no one gets a vault that is being shut.
-    """
-
-    def __init__(self) -> None:
-        self._vaults: dict[str, Vault] = {}
-        self._lock = threading.Lock()
-
-    def acquire(self, path: Path, capacity: int, access: Access) -> Vault:
-        """Hold the vault of a folder, opened if need be. Raises TierUnusable."""
-        with self._lock:
-            name = os.path.realpath(path)
-            vault = self._vaults.get(name)
-            if vault is None:
-                vault = self._vaults[name] = _open(path, capacity, access)
-                return vault
-            require_own(vault)
-            if vault.access != access:
-                raise TierUnusable(
-                    f"{path} is open in this process with other settings of io or durability; "
-                    "let every tier on the folder have the same"
-                )
-            with vault.translated():
-                vault.resize(capacity)
-            with vault.count_lock:
-                vault.holders += 1
-            return vault
-
-    def release(self, vault: Vault) -> None:
-        """Let go; the last to do so shuts the vault."""
-        with vault.count_lock:
-            vault.holders -= 1
-            if vault.holders:
-                return
-        with self._lock:
-            name = os.path.realpath(vault.path)
-            if vault.holders or self._vaults.get(name) is not vault:
-                return  # taken up again, or shut by another, before we had the lock
-            del self._vaults[name]
-            vault.shut()
-
-    def after_fork(self) -> None:
-        """In a forked child: the lock may be held by a thread that does not exist here."""
-        self._lock = threading.Lock()
+    def _seal(self) -> bool:
+        """Seal the index and leave, if nobody else is there; whether we have left."""
+        index, mark = self._folder.index, self._folder.seal
+        digest, then = b"", None
+        for _ in range(_SEALED_TRIES):
+            with self._folder.locked():
+                if survey(self._folder.owners, self._folder.one_host).alive != {self._owner.id}:
+                    break
+                now = seal.state(index, mark)
+                if now == then:
+                    seal.put(mark, digest)
+                    self._owner.leave(clean=True)
+                    return True
+                then = now
+            digest = seal.digest(index)
+        return False
 
 
 def require_own(vault: Vault) -> None:
@@ -336,7 +339,3 @@ def require_own(vault: Vault) -> None:
             f"the disk tier {vault.path} was opened before this process was forked; "
             "start the process by spawn, or open the tier only after the fork"
         )
-
-
-vaults = _Vaults()
-os.register_at_fork(after_in_child=vaults.after_fork)
