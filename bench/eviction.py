@@ -1,9 +1,10 @@
 """How many blocks the CPU tier serves under each eviction policy, on a trace of real prompts.
 
-    python -m bench.eviction [TRACE] [--requests N] [--sizes 0.5 1 5 20] [--json FILE]
+    python -m bench.eviction [TRACE] [--requests N] [--sizes 0.5 1 5 20] [--step N] [--json FILE]
 
 Sizes are in percent of the trace's distinct blocks; for the trace see `bench.policies`. A hit is a
-block of the longest resident prefix of a prompt, which is loaded; the rest is stored. The host
+block of the longest resident prefix of a prompt, which is loaded; the rest is stored, at once or,
+as by an engine that computes it in steps, `--step` blocks at a time. The host
 pool and the tier's manager are real and called as the scheduler half calls them, without bytes.
 `opt` knows the future: it gives up what is used again last (Belady), and takes nothing that it
 would have to give up for what it has.
@@ -36,8 +37,8 @@ STAGING = 4096
 Prompt = Sequence[bytes]
 
 
-def replay(prompts: Sequence[Prompt], eviction: str, slots: int) -> int:
-    """Hits of a policy."""
+def replay(prompts: Sequence[Prompt], eviction: str, slots: int, step: int | None = None) -> int:
+    """Hits of a policy, where a prompt is stored in steps of so many blocks, or in one."""
     pool = SlotPool(slots + STAGING)
     spec = CpuSpec.model_validate({"capacity": 1, "eviction": eviction})
     manager = HostManager(spec.residency(pool, slots), pool)
@@ -46,14 +47,25 @@ def replay(prompts: Sequence[Prompt], eviction: str, slots: int) -> int:
         found = manager.lookup("", 0, keys)
         hits += found
         loading = manager.prepare_load(keys[:found])
-        wanted = [key for key, want in zip(keys, manager.wants(keys), strict=True) if want]
-        claims = [pool.claim(key) for key in wanted]
         manager.complete_load(keys[:found], loading)
-        for key, claim in reversed(list(zip(wanted, claims, strict=True))):
-            assert claim is not None, "the pool has room for every store"
-            manager.complete_store(key, claim.slot, True)
-            pool.release(claim.slot)
+        ends = [*range(found + step, len(keys), step), len(keys)] if step else [len(keys)]
+        for start, end in zip([0, *ends], ends, strict=False):
+            _store(pool, manager, keys, range(start, end))
     return hits
+
+
+def _store(pool: SlotPool, manager: HostManager, keys: Prompt, offered: range) -> None:
+    """Store what the tier lacks of this part of a prompt."""
+    offers = keys[offered.start : offered.stop]
+    wants = zip(offered, manager.wants(offers), strict=True)
+    numbers = [number for number, want in wants if want]
+    claims = [pool.claim(keys[number]) for number in numbers]
+    heads = manager.heads(keys, numbers)
+    for number, claim in reversed(list(zip(numbers, claims, strict=True))):
+        assert claim is not None, "the pool has room for every store"
+        key = keys[number]
+        manager.complete_store(key, claim.slot, True, heads.get(key))
+        pool.release(claim.slot)
 
 
 def optimum(prompts: Sequence[Prompt], slots: int) -> int:
@@ -88,12 +100,14 @@ def _next_uses(prompts: Sequence[Prompt]) -> list[list[int | None]]:
     return uses[::-1]
 
 
-def measure(prompts: Sequence[Prompt], sizes: Sequence[float]) -> Iterator[dict[str, Any]]:
+def measure(
+    prompts: Sequence[Prompt], sizes: Sequence[float], step: int | None = None
+) -> Iterator[dict[str, Any]]:
     """A row per size: slots, and hits of each policy and of the optimum."""
     distinct = len({key for keys in prompts for key in keys})
     for size in sizes:
         slots = max(1, int(distinct * size / 100))
-        hits = {policy: replay(prompts, policy, slots) for policy in POLICIES}
+        hits = {policy: replay(prompts, policy, slots, step) for policy in POLICIES}
         yield {"percent": size, "slots": slots, **hits, "opt": optimum(prompts, slots)}
 
 
@@ -133,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("trace", nargs="?", type=Path, default=TRACE)
     parser.add_argument("--requests", type=int, help="how many of the trace; default: all")
     parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="percent")
+    parser.add_argument("--step", type=int, help="blocks stored at a time; default: a prompt's")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args(arguments)
     if not options.trace.exists():
@@ -144,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{len(prompts)} prompts of {blocks} blocks; hits, of opt's in percent")
     print(f"{'size':>6} {'slots':>7}" + "".join(f"{name:>16}" for name in names))
     rows = []
-    for row in measure(prompts, options.sizes):
+    for row in measure(prompts, options.sizes, options.step):
         rows.append(row)
         hits = (f"{row[n]:>9}{row[n] / max(1, row['opt']):>7.1%}" for n in names)
         print(f"{row['percent']:>5g}% {row['slots']:>7}" + "".join(hits), flush=True)

@@ -123,8 +123,11 @@ class Residency(Protocol):
         """The slot of each of these blocks, or None."""
         ...
 
-    def admit(self, key: bytes, slot: int) -> None:
-        """Make a gathered block resident, evicting as the capacity demands."""
+    def admit(self, key: bytes, slot: int, head: int | None = None) -> None:
+        """Make a gathered block resident, evicting as the capacity demands.
+
+        It should go before the resident block in slot `head`, the nearest before it in its prefix.
+        """
         ...
 
     def touch(self, keys: Sequence[bytes]) -> list[int | None]:

@@ -27,6 +27,14 @@ def store(pool: SlotPool, tier: SlotResidency, *numbers: int) -> None:
         pool.release(claim.slot)
 
 
+def store_before(pool: SlotPool, tier: SlotResidency, number: int, head: int | None) -> None:
+    """Take a block through a store that is of no use without the one in slot `head`."""
+    claim = pool.claim(key(number))
+    assert claim is not None
+    tier.admit(key(number), claim.slot, head)
+    pool.release(claim.slot)
+
+
 def load(pool: SlotPool, tier: SlotResidency, number: int) -> int:
     """Begin to load a block: its slot is pinned."""
     slot = tier.find(key(number))
@@ -191,3 +199,27 @@ def test_blocks_are_nothing_to_the_garbage_collector(open_tier: Open) -> None:
 def test_other_policies_are_refused(unknown: str) -> None:
     with pytest.raises(ValueError, match="eviction"):
         CpuSpec.model_validate({"capacity": 1, "eviction": unknown})
+
+
+def test_a_block_goes_before_the_one_that_it_depends_on(open_tier: Open) -> None:
+    pool = SlotPool(16)
+    tier = open_tier(pool, 16)
+    store(pool, tier, 0, 1)
+    head = tier.find(key(0))
+    for number in (2, 3):
+        store_before(pool, tier, number, head)
+    for left in ([0, 1, 3], [0, 1], [1]):
+        assert tier.evict_one()
+        assert kept(tier, range(4)) == left
+
+
+def test_a_block_whose_head_would_go_for_it_is_not_kept(open_tier: Open) -> None:
+    """Also where the head is next behind one that is being copied."""
+    pool = SlotPool(8)
+    tier = open_tier(pool, 3)
+    store(pool, tier, 0, 1, 2)
+    load(pool, tier, 0)
+    store_before(pool, tier, 3, tier.find(key(1)))
+    assert kept(tier, range(4)) == [0, 1, 2] and pool.in_use == 3
+    store_before(pool, tier, 4, tier.find(key(2)))
+    assert kept(tier, range(5)) == [0, 2, 4]

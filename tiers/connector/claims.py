@@ -15,10 +15,10 @@ FOR_ROOM = ("store_dropped_queue", "store_dropped_room")
 
 
 class Claimed(NamedTuple):
-    """What came of some offers: those that are stored, and by their place among the offers the
-    others that the tier wants, with the name of the counter that says why it does not get them."""
+    """What came of some offers, by their place among them: those that are stored, and of the others
+    that the tier wants, the name of the counter that says why it does not get them."""
 
-    items: list[StoreItem]
+    items: dict[int, StoreItem]
     refused: dict[int, str]
 
 
@@ -42,7 +42,7 @@ class Claims:
     def claim(self, manager: TierManager, offers: Sequence[tuple[bytes, int]]) -> Claimed:
         """Slots for those offers, (key, paged block), that the tier wants and its rules admit."""
         wanted = manager.wants([key for key, _ in offers])
-        items: list[StoreItem] = []
+        items: dict[int, StoreItem] = {}
         refused: dict[int, str] = {}
         for place, ((key, paged), want) in enumerate(zip(offers, wanted, strict=True)):
             if not want or key in self._keys:
@@ -57,7 +57,7 @@ class Claims:
             self.admission.stores(key, self.block_bytes)
             self.slots_pinned += 1
             self._keys.add(key)
-            items.append(StoreItem(key, claim.slot, paged if claim.fresh else None))
+            items[place] = StoreItem(key, claim.slot, paged if claim.fresh else None)
         return Claimed(items, refused)
 
     def room(self, manager: TierManager) -> int:

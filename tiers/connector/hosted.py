@@ -289,7 +289,7 @@ class HostedTier:
     def _stored(self, manager: StoreManager, put: Transfer) -> None:
         for key, slot, good in zip(put.keys, put.slots, put.outcome(), strict=True):
             if self._generation.made(key):
-                manager.complete_store(key, slot, good)
+                manager.complete_store(key, slot, good, None)
             else:
                 manager.drop(key)
             self.pool.release(slot)

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from tiers.connector.base import JobResult, LoadItem, LoadJob, StoreItem, StoreJob
+from tiers.connector.requests import RequestState
 from tiers.connector.shared_load import SharedLoad
 
 
@@ -32,10 +33,14 @@ class PendingLoad(_Pending):
 
 @dataclass(kw_only=True)
 class PendingStore(_Pending):
-    """A store under way, of a request of this tenant."""
+    """A store under way, of a request of this tenant: of which of its keys, by their `numbers`.
+    `at_once`: of all that it has so far."""
 
     job: StoreJob
     tenant: str
+    state: RequestState
+    numbers: list[int]
+    at_once: bool
 
 
 class Jobs:
@@ -67,10 +72,19 @@ class Jobs:
         )
         return job
 
-    def store(self, items: list[StoreItem], tenant: str) -> StoreJob:
-        """Begin a store."""
-        job = StoreJob(next(self._ids), items)
-        self._storing[job.job_id] = PendingStore(ranks_left=self._ranks, job=job, tenant=tenant)
+    def store(
+        self, items: dict[int, StoreItem], tenant: str, state: RequestState, at_once: bool
+    ) -> StoreJob:
+        """Begin to store these blocks of a request, each by the number of its key."""
+        job = StoreJob(next(self._ids), list(items.values()))
+        self._storing[job.job_id] = PendingStore(
+            ranks_left=self._ranks,
+            job=job,
+            tenant=tenant,
+            state=state,
+            numbers=list(items),
+            at_once=at_once,
+        )
         return job
 
     def end(self, job_id: int, result: JobResult) -> PendingLoad | PendingStore | None:

@@ -13,6 +13,9 @@ from tiers.connector.policy import WAVE
 from tiers.pool import Residency, SlotPool
 from tiers.wrappers.guard import HEALTHY, Health
 
+LOOK_BACK = 64
+"""Blocks before those that a step stored among which one that is kept is looked for."""
+
 
 class TierManager(Protocol):
     """The scheduler's side of one tier."""
@@ -50,8 +53,20 @@ class TierManager(Protocol):
         """Whether the tier should be given each block; those it has count as used."""
         ...
 
-    def complete_store(self, key: bytes, slot: int, stored: bool) -> bool:
-        """Note how storing a block ended; the slot is still referenced. Whether it is held now."""
+    def heads(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
+        """For a request's keys, `prefix`, of these numbers, in order: the nearest block before each
+        that the tier keeps, where that matters and there is one."""
+        ...
+
+    def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
+        """Note how storing a block ended; the slot is still referenced. Whether it is held now.
+
+        `head`: what `heads` said of it; the block is the first of the two to go.
+        """
+        ...
+
+    def settle(self, keys: Sequence[bytes]) -> None:
+        """A prefix was stored in several steps: let its head be the last to go."""
         ...
 
     def discard(self, key: bytes) -> None:
@@ -141,11 +156,32 @@ class HostManager:
         """Want what is not resident."""
         return [slot is None for slot in self._residency.touch(keys)]
 
-    def complete_store(self, key: bytes, slot: int, stored: bool) -> bool:
+    def heads(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
+        """Look back from each of them that does not follow another."""
+        heads: dict[bytes, bytes] = {}
+        head, last = None, -1
+        for number in numbers:
+            if number > last + 1:
+                head = self._nearest(prefix, number)
+            if head is not None:
+                heads[prefix[number]] = head
+            last = number
+        return heads
+
+    def _nearest(self, prefix: Sequence[bytes], before: int) -> bytes | None:
+        for index in range(before - 1, max(-1, before - 1 - LOOK_BACK), -1):
+            if self._residency.find(prefix[index]) is not None:
+                return prefix[index]
+        return None
+
+    def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
         """Make a gathered block resident, if there is room."""
         if stored:
-            self._residency.admit(key, slot)
+            self._residency.admit(key, slot, None if head is None else self._residency.find(head))
         return self._residency.find(key) is not None
+
+    def settle(self, keys: Sequence[bytes]) -> None:
+        """Each block was put before its head as it came."""
 
     def discard(self, key: bytes) -> None:
         """Stop keeping the block."""

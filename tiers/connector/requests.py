@@ -15,6 +15,40 @@ from tiers.connector.parts import NULL_BLOCK, Parts
 
 
 @dataclass
+class StoreOrder:
+    """Whether a request's blocks were stored in the order in which they should go.
+
+    A store lets what comes last go last, but a prefix should go from its tail, in whatever steps it
+    came. Saying so anew with each step of a long answer would take time by the square of its
+    length, so it is said when the prefix has doubled, and when the request has ended.
+    """
+
+    under_way: int = 0
+    """Jobs that are storing its blocks."""
+    finished: bool = False
+    """Whether the engine is done with the request."""
+    stale: bool = False
+    """Whether something came after what should be the last to go."""
+    _settled: int = 0
+
+    def ended(self, keys: int | None) -> None:
+        """A job has ended, of all keys there were so far, so many; None: there were others."""
+        self.under_way -= 1
+        if keys is None:
+            self.stale = True
+        else:
+            self._settled = keys
+
+    def settle(self, keys: int) -> bool:
+        """Whether now is the time to tell the tier in which order they should go."""
+        over = self.finished and not self.under_way
+        if not self.stale or not (over or keys >= 2 * self._settled):
+            return False
+        self._settled, self.stale = keys, self.under_way > 0
+        return True
+
+
+@dataclass
 class RequestState:
     """What the scheduler half knows of a request.
 
@@ -25,7 +59,7 @@ class RequestState:
     request is loaded in vain once per tier at most. `store`: whether its blocks are stored.
     `mark`: see `EngineInfo`. `asked`: when a lookup was begun that is not answered yet.
     `answered`: whether any was. `looked_up`, `hit`: whether it is counted among the tier's lookups
-    and hits.
+    and hits. `order`: that in which its blocks were stored.
     """
 
     request: Request
@@ -42,6 +76,7 @@ class RequestState:
     answered: bool = False
     looked_up: bool = False
     hit: bool = False
+    order: StoreOrder = field(default_factory=StoreOrder)
 
     def keys_from(self, start: int) -> list[bytes]:
         """Keys from `start` on; not to be changed, nor kept: copying thousands takes its time."""

@@ -89,6 +89,7 @@ class OffloadingScheduler:
         self._retries = RETRIES
         self._generation = generation
         self._parts = Parts(engine)
+        self._promote = promote
         self._requests = RequestTable(engine, self._parts, self._generation, promote)
         self._held_events = HeldEvents(tier, engine, self._parts, generation)
 
@@ -340,12 +341,16 @@ class OffloadingScheduler:
         tenant = tenant_of(scheduled.state.request)
         if not self._tenants.may_keep(tenant):
             return None
-        items = self._offer_again(self._manager, scheduled) + self._offer_new(
-            self._manager, scheduled
-        )
-        return self._jobs.store(items, tenant) if items else None
+        manager, state = self._manager, scheduled.state
+        items = self._offer_again(manager, scheduled) | self._offer_new(manager, scheduled)
+        if not items:
+            return None
+        state.order.under_way += 1
+        offered = state.offered * len(self._parts)
+        return self._jobs.store(items, tenant, state, at_once=len(items) == offered)
 
-    def _offer_new(self, manager: TierManager, scheduled: Scheduled) -> list[StoreItem]:
+    def _offer_new(self, manager: TierManager, scheduled: Scheduled) -> dict[int, StoreItem]:
+        """What the step completes; what the tier gets of it, by the numbers of its keys."""
         offers = self._requests.offers(scheduled)
         items, refused = self._claims.claim(manager, offers.pairs)
         if items or refused:
@@ -355,14 +360,14 @@ class OffloadingScheduler:
                 scheduled.state.refused[offers.numbers[place]] = reason
             else:
                 self.stats.add(self.tier, **{reason: 1})
-        return items
+        return {offers.numbers[place]: item for place, item in items.items()}
 
-    def _offer_again(self, manager: TierManager, scheduled: Scheduled) -> list[StoreItem]:
+    def _offer_again(self, manager: TierManager, scheduled: Scheduled) -> dict[int, StoreItem]:
         """What had no room before, head first, while the request runs and so has the blocks."""
         waiting = scheduled.state.refused
         most = min(self._retries, self._claims.room(manager)) if waiting else 0
         if most <= 0:
-            return []
+            return {}
         offers = self._requests.again(scheduled, most)
         self._retries -= len(offers.pairs)
         items, refused = self._claims.claim(manager, offers.pairs)
@@ -377,7 +382,7 @@ class OffloadingScheduler:
             else:
                 self.stats.add(self.tier, **{reason: 1})
         self._claims.admission.intake.taken_later(taken)
-        return items
+        return {offers.numbers[place]: item for place, item in items.items()}
 
     # -- ends --------------------------------------------------------------------------------
 
@@ -416,8 +421,10 @@ class OffloadingScheduler:
         self._held_events.lost(lost)
         self._tenants.gone(lost)
         state = self._requests.get(job.request_id)
-        if load.failed and state is not None:
-            state.recompute = True
+        if state is not None:
+            state.recompute |= bool(load.failed)
+            # It came in waves, of which the last counts as used last, until it is offered.
+            state.order.stale |= not self._promote
         failed = {load.of_block[index] for index in load.failed}
         if failed and self._engine.loads_whole:
             failed.add(0)
@@ -430,12 +437,15 @@ class OffloadingScheduler:
     def _store_ended(self, manager: TierManager, store: PendingStore) -> None:
         kept: list[bytes] = []
         self._claims.admission.intake.failed(len(store.failed))
+        heads = manager.heads(store.state.keys, store.numbers)
         # The first last, so that it counts as used last: a prefix's head must outlive its tail.
         for index in reversed(range(len(store.job.items))):
             item = store.job.items[index]
             if not self._generation.made(item.key):
                 manager.drop(item.key)
-            elif manager.complete_store(item.key, item.slot, index not in store.failed):
+            elif manager.complete_store(
+                item.key, item.slot, index not in store.failed, heads.get(item.key)
+            ):
                 self._held_events.stored(item.key)
                 kept.append(item.key)
             self._claims.end(store.job.job_id, item)
@@ -444,6 +454,14 @@ class OffloadingScheduler:
         if beyond:
             manager.give_up(beyond)
             self._held_events.lost(beyond)
+        store.state.order.ended(len(store.numbers) if store.at_once else None)
+        self._settle(manager, store.state)
+
+    def _settle(self, manager: TierManager, state: RequestState) -> None:
+        """Let the head of what was stored in steps be the last to go."""
+        keys = state.offered * len(self._parts)
+        if state.order.settle(keys):
+            manager.settle(state.keys[:keys])
 
     def _evicted(self, key: bytes) -> None:
         self._held_events.evicted(key)
@@ -466,6 +484,11 @@ class OffloadingScheduler:
 
     def request_finished(self, request_id: str) -> None:
         """Drop what is kept for a request; its transfers under way end on their own."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.order.finished = True
+            if self._manager is not None:
+                self._settle(self._manager, state)
         self.stats.add(self.tier, **self._requests.forget(request_id))
         if self._manager is not None:
             self._manager.forget_request(request_id)

@@ -163,11 +163,19 @@ class StoreManager:
             # little.
             self._touching = self._thread.submit(_touch_all, touch, names)
 
-    def complete_store(self, key: bytes, slot: int, stored: bool) -> bool:
+    def heads(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
+        """None: the store itself decides what goes."""
+        return {}
+
+    def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
         """Remember what is held now."""
         if stored:
             self._recent.add((key,))
         return stored
+
+    def settle(self, keys: Sequence[bytes]) -> None:
+        """Touch them all: to the store what came with the last step counts as used last."""
+        self._note_used(keys, self._index)
 
     def discard(self, key: bytes) -> None:
         """Forget that the block is held."""

@@ -33,7 +33,7 @@ class ArcResidency(SlotResidency):
         for slot in slots:
             self._queues.move(slot, AGAIN)
 
-    def _enter(self, key: bytes, slot: int) -> None:
+    def _enter(self, key: bytes, slot: int, head: int | None) -> None:
         once, again = (max(1, len(gone)) for gone in self._gone.values())
         queue = AGAIN
         if self._gone[ONCE].take(key):
@@ -42,7 +42,10 @@ class ArcResidency(SlotResidency):
             self._share = max(0.0, self._share - max(1.0, once / again))
         else:
             queue = ONCE
-        self._queues.append(slot, queue)
+        if head is not None and self._queues.where[head] == queue:
+            self._queues.insert(slot, head)
+        else:
+            self._queues.append(slot, queue)
 
     def _next(self) -> int:
         once, again = self._queues.length(ONCE), self._queues.length(AGAIN)

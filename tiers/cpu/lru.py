@@ -23,8 +23,11 @@ class LruResidency(SlotResidency):
         for slot in slots:
             self._queues.move(slot, ALL)
 
-    def _enter(self, key: bytes, slot: int) -> None:
-        self._queues.append(slot, ALL)
+    def _enter(self, key: bytes, slot: int, head: int | None) -> None:
+        if head is None:
+            self._queues.append(slot, ALL)
+        else:
+            self._queues.insert(slot, head)
 
     def _next(self) -> int:
         return self._queues.first(ALL)

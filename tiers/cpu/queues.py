@@ -27,10 +27,16 @@ class SlotQueues:
 
     def append(self, slot: int, queue: int) -> None:
         """Put a slot that is NOWHERE at the queue's end."""
-        end = self._ends + queue
-        last = self._before[end]
-        self._after[last] = self._before[end] = slot
-        self._before[slot], self._after[slot] = last, end
+        self._put(slot, queue, self._ends + queue)
+
+    def insert(self, slot: int, before: int) -> None:
+        """Put a slot that is NOWHERE into a queue, right before one that is in it."""
+        self._put(slot, self.where[before], before)
+
+    def _put(self, slot: int, queue: int, after: int) -> None:
+        before = self._before[after]
+        self._after[before] = self._before[after] = slot
+        self._before[slot], self._after[slot] = before, after
         self.where[slot] = queue
         self._lengths[queue] += 1
 

@@ -37,8 +37,9 @@ class SlotResidency(ABC):
         """Count these resident slots as used now, the last of them most."""
 
     @abstractmethod
-    def _enter(self, key: bytes, slot: int) -> None:
-        """Put the slot of a block that was not resident into a queue."""
+    def _enter(self, key: bytes, slot: int, head: int | None) -> None:
+        """Put the slot of a block that was not resident into a queue: before `head`, where the
+        policy gives the two the same right to stay, else at the end."""
 
     @abstractmethod
     def _next(self) -> int:
@@ -60,15 +61,21 @@ class SlotResidency(ABC):
         slots = self._pool.find_all(keys)
         return [slot if slot is not None and where[slot] else None for slot in slots]
 
-    def admit(self, key: bytes, slot: int) -> None:
-        """Keep the block in `slot`; not when it is kept already, nor when the tier is full and
-        all its blocks are in use, nor when the slot was parted from the key."""
+    def admit(self, key: bytes, slot: int, head: int | None = None) -> None:
+        """Keep the block in `slot`; it goes before the one in `head`, without which it is useless.
+
+        Not when it is kept already, nor when the tier is full and all its blocks are in use or the
+        next to go is `head`, nor when the slot was parted from the key.
+        """
         if self._queues.where[slot] != NOWHERE or self._pool.key(slot) != key:
             return
-        if len(self._queues) >= self._max_slots and not self.evict_one():
-            return
+        if len(self._queues) >= self._max_slots:
+            victim = self._victim()
+            if victim is None or victim == head:
+                return
+            self._evict(victim)
         self._pool.retain(slot)
-        self._enter(key, slot)
+        self._enter(key, slot, head)
 
     def touch(self, keys: Sequence[bytes]) -> list[int | None]:
         """Count these blocks as used now, the first of them most: the head of a prefix must
@@ -93,26 +100,35 @@ class SlotResidency(ABC):
 
     def evict_one(self) -> bool:
         """Give up the block that is next to go of those that nothing is copying; False: found
-        none.
+        none."""
+        victim = self._victim()
+        if victim is None:
+            return False
+        self._evict(victim)
+        return True
+
+    def _victim(self) -> int | None:
+        """The slot of the block that is next to go.
 
         Blocks in use that are passed by go to the end of their queue, so that the next call looks
         further.
         """
         for _ in range(min(self.SCAN, len(self._queues))):
             slot = self._next()
-            queue = self._queues.where[slot]
-            if self._pool.references(slot) > 1:
-                self._queues.move(slot, queue)
-                continue
-            key = self._pool.key(slot)
-            assert key is not None, f"resident slot {slot} has no key"
-            self._queues.remove(slot)
-            self._pool.release(slot)
-            self._evicted(key, queue)
-            if self.on_evict is not None:
-                self.on_evict(key)
-            return True
-        return False
+            if self._pool.references(slot) == 1:
+                return slot
+            self._queues.move(slot, self._queues.where[slot])
+        return None
+
+    def _evict(self, slot: int) -> None:
+        key = self._pool.key(slot)
+        assert key is not None, f"resident slot {slot} has no key"
+        queue = self._queues.where[slot]
+        self._queues.remove(slot)
+        self._pool.release(slot)
+        self._evicted(key, queue)
+        if self.on_evict is not None:
+            self.on_evict(key)
 
     def __len__(self) -> int:
         return len(self._queues)

@@ -39,9 +39,14 @@ class S3FifoResidency(SlotResidency):
             if uses[slot] < MOST_USES:
                 uses[slot] += 1
 
-    def _enter(self, key: bytes, slot: int) -> None:
+    def _enter(self, key: bytes, slot: int, head: int | None) -> None:
         self._uses[slot] = 0
-        self._queues.append(slot, MAIN if self._gone.take(key) else SMALL)
+        queue = MAIN if self._gone.take(key) else SMALL
+        # A head that was used will be passed by: it needs none to go before it.
+        if head is not None and self._queues.where[head] == queue and not self._uses[head]:
+            self._queues.insert(slot, head)
+        else:
+            self._queues.append(slot, queue)
 
     def _next(self) -> int:
         # It ends: every turn takes a use away, or a block out of probation.
