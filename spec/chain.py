@@ -20,7 +20,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from spec.fields import ByteSize, Duration
 from spec.hints import closest, one_of
 from spec.offloading import OffloadingSpec
-from spec.registry import BrokenTierType, UnknownTierType, tier_class, tier_types
+from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_types
 from spec.tenants import TenantSpec
 
 FORMAT_VERSION = 1
@@ -48,7 +48,7 @@ def _as_spec(value: object) -> object:
     try:
         if not isinstance(found, str):
             raise UnknownTierType(f"use {one_of(tier_types())}")
-        return tier_class(found).model_validate(dict(value))
+        return make_tier(found, value)
     except (UnknownTierType, BrokenTierType) as error:
         reason = PydanticCustomError("tier_type", "{reason}", {"reason": str(error)})
         problem = InitErrorDetails(type=reason, loc=("type",), input=found)
@@ -201,7 +201,8 @@ def _place_clashes(tiers: Sequence[OffloadingSpec]) -> Iterator[Clash]:
     for index, tier in enumerate(tiers):
         if not tier.identity:
             continue
-        place = (tier.type, *(getattr(tier, field) for field in tier.identity))
+        # A value that can't be hashed, a list say, is compared as it is written.
+        place = (tier.type, *(_hashable(getattr(tier, field)) for field in tier.identity))
         first = seen.setdefault(place, index)
         if first < index:
             fields = " or ".join(tier.identity)
@@ -209,3 +210,11 @@ def _place_clashes(tiers: Sequence[OffloadingSpec]) -> Iterator[Clash]:
                 (index, tier.identity[0]),
                 f"tiers[{first}] keeps its blocks in the same place; write another {fields}",
             )
+
+
+def _hashable(value: object) -> object:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value

@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # for annotations only: the specs know no tier at run time
     from tiers.pool import Residency, SlotPool
     from tiers.store import TierStore
 
+HIT_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
+"""What an engine can call tokens that come from a tier: all the values that vLLM has for it."""
+
 TierName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
 
@@ -45,7 +48,7 @@ class OffloadingSpec(BaseModel):
     must differ in them. Empty: any number may be alike."""
 
     hit_source: ClassVar[str] = "external_unspecified"
-    """What the engine calls tokens that come from such a tier."""
+    """What the engine calls tokens that come from such a tier: one of `HIT_SOURCES`."""
 
     type: str = Field(description="Tier type: the name of a kvtiers.tiers entry point.")
     name: TierName | None = Field(

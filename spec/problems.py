@@ -133,7 +133,7 @@ def _add_it(loc: Loc, document: Document) -> str:
     if loc[-1] == "type":
         return f"add type: {one_of(tier_types())}"
     model = _model(loc[:-1], document)
-    field = model.model_json_schema()["properties"].get(loc[-1], {}) if model else {}
+    field = _properties(model).get(str(loc[-1]), {})
     examples = field.get("examples") or [field.get("description", "").partition(". ")[0]]
     return f"add {loc[-1]}: {examples[0]}".rstrip(": .")
 
@@ -185,8 +185,16 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return models[0] if len(models) == 1 else None
 
 
+def _properties(model: type[BaseModel] | None) -> Mapping[str, Any]:
+    try:
+        return model.model_json_schema()["properties"] if model else {}
+    # The one place: a plugin's settings can have what no schema describes.
+    except Exception:  # noqa: BLE001
+        return {}
+
+
 def _example(model: type[BaseModel] | None) -> str:
-    properties = model.model_json_schema()["properties"] if model else {}
+    properties = _properties(model)
     examples = [
         (key, each["examples"][0]) for key, each in properties.items() if "examples" in each
     ]

@@ -1,26 +1,35 @@
 """Tier types: what an entry of `tiers:` may have as its `type`, and the class behind it.
 
 Each is an entry point of the group `kvtiers.tiers` in some installed package; ours register the
-same way as a plugin's. A class is imported when its type is used, not before, so that a broken
-plugin troubles nobody who doesn't use it.
+same way as a plugin's, and nobody else can have their names. A class is imported when its type is
+used, not before. Whatever a plugin's code does then, its package is told to be broken, by name, and
+nobody else is troubled.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
+
+from pydantic import ValidationError
 
 from spec.hints import did_you_mean, one_of
-from spec.offloading import OffloadingSpec
+from spec.offloading import HIT_SOURCES, OffloadingSpec
 
 GROUP = "kvtiers.tiers"
 
-_IMPORT_FAULTS = (
-    *(ImportError, SyntaxError, AttributeError, TypeError, ValueError, NameError),
-    *(LookupError, OSError, RuntimeError, AssertionError),
-)
-"""What importing a module written by someone else may raise."""
+IMPORT_SECONDS = 30.0
+"""How long the import of a plugin may take."""
+
+_OURS = "tiers."
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class UnknownTierType(ValueError):
@@ -36,11 +45,58 @@ def tier_types() -> Mapping[str, tuple[EntryPoint, ...]]:
     found: dict[str, dict[str, EntryPoint]] = {}
     for entry in entry_points(group=GROUP):
         found.setdefault(entry.name, {}).setdefault(entry.value, entry)
-    return {name: tuple(found[name].values()) for name in sorted(found)}
+    return {name: _rightful(found[name].values()) for name in sorted(found)}
+
+
+def _rightful(entries: Collection[EntryPoint]) -> tuple[EntryPoint, ...]:
+    """Ours, where a name is ours; else all that claim it."""
+    ours = tuple(entry for entry in entries if entry.value.startswith(_OURS))
+    if not ours:
+        return tuple(entries)
+    for other in entries:
+        if other not in ours:
+            _say_taken(other.name, _owner(other))
+    return ours
+
+
+@functools.cache
+def _say_taken(name: str, owner: str) -> None:
+    _log.warning(
+        "the tier type %s is kvtiers' own; the one that the package %s provides is not used",
+        name,
+        owner,
+    )
 
 
 def tier_class(tier_type: str) -> type[OffloadingSpec]:
     """The class of a tier type. Raises UnknownTierType and BrokenTierType."""
+    return _load(_entry(tier_type))
+
+
+def make_tier(tier_type: str, written: Mapping[object, object]) -> OffloadingSpec:
+    """A tier's settings of what was written.
+
+    Raises UnknownTierType and BrokenTierType, and ValidationError for what is wrong with them.
+    """
+    entry = _entry(tier_type)
+    spec = _load(entry)
+
+    def make() -> OffloadingSpec:
+        made = spec.model_validate(dict(written))
+        made.model_dump(mode="json")  # as commands print it
+        return made
+
+    return _run(entry, make, "its settings can't be made")
+
+
+def tier_parts(tier_type: str, make: Callable[[type[OffloadingSpec]], T]) -> T:
+    """What `make` makes of a type's class. Raises UnknownTierType and BrokenTierType."""
+    entry = _entry(tier_type)
+    spec = _load(entry)
+    return _run(entry, lambda: make(spec), "its settings can't be described")
+
+
+def _entry(tier_type: str) -> EntryPoint:
     types = tier_types()
     if not types:
         raise UnknownTierType("no tier types are installed; install kvtiers with pip")
@@ -50,23 +106,76 @@ def tier_class(tier_type: str) -> type[OffloadingSpec]:
         owners = ", ".join(sorted(map(_owner, types[tier_type])))
         raise BrokenTierType(f"several packages provide it: {owners}; uninstall all but one")
     (entry,) = types[tier_type]
-    return _load(entry)
+    return entry
 
 
 def _load(entry: EntryPoint) -> type[OffloadingSpec]:
-    try:
-        loaded: object = entry.load()
-    except _IMPORT_FAULTS as error:
-        raise _broken(entry, f"{type(error).__name__}: {error}") from error
+    loaded = _run(entry, entry.load if entry.value.startswith(_OURS) else lambda: _import(entry))
     if not (isinstance(loaded, type) and issubclass(loaded, OffloadingSpec)):
         raise _broken(entry, "it is not an OffloadingSpec")
-    own = loaded.model_fields["type"].default
+    _run(entry, lambda: _check(entry, loaded))
+    return loaded
+
+
+def _import(entry: EntryPoint) -> object:
+    """Import on another thread, which may hang there."""
+    ended: list[Callable[[], object]] = []
+
+    def load() -> None:
+        try:
+            loaded: object = entry.load()
+        except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+            ended.append(functools.partial(_raise, _broken(entry, _told(error)), error))
+        else:
+            ended.append(lambda: loaded)
+
+    thread = threading.Thread(target=load, name=f"import {entry.value}", daemon=True)
+    thread.start()
+    thread.join(IMPORT_SECONDS)
+    if not ended:
+        raise _broken(entry, f"its import takes more than {IMPORT_SECONDS:g} s")
+    return ended[0]()
+
+
+def _raise(error: BrokenTierType, cause: BaseException) -> object:
+    raise error from cause
+
+
+def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
+    """Raises BrokenTierType for what would else be found out in the engine."""
+    own = spec.model_fields["type"].default
     if isinstance(own, str) and own != entry.name:
         raise _broken(entry, f"its class is of type {own}")
-    if inspect.isabstract(loaded):
-        missing = ", ".join(sorted(loaded.__abstractmethods__))
+    if inspect.isabstract(spec):
+        missing = ", ".join(sorted(spec.__abstractmethods__))
         raise _broken(entry, f"it does not implement {missing}")
-    return loaded
+    if spec.hit_source not in HIT_SOURCES:
+        raise _broken(entry, f"its hit_source is {spec.hit_source!r}; use {one_of(HIT_SOURCES)}")
+    if isinstance(spec.identity, str):
+        raise _broken(entry, f"its identity is a text; write ({spec.identity!r},)")
+    for field in spec.identity:
+        if field not in spec.model_fields:
+            raise _broken(entry, f"its identity has {field!r}, which is none of its fields")
+
+
+def _run(entry: EntryPoint, ask: Callable[[], T], what: str = "") -> T:
+    """Run what is a plugin's code. Raises BrokenTierType whatever that raises, and
+    ValidationError."""
+    try:
+        return ask()
+    except (BrokenTierType, ValidationError):
+        raise
+    # The one place: someone else's code raises what it likes, and may exit.
+    except (Exception, SystemExit) as error:
+        reason = f"{what}: {_told(error)}" if what else _told(error)
+        raise _broken(entry, reason) from error
+
+
+def _told(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - an error that can't even be told
+        return type(error).__name__
 
 
 def _broken(entry: EntryPoint, reason: str) -> BrokenTierType:
@@ -76,4 +185,5 @@ def _broken(entry: EntryPoint, reason: str) -> BrokenTierType:
 
 
 def _owner(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else entry.value
+    name = entry.dist.name if entry.dist is not None else None
+    return name or entry.value

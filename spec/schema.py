@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
 
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
-from spec.registry import BrokenTierType, tier_class, tier_types
+from spec.registry import BrokenTierType, tier_parts, tier_types
 
 
-def chain_schema() -> dict[str, Any]:
-    """The schema, in which a tier is one of the types installed here; broken ones are left out."""
+def chain_schema(left_out: Callable[[str], None] = lambda told: None) -> dict[str, Any]:
+    """The schema, in which a tier is one of the types installed here; broken ones are left out,
+    of each of which `left_out` is told."""
     schema = ChainSpec.model_json_schema()
     _write_defaults(schema, ChainSpec)
     definitions: dict[str, Any] = {"CheapestSpec": schema["$defs"]["CheapestSpec"]}
     choices = []
     for tier_type in tier_types():
         try:
-            definitions |= _tier_schema(tier_type, tier_class(tier_type))
-        except BrokenTierType:
+            definitions |= tier_parts(tier_type, partial(_tier_schema, tier_type))
+        except BrokenTierType as error:
+            left_out(f"the tier type {tier_type} is left out: {error}")
             continue
         choices.append({"$ref": f"#/$defs/{tier_type}"})
     schema["properties"]["tiers"]["items"] = {"oneOf": choices}

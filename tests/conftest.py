@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from plugin_packages import Install, write_package
 from servers import RedisServer, binaries
 
 pytest.register_assert_rewrite("tiers.testing")  # so that a failure shows what was compared
@@ -22,3 +24,13 @@ def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     """A server of the test's own, to be killed, hung or filled."""
     with RedisServer(binaries()[request.param]) as server:
         yield server
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Install packages of tier types for this test."""
+
+    def install(module: str, source: str, **types: str) -> None:
+        monkeypatch.syspath_prepend(str(write_package(tmp_path, module, source, **types)))
+
+    return install

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 from pathlib import Path
 
 import pytest
+from plugin_packages import Install
 
+from spec import registry
 from spec.errors import SpecError
 from spec.load import load_chain
+from spec.offloading import HIT_SOURCES
 from spec.registry import tier_class, tier_types
 from spec.schema import chain_schema
 
@@ -34,23 +39,6 @@ class TapeSpec(StoreSpec):
 """
 
 
-@pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Install a package: a module with some source, and entry points as `name = object`."""
-
-    def install(module: str, source: str, **types: str) -> None:
-        folder = tmp_path / module
-        info = folder / f"{module}-1.0.dist-info"
-        info.mkdir(parents=True)
-        (folder / f"{module}.py").write_text(source)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-        points = [f"{name} = {module}:{found}" for name, found in types.items()]
-        (info / "entry_points.txt").write_text("\n".join(["[kvtiers.tiers]", *points]))
-        monkeypatch.syspath_prepend(str(folder))
-
-    return install
-
-
 def chain(**tier: object) -> str:
     """The problems of a chain with this one tier, "" if there are none."""
     try:
@@ -65,7 +53,7 @@ def test_our_own_types_are_installed_like_any() -> None:
     assert tier_class("cpu").__name__ == "CpuSpec"
 
 
-def test_a_plugins_type_works_like_ours(plugin) -> None:  # type: ignore[no-untyped-def]
+def test_a_plugins_type_works_like_ours(plugin: Install) -> None:
     plugin("tapes", GOOD, tape="TapeSpec")
     made = load_chain({"version": 1, "tiers": [{"type": "tape", "reel": "1GB"}]})
     assert made.tiers[0].tier_name == "tape" and made.tiers[0].reel == 10**9  # type: ignore[attr-defined]
@@ -95,7 +83,7 @@ def test_a_plugins_type_works_like_ours(plugin) -> None:  # type: ignore[no-unty
     ],
 )
 def test_a_broken_plugin_troubles_only_those_who_use_it(
-    plugin,  # type: ignore[no-untyped-def]
+    plugin: Install,
     source: str,
     says: str,
     request: pytest.FixtureRequest,
@@ -109,15 +97,133 @@ def test_a_broken_plugin_troubles_only_those_who_use_it(
     assert says in told and "\n" not in told
 
 
-def test_a_type_that_two_packages_provide_is_nobodys(plugin) -> None:  # type: ignore[no-untyped-def]
-    plugin("mydisk", GOOD, disk="TapeSpec")
-    assert "several packages provide it: kvtiers, mydisk" in chain(type="disk")
+def test_a_type_that_two_packages_provide_is_nobodys(plugin: Install) -> None:
+    plugin("onetape", GOOD, tape="TapeSpec")
+    plugin("twotapes", GOOD, tape="TapeSpec")
+    assert "several packages provide it: onetape, twotapes" in chain(type="tape")
     assert chain(type="cpu", capacity=1) == ""
 
 
-def test_a_class_that_is_not_of_its_type_is_told_so(plugin) -> None:  # type: ignore[no-untyped-def]
-    plugin("misnamed", GOOD, film="TapeSpec")
-    assert "its class is of type tape" in chain(type="film", reel=1)
+@pytest.mark.fault(
+    tier="any",
+    fault="another package provides a tier type with the name of ours",
+    outcome="ours is used; one line names the package",
+)
+def test_a_name_of_ours_is_nobody_else_s(plugin: Install, caplog: pytest.LogCaptureFixture) -> None:
+    plugin("mydisk", GOOD, disk="TapeSpec", cpu="TapeSpec")
+    for _ in range(2):
+        assert chain(type="disk", capacity=1 << 20, path="/somewhere") == ""
+    assert [line for line in caplog.messages if "type disk" in line] == [
+        "the tier type disk is kvtiers' own; the one that the package mydisk provides is not used"
+    ]
+
+
+BROKEN = GOOD.replace("reel: ByteSize", "reel: ByteSize\n    rails: list[int] = []")
+CHECKS = """
+    @field_validator("reel", mode="after")
+    @classmethod
+    def _check(cls, value):
+        raise {}
+"""
+
+
+def checked(error: str) -> str:
+    head = "import decimal\nfrom pydantic import field_validator, field_serializer\n"
+    return head + BROKEN + CHECKS.format(error)
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin's module or settings raise anything, exit, or say what can't be",
+    outcome="validate and schema name its package in one line, and go on with the others",
+)
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("class Odd(Exception): ...\nraise Odd('no licence')", "Odd: no licence"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3"),
+        ("class Odd(BaseException): ...\nraise Odd", "Odd"),
+        (
+            "class Mute(Exception):\n    def __str__(self): raise TypeError\nraise Mute",
+            "Mute",
+        ),
+        ("import time\ntime.sleep(3600)", "its import takes more than 0.3 s"),
+        (checked("KeyError('x')"), "its settings can't be made: KeyError: 'x'"),
+        (checked("decimal.InvalidOperation()"), "its settings can't be made: InvalidOperation"),
+        (checked("SystemExit(1)"), "its settings can't be made: SystemExit: 1"),
+        (BROKEN + "    identity = ('rails', 'reels')", "identity has 'reels', which is none of"),
+        (BROKEN + "    identity = 'reel'", "identity is a text; write ('reel',)"),
+        (BROKEN + "    identity = 7", "TypeError"),
+        (BROKEN + "    hit_source = 'sqlite'", "its hit_source is 'sqlite'; use one of device, h"),
+        (BROKEN + "    hit_source = ['disk']", "its hit_source is ['disk']"),
+        (
+            "from pydantic import field_serializer\n"
+            + BROKEN
+            + "    @field_serializer('reel')\n    def _w(self, value): raise ArithmeticError('w')",
+            "ArithmeticError: w",
+        ),
+    ],
+)
+def test_whatever_a_plugin_does_its_package_is_named(
+    plugin: Install,
+    source: str,
+    says: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "IMPORT_SECONDS", 0.3 if "sleep" in source else 30.0)
+    module = f"odd{request.node.callspec.indices['source']}"
+    plugin(module, source, tape="TapeSpec")
+    told = chain(type="tape", reel="1GB")
+    assert f"tiers[0].type: found 'tape'; its package {module} is broken" in told
+    assert says in told and "\n" not in told
+    assert chain(type="cpu", capacity="1GiB") == ""
+    left_out: list[str] = []
+    assert "cpu" in chain_schema(left_out.append)["$defs"]
+    assert all(module in line for line in left_out)
+
+
+def test_a_schema_tells_what_it_leaves_out(plugin: Install) -> None:
+    plugin("nolicence", "raise RuntimeError('no licence')", tape="TapeSpec")
+    said: list[str] = []
+    chain_schema(said.append)
+    assert len(said) == 1 and "tape is left out: its package nolicence is broken" in said[0]
+
+
+def test_settings_that_no_schema_describes_are_left_out_and_can_be_used(plugin: Install) -> None:
+    source = GOOD.replace(
+        "class Shape", "import re\nfrom typing import Callable\nclass Shape"
+    ).replace("reel: ByteSize", "reel: ByteSize\n    wind: Callable[[int], int] | None = None")
+    plugin("callables", source, tape="TapeSpec")
+    assert chain(type="tape", reel="1GB") == ""
+    assert "add reel" in chain(type="tape")
+    said: list[str] = []
+    assert "tape" not in chain_schema(said.append)["$defs"]
+    assert "callables" in said[0]
+
+
+def test_places_that_can_t_be_hashed_are_compared(plugin: Install) -> None:
+    plugin("railed", BROKEN + "    identity = ['rails']", tape="TapeSpec")
+    tiers = [{"type": "tape", "reel": 1, "rails": rails} for rails in ([1], [2], [1])]
+    load_chain({"version": 1, "tiers": tiers[:2]})
+    with pytest.raises(SpecError, match=r"tiers\[0\] keeps its blocks in the same place"):
+        load_chain({"version": 1, "tiers": tiers})
+
+
+def test_hit_sources_are_those_of_vllm() -> None:
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        pytest.skip("vLLM is not installed")
+    # Read, since to import it takes twenty seconds.
+    file = Path(found.origin).parent / "v1" / "metrics" / "cache_hit_source.py"
+    tree = ast.parse(file.read_text())
+    (source,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    values = [
+        n.value.value
+        for n in source.body
+        if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)
+    ]
+    assert list(HIT_SOURCES) == values
 
 
 @pytest.mark.parametrize(

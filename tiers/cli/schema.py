@@ -10,8 +10,9 @@ import typer
 def schema() -> None:
     """Print the JSON Schema of a chain's YAML.
 
-    Tiers are of the types installed here.
+    Tiers are of the types installed here; those of a broken package are named and left out.
     """
     from spec.schema import chain_schema
 
-    typer.echo(json.dumps(chain_schema(), indent=2))
+    found = chain_schema(lambda told: typer.echo(told, err=True))
+    typer.echo(json.dumps(found, indent=2))
