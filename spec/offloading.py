@@ -17,7 +17,7 @@ from spec.encryption import EncryptionSpec
 from spec.fields import ByteRate, ByteSize, Duration
 
 if TYPE_CHECKING:  # for annotations only: the specs know no tier at run time
-    from tiers.pool import Residency, SlotPool
+    from tiers.pool import Residency, Slots
     from tiers.store import TierStore
 
 HIT_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
@@ -129,6 +129,10 @@ class HostSpec(OffloadingSpec):
 
     hit_source: ClassVar[str] = "host"
 
+    is_trusted: ClassVar[bool] = False
+    """Whether the bookkeeping is used as it is. What goes wrong in another's ends that tier alone;
+    in one that says so, the engine."""
+
     capacity: ByteSize = Field(description="Host memory for this tier, over all ranks.")
     verify: Literal["never", "always"] = Field(
         default="never",
@@ -137,5 +141,9 @@ class HostSpec(OffloadingSpec):
     )
 
     @abstractmethod
-    def residency(self, pool: SlotPool, max_slots: int) -> Residency:
-        """Make the bookkeeping of which blocks stay in the pool; `max_slots` at most."""
+    def residency(self, pool: Slots, max_slots: int) -> Residency:
+        """Make the bookkeeping of which blocks stay in the pool (both in `tiers/pool.py`).
+
+        `max_slots` of the pool's slots at most. Called once, on the engine's scheduler thread, as
+        all of the result's methods are: none may wait. `pool` lives as long as the engine.
+        """

@@ -106,11 +106,44 @@ class SlotPool:
         return self.num_slots - len(self._free)
 
 
+class Slots(Protocol):
+    """What a host tier sees of the pool's slots; used by the scheduler's thread alone."""
+
+    num_slots: int
+
+    def add_evictor(self, evict_one: Callable[[], bool]) -> None:
+        """Register what is asked, when no slot is free, to give up one resident block; True: it
+        has. Without it, blocks that the tier keeps never make room for others."""
+        ...
+
+    def key(self, slot: int) -> bytes | None:
+        """Whose block the slot holds, or None."""
+        ...
+
+    def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
+        """The slot of each of these keys, resident or on its way, or None."""
+        ...
+
+    def references(self, slot: int) -> int:
+        """How many references the slot has now. A resident one with more than its own is being
+        copied and must not be evicted."""
+        ...
+
+    def retain(self, slot: int) -> None:
+        """Take the tier's one reference on a slot in use, so that its block stays."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Give that reference back."""
+        ...
+
+
 class Residency(Protocol):
     """Which blocks a host tier keeps in the pool; used by the scheduler's thread alone.
 
     Each resident block holds one reference on its slot. `on_evict` is told the key of each block
-    given up for room.
+    given up for room. A prefix's blocks are admitted its first last, and touched its first first:
+    the head of a prefix must outlive its tail, which is of no use without it.
     """
 
     on_evict: Callable[[bytes], None] | None

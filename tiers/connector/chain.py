@@ -27,6 +27,7 @@ from tiers.connector.worker import OffloadingWorker
 from tiers.errors import TierUnusable
 from tiers.pool import SlotPool
 from tiers.wrappers.opening import open_guarded
+from tiers.wrappers.residency import open_residency
 
 DRAIN_SECONDS = 10.0
 """How long a tier may go on storing when the engine shuts down."""
@@ -124,7 +125,7 @@ def _manager_opener(
                     f"capacity {format_size(tier.capacity)} over {len(hellos)} rank(s) is less "
                     f"than one block of {format_size(payload)}"
                 )
-            return HostManager(tier.residency(pool, slots), pool), pool
+            return HostManager(open_residency(tier, pool, slots), pool), pool
         if isinstance(tier, StoreSpec):
             site = StoreSite(payload, len(hellos))
             store = open_guarded(tier, site)

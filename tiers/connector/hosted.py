@@ -178,8 +178,11 @@ class HostedTier:
         """The slots of blocks that were hits, each to be loaded once; they stay until it has."""
         keys = [self._generation.key(block) for block in blocks]
         slots = []
+        request = self._requests.get(request_id)
         for key in keys:
             slot = self._residency.find(key)
+            if slot is None and request is not None:
+                slot = request.pinned.get(key)  # the tier has failed since
             assert slot is not None, "a block to load that was no hit"
             self.pool.retain(slot)
             self._issued[slot] += 1

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from tiers.connector.policy import WAVE
 from tiers.pool import Residency, SlotPool
-from tiers.wrappers.guard import HEALTHY, Health
+from tiers.wrappers.guard import Health
+from tiers.wrappers.residency import health_of
 
 LOOK_BACK = 64
 """Blocks before those that a step stored among which one that is kept is looked for."""
@@ -153,7 +154,9 @@ class HostManager:
                 self._pool.release(slot)
 
     def wants(self, keys: Sequence[bytes]) -> list[bool]:
-        """Want what is not resident."""
+        """Want what is not resident, as long as the tier works."""
+        if not self.health().writes:
+            return [False] * len(keys)
         return [slot is None for slot in self._residency.touch(keys)]
 
     def heads(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
@@ -203,8 +206,8 @@ class HostManager:
         """Answers come from memory."""
 
     def health(self) -> Health:
-        """Memory works."""
-        return HEALTHY
+        """Memory works; a plugin's bookkeeping may not."""
+        return health_of(self._residency)
 
     def slots_kept(self) -> int:
         """One for each resident block."""

@@ -9,7 +9,7 @@ from tiers.cpu.gone import Gone
 from tiers.cpu.residency import SlotResidency
 
 if TYPE_CHECKING:
-    from tiers.pool import SlotPool
+    from tiers.pool import Slots
 
 ONCE, AGAIN = 1, 2
 
@@ -23,7 +23,7 @@ class ArcResidency(SlotResidency):
     where fewer keys are remembered of a queue that is long.
     """
 
-    def __init__(self, pool: SlotPool, max_slots: int) -> None:
+    def __init__(self, pool: Slots, max_slots: int) -> None:
         super().__init__(pool, max_slots, queues=2)
         self._gone = {ONCE: Gone(max_slots), AGAIN: Gone(max_slots)}
         self._share = 0.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tiers.cpu.residency import SlotResidency
 
 if TYPE_CHECKING:
-    from tiers.pool import SlotPool
+    from tiers.pool import Slots
 
 ALL = 1
 
@@ -16,7 +16,7 @@ ALL = 1
 class LruResidency(SlotResidency):
     """The least recently used block goes first."""
 
-    def __init__(self, pool: SlotPool, max_slots: int) -> None:
+    def __init__(self, pool: Slots, max_slots: int) -> None:
         super().__init__(pool, max_slots, queues=1)
 
     def _used(self, slots: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tiers.cpu.queues import NOWHERE, SlotQueues
 
 if TYPE_CHECKING:
-    from tiers.pool import SlotPool
+    from tiers.pool import Slots
 
 
 class SlotResidency(ABC):
@@ -23,7 +23,7 @@ class SlotResidency(ABC):
     SCAN = 128
     """Blocks looked at for one eviction, so that a pool in which all are in use costs little."""
 
-    def __init__(self, pool: SlotPool, max_slots: int, queues: int) -> None:
+    def __init__(self, pool: Slots, max_slots: int, queues: int) -> None:
         self.on_evict: Callable[[bytes], None] | None = None
         self._pool = pool
         self._max_slots = max_slots

@@ -9,7 +9,7 @@ from tiers.cpu.gone import Gone
 from tiers.cpu.residency import SlotResidency
 
 if TYPE_CHECKING:
-    from tiers.pool import SlotPool
+    from tiers.pool import Slots
 
 SMALL, MAIN = 1, 2
 SMALL_SHARE = 0.5
@@ -27,7 +27,7 @@ class S3FifoResidency(SlotResidency):
     "FIFO queues are all you need for cache eviction", SOSP 2023.
     """
 
-    def __init__(self, pool: SlotPool, max_slots: int) -> None:
+    def __init__(self, pool: Slots, max_slots: int) -> None:
         super().__init__(pool, max_slots, queues=2)
         self._uses = bytearray(pool.num_slots)
         self._gone = Gone(max_slots)

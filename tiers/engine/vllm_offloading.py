@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm import __version__ as vllm_version
@@ -51,6 +52,7 @@ from tiers.errors import TierUnusable
 from tiers.gpu.copier import open_copier
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.opening import open_guarded
+from tiers.wrappers.residency import open_residency
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import (
@@ -95,7 +97,9 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         ranks = range(self.config.parallel.world_size)
         regions = [attach_region(self.config.engine_id, rank) for rank in ranks]
         store = self._open_store(max(region.hello.payload_bytes for region in regions))
-        return HostedManager(HostedTier(regions, self._host.residency, store), self._store)
+        return HostedManager(
+            HostedTier(regions, partial(open_residency, self._host), store), self._store
+        )
 
     def _open_store(self, payload_bytes: int) -> Guarded | None:
         if self._store is None:

@@ -1,0 +1,189 @@
+"""A plugin's host tier that goes wrong drops out; the engine and the other tiers go on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from spec.offloading import HostSpec
+from tiers.connector.manager import HostManager
+from tiers.errors import TierUnusable
+from tiers.pool import SlotPool, Slots
+from tiers.wrappers.residency import FAILED, GuardedResidency
+
+
+class Fifo:
+    """All that a host tier's bookkeeping needs."""
+
+    def __init__(self, pool: Slots, max_slots: int) -> None:
+        self.on_evict: Callable[[bytes], None] | None = None
+        self.pool, self.most = pool, max_slots
+        self.slots: dict[bytes, int] = {}
+        pool.add_evictor(self.evict_one)
+
+    def find(self, key: bytes) -> Any:
+        return self.slots.get(key)
+
+    def find_all(self, keys: Sequence[bytes]) -> Any:
+        return [self.find(key) for key in keys]
+
+    touch = find_all
+
+    def admit(self, key: bytes, slot: int) -> None:
+        if key not in self.slots and (len(self.slots) < self.most or self.evict_one()):
+            self.pool.retain(slot)
+            self.slots[key] = slot
+
+    def evict_one(self) -> bool:
+        for key, slot in self.slots.items():
+            if self.pool.references(slot) == 1:
+                self.discard(key)
+                if self.on_evict is not None:
+                    self.on_evict(key)
+                return True
+        return False
+
+    def discard(self, key: bytes) -> None:
+        slot = self.slots.pop(key, None)
+        if slot is not None:
+            self.pool.release(slot)
+
+    def clear(self) -> list[bytes]:
+        keys = list(self.slots)
+        for key in keys:
+            self.discard(key)
+        return keys
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class FifoSpec(HostSpec):
+    def residency(self, pool: Slots, max_slots: int) -> Any:
+        return MADE[0](pool, max_slots)
+
+
+MADE: list[Callable[[Slots, int], Any]] = [Fifo]
+CAPACITY, SLOTS = 4, 8
+
+
+def manager(make: Callable[[Slots, int], Any]) -> tuple[HostManager, SlotPool]:
+    MADE[:] = [make]
+    pool = SlotPool(SLOTS)
+    return HostManager(
+        GuardedResidency(FifoSpec(type="fifo", capacity=1), pool, CAPACITY), pool
+    ), pool
+
+
+def key(number: int) -> bytes:
+    return b"key%d" % number
+
+
+def store(made: HostManager, pool: SlotPool, number: int) -> bool:
+    claim = pool.claim(key(number))
+    assert claim is not None, "no room in the pool"
+    kept = made.complete_store(key(number), claim.slot, True)
+    pool.release(claim.slot)
+    return kept
+
+
+def test_a_plugin_s_host_tier_works() -> None:
+    made, pool = manager(Fifo)
+    evicted: list[bytes] = []
+    made.on_evict = evicted.append
+    assert all(store(made, pool, number) for number in range(6))
+    assert evicted == [key(0), key(1)] and made.slots_kept() == CAPACITY == pool.in_use
+    assert made.lookup("r", 0, [key(2), key(3), key(9)]) == 2
+    slots = made.prepare_load([key(2)])
+    assert slots[0] is not None and pool.references(slots[0]) == 2
+    made.complete_load([key(2)], slots)
+    # What others claim makes room among what is kept.
+    assert all(pool.claim(key(100 + number)) is not None for number in range(SLOTS))
+    assert made.slots_kept() == 0
+    assert made.health().reads_up
+
+
+def raises(*args: object) -> Any:
+    raise KeyError("a plugin's own")
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "find raises": {"find": raises},
+    "find_all raises": {"find_all": raises},
+    "touch raises": {"touch": raises},
+    "admit raises": {"admit": raises},
+    "discard raises": {"discard": raises},
+    "clear raises": {"clear": raises},
+    "clear clears nothing": {"clear": lambda self: []},
+    "evicting raises": {"evict_one": raises},
+    "another's slot": {"find_all": lambda self, keys: [0] * len(keys)},
+    "too few slots": {"touch": lambda self, keys: []},
+    "no list": {"find_all": lambda self, keys: dict.fromkeys(keys)},
+    "no slots": {"find": lambda self, key: "slot"},
+    "keeps twice": {"admit": lambda self, key, slot: [self.pool.retain(slot) for _ in "ab"]},
+    "releases another's": {"admit": lambda self, key, slot: self.pool.release(slot)},
+    "keeps more than its capacity": {"evict_one": lambda self: True},
+}
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin's host tier raises, answers nonsense, or gives up slots that are not its own",
+    outcome="it drops out, named; its slots are free, and the others' stay theirs",
+)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_goes_wrong_ends_that_tier_alone(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
+    made, pool = manager(type("Odd", (Fifo,), WRONG[wrong]))
+    others = pool.claim(b"another tier's")
+    assert others is not None
+    for number in range(SLOTS):
+        store(made, pool, number)
+        made.lookup("r", 0, [key(number), key(0)])
+        slots = made.prepare_load([key(number)])
+        made.complete_load([key(number)], slots)
+        made.wants([key(number)])
+    made.discard(key(SLOTS - 1))
+    made.reset()
+    assert made.health() is FAILED
+    assert made.slots_kept() == 0 and pool.in_use == 1 == pool.references(others.slot)
+    assert made.wants([key(77)]) == [False], "nothing more is gathered for it"
+    said = [line for line in caplog.messages if "fifo (package test_residency) has failed" in line]
+    assert len(said) == 1
+
+
+def test_one_that_can_t_even_be_made_is_unusable() -> None:
+    with pytest.raises(TierUnusable, match="residency raised KeyError"):
+        manager(raises)
+
+
+def test_an_evictor_that_lies_makes_no_room() -> None:
+    _, pool = manager(type("Odd", (Fifo,), {"evict_one": lambda self: True}))
+    for number in range(SLOTS):
+        assert pool.claim(key(number)) is not None
+    assert pool.claim(key(SLOTS)) is None
+
+
+def test_a_prefix_outlives_the_failure_of_a_tier_that_is_loading() -> None:
+    """A load under way holds references of its own."""
+    odd = type("Odd", (Fifo,), {"discard": raises})
+    made, pool = manager(odd)
+    store(made, pool, 0)
+    slots = made.prepare_load([key(0)])
+    made.discard(key(0))
+    assert made.health() is FAILED and slots[0] is not None
+    assert pool.key(slots[0]) == key(0) and pool.references(slots[0]) == 1
+    made.complete_load([key(0)], slots)
+    assert pool.in_use == 0
+
+
+def test_random_use_leaks_no_slot() -> None:
+    rng = random.Random(5)
+    made, pool = manager(Fifo)
+    for _ in range(2000):
+        number = rng.randrange(12)
+        rng.choice([lambda n: store(made, pool, n), lambda n: made.discard(key(n))])(number)
+        assert pool.in_use == made.slots_kept() <= CAPACITY
+    assert made.health().reads_up

@@ -1,0 +1,185 @@
+"""The guard around a plugin's host tier: what its bookkeeping does wrong ends that tier alone.
+
+The plugin sees the host pool through `TierSlots`, which knows what it keeps: whatever it does, the
+others' references stay theirs, and all of its own can be given back. It runs on the engine's
+scheduler thread, so that nothing can be done about code of it that hangs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from spec.offloading import HostSpec
+from tiers.errors import TierError, TierUnusable
+from tiers.pool import Residency, SlotPool
+from tiers.wrappers.guard import HEALTHY, Health
+from tiers.wrappers.opening import label
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+FAILED = Health(reads=False, writes=False, reads_up=False, writes_up=False)
+
+
+class TierSlots:
+    """The host pool as a plugin's tier sees it. It keeps `max_slots` blocks at most, each by one
+    reference on its slot, and can give up no reference but its own."""
+
+    def __init__(self, pool: SlotPool, max_slots: int, evicting: Evicting) -> None:
+        self.num_slots = pool.num_slots
+        self._pool = pool
+        self._max_slots = max_slots
+        self._evicting = evicting
+        self.kept: set[int] = set()
+        """Slots on which the tier has a reference."""
+
+    def add_evictor(self, evict_one: Callable[[], bool]) -> None:
+        """Register what is asked, when no slot is free, to give up one resident block."""
+        self._pool.add_evictor(lambda: self._evicting(evict_one))
+
+    def key(self, slot: int) -> bytes | None:
+        """Whose block the slot holds, or None."""
+        return self._pool.key(slot)
+
+    def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
+        """The slot of each of these keys, resident or on its way, or None."""
+        return self._pool.find_all(keys)
+
+    def references(self, slot: int) -> int:
+        """How many references the slot has now; more than one: it is being copied."""
+        return self._pool.references(slot)
+
+    def retain(self, slot: int) -> None:
+        """Keep the block in a slot that is in use. Raises TierError."""
+        if slot in self.kept or self._pool.key(slot) is None:
+            raise TierError(f"slot {slot} is kept already, or holds no block")
+        if len(self.kept) >= self._max_slots:
+            raise TierError(f"{self._max_slots} blocks are kept, which is all that its capacity is")
+        self._pool.retain(slot)
+        self.kept.add(slot)
+
+    def release(self, slot: int) -> None:
+        """Stop keeping the block in a slot. Raises TierError."""
+        if slot not in self.kept:
+            raise TierError(f"slot {slot} is not kept")
+        self.kept.remove(slot)
+        self._pool.release(slot)
+
+
+Evicting = Callable[[Callable[[], bool]], bool]
+"""Asks a plugin to evict; whether a slot is free now."""
+
+
+class GuardedResidency:
+    """A Residency over a plugin's. With the first thing that goes wrong it is empty for good."""
+
+    def __init__(self, spec: HostSpec, pool: SlotPool, max_slots: int) -> None:
+        """Raises TierUnusable."""
+        self.on_evict: Callable[[bytes], None] | None = None
+        self.health = HEALTHY
+        self._name = label(spec)
+        self._pool = pool
+        self._slots = TierSlots(pool, max_slots, self._evict)
+        try:
+            self._residency = spec.residency(self._slots, max_slots)
+            self._residency.on_evict = self._evicted
+        except Exception as error:
+            raise TierUnusable(
+                f"{self._name}: residency raised {type(error).__name__}: {error}"
+            ) from error
+
+    def find(self, key: bytes) -> int | None:
+        """As the plugin; None once it has failed."""
+        nothing: list[int | None] = [None]
+        return self._ask(lambda: self._slots_of([key], [self._residency.find(key)]), nothing)[0]
+
+    def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
+        """As the plugin; None once it has failed."""
+        nothing: list[int | None] = [None] * len(keys)
+        return self._ask(lambda: self._slots_of(keys, self._residency.find_all(keys)), nothing)
+
+    def touch(self, keys: Sequence[bytes]) -> list[int | None]:
+        """As the plugin; None once it has failed."""
+        nothing: list[int | None] = [None] * len(keys)
+        return self._ask(lambda: self._slots_of(keys, self._residency.touch(keys)), nothing)
+
+    def admit(self, key: bytes, slot: int) -> None:
+        """As the plugin; nothing is kept once it has failed."""
+        self._ask(lambda: self._residency.admit(key, slot), None)
+
+    def discard(self, key: bytes) -> None:
+        """As the plugin."""
+        self._ask(lambda: self._residency.discard(key), None)
+
+    def clear(self) -> list[bytes]:
+        """As the plugin, which must give all of its slots back."""
+        keys = self._keys()
+        self._ask(self._clear, None)
+        return keys
+
+    def __len__(self) -> int:
+        return len(self._slots.kept)
+
+    def _clear(self) -> None:
+        self._residency.clear()
+        if self._slots.kept:
+            raise TierError(f"clear has kept {len(self._slots.kept)} blocks")
+
+    def _keys(self) -> list[bytes]:
+        found = (self._pool.key(slot) for slot in self._slots.kept)
+        return [key for key in found if key is not None]
+
+    def _slots_of(self, keys: Sequence[bytes], slots: object) -> list[int | None]:
+        if not isinstance(slots, list) or len(slots) != len(keys):
+            raise TierError(f"{len(keys)} slots, or None, were asked for, not {slots!r:.100}")
+        for key, slot in zip(keys, slots, strict=True):
+            if slot is not None and not (slot in self._slots.kept and self._pool.key(slot) == key):
+                raise TierError(f"slot {slot!r:.100} does not hold the block that was asked for")
+        return slots
+
+    def _evict(self, evict_one: Callable[[], bool]) -> bool:
+        self._ask(evict_one, False)
+        return self._pool.in_use < self._pool.num_slots
+
+    def _evicted(self, key: bytes) -> None:
+        if self.on_evict is not None:
+            self.on_evict(key)
+
+    def _ask(self, call: Callable[[], T], otherwise: T) -> T:
+        if self.health is FAILED:
+            return otherwise
+        try:
+            return call()
+        # The one place for host tiers: nothing may reach the engine.
+        except Exception as error:  # noqa: BLE001
+            self._fail(error)
+            return otherwise
+
+    def _fail(self, error: Exception) -> None:
+        self.health = FAILED
+        logger.error(
+            "tier %s has failed and the chain goes on without it: %s: %s",
+            self._name,
+            type(error).__name__,
+            error,
+            exc_info=error,
+        )
+        for key in self._keys():
+            self._evicted(key)
+        for slot in list(self._slots.kept):
+            self._slots.release(slot)
+
+
+def open_residency(spec: HostSpec, pool: SlotPool, max_slots: int) -> Residency:
+    """A host tier's bookkeeping, guarded unless it is trusted. Raises TierUnusable."""
+    if spec.is_trusted:
+        return spec.residency(pool, max_slots)
+    return GuardedResidency(spec, pool, max_slots)
+
+
+def health_of(residency: Residency) -> Health:
+    """Whether the bookkeeping still works."""
+    return residency.health if isinstance(residency, GuardedResidency) else HEALTHY
