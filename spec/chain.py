@@ -25,6 +25,7 @@ from spec.tenants import TenantSpec
 
 FORMAT_VERSION = 1
 LoadPolicy = Literal["first", "longest", "stitched", "cheapest"]
+OnReset = Literal["forget", "keep"]
 MAX_TIERS = 32
 """A chain longer than this is a mistake, and every lookup would walk it."""
 
@@ -125,6 +126,12 @@ class ChainSpec(BaseModel):
         default=None,
         description="Host memory for blocks on their way, besides that of the cpu tiers. Unset: "
         "256MiB, or more where all blocks of two of the engine's steps would not fit.",
+    )
+    on_reset: OnReset = Field(
+        default="forget",
+        description="What a reset of the engine's caches does here, such as vLLM's with sleep, "
+        "pause and release of memory: forget, and never again serve what was stored before; or "
+        "keep all of it. Write keep only if the weights never change while the engine runs.",
     )
     salt: str = Field(
         default="", description="Engines with different salts never share blocks.", repr=False

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from tiers.connector.generation import Generation
 from tiers.connector.store_manager import StoreManager
 from tiers.store import Block
 
@@ -43,7 +44,7 @@ class Clock:
 @pytest.fixture
 def asked() -> Iterator[tuple[StoreManager, Held, Clock]]:
     store, clock = Held(), Clock()
-    manager = StoreManager(store, [b"space"], clock)
+    manager = StoreManager(store, [b"space"], Generation(), clock)
     yield manager, store, clock
     manager.close()
 

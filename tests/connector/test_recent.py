@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tiers.connector.generation import Generation
 from tiers.connector.recent import RecentKeys
 from tiers.connector.store_manager import StoreManager
 from tiers.store import Block
@@ -89,7 +90,7 @@ def clock() -> Clock:
 
 def test_a_request_that_waits_is_looked_up_once_in_a_while(clock: Clock) -> None:
     store = Indexed()
-    manager = StoreManager(store, [b""], clock)
+    manager = StoreManager(store, [b""], Generation(), clock)
     keys = [b"%d" % number for number in range(100)]
     store.keys.update(keys[:70])
     assert [manager.lookup("r", 0, keys) for _ in range(3)] == [70] * 3
@@ -103,7 +104,7 @@ def test_a_request_that_waits_is_looked_up_once_in_a_while(clock: Clock) -> None
 
 def test_a_store_is_offered_again_what_it_lost(clock: Clock) -> None:
     store = Indexed()
-    manager = StoreManager(store, [b""], clock)
+    manager = StoreManager(store, [b""], Generation(), clock)
     store.keys.update([b"a", b"b"])
     assert manager.wants([b"a", b"b", b"c"]) == [False, False, True]
     store.keys.clear()

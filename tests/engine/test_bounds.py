@@ -13,6 +13,7 @@ from replay_chains import MODEL, SLOT, chain_of, cpu
 from slow_store import LONG, STORES, SlowSpec, SlowStore, ask, measured
 
 from spec.chain import ChainSpec
+from tiers.connector.generation import Generation
 from tiers.connector.host import HostSlots
 from tiers.connector.store_manager import StoreManager
 from tiers.engine.replay import ReplayEngine
@@ -174,7 +175,7 @@ def test_nobody_waits_for_lookups_that_hang(engine: Callable[..., ReplayEngine])
 
 def test_lookups_of_requests_that_are_gone_take_no_memory() -> None:
     remote = Remote()
-    manager = StoreManager(guard(remote, "slow", deadline=0.05), [bytes(16)])
+    manager = StoreManager(guard(remote, "slow", deadline=0.05), [bytes(16)], Generation())
     remote.gate.clear()
     try:
         for n in range(1000):

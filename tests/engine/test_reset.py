@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from replay_chains import MODEL, chain_of, close, cpu, disk, drive, redis, workload
 from servers import RedisServer
 
+from spec.offloading import StoreSite
 from tiers.connector.base import Copy
+from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.gpu.copier import CpuCopier
 
@@ -106,12 +109,81 @@ def test_own_processes(
     assert sum(tier.get("loaded_tokens", 0) for tier in made.stats.data.values()) >= loaded
 
 
-def test_a_disk_of_before_the_reset_is_empty_for_the_next_start(
+def blocks_on(folder: Path) -> int:
+    """What a disk tier holds, of whomever."""
+    store = DiskStore(folder, 1 << 20, StoreSite(MODEL.payload_bytes))
+    try:
+        return store.usage().blocks
+    finally:
+        store.close()
+
+
+def becomes(count: int, blocks: Callable[[], int]) -> None:
+    """Blocks are dropped in the background."""
+    late = time.monotonic() + 30
+    while blocks() != count:
+        assert time.monotonic() < late, f"{blocks()} blocks, not {count}"
+        time.sleep(0.01)
+
+
+def test_a_start_finds_what_was_stored_before_the_reset_and_nothing_since(
     engine: Callable[..., ReplayEngine], tmp_path: Path
 ) -> None:
+    chain = chain_of(disk(tmp_path))
+    made = engine(chain, prefix_caching=False)
+    made.generate(PROMPT, 3)
+    made.settle()
+    stored = blocks_on(tmp_path)
+    assert made.reset_cache()
+    made.generate(OTHER, 3)
+    close(made)
+    assert blocks_on(tmp_path) == stored, "what nobody can find again is dropped"
+    again = engine(chain, prefix_caching=False)
+    assert [again.generate(prompt, 3).loaded_tokens for prompt in (PROMPT, OTHER)] == [FULL, 0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_reset_drops_what_this_engine_stored_since_the_one_before(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, shared_server: RedisServer, ranks: int
+) -> None:
+    """Of every tier, and nothing of others: an engine that sleeps a hundred times a day must
+    neither empty a disk that engines share, nor fill it with what nobody can find again."""
+    folder, client = tmp_path / "disk", shared_server.client()
+    tiers = [disk(folder), redis(shared_server, tmp_path)]
+    made, sibling = (
+        engine(chain_of(cpu(), *tiers, load="longest"), prefix_caching=False, world_size=ranks)
+        for _ in range(2)
+    )
+
+    def in_redis() -> int:
+        return len(client.keys(f"{tmp_path}*"))
+
+    made.generate(PROMPT, 3)
+    made.settle()
+    stored = blocks_on(folder)
+    assert stored >= ranks * FULL // MODEL.block_tokens
+    for _ in range(3):
+        assert made.reset_cache()
+        becomes(stored, lambda: blocks_on(folder))
+        becomes(stored, in_redis)
+        made.generate(PROMPT, 3)
+        made.generate(OTHER, 3)
+        made.settle()
+        assert made.generate(PROMPT, 3).loaded_tokens == FULL
+        assert blocks_on(folder) == in_redis() == 3 * stored
+    assert sibling.generate(PROMPT, 3).loaded_tokens == FULL
+    assert sibling.generate(OTHER, 3).loaded_tokens == 0
+    close(made)
+    becomes(2 * stored, lambda: blocks_on(folder))
+
+
+def test_a_reset_that_keeps(
+    engine: Callable[..., ReplayEngine], tiers: list[dict[str, Any]]
+) -> None:
+    """An engine whose weights never change sleeps and wakes, and has lost nothing."""
     go = threading.Event()
     go.set()
-    chain = chain_of(disk(tmp_path))
+    chain = chain_of(*tiers, on_reset="keep")
     made = engine(chain, prefix_caching=False, open_copier=holding(go))
     made.generate(PROMPT, 3)
     made.settle()
@@ -119,9 +191,36 @@ def test_a_disk_of_before_the_reset_is_empty_for_the_next_start(
     finish(made, OTHER)
     assert made.reset_cache()
     go.set()
-    close(made)
-    again = engine(chain, prefix_caching=False)
-    assert [again.generate(prompt, 3).loaded_tokens for prompt in (PROMPT, OTHER)] == [0, 0]
+    made.settle()
+    for prompt in (PROMPT, OTHER):
+        assert made.generate(prompt, 3).loaded_tokens == FULL
+    go.clear()
+    made.add(PROMPT, 3)
+    assert made.connector is not None
+    while not any(child.scheduler.reqs_being_loaded for child in made.connector.children):
+        made.step()
+    assert not made.connector.reset_cache(), "what a load writes to may be about to go"
+    go.set()
+    made.run()
+    request = made.generate(PROMPT, 3)
+    assert request.loaded_tokens == FULL
+    assert request.output == answer(MODEL, PROMPT, 3)
+
+
+def test_an_engine_made_for_new_weights_begins_on_its_own(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    """Its facts name the weights that it starts with, not those that it is given next."""
+    chain = chain_of(disk(tmp_path))
+    before = engine(chain, prefix_caching=False)
+    before.generate(PROMPT, 3)
+    before.settle()
+    model = dataclasses.replace(MODEL, weights=1)
+    made = engine(chain, model=model, prefix_caching=False, weights_change=True)
+    for loaded in (0, FULL):
+        request = made.generate(PROMPT, 3)
+        assert (request.loaded_tokens, request.output) == (loaded, answer(model, PROMPT, 3))
+        made.settle()
 
 
 def test_a_replica_goes_on_with_what_is_shared(

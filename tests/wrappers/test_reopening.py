@@ -12,6 +12,7 @@ import pytest
 
 from spec.offloading import StoreSite, StoreSpec
 from tiers.block import NAMESPACE_BYTES
+from tiers.connector.generation import Generation, space_of
 from tiers.connector.store_manager import StoreManager
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
@@ -90,10 +91,11 @@ def test_a_disk_mounted_late_has_every_capability(late: Guarded) -> None:
 )
 def test_a_disk_mounted_late_is_looked_up_touched_and_cleared(tmp_path: Path) -> None:
     late = mounted_late(tmp_path, blocks=10)
-    manager = StoreManager(late, [SPACE])
-    some = keys(2)
+    generation = Generation(is_own=True)
+    manager = StoreManager(late, [SPACE], generation)
+    names = [generation.key(key[NAMESPACE_BYTES:]) for key in keys(2)]
+    some = [space_of(SPACE, generation.tag) + name for name in names]
     put(late, some)
-    names = [key[NAMESPACE_BYTES:] for key in some]
     assert manager.lookup("r", 0, names) == 2, "at once, from memory"
     manager.forget_request("r")
     for _ in range(30):
@@ -101,6 +103,7 @@ def test_a_disk_mounted_late_is_looked_up_touched_and_cleared(tmp_path: Path) ->
         put(late, keys(1))
     assert late.has(some) == [True, True], "what is used outlives what is not"
     manager.reset()
+    manager.clear(generation.renew())
     until(lambda: late.has(some) == [False, False])
     manager.close()
 

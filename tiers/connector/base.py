@@ -53,7 +53,8 @@ class EngineInfo:
     0 in the scheduler. `kv_events`: whether the engine takes events; none are kept for one that
     does not. `groups`: its KV cache groups; none named: one, of full attention. `mark`: what a
     request's KV depends on beside its block hashes, in at most 16 bytes. `step_tokens`: what one
-    step computes at most; 0: not known.
+    step computes at most; 0: not known. `weights_change`: whether it is made to
+    take other weights while it runs, so that its facts do not name them.
     """
 
     facts: Mapping[str, str]
@@ -66,6 +67,7 @@ class EngineInfo:
     groups: tuple[KVGroup, ...] = ()
     mark: Callable[[Request], bytes] = no_mark
     step_tokens: int = 0
+    weights_change: bool = False
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -176,20 +178,23 @@ class LoadItem(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreJob:
-    """Blocks of one request on their way into a tier."""
+    """Blocks of one request on their way into a tier. `generation`: that of their keys."""
 
     job_id: int
     items: list[StoreItem]
+    generation: bytes = b""
 
 
 @dataclass(frozen=True)
 class LoadJob:
-    """Blocks of one request on their way to the engine, within so many seconds."""
+    """Blocks of one request on their way to the engine, within so many seconds. `generation`:
+    that of their keys."""
 
     job_id: int
     request_id: str
     items: list[LoadItem]
     seconds: float = math.inf
+    generation: bytes = b""
 
 
 @dataclass

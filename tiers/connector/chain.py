@@ -50,7 +50,8 @@ def open_chain(
     if role is Role.SCHEDULER:
         pool = _ChainPool(size)
         # One for all tiers: each would else gather a block for itself, after a reset.
-        generation = Generation()
+        keeps = chain.on_reset == "keep"
+        generation = Generation(lasts=keeps, is_own=engine.weights_change and not keeps)
         patience = Patience(now, chain.max_wait)
         children = [
             OffloadingConnector(
@@ -58,7 +59,7 @@ def open_chain(
                 scheduler=OffloadingScheduler(
                     tier.tier_name,
                     engine,
-                    _manager_opener(tier, pool, patience.lookup_seconds),
+                    _manager_opener(tier, pool, generation, patience.lookup_seconds),
                     chain.promote,
                     generation,
                     patience,
@@ -112,7 +113,7 @@ class _ChainPool:
 
 
 def _manager_opener(
-    tier: OffloadingSpec, chain_pool: _ChainPool, lookup_deadline: float
+    tier: OffloadingSpec, chain_pool: _ChainPool, generation: Generation, lookup_deadline: float
 ) -> OpenManager:
     def open_manager(hellos: Sequence[Hello]) -> tuple[TierManager, SlotPool]:
         # Ranks whose blocks are larger have fewer slots: what fits those fits all.
@@ -130,7 +131,7 @@ def _manager_opener(
             site = StoreSite(payload, len(hellos))
             store = open_guarded(tier, site)
             spaces = [hello.namespace for hello in hellos]
-            return StoreManager(store, spaces, lookup_deadline=lookup_deadline), pool
+            return StoreManager(store, spaces, generation, lookup_deadline=lookup_deadline), pool
         raise TierUnusable(f"type {tier.type!r} is neither a StoreSpec nor a HostSpec")
 
     return open_manager

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 
 GENERATION_BYTES = 16
 
 
 class Generation:
-    """The end of every key that a tier's scheduler half makes; empty until the first reset.
+    """The end of every key that a tier's scheduler half makes; mostly empty until the first reset.
 
     Workers need not be told: the keys in their orders carry it, into every store and back out of
     it. It is drawn by chance, since a count would meet the same count of another replica, or of
-    this engine before a restart, with other weights under it.
+    this engine before a restart, with other weights under it. So nobody else makes a key of a
+    generation that is not empty, and nobody else misses its blocks once it is over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lasts: bool = False, is_own: bool = False) -> None:
+        """`lasts`: resets change nothing, since the weights don't. `is_own`: the first one is this
+        engine's alone, too."""
+        self.lasts = lasts
         self._tag = b""
+        self._over = b""
+        self._is_used = True
+        if is_own:
+            self.renew()
 
-    def renew(self) -> None:
-        """Begin another; keys of all earlier ones are no longer made."""
-        self._tag = secrets.token_bytes(GENERATION_BYTES)
+    @property
+    def tag(self) -> bytes:
+        """What the keys of this generation end with."""
+        return self._tag
+
+    def renew(self) -> bytes:
+        """Begin another, and tell which is over; keys of all earlier ones are no longer made.
+
+        The tiers of a chain, which are reset one after the other, begin one between them.
+        """
+        if self._is_used:
+            self._over, self._tag = self._tag, secrets.token_bytes(GENERATION_BYTES)
+            self._is_used = False
+        return self._over
 
     def key(self, block: bytes) -> bytes:
         """A block's key in this generation."""
+        self._is_used = True
         return block + self._tag
 
     def made(self, key: bytes) -> bool:
@@ -33,3 +54,13 @@ class Generation:
     def block(self, key: bytes) -> bytes:
         """What `key` was told of the block. Only for keys of this generation."""
         return key[: len(key) - len(self._tag)]
+
+
+def space_of(namespace: bytes, generation: bytes) -> bytes:
+    """What a store's names for the blocks of a rank begin with, in this generation.
+
+    Each has its own, of the namespace's length, so that a store can be cleared of one generation.
+    """
+    if not generation:
+        return namespace
+    return hashlib.blake2b(namespace + generation, digest_size=len(namespace)).digest()

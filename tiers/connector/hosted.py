@@ -69,11 +69,13 @@ class HostedTier:
         self._regions = regions
         self._residency = residency(self.pool, slots)
         self._store = store
+        self._generation = Generation()
         spaces = [region.hello.namespace for region in regions]
-        self._manager = StoreManager(store, spaces, clock) if store is not None else None
+        self._manager = (
+            None if store is None else StoreManager(store, spaces, self._generation, clock)
+        )
         self._under_way = StoreTransfers(store, regions) if store is not None else None
         self._clock = clock
-        self._generation = Generation()
         self._requests: dict[str, _Request] = {}
         self._storing: dict[bytes, int] = {}
         self._loading: dict[bytes, list[int]] = {}
@@ -162,7 +164,7 @@ class HostedTier:
                 request.missed.add(key)
         if keys and self._under_way is not None:
             self._fetching.update(dict.fromkeys(keys, self._clock()))
-            self._under_way.fetch(request_id, keys, slots)
+            self._under_way.fetch(request_id, keys, slots, self._generation.tag)
 
     def _claim(self, key: bytes) -> int | None:
         """A slot to fill, with a reference; None: no room, or the block is in one already."""
@@ -260,7 +262,8 @@ class HostedTier:
                 self.dropped += want
                 self.pool.release(slot)
         if given:
-            self._under_way.put([key for key, _ in given], [slot for _, slot in given])
+            keys, slots = [key for key, _ in given], [slot for _, slot in given]
+            self._under_way.put(keys, slots, self._generation.tag)
 
     # -- ends --------------------------------------------------------------------------------
 
@@ -294,7 +297,7 @@ class HostedTier:
             if self._generation.made(key):
                 manager.complete_store(key, slot, good, None)
             else:
-                manager.drop(key)
+                manager.drop(key, put.generation)
             self.pool.release(slot)
 
     def _unpin(self, request_id: str) -> None:
@@ -328,7 +331,9 @@ class HostedTier:
         self._residency.clear()
         if self._manager is not None:
             self._manager.reset()
-        self._generation.renew()
+        over = self._generation.renew()
+        if self._manager is not None:
+            self._manager.clear(over)
 
     def _release_if_quiet(self, slot: int) -> bool:
         if any(region.ended(slot) < self._issued[slot] for region in self._regions):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
+from tiers.connector.generation import space_of
 from tiers.connector.region import SlotRegion
 from tiers.store import Block
 from tiers.threads import threads
@@ -22,11 +23,13 @@ DRAIN_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Transfer:
-    """Blocks and their slots. `request_id`: for whom they are fetched; None: they are put."""
+    """Blocks and their slots. `request_id`: for whom they are fetched; None: they are put.
+    `generation`: that of their keys."""
 
     request_id: str | None
     keys: list[bytes]
     slots: list[int]
+    generation: bytes
     future: Future[list[bool]]
 
     def outcome(self) -> list[bool]:
@@ -56,21 +59,32 @@ class StoreTransfers:
         """Blocks whose slots the writer still reads."""
         return sum(len(one.keys) for one in self._under_way if one.request_id is None)
 
-    def fetch(self, request_id: str, keys: list[bytes], slots: list[int]) -> None:
+    def fetch(
+        self, request_id: str, keys: list[bytes], slots: list[int], generation: bytes
+    ) -> None:
         """Begin to fill these slots."""
-        future = self._fetcher.submit(self._get, keys, slots)
-        self._under_way.append(Transfer(request_id, keys, slots, future))
+        future = self._fetcher.submit(self._get, keys, slots, generation)
+        self._under_way.append(Transfer(request_id, keys, slots, generation, future))
 
-    def put(self, keys: list[bytes], slots: list[int]) -> None:
+    def put(self, keys: list[bytes], slots: list[int], generation: bytes) -> None:
         """Begin to store these slots."""
-        future = self._writer.submit(self._put, keys, slots)
-        self._under_way.append(Transfer(None, keys, slots, future))
+        future = self._writer.submit(self._put, keys, slots, generation)
+        self._under_way.append(Transfer(None, keys, slots, generation, future))
 
-    def _get(self, keys: list[bytes], slots: list[int]) -> list[bool]:
-        return _on_all([self._store.get(_blocks(one, keys, slots)) for one in self._regions])
+    def _get(self, keys: list[bytes], slots: list[int], generation: bytes) -> list[bool]:
+        return _on_all([self._store.get(b) for b in self._blocks(keys, slots, generation)])
 
-    def _put(self, keys: list[bytes], slots: list[int]) -> list[bool]:
-        return _on_all([self._store.put(_blocks(one, keys, slots)) for one in self._regions])
+    def _put(self, keys: list[bytes], slots: list[int], generation: bytes) -> list[bool]:
+        return _on_all([self._store.put(b) for b in self._blocks(keys, slots, generation)])
+
+    def _blocks(
+        self, keys: list[bytes], slots: list[int], generation: bytes
+    ) -> Iterator[list[Block]]:
+        """Each rank's part of these blocks."""
+        for region in self._regions:
+            space = space_of(region.hello.namespace, generation)
+            pairs = zip(keys, slots, strict=True)
+            yield [Block(space + key, region.memory.payload(slot)) for key, slot in pairs]
 
     def take_ended(self) -> Iterator[Transfer]:
         """Those that have ended since the last call."""
@@ -87,8 +101,3 @@ class StoreTransfers:
 
 def _on_all(ranks: list[list[bool]]) -> list[bool]:
     return [all(good) for good in zip(*ranks, strict=True)]
-
-
-def _blocks(region: SlotRegion, keys: list[bytes], slots: list[int]) -> list[Block]:
-    pairs = zip(keys, slots, strict=True)
-    return [Block(region.hello.namespace + key, region.memory.payload(slot)) for key, slot in pairs]

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from tiers.connector.base import JobResult, LoadItem, LoadJob, StoreItem, StoreJob
+from tiers.connector.generation import Generation
 from tiers.connector.requests import RequestState
 from tiers.connector.shared_load import SharedLoad
 
@@ -46,8 +47,9 @@ class PendingStore(_Pending):
 class Jobs:
     """The jobs under way; used by the scheduler's thread alone."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, generation: Generation) -> None:
         self._ranks = ranks
+        self._generation = generation
         self._ids = itertools.count()
         self._loading: dict[int, PendingLoad] = {}
         self._storing: dict[int, PendingStore] = {}
@@ -66,7 +68,7 @@ class Jobs:
         shared: SharedLoad,
     ) -> LoadJob:
         """Begin a load, which may take so many seconds."""
-        job = LoadJob(next(self._ids), request_id, items, seconds)
+        job = LoadJob(next(self._ids), request_id, items, seconds, self._generation.tag)
         self._loading[job.job_id] = PendingLoad(
             ranks_left=self._ranks, job=job, blocks=blocks, of_block=of_block, shared=shared
         )
@@ -76,7 +78,7 @@ class Jobs:
         self, items: dict[int, StoreItem], tenant: str, state: RequestState, at_once: bool
     ) -> StoreJob:
         """Begin to store these blocks of a request, each by the number of its key."""
-        job = StoreJob(next(self._ids), list(items.values()))
+        job = StoreJob(next(self._ids), list(items.values()), self._generation.tag)
         self._storing[job.job_id] = PendingStore(
             ranks_left=self._ranks,
             job=job,

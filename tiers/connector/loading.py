@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import NamedTuple
 
 from tiers.connector.base import LoadItem, LoadJob
+from tiers.connector.generation import space_of
 from tiers.connector.host import HostSlots
 from tiers.pool import SlotMemory, slot_stride
 from tiers.store import Block
@@ -157,13 +158,13 @@ class Loading:
         self, load: _Load, store: Guarded, bounce: SlotMemory, items: _Numbered, fence: object
     ) -> None:
         step = bounce.rows.shape[0]
+        space = space_of(self._namespace, load.job.generation)
         for start in range(0, len(items), step):
             wave = items[start : start + step]
             if not self._throttle.take(len(wave) * self._host.payload_bytes, load.until):
                 return
             blocks = [
-                Block(self._namespace + item.key, bounce.payload(row))
-                for row, (_, item) in enumerate(wave)
+                Block(space + item.key, bounce.payload(row)) for row, (_, item) in enumerate(wave)
             ]
             was_up = store.health.reads
             got = store.get(blocks)

@@ -74,7 +74,7 @@ class TierManager(Protocol):
         """Forget a block that failed to load."""
         ...
 
-    def drop(self, key: bytes) -> None:
+    def drop(self, key: bytes, generation: bytes) -> None:
         """Give up a block that was stored for a generation that is over."""
         ...
 
@@ -83,10 +83,14 @@ class TierManager(Protocol):
         ...
 
     def reset(self) -> list[bytes]:
-        """Give up all blocks, and all answers; the keys of those that are known to be gone.
+        """Forget all answers, and all blocks that are kept in this process, whose keys are told.
 
         The caller makes other keys from now on, so that nothing depends on what is left.
         """
+        ...
+
+    def clear(self, generation: bytes) -> None:
+        """Give up, when there is time, the blocks of a generation that is over."""
         ...
 
     def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
@@ -190,7 +194,7 @@ class HostManager:
         """Stop keeping the block."""
         self._residency.discard(key)
 
-    def drop(self, key: bytes) -> None:
+    def drop(self, key: bytes, generation: bytes) -> None:
         """Its slot goes with the store's reference."""
 
     def give_up(self, keys: Sequence[bytes]) -> None:
@@ -201,6 +205,9 @@ class HostManager:
     def reset(self) -> list[bytes]:
         """Stop keeping all blocks; the slot of one that is being loaded goes when that ends."""
         return self._residency.clear()
+
+    def clear(self, generation: bytes) -> None:
+        """None is kept by now."""
 
     def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
         """Answers come from memory."""

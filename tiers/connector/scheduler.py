@@ -79,7 +79,7 @@ class OffloadingScheduler:
         self._manager: TierManager | None = None
         self._unusable = False
         self._hellos: dict[int, Hello] = {}
-        self._jobs = Jobs(engine.world_size)
+        self._jobs = Jobs(engine.world_size, generation)
         self._loads: list[LoadJob] = []
         self._claims = Claims(admission)
         self._patience = patience
@@ -442,7 +442,7 @@ class OffloadingScheduler:
         for index in reversed(range(len(store.job.items))):
             item = store.job.items[index]
             if not self._generation.made(item.key):
-                manager.drop(item.key)
+                manager.drop(item.key, store.job.generation)
             elif manager.complete_store(
                 item.key, item.slot, index not in store.failed, heads.get(item.key)
             ):
@@ -472,13 +472,18 @@ class OffloadingScheduler:
         return self._held_events.take()
 
     def reset_cache(self) -> bool:
-        """Never again find what was stored so far; stores under way end unfindable too.
+        """Never again find what was stored so far; stores under way end unfindable too. Or go on
+        with all of it, where the operator says that weights don't change.
 
         False: loads of before are still under way, whose requests may use what they bring.
         """
+        if self._generation.lasts:
+            return not self.reqs_being_loaded
         if self._manager is not None:
             self._held_events.lost(self._manager.reset())
-        self._generation.renew()
+        over = self._generation.renew()
+        if self._manager is not None:
+            self._manager.clear(over)
         self._requests.reset()
         return not self.reqs_being_loaded
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 
+from tiers.connector.clearing import Clearing
+from tiers.connector.generation import Generation, space_of
 from tiers.connector.lookups import Lookup, Peeked, leading
 from tiers.connector.patience import LOOKUP_SECONDS
 from tiers.connector.policy import WAVE
 from tiers.connector.recent import RecentKeys
-from tiers.store import Clear, LocalIndex, TierStore, Touch, capability
+from tiers.store import LocalIndex, TierStore, Touch, capability
 from tiers.threads import threads
 from tiers.wrappers.guard import HEALTHY, Guarded, Health
 
@@ -29,8 +31,6 @@ class StoreManager:
     RECENT_SECONDS = 60.0
     """How long they are at most; then an offer renews a time to live, or replaces what was
     evicted."""
-    CLEAR_DEADLINE = 10.0
-    """Seconds that closing waits for a store to be cleared."""
     LOOKUP_LIFETIME = 0.5
     """Seconds for which an answer holds while its request waits to run."""
 
@@ -38,21 +38,23 @@ class StoreManager:
         self,
         store: TierStore,
         namespaces: Sequence[bytes],
+        generation: Generation,
         clock: Callable[[], float] = time.monotonic,
         lookup_deadline: float = LOOKUP_SECONDS,
     ) -> None:
-        """`lookup_deadline`: seconds after which a lookup under way counts as a miss."""
+        """`generation`: of the keys that it is given. `lookup_deadline`: seconds after which a
+        lookup under way counts as a miss."""
         self.on_evict: Callable[[bytes], None] | None = None
         self._lookup_deadline = lookup_deadline
         self._store = store
+        self._clearing = Clearing(store, namespaces)
         self._namespaces = namespaces
+        self._generation = generation
         self._clock = clock
         self._recent = RecentKeys(self.RECENT, self.RECENT_SECONDS, clock)
         self._peeked: dict[str, Peeked] = {}
         self._lookups: dict[str, Lookup] = {}
-        self._clearing: list[Future[None]] = []
         self._touching: Future[None] | None = None
-        self._closed = False
         self._thread = threads(1, "lookup")
 
     @property
@@ -122,10 +124,13 @@ class StoreManager:
         held = self._on_all_ranks(self._store.has, keys)
         return held, leading(held)
 
+    def _spaces(self) -> list[bytes]:
+        return [space_of(namespace, self._generation.tag) for namespace in self._namespaces]
+
     def _on_all_ranks(
         self, has: Callable[[Sequence[bytes]], list[bool]], keys: Sequence[bytes]
     ) -> list[bool]:
-        ranks = [has([space + key for key in keys]) for space in self._namespaces]
+        ranks = [has([space + key for key in keys]) for space in self._spaces()]
         if len(ranks) == 1:
             return ranks[0]
         return [all(held) for held in zip(*ranks, strict=True)]
@@ -155,7 +160,7 @@ class StoreManager:
         touch = capability(self._store, Touch)
         if touch is None:
             return
-        names = [[space + key for key in keys] for space in self._namespaces]
+        names = [[space + key for key in keys] for space in self._spaces()]
         if index is not None:
             _touch_all(touch, names)
         elif self._touching is None or self._touching.done():
@@ -171,6 +176,7 @@ class StoreManager:
         """Remember what is held now."""
         if stored:
             self._recent.add((key,))
+            self._clearing.stored(key, self._generation.tag)
         return stored
 
     def settle(self, keys: Sequence[bytes]) -> None:
@@ -181,41 +187,27 @@ class StoreManager:
         """Forget that the block is held."""
         self._recent.discard(key)
 
-    def drop(self, key: bytes) -> None:
-        """Drop it, in the background, from a store of this host's own.
-
-        In a shared store it stays: replicas that were not reset may still use it.
-        """
-        if capability(self._store, Clear) is not None:
-            self._drop((key,))
+    def drop(self, key: bytes, generation: bytes) -> None:
+        """Drop it, in the background; not what has no generation, which others may use."""
+        if generation:
+            self._clearing.drop((key,), generation)
 
     def give_up(self, keys: Sequence[bytes]) -> None:
         """Drop them, in the background, from a shared store too: they were this engine's."""
         for key in keys:
             self._recent.discard(key)
-        self._drop(keys)
-
-    def _drop(self, keys: Sequence[bytes]) -> None:
-        names = [space + key for space in self._namespaces for key in keys]
-        self._clearing = [future for future in self._clearing if not future.done()]
-        self._clearing.append(self._thread.submit(self._store.drop, names))
+        self._clearing.drop(keys, self._generation.tag)
 
     def reset(self) -> list[bytes]:
-        """Forget all answers, and drop, in the background, all blocks of a store of this host's
-        own; those of a shared one stay, as with `drop`."""
+        """Forget all answers."""
         self._recent.clear()
         self._peeked.clear()
         self._lookups.clear()
-        self._clearing = [future for future in self._clearing if not future.done()]
-        clear = capability(self._store, Clear)
-        if clear is not None:
-            for space in self._namespaces:
-                self._clearing.append(self._thread.submit(self._clear_all, clear, space))
         return []
 
-    def _clear_all(self, store: Clear, space: bytes) -> None:
-        while store.clear(space) and not self._closed:
-            pass
+    def clear(self, generation: bytes) -> None:
+        """Drop the blocks of a generation that is over, in the background."""
+        self._clearing.clear(generation)
 
     def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
         """Begin to ask a store behind a network, so that its answer is there in time."""
@@ -240,9 +232,8 @@ class StoreManager:
             lookup.answer.cancel()
 
     def close(self) -> None:
-        """Close the store, once it is cleared as a reset has asked."""
-        wait(self._clearing, self.CLEAR_DEADLINE)
-        self._closed = True
+        """Close the store, once what nobody can find again is dropped, as far as time allows."""
+        self._clearing.close(self._generation.tag)
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._store.close()
 

@@ -20,6 +20,7 @@ from tiers.connector.base import (
     StoreItem,
     StoreJob,
 )
+from tiers.connector.generation import space_of
 from tiers.connector.host import HostSlots
 from tiers.connector.loading import Loading
 from tiers.connector.stats import Measures, merge
@@ -150,11 +151,12 @@ class OffloadingWorker:
             began = time.perf_counter()
             stored = [False] * len(good)
             if self._store is not None:
-                stored = self._feed(self._store, [job.items[i] for i in good])
+                stored = self._feed(self._store, job, [job.items[i] for i in good])
             good = [i for i, ok in zip(good, stored, strict=True) if ok]
         return Outcome(set(range(len(slots))) - set(good), time.perf_counter() - began)
 
-    def _feed(self, store: Guarded, items: Sequence[StoreItem]) -> list[bool]:
+    def _feed(self, store: Guarded, job: StoreJob, items: Sequence[StoreItem]) -> list[bool]:
+        space = space_of(self._namespace, job.generation)
         memory, size = self._host.memory, self._host.payload_bytes
         step = max(1, min(FED_BLOCKS, FED_BYTES // size))
         stored: list[bool] = []
@@ -162,7 +164,7 @@ class OffloadingWorker:
             part = items[start : start + step]
             self._throttle.take(len(part) * size)
             stored += store.put(
-                [Block(self._namespace + item.key, memory.payload(item.slot)) for item in part]
+                [Block(space + item.key, memory.payload(item.slot)) for item in part]
             )
         return stored
 

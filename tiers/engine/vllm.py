@@ -88,6 +88,7 @@ def engine_info(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engi
         groups=tuple(group for group, _ in groups),
         mark=AdapterMarks(),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        weights_change=getattr(vllm_config, "weight_transfer_config", None) is not None,
     )
 
 
@@ -145,6 +146,7 @@ class KVTiersConnector(WorkerMembers):
         chain = configured_chain(vllm_config)
         children = child_configs(vllm_config)
         self._makers = {child.name: child.maker for child in children}
+        self._keeps = chain is not None and chain.on_reset == "keep"
         if chain is not None:
             info = engine_info(vllm_config, kv_cache_config)
             self._chain = open_chain(chain, info, ours, open_copier)
@@ -258,15 +260,18 @@ class KVTiersConnector(WorkerMembers):
             yield _as_vllm(event) if isinstance(event, BlockEvent) else event
 
     def reset_cache(self) -> bool:
-        """Never load again what was stored so far; False: ask again, loads are under way.
+        """Never load again what was stored so far, or, with `on_reset: keep`, all of it; False:
+        ask again, loads are under way.
 
-        It holds while this engine runs. An engine that starts later with the same facts finds
-        what is left in shared tiers: after a change of weights in place, give it another salt.
+        vLLM calls this before weights change, after they have, and also where none will, such as
+        for sleep, and says nothing of which. An engine that starts later with the same facts finds
+        what was stored before the first reset.
         """
-        if not self._makers:
-            logger.warning(
-                "kvtiers was reset and begins anew. If the weights were changed in place, set "
-                "another salt in the chain before the next start: shared tiers keep old blocks."
+        if not self._makers and not self._keeps:
+            logger.warning_once(
+                "kvtiers was reset: this engine loads nothing again that it stored before. If its "
+                "weights never change while it runs (sleep and pause reset too), set on_reset: "
+                "keep in the chain."
             )
         return self._chain.reset_cache()
 

@@ -178,6 +178,11 @@ def hosted_tiers(chain: ChainSpec) -> tuple[HostSpec, StoreSpec | None]:
             "the chain has tenants or max_wait, to which vLLM's OffloadingConnector does not keep; "
             "leave them out, or use KVTiersConnector"
         )
+    if chain.on_reset != "forget":
+        raise ValueError(
+            "the chain has on_reset: keep, but a reset ends the transfers of vLLM's "
+            "OffloadingConnector; leave it out, or use KVTiersConnector"
+        )
     for tier in chain.tiers:
         asked = tier.model_dump(include=UNHOSTED, exclude_defaults=True)
         if asked:

@@ -55,6 +55,7 @@ class ReplayEngine:
         facts: Mapping[str, str] | None = None,
         open_copier: OpenCopier = open_copier,
         kv_events: bool = False,
+        weights_change: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model or ReplayModel()
@@ -71,6 +72,7 @@ class ReplayEngine:
                 num_blocks=num_blocks,
                 world_size=world_size,
                 kv_events=kv_events,
+                weights_change=weights_change,
                 groups=tuple(KVGroup(self.model.block_tokens, w) for w in self.model.windows),
                 step_tokens=batch_tokens,
             ),
