@@ -133,6 +133,11 @@ class ChainSpec(BaseModel):
         "pause and release of memory: forget, and never again serve what was stored before; or "
         "keep all of it. Write keep only if the weights never change while the engine runs.",
     )
+    trust_client_ids: bool = Field(
+        default=False,
+        description="Take the uuids that clients give images, audio and video for their content: "
+        "only if no client would give two different ones the same, by mistake or to deceive.",
+    )
     salt: str = Field(
         default="", description="Engines with different salts never share blocks.", repr=False
     )

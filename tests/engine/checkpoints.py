@@ -28,3 +28,59 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(made, dtype=torch.float32).save_pretrained(model)
     return model
+
+
+IMAGE_TOKENS = 32
+"""Tokens of an image in the prompts of `write_vision_model`: they come first, one block."""
+
+
+def write_vision_model(folder: Path) -> Path:
+    """Write a tiny BLIP-2, its tokenizer and its image processor to a folder of their own."""
+    model = folder / "blip-2"
+    if not model.exists():
+        import torch
+        from transformers import (
+            Blip2Config,
+            Blip2ForConditionalGeneration,
+            BlipImageProcessor,
+            GPT2TokenizerFast,
+        )
+
+        small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        vision = {**small, "intermediate_size": 128, "image_size": 28, "patch_size": 14}
+        qformer = {**small, "intermediate_size": 128, "vocab_size": 100, "encoder_hidden_size": 64}
+        text = {
+            **small,
+            "model_type": "opt",
+            "num_attention_heads": 2,
+            "ffn_dim": 128,
+            "word_embed_proj_dim": 64,
+            "vocab_size": 1000,
+            "max_position_embeddings": 2048,
+        }
+        config = Blip2Config(
+            vision_config=vision,
+            qformer_config=qformer,
+            text_config=text,
+            num_query_tokens=IMAGE_TOKENS,
+            image_token_index=999,
+            architectures=["Blip2ForConditionalGeneration"],
+        )
+        torch.manual_seed(0)
+        made = Blip2ForConditionalGeneration(config)
+        with torch.no_grad():
+            for weights in made.parameters():
+                if weights.dim() > 1:
+                    weights.normal_(std=INITIALIZER_RANGE)
+        made.save_pretrained(model)
+        words = {f"w{number}": number for number in range(999)}
+        GPT2TokenizerFast(
+            vocab={**words, "<image>": 999},
+            merges=[],
+            unk_token="w0",
+            bos_token="w1",
+            eos_token="w2",
+            additional_special_tokens=["<image>"],
+        ).save_pretrained(model)
+        BlipImageProcessor(size={"height": 28, "width": 28}).save_pretrained(model)
+    return model

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tiers.connector.base import EngineInfo
 from tiers.connector.generation import Generation
 from tiers.connector.parts import Parts
 from tiers.connector.requests import RequestTable
+from tiers.engine.content_marks import ContentMarks
 from tiers.engine.fingerprint import model_facts
 from tiers.engine.request_marks import AdapterMarks
 
@@ -32,7 +34,13 @@ def adapter(tmp_path: Path) -> Path:
 @pytest.mark.vllm
 def test_requests_that_differ_in_more_than_tokens_share_no_block(adapter: Path) -> None:
     from vllm.lora.request import LoRARequest
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFeatureSpec,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -40,13 +48,16 @@ def test_requests_that_differ_in_more_than_tokens_share_no_block(adapter: Path) 
 
     init_none_hash(sha256)
 
-    def image(name: str) -> MultiModalFeatureSpec:
-        place = PlaceholderRange(offset=2, length=4)
+    def image(name: str, brightness: float = 0.5, at: int = 2) -> MultiModalFeatureSpec:
+        pixels = MultiModalFieldElem(torch.full((3, 4), brightness), MultiModalBatchedField())
         return MultiModalFeatureSpec(
-            data=None, modality="image", identifier=name, mm_position=place
+            data=MultiModalKwargsItem({"pixel_values": pixels}),
+            modality="image",
+            identifier=name,
+            mm_position=PlaceholderRange(offset=at, length=4),
         )
 
-    def keys(**more: Any) -> list[bytes]:
+    def keys(trust: bool = False, **more: Any) -> list[bytes]:
         request = Request(
             "id",
             TOKENS,
@@ -55,7 +66,8 @@ def test_requests_that_differ_in_more_than_tokens_share_no_block(adapter: Path) 
             block_hasher=get_request_block_hasher(BLOCK, sha256),
             **more,
         )
-        engine = EngineInfo({}, BLOCK, BLOCK, num_blocks=9, mark=AdapterMarks())
+        marks, media = AdapterMarks(), ContentMarks(trust, room=10)
+        engine = EngineInfo({}, BLOCK, BLOCK, num_blocks=9, mark=marks, media=media)
         return RequestTable(engine, Parts(engine), Generation(), True).state_of(request).keys
 
     lora = LoRARequest("sql", 1, str(adapter))
@@ -66,13 +78,22 @@ def test_requests_that_differ_in_more_than_tokens_share_no_block(adapter: Path) 
         keys(cache_salt="tenant b"),
         keys(mm_features=[image("cat")]),
         keys(mm_features=[image("dog")]),
+        keys(mm_features=[image("cat", brightness=0.6)]),
+        keys(mm_features=[image("cat")], lora_request=lora),
         keys(lora_request=lora),
         keys(lora_request=other_lora),
     ]
     assert all(len(one) == 3 for one in variants)
     assert len({key for one in variants for key in one}) == 3 * len(variants)
     assert keys(cache_salt="tenant a") == variants[1], "but with themselves they do"
-    assert keys(lora_request=lora) == variants[5]
+    assert keys(mm_features=[image("cat")]) == variants[3]
+    assert keys(lora_request=lora) == variants[-2]
+
+    late = keys(mm_features=[image("cat", at=20)])
+    assert [key in variants[0] for key in late] == [True, False, False], "what precedes an image"
+    trusted = keys(True, mm_features=[image("cat")])
+    assert keys(True, mm_features=[image("cat", brightness=0.6)]) == trusted
+    assert not set(trusted) & set(variants[3])
 
 
 def request_with(path: Path) -> Any:

@@ -2,7 +2,8 @@
 results to a file, its exit status as a line on stdout.
 
 The job: `engine` (arguments of LLM), `batches` (each a list of requests that run at once; a
-request is `[prompt_token_ids, max_tokens]`), `result` and `log` (files to write), `env`, and
+request is `[prompt_token_ids, max_tokens]` and perhaps the color of an image, three numbers, and
+the uuid that a client gives it, or None), `result` and `log` (files to write), `env`, and
 perhaps `abort` (how many requests of each batch are aborted, at random moments) and `before` (for
 the number of a batch, the function of `damage` that is called before it, and its arguments). The
 result: per batch and request its tokens and the tokens that came from any cache, and the tiers'
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import damage
+from PIL import Image
 
 
 def main() -> None:
@@ -51,12 +53,12 @@ def run(job: dict[str, Any]) -> None:
             getattr(damage, change[0])(*change[1:])
         requests = [
             (
-                TokensPrompt(prompt_token_ids=tokens),
+                TokensPrompt(prompt_token_ids=tokens, **image(*more)),
                 SamplingParams(
                     max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True
                 ),
             )
-            for tokens, max_tokens in batch
+            for tokens, max_tokens, *more in batch
         ]
         if job.get("abort"):
             batches.append(with_aborts(llm.llm_engine, requests, job["abort"]))
@@ -68,6 +70,15 @@ def run(job: dict[str, Any]) -> None:
     result = {"batches": batches, "tiers": counters(llm), "preemptions": preemptions(llm)}
     llm.llm_engine.engine_core.shutdown()
     Path(job["result"]).write_text(json.dumps(result))
+
+
+def image(color: list[int] | None = None, uuid: str | None = None) -> dict[str, Any]:
+    """What a prompt has of an image."""
+    if color is None:
+        return {}
+    picture = Image.new("RGB", (28, 28), tuple(color))
+    named = {"multi_modal_uuids": {"image": [uuid]}} if uuid else {}
+    return {"multi_modal_data": {"image": picture}, **named}
 
 
 def settle(llm: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tiers.connector.media import MediaMarks, NoMedia
 from tiers.connector.stats import Measures, merge
 from tiers.wrappers.guard import Health
 
@@ -52,9 +53,10 @@ class EngineInfo:
     `Request.block_hashes`. `num_blocks`: blocks in each worker's paged KV. `rank`: of this worker,
     0 in the scheduler. `kv_events`: whether the engine takes events; none are kept for one that
     does not. `groups`: its KV cache groups; none named: one, of full attention. `mark`: what a
-    request's KV depends on beside its block hashes, in at most 16 bytes. `step_tokens`: what one
-    step computes at most; 0: not known. `weights_change`: whether it is made to
-    take other weights while it runs, so that its facts do not name them.
+    request's KV depends on beside its block hashes and its media, in at most 16 bytes. `media`:
+    marks of requests with images and the like, which block hashes have by names only.
+    `step_tokens`: what one step computes at most; 0: not known. `weights_change`: whether it is
+    made to take other weights while it runs, so that its facts do not name them.
     """
 
     facts: Mapping[str, str]
@@ -68,6 +70,7 @@ class EngineInfo:
     mark: Callable[[Request], bytes] = no_mark
     step_tokens: int = 0
     weights_change: bool = False
+    media: MediaMarks = NoMedia()  # noqa: RUF009 - it has no state
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

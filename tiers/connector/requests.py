@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tiers.connector.base import EngineInfo, Request, SchedulerOutput
 from tiers.connector.generation import Generation
 from tiers.connector.limits import RequestLimits, read_limits
+from tiers.connector.media import MediaMark, joined
 from tiers.connector.parts import NULL_BLOCK, Parts
 
 
@@ -57,7 +58,7 @@ class RequestState:
     leading blocks that were offered for storing. `refused`: which keys of those found no room, and
     why (a counter's name). `recompute`: this tier failed to load it and is not asked again, so a
     request is loaded in vain once per tier at most. `store`: whether its blocks are stored.
-    `mark`: see `EngineInfo`. `asked`: when a lookup was begun that is not answered yet.
+    `mark`, `media`: see `EngineInfo`. `asked`: when a lookup was begun that is not answered yet.
     `answered`: whether any was. `looked_up`, `hit`: whether it is counted among the tier's lookups
     and hits. `order`: that in which its blocks were stored.
     """
@@ -65,6 +66,7 @@ class RequestState:
     request: Request
     limits: RequestLimits
     mark: bytes
+    media: MediaMark
     keys: list[bytes] = field(default_factory=list)
     tables: tuple[list[int], ...] = ()
     match: tuple[int, int] = (0, 0)
@@ -77,6 +79,11 @@ class RequestState:
     looked_up: bool = False
     hit: bool = False
     order: StoreOrder = field(default_factory=StoreOrder)
+
+    @property
+    def stores(self) -> bool:
+        """Whether its blocks may be stored."""
+        return self.store and self.media.shared
 
     def keys_from(self, start: int) -> list[bytes]:
         """Keys from `start` on; not to be changed, nor kept: copying thousands takes its time."""
@@ -123,13 +130,17 @@ class RequestTable:
         state = self._states.get(request.request_id)
         if state is None:
             limits, mark = read_limits(request)[0], self._engine.mark(request)
-            state = RequestState(request, limits, mark, store=limits.store)
+            media = self._engine.media.of(request)
+            state = RequestState(request, limits, mark, media, store=limits.store)
             self._states[request.request_id] = state
         hashes = request.block_hashes
         full = len(hashes) * self._engine.hash_tokens // self._block_tokens
         new = range(len(state.keys) // len(self._parts), full)
         if new:
-            state.keys += self._parts.keys(hashes, new, self._generation.key(state.mark))
+            media = self._engine.media.of(request)
+            for blocks, of_media in media.spans(new, self._block_tokens):
+                mark = self._generation.key(joined(state.mark, of_media))
+                state.keys += self._parts.keys(hashes, blocks, mark)
         return state
 
     def stop(self, state: RequestState, first: int) -> int:
@@ -164,6 +175,7 @@ class RequestTable:
 
     def forget(self, request_id: str) -> Counter[str]:
         """Drop a request that has finished; how many of its blocks never found room, and why."""
+        self._engine.media.forget(request_id)
         state = self._states.pop(request_id, None)
         return Counter() if state is None else Counter(state.refused.values())
 
@@ -211,6 +223,8 @@ class RequestTable:
         """All parts of the blocks that are not offered yet."""
         state, before, _ = scheduled
         self.state_of(state.request)
+        if not state.media.shared:
+            return Offers([], [])
         first, last = state.offered, self._complete(scheduled)
         state.offered = max(first, last)
         if self._parts.is_plain:

@@ -189,6 +189,8 @@ class OffloadingScheduler:
         """How many tokens beyond the computed ones the tier could load; None: ask again."""
         if self._manager is None or not self._is_readable():
             return 0, False
+        if not self._engine.media.ready(request):
+            return None, False
         state = self._requests.state_of(request)
         first, rest = divmod(num_computed_tokens, self._engine.block_tokens)
         stop = self._requests.stop(state, first)
@@ -248,6 +250,8 @@ class OffloadingScheduler:
 
     def holds(self, request: Request, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks the tier could load; None: ask again."""
+        if not self._engine.media.ready(request):
+            return None
         state = self._requests.state_of(request)
         stop = self._requests.stop(state, blocks.start)
         if self._manager is None or not self._is_readable():
@@ -311,6 +315,8 @@ class OffloadingScheduler:
 
     def on_new_request(self, request: Request) -> None:
         """Begin to find out what the tier has of a request, if it can't tell at once."""
+        if not self._engine.media.ready(request):
+            return
         if self._manager is not None and not self._unusable:
             state = self._requests.state_of(request)
             if state.keys and state.limits.may_load(self.tier):
@@ -336,7 +342,7 @@ class OffloadingScheduler:
 
     def _offer(self, scheduled: Scheduled) -> StoreJob | None:
         """Store what the step completes: full blocks of known tokens that the tier wants."""
-        if self._manager is None or self._unusable or not scheduled.state.store:
+        if self._manager is None or self._unusable or not scheduled.state.stores:
             return None
         tenant = tenant_of(scheduled.state.request)
         if not self._tenants.may_keep(tenant):

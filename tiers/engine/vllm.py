@@ -40,6 +40,7 @@ from tiers.connector.multi_metadata import (
     MultiWorkerMetadata,
 )
 from tiers.engine.fingerprint import model_facts
+from tiers.engine.media_identity import media_marks
 from tiers.engine.request_marks import AdapterMarks
 from tiers.engine.vllm_children import (
     any_requires_piecewise,
@@ -70,7 +71,9 @@ KVConnectorHandshakeMetadata.register(MultiHandshakeMetadata)
 KVConnectorWorkerMetadata.register(MultiWorkerMetadata)
 
 
-def engine_info(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineInfo:
+def engine_info(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chain: ChainSpec
+) -> EngineInfo:
     """What the chain must know of this engine. Raises ValueError for a model it can't serve."""
     groups = kv_groups(vllm_config, kv_cache_config)
     events = vllm_config.kv_events_config
@@ -89,6 +92,11 @@ def engine_info(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engi
         mark=AdapterMarks(),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         weights_change=getattr(vllm_config, "weight_transfer_config", None) is not None,
+        media=media_marks(
+            vllm_config,
+            kv_cache_config.num_blocks * max(group.tokens for group, _ in groups),
+            chain.trust_client_ids,
+        ),
     )
 
 
@@ -148,7 +156,7 @@ class KVTiersConnector(WorkerMembers):
         self._makers = {child.name: child.maker for child in children}
         self._keeps = chain is not None and chain.on_reset == "keep"
         if chain is not None:
-            info = engine_info(vllm_config, kv_cache_config)
+            info = engine_info(vllm_config, kv_cache_config, chain)
             self._chain = open_chain(chain, info, ours, open_copier)
         else:
             refuse_groups(children, kv_cache_config)

@@ -47,6 +47,7 @@ from tiers.connector.hosted import Answer, HostedTier
 from tiers.connector.pool_size import STAGING, PoolSize
 from tiers.connector.region import SlotRegion, attach_region, create_region, stamp
 from tiers.engine.fingerprint import model_facts
+from tiers.engine.media_identity import refuse_unmarked_media
 from tiers.engine.vllm_groups import refuse_model
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import open_copier
@@ -146,6 +147,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         """All that makes KV interchangeable; vLLM gives its layout by name, and pages as bytes."""
         vllm_config = get_current_vllm_config()
         refuse_model(vllm_config.model_config)
+        refuse_unmarked_media(vllm_config, self._chain.trust_client_ids)
         if vllm_config.lora_config is not None:
             raise ValueError(
                 "vLLM's OffloadingConnector does not tell two adapters of one name apart: with "

@@ -1,0 +1,212 @@
+"""Marks of images: their content, or this process's own where nobody can tell it."""
+
+from __future__ import annotations
+
+import logging
+from collections import UserDict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tiers.connector.base import EngineInfo
+from tiers.connector.generation import Generation
+from tiers.connector.media import MediaMark, joined
+from tiers.connector.parts import Parts
+from tiers.connector.requests import RequestState, RequestTable, Scheduled
+from tiers.engine.content_marks import ContentMarks, content_digest
+from tiers.engine.media_identity import media_marks, refuse_unmarked_media
+
+RED, BLUE = torch.full((3, 4), 0.5), torch.full((3, 4), -0.5)
+
+
+def item(**values: Any) -> Any:
+    """What an engine gives a model of one image."""
+    return UserDict({name: SimpleNamespace(data=value) for name, value in values.items()})
+
+
+def seen(name: str, pixels: Any, at: int = 0) -> Any:
+    """An image in a prompt; `pixels`: None, where it does not come to the scheduler."""
+    return SimpleNamespace(
+        identifier=name,
+        modality="image",
+        mm_position=SimpleNamespace(offset=at, length=4),
+        data=None if pixels is None else item(pixel_values=pixels),
+    )
+
+
+def asked(request_id: str, *images: Any) -> Any:
+    return SimpleNamespace(request_id=request_id, mm_features=list(images))
+
+
+def process(trust: bool = False) -> ContentMarks:
+    return ContentMarks(trust, room=100)
+
+
+def test_one_content_has_one_mark_in_every_process_and_another_has_another() -> None:
+    mark = process().of(asked("1", seen("avatar", RED)))
+    assert mark.shared
+    assert process().of(asked("2", seen("avatar", RED.clone()))).steps == mark.steps
+    assert process().of(asked("3", seen("avatar", BLUE))).steps != mark.steps
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        item(pixel_values=RED.bfloat16()),
+        item(pixel_values=RED.reshape(4, 3)),
+        item(pixel_values=[RED]),
+        item(pixel_values=RED, tiles=2),
+        item(pixel_values=RED, tiles=torch.tensor(2)),
+        item(pixels=RED),
+        item(pixel_values=[RED, RED]),
+        item(pixel_values=[[RED], [RED]]),
+        item(pixel_values=torch.empty(0)),
+    ],
+)
+def test_whatever_a_model_is_given_counts(other: Any) -> None:
+    digest = content_digest(other)
+    assert digest is not None and digest != content_digest(item(pixel_values=RED))
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        None,
+        item(address=5, monotonic_id=7, signature=[1, 2]),
+        item(pixel_values=RED.to("meta")),
+        item(pixel_values=object()),
+    ],
+)
+def test_a_place_in_shared_memory_is_no_content(unknown: Any) -> None:
+    assert content_digest(unknown) is None
+
+
+def test_an_image_whose_content_is_not_seen_stays_in_its_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here, there = process(), process()
+    with caplog.at_level(logging.WARNING):
+        marks = [here.of(asked(str(n), seen("avatar", None))) for n in range(3)]
+    (record,) = caplog.records
+    assert "trust_client_ids: true" in record.message
+    assert marks[0].shared and marks[0].steps == marks[1].steps
+    assert there.of(asked("1", seen("avatar", None))).steps != marks[0].steps
+
+
+def test_trusted_names_add_nothing_to_a_key() -> None:
+    trusting = process(trust=True)
+    assert trusting.of(asked("1", seen("avatar", RED))) == MediaMark()
+    assert joined(b"adapter", b"") == b"adapter"
+
+
+def test_a_name_of_two_contents_is_not_stored_from_then_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The engine's own caches go by names: which of the two do they hold?"""
+    marks = process()
+    red = marks.of(asked("red", seen("avatar", RED)))
+    other = marks.of(asked("other", seen("house", RED)))
+    assert red.shared and other.shared
+    with caplog.at_level(logging.WARNING):
+        blue = marks.of(asked("blue", seen("avatar", BLUE)))
+    assert not blue.shared and not red.shared, "what runs now may be computed from either"
+    assert other.shared
+    again = marks.of(asked("again", seen("avatar", RED)))
+    assert not again.shared and again.steps != red.steps
+    assert len(caplog.records) == 1
+
+
+def test_what_runs_under_a_name_of_two_contents_is_offered_to_no_tier() -> None:
+    media = process()
+    engine = EngineInfo({}, 16, 16, num_blocks=9, media=media)
+    table = RequestTable(engine, Parts(engine), Generation(), True)
+
+    def state(request_id: str, pixels: Any) -> RequestState:
+        request = asked(request_id, seen("avatar", pixels))
+        request.block_hashes, request.num_tokens = [bytes([n]) * 32 for n in range(4)], 64
+        made = table.state_of(request)
+        made.tables = ([1, 2, 3, 4],)
+        return made
+
+    red = state("red", RED)
+    assert len(table.offers(Scheduled(red, 0, 32)).pairs) == 2 and red.stores
+    blue = state("blue", BLUE)
+    assert not red.stores and not blue.stores
+    assert table.offers(Scheduled(red, 32, 64)).pairs == []
+
+
+def test_a_name_of_content_that_was_not_seen_once_is_not_stored_with_it() -> None:
+    marks = process()
+    marks.of(asked("1", seen("avatar", None)))
+    assert not marks.of(asked("2", seen("avatar", RED))).shared
+
+
+def test_blocks_before_an_image_are_those_of_their_tokens() -> None:
+    mark = process().of(asked("1", seen("a", RED, at=20), seen("b", BLUE, at=40)))
+    (_, first), (_, both) = mark.steps
+    assert list(mark.spans(range(5), 16)) == [
+        (range(1), b""),
+        (range(1, 2), first),
+        (range(2, 5), both),
+    ]
+    assert list(mark.spans(range(3, 4), 16)) == [(range(3, 4), both)]
+    assert list(mark.spans(range(1), 16)) == [(range(1), b"")]
+    alone = process().of(asked("1", seen("a", RED, at=20)))
+    assert alone.steps[0] == mark.steps[0], "a conversation goes on with another image"
+
+
+def test_images_that_are_added_while_a_request_runs_count() -> None:
+    marks = process()
+    request = asked("1", seen("a", RED))
+    before = list(marks.of(request).steps)
+    request.mm_features.append(seen("b", BLUE, at=40))
+    assert marks.of(request).steps[:1] == before
+    assert len(marks.of(request).steps) == 2
+
+
+def test_a_request_waits_for_nothing_but_its_own_images() -> None:
+    marks = process()
+    request = asked("1", seen("a", RED))
+    assert marks.ready(SimpleNamespace(request_id="2"))
+    marks.expect(request)
+    marks.of(request)
+    assert marks.ready(request)
+    marks.forget("1")
+    marks.forget("1")
+    assert not marks._marks and not marks._names and not marks._digesting
+
+
+def test_what_an_image_was_is_digested_once_while_the_engine_keeps_it() -> None:
+    marks = process()
+    image = seen("a", RED)
+    steps = marks.of(asked("1", image)).steps
+    assert marks.of(asked("2", image)).steps == steps
+    assert len(marks._items) == 1
+    image.data = None
+    assert len(marks._items) == 0, "nor is an image kept"
+
+
+def configured(caching: bool = True, cache_gb: float = 4, media: bool = True) -> Any:
+    multimodal = SimpleNamespace(mm_processor_cache_gb=cache_gb) if media else None
+    return SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=multimodal),
+        cache_config=SimpleNamespace(enable_prefix_caching=caching),
+    )
+
+
+def test_a_counter_is_never_trusted() -> None:
+    image = asked("1", seen("renderer0-mm-1-image-0", RED))
+    assert media_marks(configured(), 100, True).of(image).steps == []
+    assert media_marks(configured(False, 0), 100, True).of(image).steps != []
+    assert media_marks(configured(media=False), 100, False).of(image).steps == []
+
+
+def test_a_hosted_chain_refuses_what_it_can_not_tell_apart() -> None:
+    refuse_unmarked_media(configured(media=False), False)
+    refuse_unmarked_media(configured(), True)
+    with pytest.raises(ValueError, match="trust_client_ids: true"):
+        refuse_unmarked_media(configured(), False)
+    with pytest.raises(ValueError, match="--enable-prefix-caching"):
+        refuse_unmarked_media(configured(False, 0), True)
