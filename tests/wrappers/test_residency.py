@@ -32,7 +32,7 @@ class Fifo:
 
     touch = find_all
 
-    def admit(self, key: bytes, slot: int) -> None:
+    def admit(self, key: bytes, slot: int, head: int | None = None) -> None:
         if key not in self.slots and (len(self.slots) < self.most or self.evict_one()):
             self.pool.retain(slot)
             self.slots[key] = slot
@@ -85,7 +85,7 @@ def key(number: int) -> bytes:
 def store(made: HostManager, pool: SlotPool, number: int) -> bool:
     claim = pool.claim(key(number))
     assert claim is not None, "no room in the pool"
-    kept = made.complete_store(key(number), claim.slot, True)
+    kept = made.complete_store(key(number), claim.slot, True, None)
     pool.release(claim.slot)
     return kept
 
@@ -123,8 +123,8 @@ WRONG: dict[str, dict[str, Any]] = {
     "too few slots": {"touch": lambda self, keys: []},
     "no list": {"find_all": lambda self, keys: dict.fromkeys(keys)},
     "no slots": {"find": lambda self, key: "slot"},
-    "keeps twice": {"admit": lambda self, key, slot: [self.pool.retain(slot) for _ in "ab"]},
-    "releases another's": {"admit": lambda self, key, slot: self.pool.release(slot)},
+    "keeps twice": {"admit": lambda self, key, slot, head: [self.pool.retain(slot) for _ in "ab"]},
+    "releases another's": {"admit": lambda self, key, slot, head: self.pool.release(slot)},
     "keeps more than its capacity": {"evict_one": lambda self: True},
 }
 

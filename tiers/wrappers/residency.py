@@ -106,9 +106,9 @@ class GuardedResidency:
         nothing: list[int | None] = [None] * len(keys)
         return self._ask(lambda: self._slots_of(keys, self._residency.touch(keys)), nothing)
 
-    def admit(self, key: bytes, slot: int) -> None:
+    def admit(self, key: bytes, slot: int, head: int | None = None) -> None:
         """As the plugin; nothing is kept once it has failed."""
-        self._ask(lambda: self._residency.admit(key, slot), None)
+        self._ask(lambda: self._residency.admit(key, slot, head), None)
 
     def discard(self, key: bytes) -> None:
         """As the plugin."""
