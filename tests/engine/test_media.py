@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections import UserDict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from replay_chains import MODEL, chain_of, cpu
 
 from tiers.connector.base import EngineInfo
 from tiers.connector.generation import Generation
-from tiers.connector.media import MediaMark, joined
+from tiers.connector.media import MediaMark, NoMedia, joined
 from tiers.connector.parts import Parts
 from tiers.connector.requests import RequestState, RequestTable, Scheduled
 from tiers.engine.content_marks import ContentMarks, content_digest
 from tiers.engine.media_identity import media_marks, refuse_unmarked_media
+from tiers.engine.replay import ReplayEngine, answer
 
 RED, BLUE = torch.full((3, 4), 0.5), torch.full((3, 4), -0.5)
 
@@ -186,6 +189,28 @@ def test_what_an_image_was_is_digested_once_while_the_engine_keeps_it() -> None:
     assert len(marks._items) == 1
     image.data = None
     assert len(marks._items) == 0, "nor is an image kept"
+
+
+@pytest.mark.parametrize("load", ["first", "longest", "stitched", "cheapest"])
+def test_others_run_while_a_requests_images_are_digested(
+    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch, load: str
+) -> None:
+    made = engine(chain_of(cpu(400), load=load), prefix_caching=False)
+    prompt = list(range(30))
+    made.add(prompt, 2)
+    made.run()
+    made.settle()
+    digesting: set[str] = set()
+    monkeypatch.setattr(NoMedia, "ready", lambda _, request: request.request_id not in digesting)
+    with_images = made.add(prompt, 2)
+    digesting.add(with_images.request_id)
+    other = made.add([7, *prompt], 2)
+    for _ in range(50):
+        made.step()
+    assert len(other.output) == 2 and not with_images.has_run
+    digesting.clear()
+    made.run()
+    assert with_images.output == answer(MODEL, prompt, 2)
 
 
 def configured(caching: bool = True, cache_gb: float = 4, media: bool = True) -> Any:
