@@ -23,7 +23,7 @@ from disk_audit import (
 )
 
 from spec.offloading import StoreSite
-from tiers.disk import locks, seal
+from tiers.disk import locks, room, seal
 from tiers.disk.folder import Folder
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen
@@ -194,6 +194,30 @@ def test_nine_processes_open_at_once(tmp_path: Path) -> None:
     store.close()
     assert os.listdir(tmp_path / "owners") == []
     assert (tmp_path / "index.seal").exists()
+
+
+def test_what_the_dead_had_reserved_is_freed_once(tmp_path: Path) -> None:
+    """Two processes that open at once find the same slots; by then they may be somebody's again."""
+    dead = Other("store = open_disk(path)\n" + RESERVING, tmp_path)
+    assert dead.hear() == "reserved"
+    (file,) = (tmp_path / "owners").iterdir()
+    owner = bytes.fromhex(file.name.split(".")[1])
+    dead.kill()
+    with opened(tmp_path) as store:
+        assert store.usage().used == 0
+        _, slots = store._vault.reserve({key(n): SLOT for n in range(2)})
+        with store._vault.edit() as edit:
+            stale = [(slot, owner) for slot in slots.values()]
+            assert room.reclaim(edit, store._vault.slabs, stale) == 0
+        assert store.usage().used == 2 * SLOT
+        audit(store)
+
+
+RESERVING = """
+store._vault.reserve({key(n): SLOT for n in range(2)})
+say("reserved")
+wait()
+"""
 
 
 @pytest.mark.fault(

@@ -133,7 +133,7 @@ def test_uses_that_are_left_are_written_at_the_close(tmp_path: Path) -> None:
     store = open_disk(tmp_path, slots=4)
     put(store, keys(3, 2, 1, 0))
     with store._vault.upkeep.held_back():
-        for _ in range(2000):
+        for _ in range(10_000):
             store.touch(keys(3))
         store.touch(keys(1))
     store.close()
