@@ -47,13 +47,13 @@ def test_a_slot_that_holds_another_key_is_not_served() -> None:
 def test_the_namespace_tells_ranks_facts_layouts_and_block_sizes_apart() -> None:
     base = vars(ENGINE)
     hellos = [
-        host_with(numbered()).hello(),
-        host_with(numbered(), EngineInfo(**{**base, "rank": 1, "world_size": 2})).hello(),
-        host_with(numbered(), EngineInfo(**{**base, "world_size": 2})).hello(),
-        host_with(numbered(), EngineInfo(**{**base, "facts": {"model": "n"}})).hello(),
-        host_with(numbered(), EngineInfo(**{**base, "block_tokens": 8})).hello(),
-        host_with(numbered().view(8, 4, 4)).hello(),
-        host_with(numbered().view(torch.float64)).hello(),
+        host_with(numbered()).shared_hello(),
+        host_with(numbered(), EngineInfo(**{**base, "rank": 1, "world_size": 2})).shared_hello(),
+        host_with(numbered(), EngineInfo(**{**base, "world_size": 2})).shared_hello(),
+        host_with(numbered(), EngineInfo(**{**base, "facts": {"model": "n"}})).shared_hello(),
+        host_with(numbered(), EngineInfo(**{**base, "block_tokens": 8})).shared_hello(),
+        host_with(numbered().view(8, 4, 4)).shared_hello(),
+        host_with(numbered().view(torch.float64)).shared_hello(),
     ]
     assert len({hello.namespace for hello in hellos}) == len(hellos)
-    assert host_with(numbered()).hello() == hellos[0]
+    assert host_with(numbered()).shared_hello() == hellos[0]

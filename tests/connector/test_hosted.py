@@ -14,33 +14,45 @@ from spec.offloading import HostSpec, StoreSite, StoreSpec
 from spec.registry import tier_class
 from tiers.connector.base import Hello
 from tiers.connector.hosted import Answer, HostedTier
+from tiers.connector.hosted_join import LateStore
 from tiers.connector.region import SlotRegion, attach_region, create_region, stamp
 from tiers.errors import TierUnusable
-from tiers.wrappers.guard import guard
+from tiers.wrappers.guard import Guarded, guard
 
 PAYLOAD = 5000
 SLOTS = 8
 BLOCKS = [bytes([i]) * 36 for i in range(20)]
 """Names as vLLM makes them: a hash and a KV cache group."""
+NAMES = (b"rank-0----------", b"rank-1----------")
 
 
 class Engine:
     """What vLLM's connector does with a tier: asks, and has two workers copy as it is told."""
 
-    def __init__(self, folder: Path, spec: StoreSpec | None, slots: int = SLOTS) -> None:
-        names = (b"rank-0----------", b"rank-1----------")
+    def __init__(
+        self, folder: Path, spec: StoreSpec | None, slots: int = SLOTS, late: bool = False
+    ) -> None:
+        names = (b"", b"") if late else NAMES
         self.workers = [
             create_region("engine", Hello(rank, names[rank], PAYLOAD), slots, False, folder)
             for rank in range(2)
         ]
         regions = [attach_region("engine", rank, folder) for rank in range(2)]
         assert list(folder.iterdir()) == [], "a killed engine must leave nothing behind"
-        store = guard(spec.open(StoreSite(PAYLOAD, 2)), "tier") if spec is not None else None
+
+        def open_store() -> Guarded | None:
+            return guard(spec.open(StoreSite(PAYLOAD, 2)), "tier") if spec is not None else None
+
         host = tier_class("cpu").model_validate(
             {"type": "cpu", "capacity": "1MiB", "eviction": "lru"}
         )
         assert isinstance(host, HostSpec)
-        self.tier = HostedTier(regions, host.residency, store)
+        self.tier = HostedTier(
+            regions,
+            host.residency,
+            None if late else open_store(),
+            late=LateStore(regions, open_store) if late else None,
+        )
 
     def store(self, blocks: list[bytes], fails: bool = False) -> int:
         """Gather what the tier wants of these; on one worker the copies fail. How many it took."""
@@ -101,10 +113,10 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
     numbers = itertools.count()
 
-    def one(spec: StoreSpec | None, slots: int = SLOTS) -> Engine:
+    def one(spec: StoreSpec | None, slots: int = SLOTS, late: bool = False) -> Engine:
         folder = tmp_path / f"shm-{next(numbers)}"
         folder.mkdir()
-        engines.append(Engine(folder, spec, slots))
+        engines.append(Engine(folder, spec, slots, late))
         return engines[-1]
 
     yield one
@@ -169,6 +181,24 @@ def test_more_than_host_memory_holds_is_served_as_far_as_it_fits(
     assert answers[0] == [Answer.HIT] * 6
     assert answers[1] == [Answer.HIT] * 6, "the same blocks serve both"
     assert small.ask("d", BLOCKS[:4]) == [Answer.HIT] * 2 + [Answer.MISS] * 2
+
+
+def test_a_store_whose_name_comes_late_serves_when_all_ranks_know_it(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    first = make(disk(tmp_path / "disk"))
+    first.store(BLOCKS[:4])
+    first.settle()
+    late = make(disk(tmp_path / "disk"), late=True)
+    assert late.hits("a", BLOCKS[:4]) == []
+    late.workers[0].name(NAMES[0])
+    assert late.hits("b", BLOCKS[:4]) == [], "the other rank's blocks have no name yet"
+    assert late.store(BLOCKS[8:10]) == 2 and late.hits("c", BLOCKS[8:10]) == BLOCKS[8:10]
+    late.workers[1].name(NAMES[1])
+    limit = time.monotonic() + 30
+    while late.hits(f"d{limit - time.monotonic()}", BLOCKS[:4]) != BLOCKS[:4]:
+        assert time.monotonic() < limit, "the store never joined"
+    assert late.hits("e", BLOCKS[:4]) == BLOCKS[:4]
 
 
 def test_damage_on_disk_is_a_miss(make: Callable[..., Engine], tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def drive(engine: ReplayEngine, seed: int, abort: float = 0.0, world_size: int =
 def names(engine: ReplayEngine, hashes: Iterable[bytes], group: int = 0) -> list[bytes]:
     """What stores call these blocks, of all ranks."""
     suffix = group.to_bytes(GROUP_BYTES, "little")
-    said = [worker.handshake().metadata[0].namespace for worker in engine.workers]
+    said = [worker.handshake().metadata[-1].namespace for worker in engine.workers]
     return [space + block_hash + suffix for space in said for block_hash in hashes]
 
 

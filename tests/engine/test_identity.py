@@ -16,7 +16,7 @@ from tiers.connector.generation import Generation
 from tiers.connector.parts import Parts
 from tiers.connector.requests import RequestTable
 from tiers.engine.content_marks import ContentMarks
-from tiers.engine.fingerprint import model_facts
+from tiers.engine.identity.facts import config_facts
 from tiers.engine.request_marks import AdapterMarks
 
 BLOCK = 16
@@ -165,7 +165,7 @@ def test_longest_request_matters_where_it_chooses_the_rotary_factors() -> None:
     phi = SimpleNamespace(original_max_position_embeddings=4096)
 
     def facts(**more: Any) -> dict[str, str]:
-        return model_facts(model(**more), "0.32.0", "")
+        return config_facts(model(**more), "0.32.0")
 
     assert facts(max_model_len=4096) == facts(max_model_len=8192)
     short = facts(hf_text_config=phi, max_model_len=4096)

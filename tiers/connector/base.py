@@ -44,6 +44,17 @@ def no_mark(request: Request) -> bytes:
     return b""
 
 
+class LateFacts(Protocol):
+    """Facts of a worker that are not there when it is made."""
+
+    def known(self, seconds: float = 0.0) -> Mapping[str, str] | None:
+        """The facts; None: they are not known yet, also after waiting for so many seconds.
+
+        Asked by one thread, for the first time when the paged KV is registered.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class EngineInfo:
     """What a connector must know of its engine.
@@ -56,7 +67,8 @@ class EngineInfo:
     request's KV depends on beside its block hashes and its media, in at most 16 bytes. `media`:
     marks of requests with images and the like, which block hashes have by names only.
     `step_tokens`: what one step computes at most; 0: not known. `weights_change`: whether it is
-    made to take other weights while it runs, so that its facts do not name them.
+    made to take other weights while it runs, so that its facts do not name them. `late_facts`: more facts,
+    on a worker; a tier whose blocks others may find opens once they are known.
     """
 
     facts: Mapping[str, str]
@@ -71,6 +83,7 @@ class EngineInfo:
     step_tokens: int = 0
     weights_change: bool = False
     media: MediaMarks = NoMedia()  # noqa: RUF009 - it has no state
+    late_facts: LateFacts | None = None
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -150,9 +163,10 @@ class ConnectorOutput(Protocol):
 
 @dataclass(frozen=True)
 class Hello:
-    """What a worker says of itself before the first request.
+    """What a worker says of itself, before the first request or soon after.
 
-    `namespace`: digest under which its blocks are known. `payload_bytes`: bytes of one block.
+    `namespace`: digest under which its blocks are known; empty for a tier whose blocks only this
+    engine finds. `payload_bytes`: bytes of one block.
     """
 
     rank: int

@@ -68,6 +68,7 @@ def open_chain(
                     now,
                 ),
                 hit_source=tier.hit_source,
+                is_shared=isinstance(tier, StoreSpec),
             )
             for tier in chain.tiers
         ]
@@ -87,7 +88,6 @@ def open_chain(
         OffloadingConnector(
             tier.tier_name,
             worker=OffloadingWorker(tier, host, DRAIN_SECONDS),
-            host=host,
         )
         for tier in chain.tiers
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -13,7 +15,13 @@ from tiers.connector.pool_size import PoolSize
 from tiers.pool import SlotMemory
 from tiers.prefault import Prefault
 
+logger = logging.getLogger(__name__)
+
 OpenCopier = Callable[[Mapping[str, torch.Tensor], int], Copier]
+
+
+MOMENT = 0.2
+"""Seconds that a start waits for late facts: tiers of small models are there from the beginning."""
 
 
 class HostSlots:
@@ -34,6 +42,8 @@ class HostSlots:
         self._holds: dict[int, bytes] = {}
         self._gathers: dict[int, Copy] = {}
         self._seals: dict[int, bytes] = {}
+        self._namespace: bytes | None = None
+        self._began: float | None = None
 
     def open(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's paged KV; the first tier of the chain to call this does the work."""
@@ -65,11 +75,45 @@ class HostSlots:
         return self.copier.payload_bytes
 
     def hello(self) -> Hello:
-        """What the scheduler must know of this worker."""
-        facts = {**self.engine.facts, "layout": self.copier.layout}
-        facts["block_tokens"] = str(self.engine.block_tokens)
-        digest = namespace(facts, self.engine.rank, self.engine.world_size)
-        return Hello(self.engine.rank, digest, self.payload_bytes)
+        """What the scheduler must know of this worker, for a tier that only this engine finds."""
+        return Hello(self.engine.rank, b"", self.payload_bytes)
+
+    def shared_hello(self, may_wait: bool = False) -> Hello | None:
+        """The same for a tier whose blocks others find, by the worker's namespace.
+
+        None: the engine's late facts are not known yet. With `may_wait` the first call, of all
+        tiers', waits a moment for them. Called by the engine's thread.
+        """
+        if self._namespace is None:
+            late = self._late_facts(MOMENT if may_wait and self._began is None else 0.0)
+            if late is None:
+                self._say_wait()
+                return None
+            facts = {**self.engine.facts, **late, "layout": self.copier.layout}
+            facts["block_tokens"] = str(self.engine.block_tokens)
+            self._namespace = namespace(facts, self.engine.rank, self.engine.world_size)
+            self._say_known()
+        return Hello(self.engine.rank, self._namespace, self.payload_bytes)
+
+    def _late_facts(self, seconds: float) -> Mapping[str, str] | None:
+        late = self.engine.late_facts
+        return {} if late is None else late.known(seconds)
+
+    def _say_wait(self) -> None:
+        if self._began is None:
+            self._began = time.monotonic()
+            if self.engine.rank == 0:
+                logger.info(
+                    "the model's weights are being identified, beside the engine's work. Until "
+                    "that is done, nothing is stored in, or loaded from, tiers that others share"
+                )
+
+    def _say_known(self) -> None:
+        if self._began is not None and self.engine.rank == 0:
+            logger.info(
+                "the tiers that others share join now, %.1f s after the engine's memory was there",
+                time.monotonic() - self._began,
+            )
 
     def gather(self, items: Sequence[StoreItem]) -> Copy | None:
         """Begin filling the slots whose bytes no one has gathered yet."""

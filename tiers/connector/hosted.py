@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tiers.connector.generation import Generation
+from tiers.connector.hosted_join import LateStore
 from tiers.connector.hosted_store import StoreTransfers, Transfer
 from tiers.connector.region import SlotRegion
 from tiers.connector.store_manager import StoreManager
@@ -61,27 +62,35 @@ class HostedTier:
         residency: Callable[[SlotPool, int], Residency],
         store: Guarded | None,
         clock: Callable[[], float] = time.monotonic,
+        late: LateStore | None = None,
     ) -> None:
+        """`late`: a store that joins when it can be opened."""
         slots = min(region.num_slots for region in regions)
         self.pool = SlotPool(slots)
         self.dropped = 0
         """Blocks not stored because no slot was free, or because the store lags behind."""
         self._regions = regions
         self._residency = residency(self.pool, slots)
-        self._store = store
-        self._generation = Generation()
-        spaces = [region.hello.namespace for region in regions]
-        self._manager = (
-            None if store is None else StoreManager(store, spaces, self._generation, clock)
-        )
-        self._under_way = StoreTransfers(store, regions) if store is not None else None
         self._clock = clock
+        self._late = late
+        self._generation = Generation()
+        self._store: Guarded | None = None
+        self._manager: StoreManager | None = None
+        self._under_way: StoreTransfers | None = None
+        if store is not None:
+            self._join(store)
         self._requests: dict[str, _Request] = {}
         self._storing: dict[bytes, int] = {}
         self._loading: dict[bytes, list[int]] = {}
         self._fetching: dict[bytes, float] = {}
         self._issued = [0] * slots
         self._unquiet: list[int] = []
+
+    def _join(self, store: Guarded) -> None:
+        spaces = [region.namespace for region in self._regions]
+        self._store = store
+        self._manager = StoreManager(store, spaces, self._generation, self._clock)
+        self._under_way = StoreTransfers(store, self._regions)
 
     @property
     def transfers(self) -> int:
@@ -131,6 +140,8 @@ class HostedTier:
 
     def end_step(self, started: Iterable[str]) -> None:
         """Begin to fetch what this step's lookups found missing; `started` have begun to run."""
+        if self._late is not None and (store := self._late.take()) is not None:
+            self._join(store)
         for request_id in started:
             self._unpin(request_id)
         self._reap()
@@ -343,6 +354,8 @@ class HostedTier:
 
     def close(self) -> None:
         """Let puts under way end, within a limit, and release everything."""
+        if self._late is not None:
+            self._late.close()
         if self._under_way is not None:
             self._under_way.close()
         if self._manager is not None:

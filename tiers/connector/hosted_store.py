@@ -82,7 +82,7 @@ class StoreTransfers:
     ) -> Iterator[list[Block]]:
         """Each rank's part of these blocks."""
         for region in self._regions:
-            space = space_of(region.hello.namespace, generation)
+            space = space_of(region.namespace, generation)
             pairs = zip(keys, slots, strict=True)
             yield [Block(space + key, region.memory.payload(slot)) for key, slot in pairs]
 

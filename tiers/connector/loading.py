@@ -99,13 +99,16 @@ class Loading:
         self._bounce: list[SlotMemory] = []
         self._threads = threads(LOADERS, f"load-{tier}")
 
-    def open(self, store: Guarded) -> None:
-        """Load from this store from now on."""
+    def open(self) -> None:
+        """Take memory to pass stores' blocks through, once the paged KV is registered."""
         payload, copier = self._host.payload_bytes, self._host.copier
         rows = min(64, max(1, WAVE_BYTES // slot_stride(payload)))
         # A load that first had to be given its memory would take twice as long.
         self._bounce = [SlotMemory(rows, payload, copier.pin, touch=True) for _ in range(LOADERS)]
-        self._namespace = self._host.hello().namespace
+
+    def serve(self, store: Guarded, namespace: bytes) -> None:
+        """Load from this store from now on, under the worker's namespace."""
+        self._namespace = namespace
         self._store = store
 
     def begin(self, jobs: Sequence[LoadJob]) -> None:

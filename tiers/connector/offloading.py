@@ -20,7 +20,6 @@ from tiers.connector.base import (
     TransferResults,
 )
 from tiers.connector.contract import Connector
-from tiers.connector.host import HostSlots
 from tiers.connector.load_meter import LoadMeter
 from tiers.connector.scheduler import OffloadingScheduler
 from tiers.connector.shared_load import SharedLoad
@@ -36,15 +35,16 @@ class OffloadingConnector(Connector):
         tier: str,
         scheduler: OffloadingScheduler | None = None,
         worker: OffloadingWorker | None = None,
-        host: HostSlots | None = None,
         hit_source: str = "external_unspecified",
+        is_shared: bool = True,
     ) -> None:
+        """`is_shared`: whether others than this engine find its blocks."""
         super().__init__(Role.SCHEDULER if scheduler else Role.WORKER)
         self.tier = tier
         self._scheduler = scheduler
         self._worker = worker
-        self._host = host
         self._hit_source = hit_source
+        self._is_shared = is_shared
 
     @property
     def scheduler(self) -> OffloadingScheduler:
@@ -125,6 +125,9 @@ class OffloadingConnector(Connector):
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         """Open the tier with what its workers said; another connector's words are ignored."""
         hellos = [hello for hello in metadata.values() if isinstance(hello, Hello)]
+        if self._is_shared:
+            # An engine's own MultiConnector may pass on the words of another chain's cpu tier.
+            hellos = [hello for hello in hellos if hello.namespace]
         self.scheduler.welcome({hello.rank: hello for hello in hellos})
 
     def on_new_request(self, request: Request) -> None:
@@ -165,7 +168,7 @@ class OffloadingConnector(Connector):
 
     def get_handshake_metadata(self) -> Hello | None:
         """Who this worker is."""
-        return self._host.hello() if self._host is not None else None
+        return None if self._worker is None else self._worker.hello()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Fence blocks that are about to be overwritten; all, where only requests are named."""

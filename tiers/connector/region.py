@@ -27,6 +27,9 @@ _PREFIX = "kvtiers-"
 _MARK = struct.Struct("<Q16s8x")
 """Per slot: how many of the worker's transfers have ended, and a digest of the key it holds."""
 
+_NAME = struct.Struct("<16s16s")
+"""At the end of the last page: the worker's namespace, and its stamp; zeros, until it is known."""
+
 
 def stamp(key: bytes) -> bytes:
     """What a worker writes beside a slot when all of a block's bytes are in it."""
@@ -42,15 +45,27 @@ class SlotRegion:
 
     def __init__(self, file: int, hello: Hello, num_slots: int, pin: bool) -> None:
         self.hello = hello
+        """Without the namespace, which may come later."""
         self.memory = SlotMemory(num_slots, hello.payload_bytes, pin, file=file)
         _, marks, size = _sizes(num_slots, hello.payload_bytes)
         self._map = mmap.mmap(file, size, flags=mmap.MAP_SHARED)
         self._marks = memoryview(self._map)[marks : marks + num_slots * _MARK.size]
+        self._name = memoryview(self._map)[size - _NAME.size : size]
 
     @property
     def num_slots(self) -> int:
         """How many slots there are."""
         return self.memory.rows.shape[0]
+
+    @property
+    def namespace(self) -> bytes:
+        """Digest under which the worker's blocks are known; empty until the worker knows it."""
+        name, its_stamp = _NAME.unpack(self._name)
+        return bytes(name) if its_stamp == stamp(name) else b""
+
+    def name(self, namespace: bytes) -> None:
+        """Say the worker's namespace, on the worker's side."""
+        _NAME.pack_into(self._name, 0, namespace, stamp(namespace))
 
     def ended(self, slot: int) -> int:
         """How many transfers to or from the slot the worker has ended."""
@@ -96,12 +111,14 @@ def create_region(
     # The lock is held as long as the memory is mapped, and tells others that it is not abandoned.
     fcntl.flock(file, fcntl.LOCK_SH)
     about, _, size = _sizes(num_slots, hello.payload_bytes)
-    text = json.dumps([num_slots, hello.rank, hello.namespace.hex(), hello.payload_bytes])
+    text = json.dumps([num_slots, hello.rank, hello.payload_bytes])
     region: SlotRegion | None = None
     try:
         os.posix_fallocate(file, 0, size)
-        os.pwrite(file, text.encode().ljust(ALIGNMENT), about)
+        os.pwrite(file, text.encode().ljust(ALIGNMENT - _NAME.size), about)
         region = SlotRegion(file, hello, num_slots, pin)
+        if hello.namespace:
+            region.name(hello.namespace)
         return region
     except OSError as error:
         raise TierUnusable(
@@ -145,8 +162,9 @@ def attach_region(engine_id: str, rank: int, folder: Path = FOLDER) -> SlotRegio
         if os.fstat(file).st_uid != os.getuid():
             raise TierUnusable(f"{path} belongs to another user")
         size = os.fstat(file).st_size
-        num_slots, rank, space, payload = json.loads(os.pread(file, ALIGNMENT, size - ALIGNMENT))
-        return SlotRegion(file, Hello(rank, bytes.fromhex(space), payload), num_slots, pin=False)
+        text = os.pread(file, ALIGNMENT - _NAME.size, size - ALIGNMENT)
+        num_slots, rank, payload = json.loads(text)
+        return SlotRegion(file, Hello(rank, b"", payload), num_slots, pin=False)
     finally:
         os.close(file)
         path.unlink()

@@ -7,13 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from spec.offloading import HostSpec, OffloadingSpec, StoreSite, StoreSpec
 from tiers.connector.base import (
     Copy,
+    Hello,
     JobResult,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -63,6 +64,8 @@ class OffloadingWorker:
         self._drain = drain
         self._store: Guarded | None = None
         self._namespace = b""
+        self._hello: Hello | None = None
+        self._joining: Future[None] | None = None
         self._unusable: str | None = None
         self._stores: list[_Store] = []
         self._ended: dict[int, JobResult] = {}
@@ -81,17 +84,36 @@ class OffloadingWorker:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's paged KV and open the tier; one that can't be used is reported."""
         self._host.open(kv_caches)
-        self._namespace = self._host.hello().namespace
         if self._spec is None:
+            self._hello = self._host.hello()
             return
-        payload = self._host.payload_bytes
+        self._loading.open()
+        hello = self._host.shared_hello(may_wait=True)
+        if hello is not None:
+            self._open(self._spec, hello)
+
+    def _open(self, spec: StoreSpec, hello: Hello) -> None:
+        """Open the store, under the worker's namespace; what is said of it is said afterwards."""
+        self._namespace = hello.namespace
         try:
-            site = StoreSite(payload, self._host.engine.world_size)
-            self._store = open_guarded(self._spec, site)
+            site = StoreSite(hello.payload_bytes, self._host.engine.world_size)
+            store = open_guarded(spec, site)
+            self._loading.serve(store, hello.namespace)
+            self._store = store
         except TierUnusable as error:
             self._unusable = str(error)
-            return
-        self._loading.open(self._store)
+        self._hello = hello
+
+    def hello(self) -> Hello | None:
+        """What the scheduler must know of this worker; None: the tier is not open yet.
+
+        One whose facts came late is opened beside the steps, since that may take its time.
+        """
+        if self._hello is None and self._spec is not None:
+            hello = self._host.shared_hello()
+            if hello is not None and self._joining is None:
+                self._joining = self._writer.submit(self._open, self._spec, hello)
+        return self._hello
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -220,8 +242,8 @@ class OffloadingWorker:
         health = HEALTHY if self._store is None else self._store.health
         if health != self._health:
             self._health = meta.health[self._host.engine.rank] = health
-        if not self._said_hello:
-            hello = self._host.hello()
+        hello = None if self._said_hello else self.hello()
+        if hello is not None:
             meta.hellos[hello.rank] = hello
             meta.unusable = self._unusable
             self._said_hello = True
@@ -232,7 +254,8 @@ class OffloadingWorker:
     def close(self) -> None:
         """Let stores under way end, for `drain` seconds at most, and release the tier."""
         self._throttle.stop()
-        wait([store.future for store in self._stores], self._drain)
+        under_way: list[Future[Any]] = [store.future for store in self._stores]
+        wait([*under_way, self._joining] if self._joining else under_way, self._drain)
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._loading.close(self._drain)
         if self._store is not None:

@@ -8,7 +8,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from tiers.engine.fingerprint import WEIGHTS, weights_digest
+from tiers.engine.fingerprint import weights_digest
+from tiers.engine.identity.weights import WEIGHTS
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import BlockHash, get_none_hash_seed, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
@@ -39,7 +39,7 @@ from tiers.connector.multi_metadata import (
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
-from tiers.engine.fingerprint import model_facts
+from tiers.engine.identity.facts import config_facts
 from tiers.engine.media_identity import media_marks
 from tiers.engine.request_marks import AdapterMarks
 from tiers.engine.vllm_children import (
@@ -51,6 +51,7 @@ from tiers.engine.vllm_children import (
     required_layout,
 )
 from tiers.engine.vllm_groups import REPORTS_FAILED_REQUESTS, hash_tokens, kv_groups
+from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
 from tiers.engine.vllm_worker import WorkerMembers
 from tiers.gpu.copier import open_copier
@@ -72,14 +73,14 @@ KVConnectorWorkerMetadata.register(MultiWorkerMetadata)
 
 
 def engine_info(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chain: ChainSpec
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: Role, chain: ChainSpec
 ) -> EngineInfo:
     """What the chain must know of this engine. Raises ValueError for a model it can't serve."""
     groups = kv_groups(vllm_config, kv_cache_config)
     events = vllm_config.kv_events_config
     return EngineInfo(
         facts={
-            **model_facts(vllm_config, vllm_version, get_none_hash_seed()),
+            **config_facts(vllm_config, vllm_version),
             "groups": json.dumps([[*group, layers] for group, layers in groups]),
         },
         block_tokens=math.lcm(*(group.tokens for group, _ in groups)),
@@ -97,6 +98,7 @@ def engine_info(
             kv_cache_config.num_blocks * max(group.tokens for group, _ in groups),
             chain.trust_client_ids,
         ),
+        late_facts=late_facts(vllm_config, chain.salt) if role is Role.WORKER else None,
     )
 
 
@@ -156,7 +158,7 @@ class KVTiersConnector(WorkerMembers):
         self._makers = {child.name: child.maker for child in children}
         self._keeps = chain is not None and chain.on_reset == "keep"
         if chain is not None:
-            info = engine_info(vllm_config, kv_cache_config, chain)
+            info = engine_info(vllm_config, kv_cache_config, ours, chain)
             self._chain = open_chain(chain, info, ours, open_copier)
         else:
             refuse_groups(children, kv_cache_config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +23,7 @@ from tiers.threads import threads
 
 check_version(vllm_version)  # before what another version may not have
 
-import torch
 from vllm.config import get_current_vllm_config
-from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -42,13 +40,16 @@ from spec.load import load_chain
 from spec.offloading import HostSpec, StoreSite, StoreSpec
 from spec.registry import tier_class
 from tiers.block import namespace
-from tiers.connector.base import Copier, Copy, Hello
+from tiers.connector.base import Copier, Copy, Hello, LateFacts
+from tiers.connector.host import MOMENT
 from tiers.connector.hosted import Answer, HostedTier
+from tiers.connector.hosted_join import LateStore
 from tiers.connector.pool_size import STAGING, PoolSize
 from tiers.connector.region import SlotRegion, attach_region, create_region, stamp
-from tiers.engine.fingerprint import model_facts
+from tiers.engine.identity.facts import config_facts
 from tiers.engine.media_identity import refuse_unmarked_media
 from tiers.engine.vllm_groups import refuse_model
+from tiers.engine.vllm_identity import late_facts
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import open_copier
 from tiers.wrappers.guard import Guarded
@@ -97,10 +98,14 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         """The scheduler's side. Raises TierUnusable where it can't share the workers' memory."""
         ranks = range(self.config.parallel.world_size)
         regions = [attach_region(self.config.engine_id, rank) for rank in ranks]
-        store = self._open_store(max(region.hello.payload_bytes for region in regions))
-        return HostedManager(
-            HostedTier(regions, partial(open_residency, self._host), store), self._store
-        )
+        payload = max(region.hello.payload_bytes for region in regions)
+        store, late = None, None
+        if self._store is not None and all(region.namespace for region in regions):
+            store = self._open_store(payload)
+        elif self._store is not None:
+            late = LateStore(regions, partial(self._open_store, payload))
+        tier = HostedTier(regions, partial(open_residency, self._host), store, late=late)
+        return HostedManager(tier, self._store)
 
     def _open_store(self, payload_bytes: int) -> Guarded | None:
         if self._store is None:
@@ -129,10 +134,11 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
                 f"host memory of {self._host.capacity} bytes over {parallel.world_size} rank(s) "
                 f"is less than one block of {payload} bytes"
             )
-        facts = self._facts(copiers, tensors[0].device)
-        space = namespace(facts, parallel.rank, parallel.world_size)
-        hello = Hello(parallel.rank, space, payload)
+        hello = Hello(parallel.rank, b"", payload)
         region = create_region(self.config.engine_id, hello, slots, copiers[0].pin)
+        facts = self._facts(copiers)
+        if self._store is not None:
+            self._name(region, facts, late_facts(get_current_vllm_config(), self._chain.salt))
         return HostedWorker(region, copiers)
 
     def _pool_size(self, ranks: int) -> PoolSize:
@@ -143,8 +149,33 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         blocks = sum(-(-tokens // group.tokens_per_block) for group in self.config.groups)
         return PoolSize(0, self._chain.staging, blocks, ranks)
 
-    def _facts(self, copiers: Sequence[Copier], device: torch.device) -> dict[str, str]:
-        """All that makes KV interchangeable; vLLM gives its layout by name, and pages as bytes."""
+    def _name(self, region: SlotRegion, facts: Mapping[str, str], late: LateFacts) -> None:
+        """Say under which namespace the store keeps this worker's blocks, once that is known."""
+        world_size = self.config.parallel.world_size
+
+        def name(more: Mapping[str, str]) -> None:
+            region.name(namespace({**facts, **more}, region.hello.rank, world_size))
+
+        def wait_and_name() -> None:
+            while (more := late.known(seconds=60.0)) is None:
+                pass
+            name(more)
+
+        at_once = late.known(MOMENT)
+        if at_once is not None:
+            name(at_once)
+            return
+        if region.hello.rank == 0:
+            logger.info(
+                "the model's weights are being identified, beside the engine's work. Until that is "
+                "done, nothing is stored in, or loaded from, tier %r",
+                cast(StoreSpec, self._store).tier_name,
+            )
+        threading.Thread(target=wait_and_name, name="kvtiers-name", daemon=True).start()
+
+    def _facts(self, copiers: Sequence[Copier]) -> dict[str, str]:
+        """All that makes KV interchangeable, but for late facts; vLLM gives its layout by name,
+        and pages as bytes."""
         vllm_config = get_current_vllm_config()
         refuse_model(vllm_config.model_config)
         refuse_unmarked_media(vllm_config, self._chain.trust_client_ids)
@@ -153,13 +184,10 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
                 "vLLM's OffloadingConnector does not tell two adapters of one name apart: with "
                 "LoRA, use KVTiersConnector"
             )
-        kind = torch.cuda.get_device_capability(device) if device.type == "cuda" else ""
         return {
-            **model_facts(vllm_config, vllm_version, get_none_hash_seed()),
+            **config_facts(vllm_config, vllm_version),
             "salt": self._chain.salt,
             "host": "vllm-offloading",
-            "device": f"{device.type} {kind}",
-            "attention": str(vllm_config.attention_config.backend),
             "layout": str(getattr(self.config, "kv_cache_layout", None)),
             "pages": " ".join(copier.layout for copier in copiers),
             "groups": repr([(g.tokens_per_block, g.layer_names) for g in self.config.groups]),

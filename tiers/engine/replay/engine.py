@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from spec.chain import ChainSpec
-from tiers.connector.base import BlockEvent, EngineInfo, KVGroup, Role
+from tiers.connector.base import BlockEvent, EngineInfo, KVGroup, LateFacts, Role
 from tiers.connector.chain import open_chain
 from tiers.connector.host import OpenCopier
 from tiers.connector.multi import MultiConnector
@@ -38,8 +38,9 @@ class ReplayEngine:
     """Runs requests over a chain of tiers, or without one (`chain` None).
 
     `world_size` ranks hold a share of the KV each; with `processes` each runs in its own process,
-    so that all that crosses is pickled. `facts` name the model to the namespace. With
-    `kv_events` the connector's events gather in `events`. `now`: the chain's clock, in seconds.
+    so that all that crosses is pickled. `facts` name the model to the namespace, as do
+    `late_facts`. With `kv_events` the connector's events gather in `events`. `now`: the chain's
+    clock, in seconds.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ReplayEngine:
         kv_events: bool = False,
         weights_change: bool = False,
         now: Callable[[], float] = time.monotonic,
+        late_facts: LateFacts | None = None,
     ) -> None:
         self.model = model or ReplayModel()
         self.stats = TierStats()
@@ -75,6 +77,7 @@ class ReplayEngine:
                 weights_change=weights_change,
                 groups=tuple(KVGroup(self.model.block_tokens, w) for w in self.model.windows),
                 step_tokens=batch_tokens,
+                late_facts=late_facts,
             ),
             open_copier,
             now,

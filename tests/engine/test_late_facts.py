@@ -1,0 +1,151 @@
+"""Facts that come late: the engine serves without the tiers that need them, and then with them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replay_chains import MODEL, chain_of, close, cpu, disk, drive
+
+from spec.chain import ChainSpec
+from tiers.engine.identity.late import LateFacts
+from tiers.engine.replay import ReplayEngine, answer
+
+PROMPT = list(range(48))
+SECONDS = 30.0
+
+
+class Facts:
+    """Late facts that a test lets be known; of all ranks."""
+
+    def __init__(self, weights: str = "weights") -> None:
+        self.weights = weights
+        self.are_known = False
+        self.asked = 0
+
+    def known(self, seconds: float = 0.0) -> Mapping[str, str] | None:
+        self.asked += 1
+        return {"weights": self.weights} if self.are_known else None
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., ReplayEngine]]:
+    """Make engines; each is closed, and must have given everything back."""
+    engines: list[ReplayEngine] = []
+
+    def one(chain: ChainSpec, late: Any, **more: Any) -> ReplayEngine:
+        engines.append(ReplayEngine(chain, late_facts=late, prefix_caching=False, **more))
+        return engines[-1]
+
+    yield one
+    for engine in engines:
+        close(engine)
+
+
+def count(engine: ReplayEngine, tier: str, what: str) -> float:
+    return engine.stats.data.get(tier, {}).get(what, 0)
+
+
+def loaded(engine: ReplayEngine, tier: str) -> float:
+    """Tokens of the prompt that come from a tier."""
+    before = count(engine, tier, "loaded_tokens")
+    request = engine.generate(PROMPT)
+    assert request.output == answer(MODEL, PROMPT, 4, len(engine.workers))
+    engine.settle()
+    return count(engine, tier, "loaded_tokens") - before
+
+
+def until(engine: ReplayEngine, tier: str) -> None:
+    """Serve until the tier does."""
+    limit = time.monotonic() + SECONDS
+    while not loaded(engine, tier):
+        assert time.monotonic() < limit, f"{tier} never joined"
+
+
+@pytest.mark.fault(
+    tier="any store",
+    fault="identifying the weights takes longer than starting",
+    outcome="the engine serves, with its cpu tier; other tiers join when it is done",
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_tier_that_others_share_joins_when_the_facts_are_known(
+    make: Callable[..., ReplayEngine],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    world_size: int,
+) -> None:
+    caplog.set_level(logging.INFO)
+    late = Facts()
+    engine = make(chain_of(disk(tmp_path)), late, world_size=world_size)
+    assert loaded(engine, "disk") == 0 and loaded(engine, "disk") == 0
+    assert not count(engine, "disk", "store_dropped_queue")
+    assert [r.levelname for r in caplog.records if "being identified" in r.message] == ["INFO"]
+    late.are_known = True
+    until(engine, "disk")
+    assert len([r for r in caplog.records if "join now" in r.message]) == 1
+    # What it stored is found by the next engine with these facts, and by no other.
+    engine.settle()
+    assert loaded(make(chain_of(disk(tmp_path)), _known(), world_size=world_size), "disk")
+    assert not loaded(
+        make(chain_of(disk(tmp_path)), _known("others"), world_size=world_size), "disk"
+    )
+
+
+def _known(weights: str = "weights") -> Facts:
+    facts = Facts(weights)
+    facts.are_known = True
+    return facts
+
+
+def test_the_cpu_tier_waits_for_nothing_and_asks_for_nothing(
+    make: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    alone = Facts()
+    engine = make(chain_of(cpu()), alone)
+    loaded(engine, "cpu")
+    assert loaded(engine, "cpu") and alone.asked == 0, "nobody reads weights for it"
+    beside = make(chain_of(cpu(), disk(tmp_path)), Facts())
+    loaded(beside, "cpu")
+    assert loaded(beside, "cpu")
+
+
+def test_a_load_of_requests_is_right_before_and_after(
+    make: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    late = Facts()
+    engine = make(chain_of(cpu(8), disk(tmp_path)), late)
+    drive(engine, 1)
+    late.are_known = True
+    drive(engine, 2)
+    drive(engine, 1)
+    until(make(chain_of(disk(tmp_path)), _known()), "disk")
+
+
+# -- finding them out ----------------------------------------------------------------------------
+
+
+def test_facts_are_found_beside_who_asks() -> None:
+    begin = threading.Event()
+
+    def slowly() -> dict[str, str]:
+        assert begin.wait(SECONDS)
+        return {"weights": "w"}
+
+    late = LateFacts(lambda: {"attention": "amx"}, slowly, {"weights": "alone"})
+    assert late.known() is None and late.known(0.01) is None
+    begin.set()
+    assert late.known(SECONDS) == {"attention": "amx", "weights": "w"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_facts_that_can_t_be_found_are_this_process_s_own() -> None:
+    def fails() -> dict[str, str]:
+        raise MemoryError
+
+    late = LateFacts(dict, fails, {"weights": "alone"})
+    assert late.known(SECONDS) == {"weights": "alone"}

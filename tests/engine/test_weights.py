@@ -1,0 +1,374 @@
+"""Who a model's weights are: their content, wherever it lies, or nobody's but this process's."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiers.engine.identity import digests
+from tiers.engine.identity.digests import Digests, FileChanged
+from tiers.engine.identity.weights import NoIdentity, identity, source
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def old(path: Path) -> None:
+    """Let a file be older than the engine, also where it was just made."""
+    while time.time() - path.stat().st_ctime < 0.02:
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model's folder with two files of weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for number in (1, 2):
+        (folder / f"model-{number}.safetensors").write_bytes(os.urandom(3_000_000))
+    (folder / "config.json").write_text("{}")
+    (folder / "modeling_own.py").write_text("scale = 1")
+    return folder
+
+
+def found(
+    model: Path | str,
+    hub: Path | None = None,
+    load_format: str = "auto",
+    cache: Path | None = None,
+    **more: Any,
+) -> str:
+    """What an engine that is started now takes the weights for."""
+    config = SimpleNamespace(model=str(model), revision=None, seed=0, **more)
+    load = SimpleNamespace(load_format=load_format)
+    if Path(model).is_dir():
+        for path in Path(model).iterdir():
+            old(path)
+    return identity(source(config, load, hub), Digests(cache).of, time.time())
+
+
+def test_a_byte_anywhere_makes_other_weights(model: Path) -> None:
+    before = found(model)
+    assert found(model) == before
+    for at in (0, 1_234_567, 2_999_999):
+        with (model / "model-2.safetensors").open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1]))
+        after = found(model)
+        assert after != before
+        before = after
+
+
+def test_a_model_s_own_code_and_settings_count_and_its_tokenizer_does_not(model: Path) -> None:
+    before = found(model)
+    (model / "tokenizer.json").write_text("[]")
+    (model / "README.md").write_text("read me")
+    assert found(model) == before
+    (model / "modeling_own.py").write_text("scale = 2")
+    other = found(model)
+    assert other != before
+    (model / "preprocessor_config.json").write_text('{"size": 224}')
+    assert found(model) != other
+
+
+def test_the_same_weights_under_another_path_are_the_same(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "mount" / "elsewhere")
+    (tmp_path / "link").symlink_to(model)
+    (tmp_path / "one.gguf").write_bytes(b"weights")
+    (tmp_path / "two.gguf").write_bytes(b"weights")
+    time.sleep(0.05)
+    assert found(model) == found(tmp_path / "mount" / "elsewhere") == found(tmp_path / "link")
+    assert found(tmp_path / "one.gguf") == found(tmp_path / "two.gguf")
+
+
+@pytest.mark.parametrize(
+    ("where", "more", "words"),
+    [
+        ("org/model", {"model_weights": "s3://bucket/model"}, r"behind a URL \(s3://\.\.\.\)"),
+        ("org/model", {"load_format": "tensorizer"}, "load_format 'tensorizer'"),
+        ("org/model", {"load_format": "ipc_cache"}, "load_format 'ipc_cache'"),
+        ("org/model", {"load_format": "a plugin's"}, "load_format"),
+        ("org/model", {}, "may mean others tomorrow"),
+        ("empty", {}, "no file of the model's folder"),
+    ],
+)
+def test_what_nothing_tells_from_others_is_named(
+    where: str, more: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NoIdentity, match=words) as refusal:
+        found(tmp_path / "empty" if where == "empty" else where, **more)
+    assert "bucket" not in str(refusal.value)
+
+
+def test_random_weights_are_their_seed() -> None:
+    assert found("org/model", load_format="dummy") == "random: 0"
+
+
+def hub_model(hub: Path, commit: str, content: bytes, blob: str) -> Path:
+    """A model as the hub's cache has it: files that link to blobs named by their digests."""
+    repository = hub / "models--org--model"
+    for folder in (repository / "blobs", repository / "snapshots" / commit, repository / "refs"):
+        folder.mkdir(parents=True, exist_ok=True)
+    (repository / "blobs" / blob).write_bytes(content)
+    link = repository / "snapshots" / commit / "model.safetensors"
+    link.symlink_to(f"../../blobs/{blob}")
+    return link.parent
+
+
+def test_the_hub_s_files_are_told_by_their_names_and_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(file: int) -> Iterator[memoryview]:
+        raise AssertionError("a blob was read")
+
+    monkeypatch.setattr(digests, "pieces", read)
+    first = hub_model(tmp_path / "a", COMMIT, b"weights", "a" * 64)
+    other = hub_model(tmp_path / "b", COMMIT, b"weighty", "b" * 64)
+    assert found("org/model", tmp_path / "a") == found(first)
+    assert found("org/model", tmp_path / "b") == found(other) != found(first)
+    # Of several it is not known which was loaded, unless the revision says so.
+    hub_model(tmp_path / "a", COMMIT[::-1], b"later", "c" * 64)
+    with pytest.raises(NoIdentity):
+        found("org/model", tmp_path / "a")
+
+
+def test_a_commit_is_an_identity_where_the_hub_s_files_are_not_found(tmp_path: Path) -> None:
+    load = SimpleNamespace(load_format="auto")
+    at = SimpleNamespace(model="org/model", revision=COMMIT)
+    assert source(at, load, tmp_path).name == f"org/model {COMMIT}"
+    branch = SimpleNamespace(model="org/model", revision="v2")
+    with pytest.raises(NoIdentity):
+        source(branch, load, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "blobs/" + "a" * 64])
+def test_a_name_alone_makes_no_blob(tmp_path: Path, name: str) -> None:
+    """Outside of the hub's cache, a name of 64 digits says nothing of what is in the file."""
+    folder = tmp_path / "model"
+    (folder / "blobs").mkdir(parents=True)
+    target = folder / name
+    target.write_bytes(b"weights")
+    if name != "model.safetensors":
+        (folder / "model.safetensors").symlink_to(target)
+    before = found(folder)
+    target.write_bytes(b"weighty")
+    old(target)
+    assert found(folder) != before
+
+
+# -- what changes meanwhile ----------------------------------------------------------------------
+
+
+@pytest.mark.fault(
+    tier="any store",
+    fault="weights change while the engine loads them",
+    outcome="its KV is shared with nobody, and the log says why",
+)
+def test_weights_that_change_while_the_engine_starts_are_nobody_s(model: Path) -> None:
+    config = SimpleNamespace(model=str(model), revision=None)
+    files = source(config, SimpleNamespace(load_format="auto"), None)
+    for path in model.iterdir():
+        old(path)
+    since = time.time()
+    assert identity(files, Digests(None).of, since)
+    time.sleep(0.02)
+    (model / "model-1.safetensors").touch()
+    with pytest.raises(FileChanged, match=r"model-1\.safetensors changed after the engine was"):
+        identity(files, Digests(None).of, since)
+
+
+def test_a_link_that_is_moved_while_the_engine_starts_leads_to_nobody_s(
+    model: Path, tmp_path: Path
+) -> None:
+    """`current` was another model's when the engine loaded it; its files are older than both."""
+    shutil.copytree(model, tmp_path / "next")
+    for path in (tmp_path / "next").iterdir():
+        old(path)
+    since = time.time()
+    time.sleep(0.02)
+    (tmp_path / "current").symlink_to(tmp_path / "next")
+    config = SimpleNamespace(model=str(tmp_path / "current"), revision=None)
+    files = source(config, SimpleNamespace(load_format="auto"), None)
+    with pytest.raises(FileChanged, match="current, a link"):
+        identity(files, Digests(None).of, since)
+
+
+def test_a_file_that_changes_while_it_is_read_has_no_digest(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model / "model-1.safetensors"
+    old(path)
+
+    def read(file: int) -> Iterator[memoryview]:
+        yield memoryview(b"half")
+        path.write_bytes(b"other")
+        yield memoryview(b"of it")
+
+    monkeypatch.setattr(digests, "pieces", read)
+    with pytest.raises(FileChanged):
+        Digests(tmp_path / "cache").of(path)
+    assert not list((tmp_path / "cache").glob("*-*[!k]")), "nothing of it is kept"
+
+
+# -- what is kept --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settled(model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of weights that did not change lately."""
+    monkeypatch.setattr(digests, "SETTLED_SECONDS", 0.05)
+    time.sleep(0.1)
+    return model / "model-1.safetensors"
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The files that were read, a number each."""
+    seen: list[int] = []
+    pieces = digests.pieces
+
+    def counted(file: int) -> Iterator[memoryview]:
+        seen.append(file)
+        return pieces(file)
+
+    monkeypatch.setattr(digests, "pieces", counted)
+    return seen
+
+
+def entry(cache: Path) -> Path:
+    (one,) = [path for path in cache.iterdir() if not path.suffix]
+    return one
+
+
+def test_a_second_start_reads_nothing(settled: Path, tmp_path: Path, reads: list[int]) -> None:
+    cache = tmp_path / "cache" / "weights"
+    first = Digests(cache).of(settled)
+    assert Digests(cache).of(settled) == first == Digests(None).of(settled)
+    assert len(reads) == 2, "once with the cache, once without"
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_an_edit_behind_the_same_time_and_size_is_seen(settled: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = Digests(cache).of(settled)
+    times = settled.stat().st_atime_ns, settled.stat().st_mtime_ns
+    with settled.open("r+b") as file:
+        file.write(b"edited")
+    os.utime(settled, ns=times)
+    assert Digests(cache).of(settled) != first
+
+
+def test_a_file_that_changed_just_now_is_not_kept(
+    model: Path, tmp_path: Path, reads: list[int]
+) -> None:
+    """It may change again within a tick of the clock, and look the same."""
+    path = model / "model-1.safetensors"
+    path.write_bytes(b"new")
+    assert Digests(tmp_path / "cache").of(path) == Digests(tmp_path / "cache").of(path)
+    assert len(reads) == 2
+
+
+def _other_digest(text: str) -> str:
+    stamp, digest = json.loads(text)
+    return json.dumps([[*stamp[:-1], stamp[-1] + 1], "0" * len(digest)])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: "\0" * 300,
+        lambda text: text[: len(text) // 2],
+        lambda text: "[" * 1000,
+        lambda text: "null",
+        lambda text: json.dumps([json.loads(text)[0], "no digest"]),
+        lambda text: json.dumps([json.loads(text)[0], "g" * 32]),
+        lambda text: json.dumps([json.loads(text)[0], 7]),
+        _other_digest,
+    ],
+    ids=["empty", "zeros", "half", "deep", "null", "short", "no hex", "a number", "another file's"],
+)
+@pytest.mark.fault(
+    tier="any store",
+    fault="what is kept of weights' digests is damaged",
+    outcome="the weights are read again",
+)
+def test_damaged_entries_are_read_again(
+    settled: Path, tmp_path: Path, reads: list[int], damage: Callable[[str], str]
+) -> None:
+    cache = tmp_path / "cache"
+    first = Digests(cache).of(settled)
+    kept = entry(cache)
+    kept.write_text(damage(kept.read_text()))
+    assert Digests(cache).of(settled) == first
+    assert Digests(cache).of(settled) == first
+    assert len(reads) == 2, "once more, and then it is kept again"
+
+
+def test_links_in_the_cache_are_not_followed(settled: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = Digests(cache).of(settled)
+    kept = entry(cache)
+    other = tmp_path / "other"
+    other.write_text(json.dumps([json.loads(kept.read_text())[0], "0" * 32]))
+    kept.unlink()
+    kept.symlink_to(other)
+    assert Digests(cache).of(settled) == first
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_a_cache_that_others_can_write_to_is_left_alone(
+    settled: Path, tmp_path: Path, mode: int
+) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(mode)
+    assert Digests(cache).of(settled) == Digests(None).of(settled)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_is_no_folder_costs_a_reading(settled: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert Digests(tmp_path / "file").of(settled) == Digests(None).of(settled)
+    assert Digests(tmp_path / "file" / "below").of(settled) == Digests(None).of(settled)
+
+
+def _rank(path: Path, cache: Path, reads: Any, answers: Any) -> None:
+    pieces = digests.pieces
+
+    def slow(file: int) -> Iterator[memoryview]:
+        reads.put(1)
+        time.sleep(0.3)
+        return pieces(file)
+
+    digests.pieces = slow
+    digests.SETTLED_SECONDS = 0.05
+    answers.put(Digests(cache).of(path))
+
+
+def test_ranks_of_one_host_read_once(settled: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    reads, answers = context.SimpleQueue(), context.SimpleQueue()
+    ranks = [
+        context.Process(target=_rank, args=(settled, tmp_path / "cache", reads, answers))
+        for _ in range(3)
+    ]
+    for rank in ranks:
+        rank.start()
+    said = {answers.get() for _ in ranks}
+    for rank in ranks:
+        rank.join()
+    assert said == {Digests(None).of(settled)}
+    reads.get()
+    assert reads.empty(), "others waited for the one who read"

@@ -1,0 +1,44 @@
+"""Facts that take longer to find out than an engine may wait for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+from tiers.threads import spread
+
+
+class LateFacts:
+    """Facts of a worker: some that are there once its layers are, some that take their time.
+
+    `at_once` is called by the first who asks, on his thread; `slowly` on a thread of its own,
+    begun then, which no process waits for when it ends. `otherwise`: what holds if that fails.
+    """
+
+    def __init__(
+        self,
+        at_once: Callable[[], Mapping[str, str]],
+        slowly: Callable[[], Mapping[str, str]],
+        otherwise: Mapping[str, str],
+    ) -> None:
+        self._at_once = at_once
+        self._slowly = slowly
+        self._found = otherwise
+        self._early: Mapping[str, str] | None = None
+        self._done = threading.Event()
+
+    def known(self, seconds: float = 0.0) -> Mapping[str, str] | None:
+        """All facts; None: not known yet, also after waiting for so long. Asked by one thread."""
+        if self._early is None:
+            self._early = dict(self._at_once())
+            threading.Thread(target=self._find, name="kvtiers-facts", daemon=True).start()
+        if not self._done.wait(seconds):
+            return None
+        return {**self._early, **self._found}
+
+    def _find(self) -> None:
+        spread()
+        try:
+            self._found = dict(self._slowly())
+        finally:
+            self._done.set()

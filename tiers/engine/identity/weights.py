@@ -1,0 +1,173 @@
+"""Who a model's weights are: by content wherever they lie in files, else by nothing.
+
+A name, a path or a URL says nothing of weights that were put there later, and blocks outlive
+that in a tier. Weights without an identity make KV that no other process may share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiers.engine.identity.digests import FileChanged
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+PROGRAMS = (".py", ".json")
+"""What else in a model's folder decides what its weights compute: code, processors, scales."""
+WITHOUT_EFFECT = {
+    "config.json",  # read by the engine, which tells it with overrides
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "generation_config.json",
+    "chat_template.json",
+    "trainer_state.json",
+}
+FROM_FILES = {
+    "auto",
+    "hf",
+    "safetensors",
+    "pt",
+    "npcache",
+    "mistral",
+    "fastsafetensors",
+    "instanttensor",
+    "sharded_state",
+    "runai_streamer",
+    "runai_streamer_sharded",
+}
+"""Load formats that read the files of the model's folder, and nothing else."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_BLOB = re.compile(r"[0-9a-f]{64}")
+
+
+class NoIdentity(Exception):
+    """Nothing tells these weights from others; the text says why, to follow "the weights"."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where weights come from: a `name` that is theirs alone, or files. `folder`: what names in
+    it are told from; None for a file by itself."""
+
+    name: str = ""
+    files: tuple[Path, ...] = ()
+    folder: Path | None = None
+
+
+def source(model: Any, load: Any, hub: Path | None) -> Source:
+    """Where the weights of an engine's model configuration come from. Raises NoIdentity, OSError.
+
+    `hub`: the folder in which the engine keeps what it loads from the model hub.
+    """
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    if "dummy" in load_format:
+        return Source(f"random: {model.seed}")
+    if load_format not in FROM_FILES:
+        raise NoIdentity(f"come from where load_format {load_format!r} takes them")
+    where = str(getattr(model, "model_weights", "") or model.model)
+    if "://" in where:
+        raise NoIdentity(f"are behind a URL ({where.partition('://')[0]}://...)")
+    path = Path(where)
+    if path.exists():
+        return _files(path)
+    return _from_hub(where, model.revision, hub)
+
+
+def _files(path: Path) -> Source:
+    if not path.is_dir():
+        return Source(files=(path,))
+    files = sorted(p for p in path.iterdir() if p.is_file())
+    if not any(p.suffix in WEIGHTS for p in files):
+        raise NoIdentity("lie in no file of the model's folder")
+    wanted = (p for p in files if p.suffix in WEIGHTS or _is_program(p))
+    return Source(files=tuple(wanted), folder=path)
+
+
+def _is_program(path: Path) -> bool:
+    return path.suffix in PROGRAMS and path.name not in WITHOUT_EFFECT
+
+
+def _from_hub(name: str, revision: str | None, hub: Path | None) -> Source:
+    is_commit = revision is not None and _COMMIT.fullmatch(revision) is not None
+    repository = None if hub is None else hub / f"models--{name.replace('/', '--')}"
+    if repository is not None and (snapshot := _snapshot(repository, revision)) is not None:
+        return _files(snapshot)
+    if is_commit:
+        return Source(f"{name} {revision}")
+    raise NoIdentity(
+        "come from a model hub under a name that may mean others tomorrow (give `revision` a "
+        "commit)"
+    )
+
+
+def _snapshot(repository: Path, revision: str | None) -> Path | None:
+    """The snapshot in the hub's folder that is loaded; None: none, or it may be one of several."""
+    snapshots = repository / "snapshots"
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return snapshots / revision if (snapshots / revision).is_dir() else None
+    if not snapshots.is_dir():
+        return None
+    full = [s for s in snapshots.iterdir() if any(p.suffix in WEIGHTS for p in s.iterdir())]
+    return full[0] if len(full) == 1 else None
+
+
+def identity(weights: Source, digest: Callable[[Path], str], since: float) -> str:
+    """Text that is equal only for equal weights. Reads files, through `digest`, and takes its time.
+
+    `since`: when the engine began to load, in seconds of the clock of files. Raises OSError,
+    FileChanged for what may have changed since then.
+    """
+    if weights.name:
+        return weights.name
+    if weights.folder is not None:
+        _same_links(weights.folder, since)
+    whole = hashlib.blake2b(digest_size=16)
+    for path in weights.files:
+        name = path.name if weights.folder is not None else ""
+        content = _blob(path)
+        if content is None:
+            _same_links(path, since)
+            _unchanged(path, since)
+            content = digest(path)
+        whole.update(f"{name}:{path.stat().st_size}:{content}\n".encode())
+        if _blob(path) is None:
+            _unchanged(path, since)
+    return whole.hexdigest()
+
+
+def _blob(path: Path) -> str | None:
+    """The SHA-256 by which a model hub's cache names a file's content; None: it is no such file.
+
+    The hub writes a blob under another name and renames it when it is whole, and never again
+    changes it.
+    """
+    real = path.resolve()
+    in_hub = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+    return real.name if in_hub and path.is_symlink() and _BLOB.fullmatch(real.name) else None
+
+
+def _unchanged(path: Path, since: float) -> None:
+    if path.stat().st_ctime > since:
+        raise FileChanged(f"{path.name} changed after the engine was started")
+
+
+def _same_links(path: Path, since: float) -> None:
+    """Raise FileChanged if a link on the way to a file points elsewhere than it may have."""
+    for link in _links(path.absolute()):
+        if link.lstat().st_ctime > since:
+            raise FileChanged(f"{link.name}, a link, changed after the engine was started")
+
+
+def _links(path: Path) -> Iterator[Path]:
+    for part in (path, *path.parents):
+        if part.is_symlink():
+            yield part
+            yield from _links(part.parent / part.readlink())
