@@ -63,10 +63,13 @@ def tiny_llama(tiny_model: Callable[[dict[str, Any]], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm_jobs() -> Iterator[subprocess.Popen[str]]:
+def vllm_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
     """A process that has vLLM imported and runs jobs (see `vllm_child`)."""
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     env["VLLM_NO_USAGE_STATS"] = "1"
+    env["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    # What vLLM itself keeps saves it time, and is no user's in particular.
+    env.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
     process = subprocess.Popen(
         [sys.executable, str(CHILD)],
         stdin=subprocess.PIPE,

@@ -1,8 +1,10 @@
-"""Damage to single blocks of a disk tier, behind the engine's back."""
+"""Damage to blocks of a disk tier, behind the engine's back, and to what an engine runs on."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,3 +80,15 @@ def _records(folder: Path) -> Iterator[tuple[Path, int, bytes]]:
                 yield slab, start, parse_header(data[start : start + HEADER_BYTES]).key
             except RecordError:
                 continue  # a payload that happens to look like a header
+
+
+def without_amx() -> None:
+    """Let this process's processor be one that has no AMX."""
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
+
+
+def end(process: int) -> None:
+    """End a process that holds the engine up."""
+    os.kill(process, signal.SIGKILL)

@@ -68,7 +68,7 @@ def until(engine: ReplayEngine, tier: str) -> None:
 
 
 @pytest.mark.fault(
-    tier="any store",
+    tier="any",
     fault="identifying the weights takes longer than starting",
     outcome="the engine serves, with its cpu tier; other tiers join when it is done",
 )

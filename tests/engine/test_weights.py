@@ -171,7 +171,7 @@ def test_a_name_alone_makes_no_blob(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.fault(
-    tier="any store",
+    tier="any",
     fault="weights change while the engine loads them",
     outcome="its KV is shared with nobody, and the log says why",
 )
@@ -300,7 +300,7 @@ def _other_digest(text: str) -> str:
     ids=["empty", "zeros", "half", "deep", "null", "short", "no hex", "a number", "another file's"],
 )
 @pytest.mark.fault(
-    tier="any store",
+    tier="any",
     fault="what is kept of weights' digests is damaged",
     outcome="the weights are read again",
 )

@@ -5,9 +5,9 @@ The job: `engine` (arguments of LLM), `batches` (each a list of requests that ru
 request is `[prompt_token_ids, max_tokens]` and perhaps the color of an image, three numbers, and
 the uuid that a client gives it, or None), `result` and `log` (files to write), `env`, and
 perhaps `abort` (how many requests of each batch are aborted, at random moments) and `before` (for
-the number of a batch, the function of `damage` that is called before it, and its arguments). The
-result: per batch and request its tokens and the tokens that came from any cache, and the tiers'
-counters.
+the number of a batch, or `start`, the function of `damage` that is called before it, and its
+arguments). The result: per batch and request its tokens and the tokens that came from any cache,
+and the tiers' counters.
 
 vLLM is imported once, which takes as long as an engine's start, and each job is a fork of that.
 """
@@ -45,10 +45,13 @@ def main() -> None:
 def run(job: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
 
+    before = job.get("before", {})
+    if change := before.get("start"):
+        getattr(damage, change[0])(*change[1:])
     llm = LLM(**job["engine"])
     batches = []
     for number, batch in enumerate(job["batches"]):
-        if change := job.get("before", {}).get(str(number)):
+        if change := before.get(str(number)):
             settle(llm)
             getattr(damage, change[0])(*change[1:])
         requests = [

@@ -67,8 +67,8 @@ class EngineInfo:
     request's KV depends on beside its block hashes and its media, in at most 16 bytes. `media`:
     marks of requests with images and the like, which block hashes have by names only.
     `step_tokens`: what one step computes at most; 0: not known. `weights_change`: whether it is
-    made to take other weights while it runs, so that its facts do not name them. `late_facts`: more facts,
-    on a worker; a tier whose blocks others may find opens once they are known.
+    made to take other weights while it runs, so that its facts do not name them. `late_facts`:
+    more facts, on a worker; a tier whose blocks others may find opens once they are known.
     """
 
     facts: Mapping[str, str]
