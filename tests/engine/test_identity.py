@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +17,20 @@ from tiers.connector.base import EngineInfo
 from tiers.connector.generation import Generation
 from tiers.connector.parts import Parts
 from tiers.connector.requests import RequestTable
+from tiers.engine import request_marks
 from tiers.engine.content_marks import ContentMarks
+from tiers.engine.identity import digests
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.request_marks import AdapterMarks
 
 BLOCK = 16
 TOKENS = list(range(3, 3 + 3 * BLOCK))
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine must not make digests late."""
+    monkeypatch.setattr(request_marks, "MOMENT", 30.0)
 
 
 @pytest.fixture
@@ -111,6 +121,41 @@ def test_an_adapter_is_what_its_files_say(adapter: Path) -> None:
     assert AdapterMarks()(request_with(adapter)) != before
 
 
+def test_a_byte_anywhere_makes_another_adapter(adapter: Path) -> None:
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(os.urandom(10_000_000))
+    before = AdapterMarks()(request_with(adapter))
+    assert AdapterMarks()(request_with(adapter)) == before
+    with weights.open("r+b") as file:
+        file.seek(3_456_789)
+        byte = file.read(1)
+        file.seek(3_456_789)
+        file.write(bytes([byte[0] ^ 1]))
+    assert AdapterMarks()(request_with(adapter)) != before
+
+
+def test_requests_that_come_before_an_adapter_is_read_share_nothing(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_marks, "MOMENT", 0.01)
+    begin = threading.Event()
+    pieces = digests.pieces
+
+    def late(file: int) -> Any:
+        assert begin.wait(30)
+        return pieces(file)
+
+    monkeypatch.setattr(digests, "pieces", late)
+    marks = AdapterMarks()
+    early = [marks(request_with(adapter)) for _ in range(3)]
+    assert len(set(early)) == 3
+    begin.set()
+    limit = time.monotonic() + 30
+    while (mark := marks(request_with(adapter))) != marks(request_with(adapter)):
+        assert time.monotonic() < limit
+    assert mark not in early
+
+
 def test_an_adapter_that_changes_under_the_engine_is_not_cached(
     adapter: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,11 +181,15 @@ def test_an_adapter_that_can_t_be_read_is_not_cached_and_stops_nobody(
     assert len({marks(request_with(adapter)) for _ in range(3)}) == 3, "what was loaded meanwhile?"
 
 
-def test_an_adapter_from_elsewhere_is_this_engine_s_own() -> None:
+def test_an_adapter_from_elsewhere_is_this_engine_s_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Its name says nothing of its weights, which the hub may change."""
+    caplog.set_level(logging.INFO)
     marks = AdapterMarks()
     request = request_with(Path("org/adapter"))
     assert marks(request) == marks(request) != AdapterMarks()(request)
+    assert [r.message for r in caplog.records if "'sql' is no local folder" in r.message]
 
 
 def model(**more: Any) -> Any:

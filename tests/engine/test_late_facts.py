@@ -142,8 +142,11 @@ def test_facts_are_found_beside_who_asks() -> None:
     assert late.known(SECONDS) == {"attention": "amx", "weights": "w"}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_facts_that_can_t_be_found_are_this_process_s_own() -> None:
+def test_facts_that_can_t_be_found_are_this_process_s_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda told: None)
+
     def fails() -> dict[str, str]:
         raise MemoryError
 

@@ -188,13 +188,19 @@ def test_weights_that_change_while_the_engine_starts_are_nobody_s(model: Path) -
         identity(files, Digests(None).of, since)
 
 
+@pytest.mark.parametrize("from_hub", [False, True])
 def test_a_link_that_is_moved_while_the_engine_starts_leads_to_nobody_s(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, from_hub: bool
 ) -> None:
     """`current` was another model's when the engine loaded it; its files are older than both."""
-    shutil.copytree(model, tmp_path / "next")
+    if from_hub:
+        (tmp_path / "next").symlink_to(hub_model(tmp_path, COMMIT, b"weights", "a" * 64))
+    else:
+        shutil.copytree(model, tmp_path / "next")
     for path in (tmp_path / "next").iterdir():
         old(path)
+    old(tmp_path / "next")
+    time.sleep(0.02)
     since = time.time()
     time.sleep(0.02)
     (tmp_path / "current").symlink_to(tmp_path / "next")

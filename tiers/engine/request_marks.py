@@ -5,28 +5,36 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from tiers.engine.fingerprint import weights_digest
+from tiers.engine.identity.digests import Digests, FileChanged
 from tiers.engine.identity.weights import WEIGHTS
+from tiers.threads import threads
 
 logger = logging.getLogger(__name__)
+
+
+MOMENT = 0.05
+"""Seconds that a request waits for its adapter's digest: small ones are there by then."""
 
 
 class AdapterMarks:
     """What a request's KV owes to its LoRA adapter, beside the adapter's name and path.
 
     Those are in the block hashes, but other weights can be put under them, and old blocks outlive
-    that in a tier. So the mark is a digest of the adapter's files, read on the scheduler's thread
-    once per adapter (a millisecond or two). Files that change while the engine runs leave open
-    which weights it has loaded: from then on no request with that adapter shares anything. An
-    adapter that is no local folder is shared by the requests of this engine alone.
+    that in a tier. So the mark is a digest of the whole of the adapter's files, read once per
+    adapter on a thread of its own; requests that come before it is known share nothing. Files
+    that change while the engine runs leave open which weights it has loaded: from then on no
+    request with that adapter shares anything. An adapter that is no local folder is shared by the
+    requests of this engine alone.
     """
 
     def __init__(self) -> None:
-        self._marks: dict[str, tuple[_Stamps, bytes]] = {}
+        self._marks: dict[str, tuple[_Stamps, Future[bytes]]] = {}
         self._changed: set[str] = set()
+        self._reader = threads(1, "adapters")
 
     def __call__(self, request: Any) -> bytes:
         """16 bytes; none for a request without an adapter."""
@@ -38,15 +46,30 @@ class AdapterMarks:
         try:
             stamps = _stamps(folder)
             if path not in self._marks:
-                known = _adapter_digest(folder) if stamps else secrets.token_bytes(16)
-                self._marks[path] = stamps, known
-        except OSError as error:
+                self._marks[path] = stamps, self._read(folder, adapter.lora_name)
+            first_seen, mark = self._marks[path]
+            if stamps != first_seen:
+                self._give_up(path, adapter.lora_name, "has changed")
+            known = path not in self._changed and mark.done()
+            return mark.result() if known else secrets.token_bytes(16)
+        except (OSError, FileChanged) as error:
             self._give_up(path, adapter.lora_name, f"can't be read ({error})")
             return secrets.token_bytes(16)
-        first_seen, mark = self._marks[path]
-        if stamps != first_seen:
-            self._give_up(path, adapter.lora_name, "has changed")
-        return secrets.token_bytes(16) if path in self._changed else mark
+
+    def _read(self, folder: Path, name: str) -> Future[bytes]:
+        """Begin to find an adapter's mark, and wait a moment for it."""
+        if folder.is_dir():
+            mark = self._reader.submit(_adapter_digest, folder)
+            wait([mark], MOMENT)
+            return mark
+        logger.info(
+            "LoRA adapter %r is no local folder: its KV is found by this engine alone. To share "
+            "it, load the adapter from a folder.",
+            name,
+        )
+        alone: Future[bytes] = Future()
+        alone.set_result(secrets.token_bytes(16))
+        return alone
 
     def _give_up(self, path: str, name: str, why: str) -> None:
         if path not in self._changed:
@@ -75,8 +98,8 @@ def _stamps(folder: Path) -> _Stamps:
 
 
 def _adapter_digest(folder: Path) -> bytes:
-    digest = hashlib.blake2b(weights_digest(folder).encode(), digest_size=16)
+    whole = hashlib.blake2b(digest_size=16)
+    digests = Digests(None)
     for path in _adapter_files(folder):
-        if path.suffix == ".json":
-            digest.update(path.read_bytes())
-    return digest.digest()
+        whole.update(f"{path.name}:{digests.of(path)}\n".encode())
+    return whole.digest()
