@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,34 @@ def test_the_folder_is_not_locked_while_its_index_is_checked(tmp_path: Path) -> 
     assert first.hear() == "digests"
     first.end()
     assert (tmp_path / "index.seal").exists()
+
+
+def test_another_folder_opens_while_one_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tiers of one chain."""
+    begun, over = threading.Event(), threading.Event()
+    original = seal.digest
+
+    def slow(index: Path) -> bytes:
+        begun.set()
+        assert over.wait(60)
+        return original(index)
+
+    with opened(tmp_path / "large"):
+        pass
+    with monkeypatch.context() as patched, ThreadPoolExecutor(1) as threads:
+        patched.setattr(seal, "digest", slow)
+        large = threads.submit(open_disk, tmp_path / "large")
+        assert begun.wait(60)
+        with ThreadPoolExecutor(1) as others:
+            small = others.submit(open_disk, tmp_path / "small")
+            try:
+                assert put(small.result(20), keys(0)) == [True]
+            finally:
+                over.set()
+            small.result().close()
+        large.result().close()
 
 
 def test_a_checker_that_dies_leaves_the_check_to_the_next(tmp_path: Path) -> None:

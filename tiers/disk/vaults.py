@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
 from pathlib import Path
 
 from tiers.disk.access import Access
@@ -22,18 +23,25 @@ class _Vaults:
 
     A vault is held by each store on it and by each verb under way, so that the last one out
     closes it: a `close` neither waits for a verb stuck on a hung disk nor pulls the files from
-    under it. `count_lock` guards the counting alone. `_lock` is held while a vault is opened or
-    shut; a count leaves zero only under it, so no one gets a vault that is being shut.
+    under it. `count_lock` guards the counting alone. A folder's lock of `_locks` is held while its
+    vault is opened or shut, which may take as long as its index is large; a count leaves zero only
+    under it, so no one gets a vault that is being shut.
     """
 
     def __init__(self) -> None:
         self._vaults: dict[str, Vault] = {}
-        self._lock = threading.Lock()
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        # Without it two threads could each make a lock for one folder.
+        self._locks_lock = threading.Lock()
+
+    def _lock(self, name: str) -> threading.Lock:
+        with self._locks_lock:
+            return self._locks[name]
 
     def acquire(self, path: Path, capacity: int, access: Access) -> Vault:
         """Hold the vault of a folder, opened if need be. Raises TierUnusable."""
-        with self._lock:
-            name = os.path.realpath(path)
+        name = os.path.realpath(path)
+        with self._lock(name):
             vault = self._vaults.get(name)
             if vault is None:
                 vault = self._vaults[name] = open_vault(path, capacity, access, self.release)
@@ -56,16 +64,17 @@ class _Vaults:
             vault.holders -= 1
             if vault.holders:
                 return
-        with self._lock:
-            name = os.path.realpath(vault.path)
+        name = os.path.realpath(vault.path)
+        with self._lock(name):
             if vault.holders or self._vaults.get(name) is not vault:
                 return  # taken up again, or shut by another, before we had the lock
             del self._vaults[name]
             vault.shut()
 
     def after_fork(self) -> None:
-        """In a forked child: the lock may be held by a thread that does not exist here."""
-        self._lock = threading.Lock()
+        """In a forked child: a lock may be held by a thread that does not exist here."""
+        self._locks = defaultdict(threading.Lock)
+        self._locks_lock = threading.Lock()
 
 
 vaults = _Vaults()
