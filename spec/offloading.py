@@ -117,10 +117,13 @@ class StoreSpec(OffloadingSpec):
 
     @abstractmethod
     def open(self, site: StoreSite) -> TierStore:
-        """Open the store; called once per process and side. Owner: the caller, who closes it.
+        """Open the store: in the scheduler's process, and in each worker's; both may be one, or
+        fork later. Called on a thread of its own, and again after TierNotOpen. Owner: the caller,
+        who closes it.
 
-        Raises `tiers.errors.TierUnusable` when it can't work as configured. A server that is
-        down is no such case: the store is returned and its verbs raise until it comes up.
+        Raises `tiers.errors.TierUnusable` when it can't work as configured, `TierNotOpen` when it
+        can't for now: it is tried again. Anything else but OSError counts as the first. A server
+        that is down is no such case: the store is returned and its verbs raise until it comes up.
         """
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
+from unittest import SkipTest
 
 import pytest
+import redis as redis_client
 from servers import RedisServer
 
 from spec.encryption import KEY_BYTES
-from spec.offloading import StoreSite
+from spec.offloading import StoreSite, StoreSpec
+from tiers.block import HEADER_BYTES
 from tiers.disk.spec import DiskSpec
+from tiers.errors import TierError
 from tiers.remote.spec import RedisSpec
-from tiers.store import Block, TierStore
+from tiers.store import Block, TierStore, Usage
 from tiers.testing import StoreContract
-from tiers.wrappers.encryption import encrypted, sealed_bytes
+from tiers.wrappers.encryption import Cipher, encrypted, sealed_bytes
 from tiers.wrappers.guard import guard
 
 
@@ -49,6 +53,10 @@ class DictStore:
 
 
 class TestDict(StoreContract):
+    shared = False
+    persistent = False
+    verifies = False
+
     def open_store(self, payload_bytes: int) -> TierStore:
         return DictStore(payload_bytes)
 
@@ -56,64 +64,104 @@ class TestDict(StoreContract):
 class TestRedis(StoreContract):
     shared = True
     persistent = True
+    verifies = True
     codec: ClassVar[Literal["none", "zstd", "planes"]] = "none"
 
     @pytest.fixture(autouse=True)
     def _place(self, shared_server: RedisServer) -> None:
         self.url = shared_server.url
 
-    def open_store(self, payload_bytes: int) -> TierStore:
-        spec = RedisSpec.model_validate(
+    def make_spec(self) -> RedisSpec:
+        return RedisSpec.model_validate(
             {"url": self.url, "ttl": "10m", "timeout": "30s", "codec": self.codec}
         )
-        return spec.open(StoreSite(payload_bytes=payload_bytes))
+
+    def open_store(self, payload_bytes: int) -> TierStore:
+        return self.make_spec().open(StoreSite(payload_bytes=payload_bytes))
+
+    def damage(self, keys: Sequence[bytes]) -> None:
+        with redis_client.Redis.from_url(self.url) as client:
+            for key in keys:
+                name = b"kvtiers:" + self.name(key)
+                client.setrange(name, HEADER_BYTES + 100, b"\xff\x00\xff")
+
+    def name(self, key: bytes) -> bytes:
+        return key
 
 
 class TestRedisCompressed(TestRedis):
+    test_another_process_sees_what_was_put = None  # as above
+
     codec = "zstd"
 
 
 class TestRedisInPlanes(TestRedis):
+    test_another_process_sees_what_was_put = None  # as above
+
     codec = "planes"
 
 
 class TestRedisOverUnixSocket(TestRedis):
+    test_another_process_sees_what_was_put = None  # as above
+
     @pytest.fixture(autouse=True)
     def _place(self, shared_server: RedisServer) -> None:
         self.url = shared_server.unix_url
 
 
 class TestGuardedRedis(TestRedis):
+    test_another_process_sees_what_was_put = None  # as above
+
     def open_store(self, payload_bytes: int) -> TierStore:
         return guard(super().open_store(payload_bytes), "redis")
 
 
 class TestDisk(StoreContract):
+    shared = True
     persistent = True
+    verifies = True
 
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> None:
         self.path = tmp_path / "disk"
 
+    def make_spec(self) -> DiskSpec:
+        capacity = self.payload_bytes * 192
+        return DiskSpec.model_validate({"type": "disk", "path": self.path, "capacity": capacity})
+
     def open_store(self, payload_bytes: int) -> TierStore:
-        capacity = max(payload_bytes, self.payload_bytes) * 96
-        spec = DiskSpec.model_validate({"type": "disk", "path": self.path, "capacity": capacity})
-        return spec.open(StoreSite(payload_bytes=payload_bytes))
+        return self.make_spec().open(StoreSite(payload_bytes=payload_bytes))
+
+    def damage(self, keys: Sequence[bytes]) -> None:
+        for slab in self.path.glob("slab-*"):
+            with slab.open("r+b") as file:
+                for place in range(8192, slab.stat().st_size, 4096):
+                    file.seek(place)
+                    file.write(b"\xff\x00\xff")
 
 
 class TestEncryptedDisk(TestDisk):
+    test_another_process_sees_what_was_put = None  # what is encrypted here has no spec
+
     def open_store(self, payload_bytes: int) -> TierStore:
-        inner = super().open_store(sealed_bytes(payload_bytes))
+        inner = self.make_spec().open(StoreSite(sealed_bytes(payload_bytes)))
         return encrypted(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
 
 
 class TestEncryptedRedis(TestRedis):
+    test_another_process_sees_what_was_put = None  # what is encrypted here has no spec
+
+    def name(self, key: bytes) -> bytes:
+        return Cipher(b"k" * KEY_BYTES).name(key)
+
     def open_store(self, payload_bytes: int) -> TierStore:
-        inner = super().open_store(sealed_bytes(payload_bytes))
+        inner = self.make_spec().open(StoreSite(sealed_bytes(payload_bytes)))
         return encrypted(inner, [b"k" * KEY_BYTES], payload_bytes)
 
 
 class TestGuardedDisk(TestDisk):
+    test_another_process_sees_what_was_put = None  # as above
+
     def open_store(self, payload_bytes: int) -> TierStore:
         return guard(super().open_store(payload_bytes), "disk")
 
@@ -143,9 +191,57 @@ class CutsKeys(DictStore):
         return super().get([Block(block.key[:32], block.payload) for block in blocks])
 
 
+class AnswersWithAGenerator(DictStore):
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return (key in self._payloads for key in keys)  # type: ignore[return-value]
+
+
+class AnswersWithNumbers(DictStore):
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return [int(key in self._payloads) for key in keys]  # type: ignore[misc]
+
+
+class Bounded(DictStore):
+    """Keeps 40 blocks; a mutant says what goes when there are more."""
+
+    room = 40
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        super().put(blocks)
+        while len(self._payloads) > self.room:
+            self._payloads.pop(next(iter(self._payloads)))
+        return [True] * len(blocks)
+
+    def usage(self) -> Usage:
+        size = sum(map(len, self._payloads.values()))
+        return Usage(len(self._payloads), size, 40 * 65536)
+
+
+class KeepsTooMuch(Bounded):
+    room = 50
+
+
+class TakesNothingWhenFull(Bounded):
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        if len(self._payloads) + len(blocks) > self.room:
+            return [False] * len(blocks)
+        return DictStore.put(self, blocks)
+
+
+class ForgetsWhatItHolds(Bounded):
+    def usage(self) -> Usage:
+        return Usage(40, 40 * 65536, 40 * 65536)
+
+
 @pytest.mark.parametrize(
     ("broken", "test"),
     [
+        (AnswersWithAGenerator, "test_has_and_get_agree_on_a_mixed_batch"),
+        (AnswersWithNumbers, "test_has_and_get_agree_on_a_mixed_batch"),
+        (Bounded, "test_what_put_says_is_held_is_held"),
+        (KeepsTooMuch, "test_what_put_says_is_held_is_held"),
+        (TakesNothingWhenFull, "test_what_put_says_is_held_is_held"),
+        (ForgetsWhatItHolds, "test_what_is_dropped_gives_its_room_back"),
         (KeepsTheCallersMemory, "test_the_callers_memory_is_not_kept"),
         (ServesAnotherKey, "test_has_and_get_agree_on_a_mixed_batch"),
         (ForgetsToDrop, "test_what_is_dropped_is_gone_and_can_be_put_again"),
@@ -155,5 +251,50 @@ class CutsKeys(DictStore):
 def test_the_kit_finds_a_broken_store(broken: type[DictStore], test: str) -> None:
     kit = StoreContract()
     kit.open_store = broken  # type: ignore[method-assign]
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, TierError)):
         getattr(kit, test)()
+
+
+class DictSpec(StoreSpec):
+    def open(self, site: StoreSite) -> TierStore:
+        return DictStore(site.payload_bytes)
+
+
+class ProcessPrivate(StoreContract):
+    """A store that each process has for itself, which says that it is shared."""
+
+    shared = True
+
+    def __init__(self) -> None:
+        self.store = DictStore(self.payload_bytes)
+
+    def open_store(self, payload_bytes: int) -> TierStore:
+        return self.store
+
+    def make_spec(self) -> StoreSpec:
+        return DictSpec(type="dict")
+
+
+def test_the_kit_finds_a_store_that_only_one_process_sees() -> None:
+    kit = ProcessPrivate()
+    kit.test_two_open_stores_see_each_other()
+    with pytest.raises(AssertionError, match="must see the same blocks"):
+        kit.test_another_process_sees_what_was_put()
+
+
+def test_the_kit_finds_a_store_that_says_it_verifies() -> None:
+    class Believes(ProcessPrivate):
+        verifies = True
+
+        def damage(self, keys: Sequence[bytes]) -> None:
+            for key in keys:
+                self.store._payloads[key] = bytes(self.payload_bytes)
+
+    with pytest.raises(AssertionError, match="other bytes than were put"):
+        Believes().test_a_damaged_block_is_a_miss_and_spoils_no_other()
+
+
+def test_what_a_class_leaves_unset_is_skipped_by_name() -> None:
+    for test in ("two_open_stores_see_each_other", "blocks_are_there_after_reopening"):
+        with pytest.raises(SkipTest, match=r"StoreContract\.\w+ is None; say which"):
+            getattr(StoreContract(), f"test_{test}")()

@@ -29,7 +29,15 @@ class Block(NamedTuple):
 
 
 class TierStore(Protocol):
-    """Where blocks are kept. Every verb may raise a `TierError`; the guard makes that a miss."""
+    """Where blocks are kept. Every verb may raise a `TierError`; the guard makes that a miss.
+
+    The scheduler's process and each worker open the store separately, and must see the same
+    blocks. What answers a list answers a list of booleans, one for each key or block.
+
+    For stores that evict: a prefix's blocks come head to tail in one call, and a block is of use
+    only with all that precede it. So of those that came together the tail should go first: count
+    the first as the last used. The obvious order, which evicts the head first, serves nothing.
+    """
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Say for each key whether the store holds its block now."""

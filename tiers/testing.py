@@ -3,7 +3,9 @@
 Subclass `StoreContract` in a test file, say how to open your store, and let pytest collect it:
 
     class TestMyStore(StoreContract):
+        shared = True
         persistent = True
+        verifies = False
 
         @pytest.fixture(autouse=True)
         def place(self, tmp_path):
@@ -12,22 +14,29 @@ Subclass `StoreContract` in a test file, say how to open your store, and let pyt
         def open_store(self, payload_bytes):
             return MyStore(self.path, payload_bytes)
 
-The kit itself needs no pytest: its tests are methods with plain asserts. With pytest, call
-`pytest.register_assert_rewrite("tiers.testing")` in your conftest.py to see what they compared.
+        def make_spec(self):
+            return MySpec(type="mine", path=self.path)
+
+What the class leaves unset is skipped, by name. The kit itself needs no pytest: its tests are
+methods with plain asserts. With pytest, call `pytest.register_assert_rewrite("tiers.testing")` in
+your conftest.py to see what they compared.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import secrets
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from unittest import SkipTest
 
+from spec.offloading import StoreSite, StoreSpec
 from tiers.block import MAX_KEY_BYTES, NAMESPACE_BYTES
 from tiers.errors import TierUnusable
-from tiers.store import Block, Clear, LocalIndex, Measured, TierStore, Touch, capability
+from tiers.store import Block, Clear, LocalIndex, Measured, TierStore, Touch, capability, each
 
 _CANARY = 0xA5
 
@@ -79,18 +88,43 @@ class Memory:
             assert set(gap) <= {_CANARY}, "memory outside the payload was written"
 
 
+def _listed(answers: object) -> list[bool]:
+    """What `has` answered, which must be a list of booleans."""
+    return each("has", answers, len(answers) if isinstance(answers, list) else 0)
+
+
+def _found(spec: StoreSpec, payload_bytes: int, keys: Sequence[bytes]) -> list[bool]:
+    """In another process: which of these keys a store opened there has, and loads."""
+    store = spec.open(StoreSite(payload_bytes))
+    memory = Memory(keys, payload_bytes)
+    has, got = store.has(keys), store.get(memory.blocks)
+    store.close()
+    right = [memory.holds(index) for index in range(len(keys))]
+    return [all(one) for one in zip(has, got, right, strict=True)]
+
+
 class StoreContract:
     """What every TierStore owes. Needs room for 64 blocks of `payload_bytes`."""
 
     payload_bytes = 65536
-    shared = False
-    """Whether two open stores see each other's blocks."""
-    persistent = False
+    shared: bool | None = None
+    """Whether two open stores see each other's blocks: an engine's processes open one each."""
+    persistent: bool | None = None
     """Whether blocks are there again after close and open."""
+    verifies: bool | None = None
+    """Whether a block that was damaged where it is kept is a miss; as the spec class says."""
 
     def open_store(self, payload_bytes: int) -> TierStore:
         """Open the store; in one test, the same place each time. The kit closes it."""
         raise NotImplementedError(f"{type(self).__name__} must say how to open its store")
+
+    def make_spec(self) -> StoreSpec:
+        """The settings of the same place, which are sent to another process."""
+        raise SkipTest(f"{type(self).__name__} has no make_spec, so no second process was tried")
+
+    def damage(self, keys: Sequence[bytes]) -> None:
+        """Change some bytes of what is kept of each of these blocks; others may suffer, too."""
+        raise NotImplementedError(f"{type(self).__name__} verifies: say how to damage a block")
 
     @contextmanager
     def opened(self, payload_bytes: int | None = None) -> Iterator[TierStore]:
@@ -104,15 +138,14 @@ class StoreContract:
     def put(self, store: TierStore, keys: Sequence[bytes], version: int = 0) -> None:
         """Store what belongs to these keys; all must be taken."""
         memory = Memory(keys, self.payload_bytes).fill(version)
-        stored = list(store.put(memory.blocks))
+        stored = each("put", store.put(memory.blocks), len(keys))
         assert stored == [True] * len(keys), f"put of {len(keys)} blocks answered {stored}"
         memory.check_canaries()
 
     def hits(self, store: TierStore, keys: Sequence[bytes], version: int = 0) -> list[bool]:
         """Load these keys; which were hits. Every hit must hold what belongs to its key."""
         memory = Memory(keys, self.payload_bytes)
-        hits = list(store.get(memory.blocks))
-        assert len(hits) == len(keys), f"get of {len(keys)} blocks gave {len(hits)} answers"
+        hits = each("get", store.get(memory.blocks), len(keys))
         for index, hit in enumerate(hits):
             assert not hit or memory.holds(index, version), "a hit with other bytes than were put"
         memory.check_canaries()
@@ -127,12 +160,12 @@ class StoreContract:
 
     def test_an_unknown_key_is_a_miss(self) -> None:
         with self.opened() as store:
-            assert list(store.has([make_key()])) == [False]
+            assert _listed(store.has([make_key()])) == [False]
             assert self.hits(store, [make_key()]) == [False]
 
     def test_nothing_asked_nothing_answered(self) -> None:
         with self.opened() as store:
-            assert list(store.has([])) == []
+            assert _listed(store.has([])) == []
             assert list(store.put([])) == []
             assert list(store.get([])) == []
             store.drop([])
@@ -142,7 +175,7 @@ class StoreContract:
         held = [index % 3 != 1 for index in range(12)]
         with self.opened() as store:
             self.put(store, [key for key, here in zip(keys, held, strict=True) if here])
-            assert list(store.has(keys)) == held
+            assert _listed(store.has(keys)) == held
             assert self.hits(store, keys) == held
             self.put(store, keys)
             assert self.hits(store, keys) == [True] * 12
@@ -152,7 +185,7 @@ class StoreContract:
         with self.opened() as store:
             self.put(store, [key, key])
             assert self.hits(store, [key, make_key(), key]) == [True, False, True]
-            assert list(store.has([key, key])) == [True, True]
+            assert _listed(store.has([key, key])) == [True, True]
 
     def test_putting_a_key_again_is_harmless(self) -> None:
         keys = [make_key() for _ in range(4)]
@@ -175,7 +208,7 @@ class StoreContract:
         with self.opened() as store:
             self.put(store, keys)
             store.drop([keys[1], make_key(), keys[1]])
-            assert list(store.has(keys)) == [True, False, True, True]
+            assert _listed(store.has(keys)) == [True, False, True, True]
             assert self.hits(store, keys) == [True, False, True, True]
             self.put(store, [keys[1]], version=3)
             assert self.hits(store, [keys[1]], version=3) == [True]
@@ -192,7 +225,7 @@ class StoreContract:
                 self.put(store, some)
                 assert self.hits(store, some) == [True] * len(some)
                 store.drop(some)
-                assert list(store.has(some)) == [False] * len(some)
+                assert _listed(store.has(some)) == [False] * len(some)
 
     def test_a_key_is_not_its_own_beginning(self) -> None:
         whole = make_key(64)
@@ -288,29 +321,81 @@ class StoreContract:
             assert list(store.put(memory.blocks))[:4] == [True] * 4, "a block was not stored"
             self.hits(store, others + some)
             store.drop(others[:2])
-            assert list(store.has(some + others))[:4] == [True] * 4, "a block was lost"
+            assert _listed(store.has(some + others))[:4] == [True] * 4, "a block was lost"
             assert self.hits(store, some) == [True] * 4, "a block was lost"
 
     def test_two_open_stores_see_each_other(self) -> None:
-        if not self.shared:
-            return
+        self._only_if("shared")
         keys = [make_key() for _ in range(4)]
         with self.opened() as one, self.opened() as other:
             self.put(one, keys)
-            assert list(other.has(keys)) == [True] * 4
+            assert _listed(other.has(keys)) == [True] * 4
             assert self.hits(other, keys) == [True] * 4
             other.drop(keys[:1])
             assert self.hits(one, keys) == [False, True, True, True]
 
+    def test_another_process_sees_what_was_put(self) -> None:
+        """An engine's scheduler and its workers are such processes."""
+        self._only_if("shared")
+        spec, keys = self.make_spec(), [make_key() for _ in range(4)]
+        context = multiprocessing.get_context("spawn")
+        with self.opened() as store, context.Pool(1) as other:
+            self.put(store, keys)
+            held = other.apply(_found, (spec, self.payload_bytes, keys))
+        assert held == [True] * 4, "each process that opens the store must see the same blocks"
+
     def test_blocks_are_there_after_reopening(self) -> None:
-        if not self.persistent:
-            return
+        self._only_if("persistent")
         keys = [make_key() for _ in range(8)]
         with self.opened() as store:
             self.put(store, keys)
         with self.opened() as store:
-            assert list(store.has(keys)) == [True] * 8
+            assert _listed(store.has(keys)) == [True] * 8
             assert self.hits(store, keys) == [True] * 8
+
+    def test_a_damaged_block_is_a_miss_and_spoils_no_other(self) -> None:
+        self._only_if("verifies")
+        keys = [make_key() for _ in range(3)]
+        with self.opened() as store:
+            self.put(store, keys)
+            self.damage(keys[:1])
+            assert self.hits(store, keys)[0] is False
+            self.put(store, keys)
+            assert self.hits(store, keys) == [True] * 3, "a damaged block can be put again"
+
+    def _only_if(self, flag: str) -> None:
+        if not getattr(self, flag):
+            name, said = type(self).__name__, getattr(self, flag)
+            raise SkipTest(f"{name}.{flag} is {said}" + ("; say which" if said is None else ""))
+
+    def test_what_put_says_is_held_is_held(self) -> None:
+        """However much is put at once, and however little room there is."""
+        with self.opened() as store:
+            measured = capability(store, Measured)
+            for _ in range(4):
+                keys = [make_key() for _ in range(64)]
+                memory = Memory(keys, self.payload_bytes).fill()
+                stored = each("put", store.put(memory.blocks), len(keys))
+                assert _listed(store.has(keys)) == stored, "put says True for what it evicted"
+                assert any(stored), "room is made for what is new"
+                assert self.hits(store, keys) == stored
+                usage = None if measured is None else measured.usage()
+                if usage is not None and usage.capacity is not None:
+                    assert usage.used <= usage.capacity, "more is held than the capacity"
+
+    def test_what_is_dropped_gives_its_room_back(self) -> None:
+        keys = [make_key() for _ in range(8)]
+        with self.opened() as store:
+            measured = capability(store, Measured)
+            if measured is None:
+                raise SkipTest(f"{type(store).__name__} does not say what it holds")
+            before = measured.usage()
+            self.put(store, keys)
+            during = measured.usage()
+            assert during.blocks == before.blocks + 8
+            assert during.used - before.used >= 8 * self.payload_bytes // 2
+            store.drop(keys)
+            assert measured.usage() == before
 
     def test_closing_twice_is_harmless(self) -> None:
         store = self.open_store(self.payload_bytes)
@@ -331,7 +416,7 @@ class StoreContract:
             if clear is not None:
                 while clear.clear(keys[0][:NAMESPACE_BYTES]):
                     pass
-                assert list(store.has(keys[:2])) == [False, True], "one namespace, and all of it"
+                assert _listed(store.has(keys[:2])) == [False, True], "one namespace, and all of it"
                 self.put(store, keys[:1])
             if measured is not None:
                 usage = measured.usage()

@@ -97,7 +97,7 @@ def run_vllm(
     def run(batches: Sequence[Batch], tiers: Sequence[Any] | None = None, **options: Any) -> Run:
         name = folder / f"run-{next(runs)}"
         env = options.pop("env", {})
-        more = {name: options.pop(name) for name in ("abort", "before") if name in options}
+        more = {name: options.pop(name) for name in ("abort", "before", "path") if name in options}
         load = options.pop("load", "first")
         max_wait = options.pop("max_wait", "10s")
         engine = {

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from plugin_packages import write_package
 from tiny_vllm import Run, documents
 
 pytestmark = pytest.mark.vllm
@@ -158,3 +159,43 @@ def test_a_policy_that_fails_requests_for_a_tier_is_refused() -> None:
     )
     with pytest.raises(ValueError, match='"kv_load_failure_policy": "recompute"'):
         configured_chain(SimpleNamespace(kv_transfer_config=transfer))
+
+
+PLUGIN = """
+from spec.offloading import StoreSpec
+
+class Store:
+    def has(self, keys): return [True for key in keys]
+    def put(self, blocks): return [True for block in blocks]
+    def get(self, blocks):
+        for _, payload in blocks: payload[:] = bytes(len(payload))
+        return [True for block in blocks]
+    def drop(self, keys): pass
+    def close(self): raise KeyError("closed")
+    def peek(self, keys): raise SystemExit("a plugin exits")
+    def touch(self, keys): pass
+
+class LiarSpec(StoreSpec):
+    hit_source = "device"
+    def open(self, site): return Store()
+
+class RaiserSpec(StoreSpec):
+    def open(self, site): raise ArithmeticError("no such tape")
+"""
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="plugins that lie and raise stand before the cpu tier, in a real engine",
+    outcome="the same tokens; the cpu tier serves; each is named with its package",
+)
+def test_plugins_that_lie_and_raise(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    package = write_package(tmp_path, "oddtapes", PLUGIN, liar="LiarSpec", raiser="RaiserSpec")
+    tiers = [{"type": "liar"}, {"type": "raiser"}, CPU]
+    run = run_vllm(ONE_BY_ONE * 2, tiers, path=[str(package)], **IN_PROCESS)
+    assert run.tokens == answers * 2
+    assert run.loaded() == {"cpu": WHOLE}
+    assert run.count("liar", "damaged_blocks") > 0
+    assert "raiser (package oddtapes): open raised ArithmeticError: no such tape" in run.log

@@ -4,10 +4,10 @@ results to a file, its exit status as a line on stdout.
 The job: `engine` (arguments of LLM), `batches` (each a list of requests that run at once; a
 request is `[prompt_token_ids, max_tokens]` and perhaps the color of an image, three numbers, and
 the uuid that a client gives it, or None), `result` and `log` (files to write), `env`, and
-perhaps `abort` (how many requests of each batch are aborted, at random moments) and `before` (for
-the number of a batch, or `start`, the function of `damage` that is called before it, and its
-arguments). The result: per batch and request its tokens and the tokens that came from any cache,
-and the tiers' counters.
+perhaps `path` (folders with more modules), `abort` (how many requests of each batch are aborted, at
+random moments) and `before` (for the number of a batch, or `start`, the function of `damage` that
+is called before it, and its arguments). The result: per batch and request its tokens and the tokens
+that came from any cache, and the tiers' counters.
 
 vLLM is imported once, which takes as long as an engine's start, and each job is a fork of that.
 """
@@ -37,6 +37,7 @@ def main() -> None:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(log, stream.fileno())
             os.environ.update(job["env"])
+            sys.path[:0] = job.get("path", [])
             run(job)
             return
         print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)

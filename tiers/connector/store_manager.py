@@ -13,6 +13,7 @@ from tiers.connector.lookups import Lookup, Peeked, leading
 from tiers.connector.patience import LOOKUP_SECONDS
 from tiers.connector.policy import WAVE
 from tiers.connector.recent import RecentKeys
+from tiers.connector.unfound import Unfound
 from tiers.store import LocalIndex, TierStore, Touch, capability
 from tiers.threads import threads
 from tiers.wrappers.guard import HEALTHY, Guarded, Health
@@ -55,6 +56,8 @@ class StoreManager:
         self._peeked: dict[str, Peeked] = {}
         self._lookups: dict[str, Lookup] = {}
         self._touching: Future[None] | None = None
+        name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
+        self._unfound = Unfound(name)
         self._thread = threads(1, "lookup")
 
     @property
@@ -114,18 +117,26 @@ class StoreManager:
         if peeked is None or peeked[:2] != (first, len(keys)) or now > peeked.until:
             count, wave, held = 0, WAVE, [True]
             while all(held) and count < len(keys):
-                held = self._on_all_ranks(index.peek, keys[count : count + wave])
+                held = self._look(index.peek, keys[count : count + wave])
                 count, wave = count + leading(held), 4 * wave
             peeked = Peeked(first, len(keys), count, now + self.LOOKUP_LIFETIME)
             self._peeked[request_id] = peeked
         return peeked.found
 
     def _ask(self, keys: list[bytes]) -> tuple[list[bool], int]:
-        held = self._on_all_ranks(self._store.has, keys)
+        held = self._look(self._store.has, keys)
         return held, leading(held)
 
     def _spaces(self) -> list[bytes]:
         return [space_of(namespace, self._generation.tag) for namespace in self._namespaces]
+
+    def _look(
+        self, has: Callable[[Sequence[bytes]], list[bool]], keys: Sequence[bytes]
+    ) -> list[bool]:
+        held = self._on_all_ranks(has, keys)
+        if self.health().reads_up:
+            self._unfound.asked(keys, held)
+        return held
 
     def _on_all_ranks(
         self, has: Callable[[Sequence[bytes]], list[bool]], keys: Sequence[bytes]
@@ -177,6 +188,7 @@ class StoreManager:
         if stored:
             self._recent.add((key,))
             self._clearing.stored(key, self._generation.tag)
+            self._unfound.stored(key)
         return stored
 
     def settle(self, keys: Sequence[bytes]) -> None:
@@ -186,6 +198,7 @@ class StoreManager:
     def discard(self, key: bytes) -> None:
         """Forget that the block is held."""
         self._recent.discard(key)
+        self._unfound.lost(key)
 
     def drop(self, key: bytes, generation: bytes) -> None:
         """Drop it, in the background; not what has no generation, which others may use."""
@@ -195,12 +208,13 @@ class StoreManager:
     def give_up(self, keys: Sequence[bytes]) -> None:
         """Drop them, in the background, from a shared store too: they were this engine's."""
         for key in keys:
-            self._recent.discard(key)
+            self.discard(key)
         self._clearing.drop(keys, self._generation.tag)
 
     def reset(self) -> list[bytes]:
         """Forget all answers."""
         self._recent.clear()
+        self._unfound.reset()
         self._peeked.clear()
         self._lookups.clear()
         return []

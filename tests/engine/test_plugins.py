@@ -1,0 +1,136 @@
+"""Plugins' tiers in the replay engine: what they do wrong costs hits, never an answer or a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from replay_chains import SLOT, cpu
+from slow_store import LONG, ask, measured
+
+from spec.chain import ChainSpec
+from spec.offloading import StoreSite, StoreSpec
+from tiers.cpu.spec import CpuSpec
+from tiers.engine.replay import ReplayEngine
+from tiers.store import Block
+from tiers.wrappers import guard as guarding
+
+HANG = threading.Event()
+"""Set when the test is over."""
+
+
+class Store:
+    """A store in a dict, which no other process sees."""
+
+    def __init__(self) -> None:
+        self.payloads: dict[bytes, bytes] = {}
+
+    def has(self, keys: Sequence[bytes]) -> Any:
+        return [key in self.payloads for key in keys]
+
+    def put(self, blocks: Sequence[Block]) -> Any:
+        self.payloads.update((block.key, bytes(block.payload)) for block in blocks)
+        return [True] * len(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> Any:
+        for key, payload in blocks:
+            payload[:] = self.payloads[key]
+        return [True] * len(blocks)
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.payloads.pop(key, None)
+
+    def close(self) -> None:
+        pass
+
+
+class PluginSpec(StoreSpec):
+    def open(self, site: StoreSite) -> Any:
+        return MAKE[0]()
+
+
+MAKE: list[Callable[[], object]] = [Store]
+
+
+@pytest.fixture(autouse=True)
+def _let_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(guarding, "CLOSE_SECONDS", 0.2)
+    HANG.clear()
+    yield
+    HANG.set()
+
+
+def chain(*more: Any, **settings: Any) -> ChainSpec:
+    tier = PluginSpec.model_validate({"type": "plugin", "deadline": "200ms", **settings})
+    return ChainSpec(version=1, tiers=(tier, *more), staging=256 * SLOT, max_wait="400ms")  # type: ignore[arg-type]
+
+
+def shared() -> None:
+    """Let both halves of the engine have one store."""
+    made = MAKE[0]()
+    MAKE[:] = [lambda: made]
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin's store lives in the process that opened it",
+    outcome="nothing is found, and one line says why",
+)
+def test_a_store_of_which_nothing_is_ever_found_says_so_once(
+    engine: Callable[..., ReplayEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    MAKE[:] = [Store]
+    made = engine(chain(deadline="30s"), num_blocks=120, prefix_caching=False)
+    for _ in range(3):
+        ask(made)
+        made.settle()
+    assert measured(made, "loaded_tokens", "plugin") == 0
+    said = [line for line in caplog.messages if "open the store separately" in line]
+    assert len(said) == 1 and "plugin (package test_plugins)" in said[0]
+
+
+def test_a_store_of_which_something_is_found_says_nothing(
+    engine: Callable[..., ReplayEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    MAKE[:] = [Store]
+    shared()
+    made = engine(chain(deadline="30s"), num_blocks=120, prefix_caching=False)
+    for number in range(3):
+        ask(made)
+        made.settle()
+        ask(made, [number, *LONG[:80]])
+    assert measured(made, "loaded_tokens", "plugin") > 0
+    assert not [line for line in caplog.messages if "open the store separately" in line]
+
+
+def hangs(*args: object) -> Any:
+    HANG.wait()
+
+
+def exits(*args: object) -> Any:
+    raise SystemExit("a plugin exits")
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin's peek, touch, has or close hangs, or exits the process",
+    outcome="the engine steps on; the tiers below serve",
+)
+@pytest.mark.parametrize("wrong", [hangs, exits])
+@pytest.mark.parametrize("verbs", [("peek",), ("touch",), ("has",), ("peek", "close")])
+def test_a_verb_that_hangs_or_exits_stops_nobody(
+    engine: Callable[..., ReplayEngine], verbs: tuple[str, ...], wrong: Callable[..., Any]
+) -> None:
+    MAKE[:] = [type("Odd", (Store,), dict.fromkeys(verbs, wrong))]
+    shared()
+    below = CpuSpec.model_validate(cpu(400))
+    made = engine(chain(below), num_blocks=120, prefix_caching=False)
+    for _ in range(2):
+        ask(made)
+        made.settle()
+    ask(made)
+    served = sum(measured(made, "loaded_tokens", tier) for tier in ("plugin", "cpu"))
+    assert served >= 100, "something serves"
