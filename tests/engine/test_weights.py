@@ -52,7 +52,7 @@ def found(
     if Path(model).is_dir():
         for path in Path(model).iterdir():
             old(path)
-    return identity(source(config, load, hub), Digests(cache).of, time.time())
+    return identity(source(config, load, hub, time.time()), Digests(cache).of, time.time())
 
 
 def test_a_byte_anywhere_makes_other_weights(model: Path) -> None:
@@ -137,19 +137,47 @@ def test_the_hub_s_files_are_told_by_their_names_and_not_read(
     other = hub_model(tmp_path / "b", COMMIT, b"weighty", "b" * 64)
     assert found("org/model", tmp_path / "a") == found(first)
     assert found("org/model", tmp_path / "b") == found(other) != found(first)
-    # Of several it is not known which was loaded, unless the revision says so.
-    hub_model(tmp_path / "a", COMMIT[::-1], b"later", "c" * 64)
+
+
+def test_of_several_snapshots_the_branch_s_is_loaded_unless_it_has_just_moved(
+    tmp_path: Path,
+) -> None:
+    first = hub_model(tmp_path, COMMIT, b"weights", "a" * 64)
+    hub_model(tmp_path, COMMIT[::-1], b"later", "c" * 64)
     with pytest.raises(NoIdentity):
-        found("org/model", tmp_path / "a")
+        found("org/model", tmp_path)
+    branch = tmp_path / "models--org--model" / "refs" / "main"
+    before = time.time()
+    time.sleep(0.02)
+    branch.write_text(COMMIT)
+    time.sleep(0.02)
+    assert found("org/model", tmp_path) == found(first)
+    model = SimpleNamespace(model="org/model", revision=None)
+    with pytest.raises(NoIdentity):
+        source(model, SimpleNamespace(load_format="auto"), tmp_path, before)
+
+
+def test_a_model_that_the_engine_itself_has_just_downloaded_is_known(tmp_path: Path) -> None:
+    """Its files are younger than the engine, and yet what their names say."""
+    since = time.time()
+    time.sleep(0.02)
+    snapshot = hub_model(tmp_path, COMMIT, b"weights", "a" * 64)
+    small = tmp_path / "models--org--model" / "blobs" / ("b" * 40)
+    small.write_text("{}")
+    (snapshot / "preprocessor_config.json").symlink_to(small)
+    model = SimpleNamespace(model="org/model", revision=None)
+    files = source(model, SimpleNamespace(load_format="auto"), tmp_path, since)
+    assert len(files.files) == 2
+    assert identity(files, Digests(None).of, since)
 
 
 def test_a_commit_is_an_identity_where_the_hub_s_files_are_not_found(tmp_path: Path) -> None:
     load = SimpleNamespace(load_format="auto")
     at = SimpleNamespace(model="org/model", revision=COMMIT)
-    assert source(at, load, tmp_path).name == f"org/model {COMMIT}"
+    assert source(at, load, tmp_path, 0).name == f"org/model {COMMIT}"
     branch = SimpleNamespace(model="org/model", revision="v2")
     with pytest.raises(NoIdentity):
-        source(branch, load, tmp_path)
+        source(branch, load, tmp_path, 0)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "blobs/" + "a" * 64])
@@ -177,7 +205,7 @@ def test_a_name_alone_makes_no_blob(tmp_path: Path, name: str) -> None:
 )
 def test_weights_that_change_while_the_engine_starts_are_nobody_s(model: Path) -> None:
     config = SimpleNamespace(model=str(model), revision=None)
-    files = source(config, SimpleNamespace(load_format="auto"), None)
+    files = source(config, SimpleNamespace(load_format="auto"), None, time.time())
     for path in model.iterdir():
         old(path)
     since = time.time()
@@ -205,7 +233,7 @@ def test_a_link_that_is_moved_while_the_engine_starts_leads_to_nobody_s(
     time.sleep(0.02)
     (tmp_path / "current").symlink_to(tmp_path / "next")
     config = SimpleNamespace(model=str(tmp_path / "current"), revision=None)
-    files = source(config, SimpleNamespace(load_format="auto"), None)
+    files = source(config, SimpleNamespace(load_format="auto"), None, time.time())
     with pytest.raises(FileChanged, match="current, a link"):
         identity(files, Digests(None).of, since)
 

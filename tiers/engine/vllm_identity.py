@@ -47,7 +47,7 @@ def _weights(vllm_config: Any, salt: str, alone: str) -> Mapping[str, str]:
     hub = _hub_folder(load)
     facts = _draft_weights(vllm_config, hub, digests, since)
     try:
-        facts["weights"] = identity(source(model, load, hub), digests.of, since)
+        facts["weights"] = identity(source(model, load, hub, since), digests.of, since)
     except NoIdentity as error:
         if salt:
             where = getattr(model, "model_weights", "") or model.model
@@ -81,7 +81,7 @@ def _draft_weights(
     if draft is None or draft.model == vllm_config.model_config.model:
         return {}
     try:
-        found = source(draft, vllm_config.load_config, hub)
+        found = source(draft, vllm_config.load_config, hub, since)
         return {"draft": identity(found, digests.of, since)}
     except (NoIdentity, OSError, FileChanged) as error:
         logger.info("the draft model's weights %s", error)

@@ -45,7 +45,8 @@ FROM_FILES = {
 """Load formats that read the files of the model's folder, and nothing else."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_BLOB = re.compile(r"[0-9a-f]{64}")
+_BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+"""SHA-256 of large files; of small ones git's own digest, which is a SHA-1."""
 
 
 class NoIdentity(Exception):
@@ -62,10 +63,11 @@ class Source:
     folder: Path | None = None
 
 
-def source(model: Any, load: Any, hub: Path | None) -> Source:
+def source(model: Any, load: Any, hub: Path | None, since: float) -> Source:
     """Where the weights of an engine's model configuration come from. Raises NoIdentity, OSError.
 
-    `hub`: the folder in which the engine keeps what it loads from the model hub.
+    `hub`: the folder in which the engine keeps what it loads from the model hub. `since`: when
+    the engine began to load, in seconds of the clock of files.
     """
     load_format = str(getattr(load.load_format, "value", load.load_format))
     if "dummy" in load_format:
@@ -78,7 +80,7 @@ def source(model: Any, load: Any, hub: Path | None) -> Source:
     path = Path(where)
     if path.exists():
         return _files(path)
-    return _from_hub(where, model.revision, hub)
+    return _from_hub(where, model.revision, hub, since)
 
 
 def _files(path: Path) -> Source:
@@ -95,10 +97,10 @@ def _is_program(path: Path) -> bool:
     return path.suffix in PROGRAMS and path.name not in WITHOUT_EFFECT
 
 
-def _from_hub(name: str, revision: str | None, hub: Path | None) -> Source:
+def _from_hub(name: str, revision: str | None, hub: Path | None, since: float) -> Source:
     is_commit = revision is not None and _COMMIT.fullmatch(revision) is not None
     repository = None if hub is None else hub / f"models--{name.replace('/', '--')}"
-    if repository is not None and (snapshot := _snapshot(repository, revision)) is not None:
+    if repository is not None and (snapshot := _snapshot(repository, revision, since)) is not None:
         return _files(snapshot)
     if is_commit:
         return Source(f"{name} {revision}")
@@ -108,22 +110,30 @@ def _from_hub(name: str, revision: str | None, hub: Path | None) -> Source:
     )
 
 
-def _snapshot(repository: Path, revision: str | None) -> Path | None:
-    """The snapshot in the hub's folder that is loaded; None: none, or it may be one of several."""
+def _snapshot(repository: Path, revision: str | None, since: float) -> Path | None:
+    """The snapshot in the hub's folder that is loaded; None: none, or it may be one of several.
+
+    Of several it is the one that the branch's entry names, if that is older than the engine: who
+    finds another commit at the hub writes it there.
+    """
     snapshots = repository / "snapshots"
     if revision is not None and _COMMIT.fullmatch(revision):
         return snapshots / revision if (snapshots / revision).is_dir() else None
     if not snapshots.is_dir():
         return None
     full = [s for s in snapshots.iterdir() if any(p.suffix in WEIGHTS for p in s.iterdir())]
+    if len(full) > 1:
+        entry = repository / "refs" / (revision or "main")
+        is_old = entry.is_file() and entry.stat().st_ctime <= since
+        commit = entry.read_text().strip() if is_old else ""
+        full = [snapshot for snapshot in full if snapshot.name == commit]
     return full[0] if len(full) == 1 else None
 
 
 def identity(weights: Source, digest: Callable[[Path], str], since: float) -> str:
     """Text that is equal only for equal weights. Reads files, through `digest`, and takes its time.
 
-    `since`: when the engine began to load, in seconds of the clock of files. Raises OSError,
-    FileChanged for what may have changed since then.
+    `since`: as for `source`. Raises OSError, FileChanged for what may have changed since then.
     """
     if weights.name:
         return weights.name
@@ -144,7 +154,7 @@ def identity(weights: Source, digest: Callable[[Path], str], since: float) -> st
 
 
 def _blob(path: Path) -> str | None:
-    """The SHA-256 by which a model hub's cache names a file's content; None: it is no such file.
+    """The digest by which a model hub's cache names a file's content; None: it is no such file.
 
     The hub writes a blob under another name and renames it when it is whole, and never again
     changes it.
