@@ -20,8 +20,8 @@ LONG = [token % 997 for token in range(100 * MODEL.block_tokens + 1)]
 
 class SlowStore:
     """Keeps blocks. `gets`, `puts`: gates; while one is shut that verb hangs, but for the next
-    `free_gets`. `broken`: loads raise. `pace`: of puts, seconds a block. `asked`: lookups so
-    far."""
+    `free_gets`. `broken`: loads raise; the next `lost` of them find nothing. `pace`: of puts,
+    seconds a block. `asked`: lookups so far."""
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}
@@ -30,6 +30,7 @@ class SlowStore:
         self.puts.set()
         self.free_gets = 0
         self.broken = False
+        self.lost = 0
         self.pace = 0.0
         self.asked = 0
 
@@ -52,6 +53,9 @@ class SlowStore:
             self.gets.wait()
         if self.broken:
             raise TierUnavailable("gone")
+        if self.lost:
+            self.lost -= 1
+            return [False] * len(blocks)
         for block in blocks:
             block.payload[:] = self.blocks[block.key]
         return [True] * len(blocks)

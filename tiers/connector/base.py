@@ -63,7 +63,8 @@ class EngineInfo:
     `block_tokens`: tokens per block, whole in every group. `hash_tokens`: tokens per entry of
     `Request.block_hashes`. `num_blocks`: blocks in each worker's paged KV. `rank`: of this worker,
     0 in the scheduler. `kv_events`: whether the engine takes events; none are kept for one that
-    does not. `groups`: its KV cache groups; none named: one, of full attention. `mark`: what a
+    does not. `caches_prefixes`: whether requests find in its paged KV what others computed or
+    loaded. `groups`: its KV cache groups; none named: one, of full attention. `mark`: what a
     request's KV depends on beside its block hashes and its media, in at most 16 bytes. `media`:
     marks of requests with images and the like, which block hashes have by names only.
     `step_tokens`: what one step computes at most; 0: not known. `weights_change`: whether it is
@@ -78,6 +79,7 @@ class EngineInfo:
     rank: int = 0
     world_size: int = 1
     kv_events: bool = False
+    caches_prefixes: bool = True
     groups: tuple[KVGroup, ...] = ()
     mark: Callable[[Request], bytes] = no_mark
     step_tokens: int = 0

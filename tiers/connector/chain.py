@@ -21,6 +21,7 @@ from tiers.connector.parts import Parts
 from tiers.connector.patience import Patience
 from tiers.connector.pool_size import PoolSize, slots_within
 from tiers.connector.scheduler import OffloadingScheduler, OpenManager
+from tiers.connector.sharing import Sharing
 from tiers.connector.store_manager import StoreManager
 from tiers.connector.tenants import Tenants
 from tiers.connector.worker import OffloadingWorker
@@ -79,6 +80,7 @@ def open_chain(
             cheapest=chain.cheapest,
             now=now,
             patience=patience,
+            sharing=Sharing(engine, patience) if engine.caches_prefixes else None,
             block_tokens=engine.block_tokens,
             window=Parts(engine).window,
             chain=_identity(chain),

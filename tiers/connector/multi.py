@@ -19,8 +19,9 @@ from tiers.connector.multi_metadata import (
 )
 from tiers.connector.multi_worker import MultiWorker
 from tiers.connector.patience import Patience
-from tiers.connector.policy import NOBODY, Choice, clip
+from tiers.connector.policy import LATER, NOBODY, Choice, clip
 from tiers.connector.shared_load import SharedLoad
+from tiers.connector.sharing import Sharing
 from tiers.connector.stats import TierStats
 
 
@@ -43,11 +44,13 @@ class MultiConnector(MultiWorker):
         cheapest: CheapestSpec | None = None,
         now: Callable[[], float] = time.monotonic,
         patience: Patience | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         """`names`: of the children, unique; `chain`: differs between chains of one engine.
         `window`: blocks at the end of a prefix that must be whole (see `Parts`). `cheapest`:
         settings of the load policy of that name; `now`: seconds, never going back.
-        `patience`: that of the children; none: requests wait as long as it takes."""
+        `patience`: that of the children; none: requests wait as long as it takes. `sharing`: of
+        loads, where children are tiers."""
         super().__init__(role, children, names=names, chain=chain)
         self._block_tokens = block_tokens
         self._cheapest: Cheapest | None = None
@@ -63,6 +66,7 @@ class MultiConnector(MultiWorker):
             self.children, self.names, load, block_tokens, window=window, cheapest=self._cheapest
         )
         self._choices: dict[str, Choice] = {}
+        self._sharing = sharing
         self._undecided: set[str] = set()
         self._patience = patience or Patience(now)
 
@@ -95,19 +99,23 @@ class MultiConnector(MultiWorker):
     ) -> tuple[int | None, bool]:
         """What the children that the policy chooses have."""
         choice = self._choose(request, num_computed_tokens)
-        self._choices[request.request_id] = choice
+        self._choices[request.request_id] = choice._replace(computed=num_computed_tokens)
         self._undecided.add(request.request_id)
         return choice.tokens, choice.is_async
 
     def _choose(self, request: Request, computed: int) -> Choice:
         request_id = request.request_id
+        if self._sharing is not None and self._sharing.waits(request_id):
+            return LATER
         if self._patience.left(request_id) <= 0:
             return NOBODY
         choice = self._chooser.choose(request, computed)
         if choice.tokens is None:
             self._patience.looks(request_id)
-        else:
-            self._patience.found(request_id)
+            return choice
+        self._patience.found(request_id)
+        if self._sharing is not None and self._sharing.joins(request, computed, choice.tokens):
+            return LATER
         return choice
 
     def update_state_after_alloc(
@@ -128,6 +136,8 @@ class MultiConnector(MultiWorker):
                 self.withhold(request)
         if num_external_tokens and choice.tokens:
             self._patience.loads(request.request_id)
+            if self._sharing is not None:
+                self._sharing.begins(request, choice.computed, num_external_tokens)
         shared = SharedLoad(len(shares))
         if len(shares) > 1:
             self._extra_async_loads[request.request_id] = len(shares) - 1
@@ -231,6 +241,8 @@ class MultiConnector(MultiWorker):
             self._undecided.discard(request.request_id)
             self._chooser.forget(request.request_id)
             self._patience.forget(request.request_id)
+            if self._sharing is not None:
+                self._sharing.forget(request.request_id)
         saving = sum(is_saving for is_saving, _ in answers)
         if saving > 1:
             self._extra_async_saves[request.request_id] = saving - 1

@@ -42,11 +42,15 @@ class Patience:
             self._charge(request_id, min(self._now() - since, self.lookup_seconds))
 
     def loads(self, request_id: str) -> None:
-        """A load begins."""
+        """A load begins that the request waits for, its own or another's."""
         self._loading.setdefault(request_id, self._now())
 
+    def loads_now(self, request_id: str) -> bool:
+        """Whether that load is under way."""
+        return request_id in self._loading
+
     def loaded(self, request_id: str) -> None:
-        """The load has ended in all tiers."""
+        """The load has ended in all tiers, or is not waited for any longer."""
         since = self._loading.pop(request_id, None)
         if since is not None:
             self._charge(request_id, self._now() - since)

@@ -25,7 +25,7 @@ class Choice(NamedTuple):
     `tokens` None: a child is still looking, ask again. `child` None: nobody serves, or several
     do, each its `shares`. `probed`: the child that loads only to be measured. `passed`: children
     that have tokens which are computed since that is faster. `seconds`: until the end of the
-    prompt, where that is estimated.
+    prompt, where that is estimated. `computed`: tokens that precede those of the choice.
     """
 
     child: int | None
@@ -35,6 +35,7 @@ class Choice(NamedTuple):
     probed: int | None = None
     passed: tuple[int, ...] = ()
     seconds: float = 0.0
+    computed: int = 0
 
 
 NOBODY = Choice(None, 0, False)

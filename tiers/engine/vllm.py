@@ -89,6 +89,7 @@ def engine_info(
         rank=vllm_config.parallel_config.rank,
         world_size=vllm_config.parallel_config.world_size,
         kv_events=bool(events and events.enable_kv_cache_events),
+        caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
         groups=tuple(group for group, _ in groups),
         mark=AdapterMarks(),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,

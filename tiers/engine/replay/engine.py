@@ -75,6 +75,7 @@ class ReplayEngine:
                 world_size=world_size,
                 kv_events=kv_events,
                 weights_change=weights_change,
+                caches_prefixes=prefix_caching,
                 groups=tuple(KVGroup(self.model.block_tokens, w) for w in self.model.windows),
                 step_tokens=batch_tokens,
                 late_facts=late_facts,
