@@ -223,3 +223,35 @@ def test_a_chain_whose_every_tier_is_unusable(
     assert len(unusable) == 2, "each is reported once"
     assert "'cpu'" in unusable[0] and "less than one block" in unusable[0]
     assert "'disk'" in unusable[1] and str(tmp_path / "file") in unusable[1]
+
+
+@pytest.mark.parametrize("model", [MODEL, ReplayModel(windows=(None, 14, 7))], ids=["", "hybrid"])
+def test_the_block_that_a_last_token_completes_is_stored(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, model: ReplayModel
+) -> None:
+    """The engine learns of a step's tokens when the next step is on its way, as vLLM's does."""
+    made = engine(chain_of(cpu(90), disk(tmp_path)), model=model, num_blocks=99)
+    prompt = list(range(42))
+    made.generate(prompt, 7)  # 48 tokens are computed: 12 blocks; the 49th is sampled
+    made.settle()
+    made.scheduler.pool.forget_all()
+    assert made.generate(answered := prompt + answer(model, prompt, 7), 2).loaded_tokens == 48
+    made.scheduler.pool.forget_all()
+    assert made.generate([*answered, 5], 2).output == answer(model, [*answered, 5], 2)
+
+
+def test_a_last_block_that_the_engine_gives_away_at_once_is_not_stored(
+    engine: Callable[..., ReplayEngine],
+) -> None:
+    made = engine(chain_of(cpu(90)), num_blocks=13)
+    prompt = list(range(42))
+    made.add(prompt, 7)
+    others = [made.add([500 + n] * 45, 2) for n in range(3)]  # each takes all blocks there are
+    made.run()
+    made.scheduler.pool.forget_all()
+    answered = [*prompt, *answer(MODEL, prompt, 7)]
+    again = made.generate(answered, 2)
+    assert again.loaded_tokens == 44
+    assert again.output == answer(MODEL, answered, 2)
+    for number, other in enumerate(others):
+        assert other.output == answer(MODEL, [500 + number] * 45, 2)

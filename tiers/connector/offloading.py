@@ -113,14 +113,14 @@ class OffloadingConnector(Connector):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Never holds blocks back: the fence on reuse protects stores under way."""
-        self.scheduler.request_finished(request.request_id)
-        return False, None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, whatever the groups."""
-        return self.request_finished(request, [])
+        """The same, with the blocks of each KV cache group."""
+        self.scheduler.request_finished(request, block_ids)
+        return False, None
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         """Open the tier with what its workers said; another connector's words are ignored."""

@@ -59,8 +59,9 @@ class RequestState:
     why (a counter's name). `recompute`: this tier failed to load it and is not asked again, so a
     request is loaded in vain once per tier at most. `store`: whether its blocks are stored.
     `mark`, `media`: see `EngineInfo`. `asked`: when a lookup was begun that is not answered yet.
-    `answered`: whether any was. `looked_up`, `hit`: whether it is counted among the tier's lookups
-    and hits. `order`: that in which its blocks were stored.
+    `computed`: tokens that are when all steps so far have run; 0 while it may be loading.
+    `answered`: whether any lookup was. `looked_up`, `hit`: whether it is counted among the tier's
+    lookups and hits. `order`: that in which its blocks were stored.
     """
 
     request: Request
@@ -75,6 +76,7 @@ class RequestState:
     recompute: bool = False
     store: bool = True
     asked: float | None = None
+    computed: int = 0
     answered: bool = False
     looked_up: bool = False
     hit: bool = False
@@ -194,6 +196,11 @@ class RequestTable:
 
         Blocks that the step writes are added to `overwritten`.
         """
+        for one in self._scheduled(output, overwritten):
+            one.state.computed = one.after
+            yield one
+
+    def _scheduled(self, output: SchedulerOutput, overwritten: set[int]) -> Iterator[Scheduled]:
         for new in output.scheduled_new_reqs:
             state = self._states.get(new.req_id)
             if state is None:
@@ -218,6 +225,19 @@ class RequestTable:
             overwritten.update(self._parts.written(state.tables, before))
             after = before + output.num_scheduled_tokens.get(request_id, 0)
             yield Scheduled(state, before, after)
+
+    def last_offers(self, state: RequestState, tables: Sequence[list[int]]) -> Offers:
+        """What is left to offer of a request that has ended, and had these block tables then.
+
+        An engine that schedules ahead learns of a step's tokens when the next step is on its way.
+        So nobody has offered a block that the last but one token completes. The last token is
+        sampled and never computed; what ran ahead of it wrote behind that block.
+        """
+        if not any(tables):
+            return Offers((), [])  # it was preempted
+        computed = min(state.computed, state.request.num_tokens - 1)
+        state.tables = tuple(tables)
+        return self.offers(Scheduled(state, computed, computed))
 
     def offers(self, scheduled: Scheduled) -> Offers:
         """All parts of the blocks that are not offered yet."""

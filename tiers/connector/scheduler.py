@@ -35,7 +35,7 @@ from tiers.connector.manager import TierManager
 from tiers.connector.parts import NOTHING, Parts
 from tiers.connector.patience import Patience
 from tiers.connector.policy import usable
-from tiers.connector.requests import RequestState, RequestTable, Scheduled
+from tiers.connector.requests import Offers, RequestState, RequestTable, Scheduled
 from tiers.connector.shared_load import SharedLoad
 from tiers.connector.stats import TierStats
 from tiers.connector.tenants import Tenants, tenant_of
@@ -85,6 +85,7 @@ class OffloadingScheduler:
         self._patience = patience
         self._health: dict[int, Health] = {}
         self._overwritten: set[int] = set()
+        self._last_offers: list[tuple[RequestState, Offers]] = []
         self._tenants = tenants
         self._retries = RETRIES
         self._generation = generation
@@ -290,7 +291,7 @@ class OffloadingScheduler:
     def _allocated(self, request: Request, blocks: Blocks) -> RequestState:
         state = self._requests.state_of(request)
         state.tables = tuple(list(table) for table in blocks.get_block_ids())
-        state.asked = None
+        state.asked, state.computed = None, 0
         # Another tier may load into these blocks while this one still reads what they held.
         self._overwritten.update(*state.tables)
         return state
@@ -335,6 +336,7 @@ class OffloadingScheduler:
         self._claims.admission.intake.look()
         scheduled = self._requests.scheduled(output, overwritten)
         stores = [job for one in scheduled if (job := self._offer(one)) is not None]
+        stores += self._store_last(overwritten)
         flush = self._claims.readers(overwritten)
         self._claims.begin(stores)
         loads, self._loads = self._loads, []
@@ -342,18 +344,45 @@ class OffloadingScheduler:
 
     def _offer(self, scheduled: Scheduled) -> StoreJob | None:
         """Store what the step completes: full blocks of known tokens that the tier wants."""
-        if self._manager is None or self._unusable or not scheduled.state.stores:
+        state = scheduled.state
+        if self._manager is None or not self._may_store(state):
             return None
-        tenant = tenant_of(scheduled.state.request)
-        if not self._tenants.may_keep(tenant):
-            return None
-        manager, state = self._manager, scheduled.state
+        manager = self._manager
         items = self._offer_again(manager, scheduled) | self._offer_new(manager, scheduled)
+        return self._begin_store(state, items)
+
+    def _may_store(self, state: RequestState) -> bool:
+        if self._manager is None or self._unusable or not state.stores:
+            return False
+        return self._tenants.may_keep(tenant_of(state.request))
+
+    def _begin_store(self, state: RequestState, items: dict[int, StoreItem]) -> StoreJob | None:
         if not items:
             return None
         state.order.under_way += 1
-        offered = state.offered * len(self._parts)
-        return self._jobs.store(items, tenant, state, at_once=len(items) == offered)
+        at_once = len(items) == state.offered * len(self._parts)
+        return self._jobs.store(items, tenant_of(state.request), state, at_once=at_once)
+
+    def _store_last(self, overwritten: set[int]) -> list[StoreJob]:
+        """Store what requests that have ended since the last step left to offer.
+
+        The engine has taken their blocks back. Those that it gives to others in this step are
+        gathered too late; the others are fenced from now on, like all that are being gathered.
+        """
+        ended, self._last_offers = self._last_offers, []
+        jobs: list[StoreJob | None] = []
+        for state, (numbers, pairs) in ended:
+            assert self._manager is not None, "offers to a tier that is not open"
+            safe = [place for place, (_, paged) in enumerate(pairs) if paged not in overwritten]
+            items, refused = self._claims.claim(self._manager, [pairs[place] for place in safe])
+            reasons = Counter(refused.values())
+            self._claims.admission.intake.offered(len(items), reasons)
+            self.stats.add(self.tier, **reasons)
+            mine = {numbers[safe[place]]: item for place, item in items.items()}
+            state.order.finished = True
+            jobs.append(self._begin_store(state, mine))
+            self._settle(self._manager, state)
+        return [job for job in jobs if job is not None]
 
     def _offer_new(self, manager: TierManager, scheduled: Scheduled) -> dict[int, StoreItem]:
         """What the step completes; what the tier gets of it, by the numbers of its keys."""
@@ -493,12 +522,19 @@ class OffloadingScheduler:
         self._requests.reset()
         return not self.reqs_being_loaded
 
-    def request_finished(self, request_id: str) -> None:
-        """Drop what is kept for a request; its transfers under way end on their own."""
+    def request_finished(self, request: Request, tables: Sequence[list[int]]) -> None:
+        """Drop what is kept for a request; its transfers under way end on their own.
+
+        `tables`: the blocks that it has yet, of each KV cache group.
+        """
+        request_id = request.request_id
         state = self._requests.get(request_id)
-        if state is not None:
-            state.order.finished = True
-            if self._manager is not None:
+        if state is not None and self._manager is not None:
+            offers = self._requests.last_offers(state, tables) if self._may_store(state) else None
+            if offers is not None and offers.pairs:
+                self._last_offers.append((state, offers))
+            else:
+                state.order.finished = True
                 self._settle(self._manager, state)
         self.stats.add(self.tier, **self._requests.forget(request_id))
         if self._manager is not None:

@@ -68,6 +68,7 @@ class OffloadingWorker:
         self._joining: Future[None] | None = None
         self._unusable: str | None = None
         self._stores: list[_Store] = []
+        self._begun: OffloadingConnectorMetadata | None = None
         self._ended: dict[int, JobResult] = {}
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -123,6 +124,9 @@ class OffloadingWorker:
 
     def get_finished(self, meta: OffloadingConnectorMetadata) -> set[str]:
         """Requests whose load has ended since the last call, whole or in part."""
+        if meta.idle:
+            # Engines may leave `wait_for_save` out of a step that computes nothing.
+            self.wait_for_save(meta)
         ended = self._loading.ended(meta.idle)
         for job, failed, lost, seconds, in_time, damaged in ended:
             self._note_end(job.job_id, len(job.items), Outcome(failed, seconds), "load")
@@ -149,6 +153,9 @@ class OffloadingWorker:
 
     def wait_for_save(self, meta: OffloadingConnectorMetadata) -> None:
         """Begin the step's stores: fill the slots, then feed the tier from them; never waits."""
+        if meta is self._begun:
+            return
+        self._begun = meta
         for job in meta.reqs_to_store:
             gather = self._gather(job)
             self._stores.append(_Store(job, gather, self._writer.submit(self._put, job)))

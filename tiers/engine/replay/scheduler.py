@@ -60,10 +60,10 @@ class ReplayRequest:
         """The answer so far."""
         return self.tokens[len(self.prompt) :]
 
-    def hash_blocks(self) -> None:
-        """Extend `block_hashes` to all full blocks."""
+    def hash_blocks(self, unknown: int = 0) -> None:
+        """Extend `block_hashes` to all full blocks but for so many tokens, not known yet."""
         size = self.block_tokens
-        for i in range(len(self.block_hashes), len(self.tokens) // size):
+        for i in range(len(self.block_hashes), (len(self.tokens) - unknown) // size):
             parent = self.block_hashes[-1] if self.block_hashes else b""
             part = self.tokens[i * size : (i + 1) * size]
             self.block_hashes.append(chain_hash(parent, part, self.salt))
@@ -167,7 +167,7 @@ class ReplayScheduler:
     def busy(self) -> bool:
         """Whether another step is needed."""
         pending = self.connector is not None and self.connector.has_pending_push_work()
-        return bool(self.requests) or pending
+        return bool(self.requests or self._ended) or pending
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -329,8 +329,10 @@ class ReplayScheduler:
             self._know_blocks(request)
             if work.samples:
                 request.tokens.append(sampled[work.request_id])
-                request.hash_blocks()
-                if len(request.output) == request.max_tokens:
+                ends = len(request.output) == request.max_tokens
+                # The step is on its way that computes the token, when the engine learns of it.
+                request.hash_blocks(unknown=0 if ends else 1)
+                if ends:
                     self._running.remove(request)
                     self._finish(request)
         if self.connector is not None:

@@ -44,7 +44,9 @@ class ReplayWorker:
         self.connector.bind_connector_metadata(step.kv_connector_metadata)
         output = StepOutput(sums=self._forward(step))
         self.connector.start_load_kv(None)
-        self.connector.wait_for_save()
+        if step.work:
+            # Without, some versions of vLLM don't, and connectors must not depend on it.
+            self.connector.wait_for_save()
         results = self.connector.get_transfer_results(step.finished_req_ids)
         output.finished_sending = results.finished_sending
         output.finished_recving = results.finished_recving
