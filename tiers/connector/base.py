@@ -64,12 +64,14 @@ class EngineInfo:
     `Request.block_hashes`. `num_blocks`: blocks in each worker's paged KV. `rank`: of this worker,
     0 in the scheduler. `kv_events`: whether the engine takes events; none are kept for one that
     does not. `caches_prefixes`: whether requests find in its paged KV what others computed or
-    loaded. `groups`: its KV cache groups; none named: one, of full attention. `mark`: what a
-    request's KV depends on beside its block hashes and its media, in at most 16 bytes. `media`:
-    marks of requests with images and the like, which block hashes have by names only.
-    `step_tokens`: what one step computes at most; 0: not known. `weights_change`: whether it is
-    made to take other weights while it runs, so that its facts do not name them. `late_facts`:
-    more facts, on a worker; a tier whose blocks others may find opens once they are known.
+    loaded. `drops_last`: whether it computes the last block of a prefix that it finds, for a
+    drafter that needs what computing leaves behind. `groups`: its KV cache groups; none named:
+    one, of full attention. `mark`: what a request's KV depends on beside its block hashes and its
+    media, in at most 16 bytes. `media`: marks of requests with images and the like, which block
+    hashes have by names only. `step_tokens`: what one step computes at most; 0: not known.
+    `weights_change`: whether it is made to take other weights while it runs, so that its facts do
+    not name them. `late_facts`: more facts, on a worker; a tier whose blocks others may find opens
+    once they are known.
     """
 
     facts: Mapping[str, str]
@@ -80,6 +82,7 @@ class EngineInfo:
     world_size: int = 1
     kv_events: bool = False
     caches_prefixes: bool = True
+    drops_last: bool = False
     groups: tuple[KVGroup, ...] = ()
     mark: Callable[[Request], bytes] = no_mark
     step_tokens: int = 0

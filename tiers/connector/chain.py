@@ -83,6 +83,7 @@ def open_chain(
             sharing=Sharing(engine, patience) if engine.caches_prefixes else None,
             block_tokens=engine.block_tokens,
             window=Parts(engine).window,
+            drops_last=engine.drops_last,
             chain=_identity(chain),
         )
     host = HostSlots(engine, size, open_copier)

@@ -12,7 +12,7 @@ from tiers.connector.base import Request, SchedulerOutput
 from tiers.connector.cheapest import Cheapest
 from tiers.connector.contract import BlockLoader, Connector, TimedLoader
 from tiers.connector.limits import RequestLimits, read_limits
-from tiers.connector.policy import LATER, NOBODY, Choice, first, longest, stitched
+from tiers.connector.policy import LATER, NOBODY, Choice, clip, first, longest, stitched
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +49,16 @@ class Chooser:
         *,
         cheapest: Cheapest | None = None,
         window: int = 0,
+        drops_last: bool = False,
     ) -> None:
         """`cheapest`: what decides under the load policy of that name. `window`: blocks at the
-        end of a prefix that must be whole (see `Parts`)."""
+        end of a prefix that must be whole (see `Parts`). `drops_last`: see `EngineInfo`."""
         self._children = tuple(zip(names, children, strict=True))
         self._cheapest = cheapest
         self._load = load
         self._block_tokens = block_tokens
         self._window = window
+        self._dropped = int(drops_last)
         self._limits: dict[str, RequestLimits] = {}
         # The engine's own connectors; ours, and chains of ours, know what they failed to load.
         self._foreign = {
@@ -201,7 +203,8 @@ class Chooser:
             blocks,
             self._window,
         )
-        tokens = (found.stop - blocks.start) * size
+        count = max(0, found.stop - blocks.start - self._dropped)
+        tokens = count * size
         if tokens < question.loadable:
             ours = [i for i, (_, c) in enumerate(self._children) if isinstance(c, BlockLoader)]
             alone = longest(self._answers(question, but=ours), question.loadable)
@@ -209,4 +212,4 @@ class Chooser:
                 return LATER
             if alone.tokens > tokens:
                 return alone
-        return Choice(None, tokens, True, found.shares) if tokens else NOBODY
+        return Choice(None, tokens, True, clip(found.shares, count)) if tokens else NOBODY

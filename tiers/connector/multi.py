@@ -41,13 +41,15 @@ class MultiConnector(MultiWorker):
         load: LoadPolicy = "first",
         block_tokens: int = 1,
         window: int = 0,
+        drops_last: bool = False,
         cheapest: CheapestSpec | None = None,
         now: Callable[[], float] = time.monotonic,
         patience: Patience | None = None,
         sharing: Sharing | None = None,
     ) -> None:
         """`names`: of the children, unique; `chain`: differs between chains of one engine.
-        `window`: blocks at the end of a prefix that must be whole (see `Parts`). `cheapest`:
+        `window`: blocks at the end of a prefix that must be whole (see `Parts`). `drops_last`: see
+        `EngineInfo`. `cheapest`:
         settings of the load policy of that name; `now`: seconds, never going back.
         `patience`: that of the children; none: requests wait as long as it takes. `sharing`: of
         loads, where children are tiers."""
@@ -63,7 +65,13 @@ class MultiConnector(MultiWorker):
                 cut=window == 0,
             )
         self._chooser = Chooser(
-            self.children, self.names, load, block_tokens, window=window, cheapest=self._cheapest
+            self.children,
+            self.names,
+            load,
+            block_tokens,
+            window=window,
+            drops_last=drops_last,
+            cheapest=self._cheapest,
         )
         self._choices: dict[str, Choice] = {}
         self._sharing = sharing

@@ -50,6 +50,8 @@ class Parts:
         ]
         reach = [max(1, p.window - 1) for p in self._parts if p.window is not None]
         self.window = -(-max(reach, default=0) // self.block_tokens)
+        # Counted from before the block that is dropped.
+        self.window += int(engine.drops_last and self.window > 0)
         """Blocks before the end of a prefix of which every part is needed; 0: no windows."""
 
     @property

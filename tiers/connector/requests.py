@@ -148,10 +148,11 @@ class RequestTable:
     def stop(self, state: RequestState, first: int) -> int:
         """The block behind the last that could be loaded, from block `first` on."""
         known = len(state.keys) // len(self._parts)
-        if not self._parts.window:
+        if not self._parts.window and not self._engine.drops_last:
             return known
         # A prefix has its windowed parts at its end, which must be where the load ends. And the
-        # last token is always computed; its window may reach one token further back.
+        # last token is always computed; its window may reach one token further back. Nor does the
+        # block of that token count as one that is found, of which the last is dropped.
         stop = min(known, (state.request.num_tokens - 1) // self._block_tokens)
         most = state.limits.max_load_tokens
         return stop if most is None else min(stop, first + most // self._block_tokens)

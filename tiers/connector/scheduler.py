@@ -200,6 +200,8 @@ class OffloadingScheduler:
         found = self._timed(state, partial(self._lookup, self._manager, state, range(first, stop)))
         if found is None:
             return None, False
+        if self._engine.drops_last:
+            found = max(0, min(found, stop - first) - 1)
         state.match = (first, found)
         return found * self._engine.block_tokens, found > 0
 

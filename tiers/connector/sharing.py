@@ -36,6 +36,7 @@ class Sharing:
         self._size = engine.block_tokens
         self._step = engine.block_tokens // engine.hash_tokens
         self._windows = Parts(engine).window > 0
+        self._dropped = int(engine.drops_last)
         self._patience = patience
         self._loads: dict[bytes, _Load] = {}
         self._first: dict[str, bytes] = {}
@@ -67,7 +68,7 @@ class Sharing:
         if load is None or not self._patience.loads_now(load.request_id):
             return False
         shared = self._shared(request, range(start, stop), load.hashes)
-        if 2 * shared < max(tokens // self._size, len(load.hashes)):
+        if not shared or 2 * shared < max(tokens // self._size, len(load.hashes)):
             return False
         # Whoever is said to load here does, and does not wait for another.
         self._ends(request.request_id)
@@ -83,8 +84,9 @@ class Sharing:
             True,
             key=lambda i: self._hash(request, blocks.start + i) != hashes[i],
         )
-        # What attention windows need is loaded at the end alone, and found there or nowhere.
-        return shared if not self._windows or shared == len(hashes) else 0
+        if self._windows and (shared < len(hashes) or self._dropped):
+            return 0  # what windows need is loaded at the end alone, and found there or nowhere
+        return max(0, shared - self._dropped)
 
     def begins(self, request: Request, computed: int, tokens: int) -> None:
         """A request loads these tokens."""

@@ -50,7 +50,12 @@ from tiers.engine.vllm_children import (
     refuse_groups,
     required_layout,
 )
-from tiers.engine.vllm_groups import REPORTS_FAILED_REQUESTS, hash_tokens, kv_groups
+from tiers.engine.vllm_groups import (
+    REPORTS_FAILED_REQUESTS,
+    drops_last,
+    hash_tokens,
+    kv_groups,
+)
 from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
 from tiers.engine.vllm_worker import WorkerMembers
@@ -90,6 +95,7 @@ def engine_info(
         world_size=vllm_config.parallel_config.world_size,
         kv_events=bool(events and events.enable_kv_cache_events),
         caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
+        drops_last=drops_last(vllm_config),
         groups=tuple(group for group, _ in groups),
         mark=AdapterMarks(),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,

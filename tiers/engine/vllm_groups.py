@@ -92,6 +92,17 @@ def _kind(spec: Any) -> int | str | None:
     return name
 
 
+def drops_last(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM computes the last block of each prefix that it finds in its cache, since it
+    speculates with a drafter of its own kind (EAGLE, MTP)."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return False
+    # Older engines can't be told not to.
+    drops = getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)
+    return bool(drops())
+
+
 def hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Tokens per entry of `Request.block_hashes`."""
     resolve = getattr(kv_cache_utils, "resolve_kv_cache_block_sizes", None)

@@ -39,8 +39,8 @@ class ReplayEngine:
 
     `world_size` ranks hold a share of the KV each; with `processes` each runs in its own process,
     so that all that crosses is pickled. `facts` name the model to the namespace, as do
-    `late_facts`. With `kv_events` the connector's events gather in `events`. `now`: the chain's
-    clock, in seconds.
+    `late_facts`. With `kv_events` the connector's events gather in `events`. `drops_last`: see
+    `EngineInfo`. `now`: the chain's clock, in seconds.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class ReplayEngine:
         open_copier: OpenCopier = open_copier,
         kv_events: bool = False,
         weights_change: bool = False,
+        drops_last: bool = False,
         now: Callable[[], float] = time.monotonic,
         late_facts: LateFacts | None = None,
     ) -> None:
@@ -76,6 +77,7 @@ class ReplayEngine:
                 kv_events=kv_events,
                 weights_change=weights_change,
                 caches_prefixes=prefix_caching,
+                drops_last=drops_last,
                 groups=tuple(KVGroup(self.model.block_tokens, w) for w in self.model.windows),
                 step_tokens=batch_tokens,
                 late_facts=late_facts,
@@ -95,7 +97,12 @@ class ReplayEngine:
         pool = BlockPool(num_blocks, prefix_caching, first=int(has_null(self.model.windows)))
         self.num_blocks = pool.num_free
         self.scheduler = ReplayScheduler(
-            self.connector, pool, self.model.block_tokens, batch_tokens, self.model.windows
+            self.connector,
+            pool,
+            self.model.block_tokens,
+            batch_tokens,
+            self.model.windows,
+            drops_last,
         )
         self._aggregator = _Aggregator(world_size)
         self.closed = False

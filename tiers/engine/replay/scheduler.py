@@ -141,7 +141,9 @@ class ReplayScheduler:
         block_tokens: int,
         batch_tokens: int,
         windows: Sequence[int | None] = (None,),
+        drops_last: bool = False,
     ) -> None:
+        self._drops_last = drops_last
         self.connector = connector
         self.pool = pool
         self._tables = BlockTables(pool, block_tokens, windows)
@@ -220,9 +222,10 @@ class ReplayScheduler:
     def _match(self, request: ReplayRequest) -> bool:
         """Find the request's prefix here and in the connector; False: it can't start now."""
         limit = (request.num_tokens - 1) // self._block_tokens
-        tables = self._tables.find_prefix(
-            [] if request.skip_reading_prefix_cache else request.block_hashes[:limit]
-        )
+        hashes = [] if request.skip_reading_prefix_cache else request.block_hashes[:limit]
+        tables = self._tables.find_prefix(hashes)
+        if self._drops_last and tables[0]:
+            tables = self._tables.find_prefix(hashes[: len(tables[0]) - 1])
         computed = len(tables[0]) * self._block_tokens
         external: int | None = 0
         is_async = False
