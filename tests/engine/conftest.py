@@ -129,6 +129,7 @@ def run_vllm(
             [[r["ttft"] for r in batch] for batch in data["batches"]],
             data["tiers"],
             data["preemptions"],
+            data["external_hits"],
             said,
         )
 

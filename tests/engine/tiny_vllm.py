@@ -6,10 +6,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 CHILD = Path(__file__).with_name("vllm_child.py")
 BLOCK_TOKENS = 32
-Batch = Sequence[tuple[list[int], int]]
+Batch = Sequence[tuple[Any, ...]]
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,6 +61,7 @@ class Run:
     ttft: list[list[float]]
     tiers: dict[str, dict[str, float]]
     preemptions: float
+    external_hits: float
     log: str
 
     def loaded(self) -> dict[str, float]:

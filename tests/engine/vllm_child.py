@@ -3,11 +3,11 @@ results to a file, its exit status as a line on stdout.
 
 The job: `engine` (arguments of LLM), `batches` (each a list of requests that run at once; a
 request is `[prompt_token_ids, max_tokens]` and perhaps the color of an image, three numbers, and
-the uuid that a client gives it, or None), `result` and `log` (files to write), `env`, and
-perhaps `path` (folders with more modules), `abort` (how many requests of each batch are aborted, at
-random moments) and `before` (for the number of a batch, or `start`, the function of `damage` that
-is called before it, and its arguments). The result: per batch and request its tokens and the tokens
-that came from any cache, and the tiers' counters.
+the uuid that a client gives it, or None; more sampling parameters may come last), `result` and
+`log` (files to write), `env`, and perhaps `path` (folders with more modules), `abort` (how many
+requests of each batch are aborted, at random moments) and `before` (for the number of a batch, or
+`start`, the function of `damage` that is called before it, and its arguments). The result: per
+batch and request its tokens and the tokens that came from any cache, and the tiers' counters.
 
 vLLM is imported once, which takes as long as an engine's start, and each job is a fork of that.
 """
@@ -57,9 +57,13 @@ def run(job: dict[str, Any]) -> None:
             getattr(damage, change[0])(*change[1:])
         requests = [
             (
-                TokensPrompt(prompt_token_ids=tokens, **image(*more)),
+                TokensPrompt(prompt_token_ids=tokens, **image(*more[:2])),
                 SamplingParams(
-                    max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True
+                    max_tokens=max_tokens,
+                    temperature=0,
+                    detokenize=False,
+                    ignore_eos=True,
+                    **(more[2] if more[2:] else {}),
                 ),
             )
             for tokens, max_tokens, *more in batch
@@ -71,7 +75,12 @@ def run(job: dict[str, Any]) -> None:
         outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
         batches.append([shown(output) for output in outputs])
     settle(llm)
-    result = {"batches": batches, "tiers": counters(llm), "preemptions": preemptions(llm)}
+    result = {
+        "batches": batches,
+        "tiers": counters(llm),
+        "preemptions": total(llm, "vllm:num_preemptions"),
+        "external_hits": total(llm, "vllm:external_prefix_cache_hits"),
+    }
     llm.llm_engine.engine_core.shutdown()
     Path(job["result"]).write_text(json.dumps(result))
 
@@ -137,9 +146,9 @@ def counters(llm: Any) -> dict[str, dict[str, float]]:
     return tiers
 
 
-def preemptions(llm: Any) -> float:
-    """How often the engine preempted a request."""
-    return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+def total(llm: Any, name: str) -> float:
+    """One of the engine's own counters."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 
 if __name__ == "__main__":
