@@ -83,6 +83,14 @@ class StoreSpec(OffloadingSpec):
     them. A store that says so and hangs there stops the engine; others are asked in the
     background, by `has`."""
 
+    @property
+    def host_local(self) -> bool | None:
+        """Whether its blocks are found on the host alone that stored them, as those of a folder or
+        of a server at localhost are. An engine on several hosts goes on without such a tier, which
+        would store all and find nothing. None: judged by the store, which is taken for local if it
+        answers from memory (`is_prompt`) or has the capability `Clear`."""
+        return None
+
     deadline: Duration = Field(
         default=10.0,
         description="A read or write that takes longer counts as failed, and the tier is left "

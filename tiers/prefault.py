@@ -3,17 +3,72 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+from spec.fields import format_size
 from tiers.threads import spread
+
+logger = logging.getLogger(__name__)
 
 AHEAD = 256 << 20
 """Bytes to have beyond what is in use: a third of a second's work, and all that a pool which is
 never filled costs in vain."""
 
 _STEP = 4 << 20
+STEP = 1 << 30
+"""What is provided between two looks at the memory that is left."""
+PIECE = 64 << 20
+PROVIDERS = 4
+SAY_SECONDS = 5.0
 MADV_POPULATE_WRITE = 23
 """Linux 5.14's, for which Python has no name."""
+
+
+def provide(
+    address: int,
+    length: int,
+    check: Callable[[int], None],
+    now: Callable[[], float] = time.monotonic,
+) -> None:
+    """Make the system give all pages of a range that is fresh, on several threads, in steps.
+
+    Registering memory with CUDA would do it on one, and for a minute without a word. `check`
+    hears the bytes of each step before it and may raise. From 1 GiB on it is said when this
+    begins, every five seconds, and when it ends.
+    """
+    began = said = now()
+    speaks = length >= STEP
+    if speaks:
+        logger.info("pinning %s of host memory", format_size(length))
+    with ThreadPoolExecutor(PROVIDERS, "kvtiers-provide") as pool:
+        for start in range(0, length, STEP):
+            size = min(STEP, length - start)
+            check(size)
+            pieces = range(start, start + size, PIECE)
+            list(pool.map(lambda at: _give(address + at, min(PIECE, length - at)), pieces))
+            if speaks and now() - said >= SAY_SECONDS:
+                said = now()
+                done, whole = format_size(start + size), format_size(length)
+                logger.info("pinning host memory: %s of %s are there", done, whole)
+    if speaks:
+        logger.info("pinning host memory: all is there after %.1f s", now() - began)
+
+
+def _give(address: int, size: int) -> None:
+    madvise = _madvise()
+    if madvise(address, size, MADV_POPULATE_WRITE) != 0:
+        ctypes.memset(address, 0, size)  # an older kernel; what is fresh is zero already
+
+
+def _madvise() -> Any:
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
 
 
 class Prefault:
@@ -51,8 +106,7 @@ class Prefault:
 
     def _run(self) -> None:
         spread()
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        madvise = _madvise()
         while self._has_work():
             size = min(_STEP, self._length - self._done)
             if madvise(self._address + self._done, size, MADV_POPULATE_WRITE) != 0:

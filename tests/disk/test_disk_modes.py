@@ -14,11 +14,12 @@ from disk_audit import MODE, SLOT, audit, key, keys, open_disk, put, slab_path
 from test_disk_open import run_mounted
 
 from spec.offloading import StoreSite
-from tiers.disk.access import choose_direct, spare_memory
+from tiers.disk.access import choose_direct
 from tiers.disk.slab import PAGE
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
 from tiers.errors import TierUnavailable, TierUnusable
+from tiers.memory import spare_memory
 from tiers.store import Block, TierStore
 from tiers.testing import StoreContract, payload_of
 

@@ -199,3 +199,13 @@ def test_plugins_that_lie_and_raise(
     assert run.loaded() == {"cpu": WHOLE}
     assert run.count("liar", "damaged_blocks") > 0
     assert "raiser (package oddtapes): open raised ArithmeticError: no such tape" in run.log
+
+
+def test_a_cpu_tier_larger_than_the_machine_is_refused_by_name_and_the_disk_serves(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    tiers = [{"type": "cpu", "capacity": "1TiB"}, disk(tmp_path)]
+    run = run_vllm(ONE_BY_ONE * 2, tiers, **IN_PROCESS)
+    assert run.tokens == answers * 2
+    assert run.loaded() == {"disk": WHOLE}
+    assert "tier 'cpu' is unusable" in run.log and "1TiB on this host" in run.log

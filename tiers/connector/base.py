@@ -71,7 +71,9 @@ class EngineInfo:
     hashes have by names only. `step_tokens`: what one step computes at most; 0: not known.
     `weights_change`: whether it is made to take other weights while it runs, so that its facts do
     not name them. `late_facts`: more facts, on a worker; a tier whose blocks others may find opens
-    once they are known.
+    once they are known. `host`: where this process is, by a name that tells hosts, and containers
+    with file systems of their own, apart; empty: not known. `ranks_here`: ranks that share this
+    host's memory, those of the engine's replicas too; 0: all of this engine.
     """
 
     facts: Mapping[str, str]
@@ -89,6 +91,8 @@ class EngineInfo:
     weights_change: bool = False
     media: MediaMarks = NoMedia()  # noqa: RUF009 - it has no state
     late_facts: LateFacts | None = None
+    host: str = ""
+    ranks_here: int = 0
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -172,11 +176,16 @@ class Hello:
 
     `namespace`: digest under which its blocks are known; empty for a tier whose blocks only this
     engine finds. `payload_bytes`: bytes of one block.
+    `host`: see `EngineInfo`. `slots`: how many it has; None: as many as the chain asks for.
+    `lacks`: why it has no memory for the host tiers; empty: it has.
     """
 
     rank: int
     namespace: bytes
     payload_bytes: int
+    host: str = ""
+    slots: int | None = None
+    lacks: str = ""
 
 
 class StoreItem(NamedTuple):

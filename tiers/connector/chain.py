@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from spec.chain import ChainSpec
 from spec.fields import format_size
@@ -14,6 +15,7 @@ from tiers.connector.admission import Admission
 from tiers.connector.base import EngineInfo, Hello, Role
 from tiers.connector.generation import Generation
 from tiers.connector.host import HostSlots, OpenCopier
+from tiers.connector.hosts import is_local, refuse_several
 from tiers.connector.manager import HostManager, TierManager
 from tiers.connector.multi import MultiConnector
 from tiers.connector.offloading import OffloadingConnector
@@ -40,11 +42,12 @@ def open_chain(
     role: Role,
     open_copier: OpenCopier,
     now: Callable[[], float] = time.monotonic,
+    root: Path = Path("/"),
 ) -> MultiConnector:
     """Make the connectors of a chain in one role. No tier is opened before the workers are known.
 
     Host memory over all ranks: see `PoolSize`. Each process also uses a few bounce slots per store
-    tier.
+    tier. `root`: where the system tells of its memory.
     """
     engine = replace(engine, facts={**engine.facts, "salt": chain.salt})
     size = PoolSize.of(chain, engine)
@@ -60,7 +63,7 @@ def open_chain(
                 scheduler=OffloadingScheduler(
                     tier.tier_name,
                     engine,
-                    _manager_opener(tier, pool, generation, patience.lookup_seconds),
+                    _manager_opener(tier, pool, generation, patience.lookup_seconds, engine.host),
                     chain.promote,
                     generation,
                     patience,
@@ -86,7 +89,7 @@ def open_chain(
             drops_last=engine.drops_last,
             chain=_identity(chain),
         )
-    host = HostSlots(engine, size, open_copier)
+    host = HostSlots(engine, size, open_copier, root)
     children = [
         OffloadingConnector(
             tier.tier_name,
@@ -109,20 +112,28 @@ class _ChainPool:
         self._size = size
         self._pool: SlotPool | None = None
 
-    def open(self, payload_bytes: int) -> SlotPool:
+    def open(self, payload_bytes: int, hellos: Sequence[Hello]) -> SlotPool:
         if self._pool is None:
-            self._pool = SlotPool(self._size.slots(payload_bytes))
+            made = [hello.slots for hello in hellos if hello.slots is not None]
+            self._pool = SlotPool(min([self._size.slots(payload_bytes), *made]))
         return self._pool
 
 
 def _manager_opener(
-    tier: OffloadingSpec, chain_pool: _ChainPool, generation: Generation, lookup_deadline: float
+    tier: OffloadingSpec,
+    chain_pool: _ChainPool,
+    generation: Generation,
+    lookup_deadline: float,
+    host: str,
 ) -> OpenManager:
     def open_manager(hellos: Sequence[Hello]) -> tuple[TierManager, SlotPool]:
         # Ranks whose blocks are larger have fewer slots: what fits those fits all.
         payload = max(hello.payload_bytes for hello in hellos)
-        pool = chain_pool.open(payload)
+        pool = chain_pool.open(payload, hellos)
         if isinstance(tier, HostSpec):
+            lacks = [hello.lacks for hello in hellos if hello.lacks]
+            if lacks:
+                raise TierUnusable(lacks[0])
             slots = slots_within(tier.capacity, payload, len(hellos))
             if slots == 0:
                 raise TierUnusable(
@@ -131,8 +142,15 @@ def _manager_opener(
                 )
             return HostManager(open_residency(tier, pool, slots), pool), pool
         if isinstance(tier, StoreSpec):
-            site = StoreSite(payload, len(hellos))
-            store = open_guarded(tier, site)
+            if is_local(tier, None):
+                refuse_several(hellos, host)
+            store = open_guarded(tier, StoreSite(payload, len(hellos)))
+            try:
+                if is_local(tier, store):
+                    refuse_several(hellos, host)
+            except TierUnusable:
+                store.close()
+                raise
             spaces = [hello.namespace for hello in hellos]
             return StoreManager(store, spaces, generation, lookup_deadline=lookup_deadline), pool
         raise TierUnusable(f"type {tier.type!r} is neither a StoreSpec nor a HostSpec")

@@ -5,17 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 import xxhash
 
+from spec.fields import format_size
 from tiers.block import namespace
 from tiers.connector.base import Copier, Copy, EngineInfo, Hello, StoreItem
 from tiers.connector.pool_size import PoolSize
-from tiers.pool import SlotMemory
+from tiers.errors import TierUnusable
+from tiers.memory import spare_memory
+from tiers.pool import SlotMemory, slot_stride
 from tiers.prefault import Prefault
 
 logger = logging.getLogger(__name__)
+
+KEPT_FREE = 16
+"""The part of the memory that can be had which is not taken: others need some, later, too."""
 
 OpenCopier = Callable[[Mapping[str, torch.Tensor], int], Copier]
 
@@ -31,10 +38,15 @@ class HostSlots:
     here; so a slot's entries below have one writer at a time and need no lock.
     """
 
-    def __init__(self, engine: EngineInfo, size: PoolSize, open_copier: OpenCopier) -> None:
+    def __init__(
+        self, engine: EngineInfo, size: PoolSize, open_copier: OpenCopier, root: Path = Path("/")
+    ) -> None:
+        """`root`: where the system tells of its memory (see `spare_memory`)."""
         self.engine = engine
         self._size = size
         self._open_copier = open_copier
+        self._root = root
+        self._lacks = ""
         self._users = 0
         self._copier: Copier | None = None
         self._memory: SlotMemory | None = None
@@ -51,11 +63,52 @@ class HostSlots:
         if self._copier is not None:
             return
         self._copier = self._open_copier(kv_caches, self.engine.num_blocks)
-        num_slots = self._size.slots(self.payload_bytes)
-        self._memory = SlotMemory(num_slots, self.payload_bytes, self._copier.pin)
-        if num_slots and not self._copier.pin:  # what is pinned is there already
-            rows = self._memory.rows
-            self._prefault = Prefault(rows.data_ptr(), num_slots * rows.stride(0))
+        self._memory = memory = self._allocate(self._copier.pin)
+        self._say_less()
+        rows = memory.rows
+        if len(rows) and not self._copier.pin:  # what is pinned is there already
+            self._prefault = Prefault(rows.data_ptr(), rows.nbytes)
+
+    def _allocate(self, pin: bool) -> SlotMemory:
+        """The slots' memory, or less, where it can't be had; the hello says what is lacking."""
+        for size in (self._size, *self._size.smaller()):
+            slots = size.slots(self.payload_bytes)
+            try:
+                self._check_room(slots, pin)
+                return SlotMemory(slots, self.payload_bytes, pin, check=self._check_step)
+            except (TierUnusable, OSError) as error:
+                self._lacks = self._lacks or self._describe(slots, str(error))
+        return SlotMemory(0, self.payload_bytes, pin=False)
+
+    def _say_less(self) -> None:
+        """A host tier is refused for what is lacking; where there is none, nobody else tells."""
+        if self._lacks and not self._size.capacity and self.engine.rank == 0:
+            logger.warning(
+                "blocks on their way have %d slots only: %s", len(self.memory.rows), self._lacks
+            )
+
+    def _check_room(self, slots: int, pin: bool) -> None:
+        need, ranks = slots * slot_stride(self.payload_bytes), self._ranks_here
+        spare = spare_memory(self._root)
+        # Of memory that is pinned now, others may have theirs already; what is not, comes later.
+        if need * (1 if pin else ranks) > spare - spare // KEPT_FREE:
+            raise TierUnusable(f"{format_size(spare)} can be had, a sixteenth of which stays free")
+
+    def _check_step(self, size: int) -> None:
+        if size > spare_memory(self._root):
+            raise TierUnusable("it was used up while it was pinned")
+
+    @property
+    def _ranks_here(self) -> int:
+        return self.engine.ranks_here or self.engine.world_size
+
+    def _describe(self, slots: int, why: str) -> str:
+        ranks = self._ranks_here
+        need = format_size(slots * slot_stride(self.payload_bytes) * ranks)
+        return (
+            f"capacity and staging are {need} on this host, of {ranks} rank(s), which is more than "
+            f"its memory or its control group's limit allows ({why}); lower them"
+        )
 
     @property
     def copier(self) -> Copier:
@@ -76,7 +129,7 @@ class HostSlots:
 
     def hello(self) -> Hello:
         """What the scheduler must know of this worker, for a tier that only this engine finds."""
-        return Hello(self.engine.rank, b"", self.payload_bytes)
+        return self._hello(b"")
 
     def shared_hello(self, may_wait: bool = False) -> Hello | None:
         """The same for a tier whose blocks others find, by the worker's namespace.
@@ -93,7 +146,11 @@ class HostSlots:
             facts["block_tokens"] = str(self.engine.block_tokens)
             self._namespace = namespace(facts, self.engine.rank, self.engine.world_size)
             self._say_known()
-        return Hello(self.engine.rank, self._namespace, self.payload_bytes)
+        return self._hello(self._namespace)
+
+    def _hello(self, space: bytes) -> Hello:
+        rank, host, slots = self.engine.rank, self.engine.host, len(self.memory.rows)
+        return Hello(rank, space, self.payload_bytes, host, slots, self._lacks)
 
     def _late_facts(self, seconds: float) -> Mapping[str, str] | None:
         late = self.engine.late_facts

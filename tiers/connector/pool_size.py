@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec
@@ -42,6 +42,13 @@ class PoolSize:
         capacity = sum(tier.capacity for tier in chain.tiers if isinstance(tier, HostSpec))
         blocks = -(-engine.step_tokens // engine.block_tokens) * len(Parts(engine))
         return cls(capacity, chain.staging, blocks, engine.world_size)
+
+    def smaller(self) -> list[PoolSize]:
+        """What to do with where this is too much: without the host tiers, and with no more than is
+        asked for in the chain, or `STAGING`; then with nothing."""
+        staging = replace(self, capacity=0)
+        least = replace(staging, staging=STAGING if self.staging is None else self.staging)
+        return [staging, least, PoolSize(0, 0, 0, self.world_size)]
 
     def slots(self, payload_bytes: int) -> int:
         """How many slots each rank has, for blocks of so many bytes; fewer for larger blocks."""

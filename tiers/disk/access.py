@@ -12,8 +12,6 @@ import errno
 import logging
 import mmap
 import os
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +20,7 @@ from tiers.disk.failures import NO_SPACE
 from tiers.disk.slab import PAGE
 from tiers.disk.spec import Durability, Io
 from tiers.errors import TierUnusable
-
-_CGROUPS = Path("/sys/fs/cgroup")
-_AVAILABLE = re.compile(r"^MemAvailable:\s+([0-9]+) kB$", re.M)
+from tiers.memory import spare_memory
 
 logger = logging.getLogger(__name__)
 
@@ -84,28 +80,3 @@ def takes_direct(probe: Path) -> bool:
     finally:
         os.ftruncate(handle, 0)
         os.close(handle)
-
-
-def spare_memory() -> int:
-    """Bytes of memory that this process could still fill: free or reclaimable, and no more than
-    the limit of any control group it is in."""
-    found = _AVAILABLE.search(Path("/proc/meminfo").read_text())
-    available = int(found[1]) * 1024 if found else 0
-    return min([available, *_limits()])
-
-
-def _limits() -> Iterator[int]:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            top, name = _CGROUPS, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = _CGROUPS / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        place = top / group.lstrip("/")
-        # A container may see its own group as the root, under a name it can't look up.
-        for folder in {top, place, *(p for p in place.parents if p.is_relative_to(top))}:
-            text = (folder / name).read_text().strip() if (folder / name).is_file() else "max"
-            if text.isdecimal():
-                yield int(text)

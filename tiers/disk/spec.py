@@ -64,6 +64,11 @@ class DiskSpec(StoreSpec):
         "process costs nothing in any case.",
     )
 
+    @property
+    def host_local(self) -> bool:
+        """Always: each host has a folder, and an index, of its own."""
+        return True
+
     def open(self, site: StoreSite) -> DiskStore:
         """Open the store; the two sides of one engine may do so in one process.
 

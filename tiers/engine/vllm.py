@@ -12,8 +12,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm import __version__ as vllm_version
 
+from tiers.engine.this_host import this_host
 from tiers.engine.versions import check_version
 
 check_version(vllm_version)  # before what another version may not have
@@ -98,6 +100,8 @@ def engine_info(
         drops_last=drops_last(vllm_config),
         groups=tuple(group for group, _ in groups),
         mark=AdapterMarks(),
+        host=this_host(),
+        ranks_here=_ranks_here(vllm_config.parallel_config),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         weights_change=getattr(vllm_config, "weight_transfer_config", None) is not None,
         media=media_marks(
@@ -107,6 +111,15 @@ def engine_info(
         ),
         late_facts=late_facts(vllm_config, chain.salt) if role is Role.WORKER else None,
     )
+
+
+def _ranks_here(parallel: Any) -> int:
+    """Ranks on this host. Replicas of a dense model know nothing of each other, and count alone."""
+    ranks = int(getattr(parallel, "local_world_size", parallel.world_size))
+    devices = torch.cuda.device_count()
+    if devices:  # of which a rank has one, also where Ray has placed ranks on several hosts
+        ranks = min(ranks, devices)
+    return ranks * max(1, int(parallel.data_parallel_size_local))
 
 
 def configured_chain(vllm_config: VllmConfig) -> ChainSpec | None:

@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from spec.chain import ChainSpec
+from spec.fields import format_size
 from spec.load import load_chain
 from spec.offloading import HostSpec, StoreSite, StoreSpec
 from spec.registry import tier_class
@@ -52,6 +53,8 @@ from tiers.engine.vllm_groups import refuse_model
 from tiers.engine.vllm_identity import late_facts
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import open_copier
+from tiers.memory import spare_memory
+from tiers.pool import slot_stride
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.opening import open_guarded
 from tiers.wrappers.residency import open_residency
@@ -133,6 +136,13 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             raise TierUnusable(
                 f"host memory of {self._host.capacity} bytes over {parallel.world_size} rank(s) "
                 f"is less than one block of {payload} bytes"
+            )
+        need, spare = slots * slot_stride(payload) * parallel.world_size, spare_memory()
+        if need > spare:
+            raise TierUnusable(
+                f"host memory of {format_size(need)} over {parallel.world_size} rank(s) is more "
+                f"than the machine or the control group has left, {format_size(spare)}; lower "
+                "capacity, or staging where the chain has no cpu tier"
             )
         hello = Hello(parallel.rank, b"", payload)
         region = create_region(self.config.engine_id, hello, slots, copiers[0].pin)

@@ -76,6 +76,11 @@ class RedisSpec(StoreSpec):
             raise ValueError("write rediss in the URL in place of redis, or remove this")
         return tls
 
+    @property
+    def host_local(self) -> bool:
+        """Where the URL means another server on every host."""
+        return self.url.is_local
+
     def open(self, site: StoreSite) -> RedisStore:
         """Open the store. Never connects: the server may come up later.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from typing import Annotated, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
@@ -40,6 +41,13 @@ class Endpoint(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+def _is_loopback(endpoint: Endpoint) -> bool:
+    try:
+        return ip_address(endpoint.host).is_loopback
+    except ValueError:
+        return endpoint.host.lower() == "localhost"
+
+
 @dataclass(frozen=True)
 class RedisUrl:
     """A server on TCP or on a unix socket (`path`), a Cluster, or a master that Sentinel names.
@@ -58,6 +66,11 @@ class RedisUrl:
     service: str | None = None
     is_cluster: bool = False
     is_tls: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is reached from its own host alone: by a unix socket, or as localhost."""
+        return all(map(_is_loopback, self.endpoints))
 
     def __str__(self) -> str:
         user = self.username or ""

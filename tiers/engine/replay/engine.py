@@ -6,7 +6,9 @@ import functools
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from spec.chain import ChainSpec
@@ -40,7 +42,8 @@ class ReplayEngine:
     `world_size` ranks hold a share of the KV each; with `processes` each runs in its own process,
     so that all that crosses is pickled. `facts` name the model to the namespace, as do
     `late_facts`. With `kv_events` the connector's events gather in `events`. `drops_last`: see
-    `EngineInfo`. `now`: the chain's clock, in seconds.
+    `EngineInfo`. `now`: the chain's clock, in seconds. `hosts`: where the scheduler and then
+    each rank say they are. `root`: see `open_chain`.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class ReplayEngine:
         drops_last: bool = False,
         now: Callable[[], float] = time.monotonic,
         late_facts: LateFacts | None = None,
+        hosts: Sequence[str] = (),
+        root: Path = Path("/"),
     ) -> None:
         self.model = model or ReplayModel()
         self.stats = TierStats()
@@ -84,6 +89,8 @@ class ReplayEngine:
             ),
             open_copier,
             now,
+            hosts,
+            root,
         )
         make: Callable[..., Worker] = ProcessWorker if processes else LocalWorker
         open_worker = functools.partial(open_half, Role.WORKER)
@@ -212,13 +219,16 @@ def _open_half(
     engine: EngineInfo,
     copier: OpenCopier,
     now: Callable[[], float],
+    hosts: Sequence[str],
+    root: Path,
     role: Role,
     rank: int,
 ) -> MultiConnector | None:
     if chain is None:
         return None
-    info = EngineInfo(**{**vars(engine), "rank": rank})
-    return open_chain(chain, info, role, copier, now)
+    host = hosts[rank + 1 if role is Role.WORKER else 0] if hosts else ""
+    info = replace(engine, rank=rank, host=host)
+    return open_chain(chain, info, role, copier, now, root)
 
 
 def _sample(total: int) -> int:

@@ -1,0 +1,162 @@
+"""Host memory is compared with what there is before any is taken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replay_chains import MODEL, chain_of, cpu, disk
+from slow_store import LONG, ask
+
+from spec.load import load_chain
+from tiers import pool, prefault
+from tiers.connector import host
+from tiers.connector.base import EngineInfo
+from tiers.connector.host import HostSlots
+from tiers.connector.pool_size import PoolSize
+from tiers.engine.replay import ReplayEngine
+from tiers.errors import TierUnusable
+from tiers.gpu.copier import CpuCopier
+from tiers.pool import SlotMemory
+
+MakeEngine = Callable[..., ReplayEngine]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Path:
+    """A system whose control group has 16 MiB left."""
+    root = tmp_path / "root"
+    for name, text in {
+        "proc/meminfo": "MemAvailable: 99999999 kB\n",
+        "proc/self/cgroup": "0::/pod\n",
+        "sys/fs/cgroup/pod/memory.max": str(64 * MIB),
+        "sys/fs/cgroup/pod/memory.current": str(48 * MIB),
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def unusable(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "unusable" in r.getMessage()]
+
+
+@pytest.mark.fault(
+    tier="cpu",
+    fault="its capacity is more than the machine, or the control group, has left",
+    outcome="unusable before any memory is taken, with the numbers; the other tiers serve",
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_capacity_beyond_the_limit_is_refused_and_the_others_serve(
+    engine: MakeEngine,
+    tmp_path: Path,
+    limited: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+) -> None:
+    made_memory: list[int] = []
+
+    def counting(slots: int, payload: int, *args: Any, **more: Any) -> SlotMemory:
+        made_memory.append(slots * pool.slot_stride(payload))
+        return SlotMemory(slots, payload, *args, **more)
+
+    monkeypatch.setattr(host, "SlotMemory", counting)
+    chain = chain_of(cpu(20 * MIB // 4096), disk(tmp_path / "disk"))
+    made = engine(chain, num_blocks=120, prefix_caching=False, world_size=ranks, root=limited)
+    for _ in range(2):
+        made.generate(LONG, 2)
+        made.settle()
+    (line,) = unusable(caplog)
+    assert "tier 'cpu' is unusable" in line and "16MiB can be had" in line
+    assert "20.25MiB" in line and f"{ranks} rank(s)" in line
+    assert sum(made_memory) < MIB
+    assert made.stats["disk"]["loaded_blocks"] > 0
+
+
+def test_a_capacity_within_the_limit_serves(
+    engine: MakeEngine, limited: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = engine(chain_of(cpu(10 * MIB // 4096)), num_blocks=120, root=limited)
+    ask(made)
+    assert not unusable(caplog)
+
+
+def test_replicas_on_the_same_host_count(limited: Path) -> None:
+    sizes = []
+    for ranks in (1, 4):
+        info = EngineInfo({}, 4, 4, num_blocks=8, ranks_here=ranks)
+        slots = HostSlots(info, PoolSize(8 * MIB, 0, 0, 1), open_copier, limited)
+        slots.open(MODEL.allocate(8))
+        sizes.append((slots.hello().slots, bool(slots.hello().lacks)))
+        slots.close()
+    assert sizes == [(8 * MIB // 4096, False), (0, True)]
+
+
+def open_copier(kv_caches: Any, num_blocks: int) -> CpuCopier:
+    return CpuCopier(kv_caches, num_blocks)
+
+
+def test_a_capacity_no_machine_has_costs_the_engine_nothing(
+    engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = load_chain({"version": 1, "tiers": [{"type": "cpu", "capacity": "4000TiB"}]})
+    made = engine(chain, num_blocks=120)
+    ask(made)
+    (line,) = unusable(caplog)
+    assert "3.906PiB" in line
+
+
+def test_staging_that_no_memory_is_left_for_is_made_smaller_and_said(
+    engine: MakeEngine, tmp_path: Path, limited: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = load_chain({"version": 1, "tiers": [disk(tmp_path / "disk")], "staging": "32MiB"})
+    ask(engine(chain, num_blocks=120, root=limited))
+    assert "have 0 slots only" in caplog.text and "16MiB can be had" in caplog.text
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What was registered with a device that isn't there; steps are of 1 MiB."""
+    ranges: list[tuple[int, int]] = []
+    monkeypatch.setattr(pool, "register", lambda address, size: ranges.append((address, size)))
+    monkeypatch.setattr(pool, "unregister", lambda address: None)
+    monkeypatch.setattr(prefault, "STEP", MIB)
+    monkeypatch.setattr(prefault, "PIECE", 300 << 10)
+    monkeypatch.setattr(prefault, "SAY_SECONDS", 0.0)
+    return ranges
+
+
+def test_pinning_goes_in_steps_and_says_how_far_it_is(
+    pinned: list[tuple[int, int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    steps: list[int] = []
+    memory = SlotMemory(5, MIB // 2, pin=True, check=steps.append)
+    assert steps == [MIB, MIB, MIB // 2]
+    assert pinned == [(memory.rows.data_ptr(), memory.rows.nbytes)]
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "pinning 2.5MiB of host memory"
+    assert said[1:4] == [
+        f"pinning host memory: {done} of 2.5MiB are there" for done in ("1MiB", "2MiB", "2.5MiB")
+    ]
+    assert "all is there" in said[4]
+    memory.close()
+
+
+def test_pinning_stops_when_the_memory_is_used_up_by_others(
+    pinned: list[tuple[int, int]],
+) -> None:
+    def check(size: int) -> None:
+        if len(steps) == 2:
+            raise TierUnusable("used up")
+        steps.append(size)
+
+    steps: list[int] = []
+    with pytest.raises(TierUnusable):
+        SlotMemory(5, MIB // 2, pin=True, check=check)
+    assert not pinned

@@ -1,0 +1,51 @@
+"""How much memory this process could still fill, by the machine and by its control groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+_AVAILABLE = re.compile(r"^MemAvailable:\s+([0-9]+) kB$", re.M)
+_RECLAIMABLE = re.compile(r"^(?:(?:total_)?(?:in)?active_file|slab_reclaimable) ([0-9]+)$", re.M)
+_V2 = ("memory.max", "memory.current")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def spare_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process could still fill: free or reclaimable, and no more than
+    any control group that it is in has left of its limit. `root`: where /proc and /sys are."""
+    found = _AVAILABLE.search((root / "proc/meminfo").read_text())
+    available = int(found[1]) * 1024 if found else 0
+    return max(0, min([available, *_left_of_limits(root)]))
+
+
+def _left_of_limits(root: Path) -> Iterator[int]:
+    groups = root / "sys/fs/cgroup"
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            top, names = groups, _V2
+        elif "memory" in controllers.split(","):
+            top, names = groups / "memory", _V1
+        else:
+            continue
+        place = top / group.lstrip("/")
+        # A container may see its own group as the root, under a name it can't look up.
+        for folder in {top, place, *(p for p in place.parents if p.is_relative_to(top))}:
+            limit, usage = (_read(folder / name) for name in names)
+            if limit.isdecimal():
+                used = int(usage) if usage.isdecimal() else 0
+                yield int(limit) - max(0, used - _reclaimable(folder))
+
+
+def _reclaimable(folder: Path) -> int:
+    """File cache of a group and those in it, which goes when memory is needed."""
+    stat = _read(folder / "memory.stat")
+    if "total_inactive_file" in stat:  # of version 1, where the others are this group's alone
+        stat = "\n".join(line for line in stat.splitlines() if line.startswith("total_"))
+    return sum(map(int, _RECLAIMABLE.findall(stat)))
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip() if path.is_file() else ""
