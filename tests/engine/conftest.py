@@ -97,9 +97,11 @@ def run_vllm(
     def run(batches: Sequence[Batch], tiers: Sequence[Any] | None = None, **options: Any) -> Run:
         name = folder / f"run-{next(runs)}"
         env = options.pop("env", {})
-        more = {name: options.pop(name) for name in ("abort", "before", "path") if name in options}
+        extras = ("abort", "before", "path", "told")
+        more = {name: options.pop(name) for name in extras if name in options}
         load = options.pop("load", "first")
         max_wait = options.pop("max_wait", "10s")
+        on_reset = options.pop("on_reset", "forget")
         engine = {
             "model": str(tiny_llama),
             "skip_tokenizer_init": True,
@@ -114,7 +116,7 @@ def run_vllm(
         if tiers is not None:
             chain = name.with_suffix(".yaml")
             spec = {"version": 1, "staging": "64MiB", "load": load, "tiers": list(tiers)}
-            spec["max_wait"] = max_wait
+            spec |= {"max_wait": max_wait, "on_reset": on_reset}
             chain.write_text(yaml.safe_dump(spec))
             engine["kv_transfer_config"] = transfer_config(chain)
         result, log = name.with_suffix(".json"), name.with_suffix(".log")

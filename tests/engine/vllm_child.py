@@ -5,9 +5,10 @@ The job: `engine` (arguments of LLM), `batches` (each a list of requests that ru
 request is `[prompt_token_ids, max_tokens]` and perhaps the color of an image, three numbers, and
 the uuid that a client gives it, or None; more sampling parameters may come last), `result` and
 `log` (files to write), `env`, and perhaps `path` (folders with more modules), `abort` (how many
-requests of each batch are aborted, at random moments) and `before` (for the number of a batch, or
-`start`, the function of `damage` that is called before it, and its arguments). The result: per
-batch and request its tokens and the tokens that came from any cache, and the tiers' counters.
+requests of each batch are aborted, at random moments), `before` (for the number of a batch, or
+`start`, the function of `damage` that is called before it, and its arguments) and `told` (for the
+number of a batch, the methods of LLM that are called before it, and their arguments). The result:
+per batch and request its tokens and the tokens that came from any cache, and the tiers' counters.
 
 vLLM is imported once, which takes as long as an engine's start, and each job is a fork of that.
 """
@@ -55,6 +56,9 @@ def run(job: dict[str, Any]) -> None:
         if change := before.get(str(number)):
             settle(llm)
             getattr(damage, change[0])(*change[1:])
+        for method, arguments in job.get("told", {}).get(str(number), ()):
+            settle(llm)
+            assert getattr(llm, method)(**arguments) is not False, method
         requests = [
             (
                 TokensPrompt(prompt_token_ids=tokens, **image(*more[:2])),
