@@ -23,6 +23,17 @@ engine's answers stay those of an engine without a cache; what is said is what e
 Made by `python tests/fault_matrix.py` from the tests, which `make test` and `make faults` run.
 How long anything waits: [decision 16](decisions/0016-waiting-for-tiers.md).
 
+What none of this covers:
+
+- A bit that flips in host memory between the copy off the device and the store is stored under a
+  right checksum. Use memory that corrects errors.
+- The first sentinel to answer is believed. One that was cut off names an old master; what is stored
+  there is lost with it, and found again by nobody.
+- vLLM's V1 runner with pipeline parallelism and speculative decoding does not tell ranks before the
+  last to store. Their jobs never end and keep host memory: leave one of the two out.
+- Which KV a draft model (EAGLE, MTP) has for a block's last position depends on the next token.
+  Loaded blocks may so cost it some acceptance, never a wrong token.
+
 | tier | fault | what happens | test |
 |---|---|---|---|
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tiers.connector.base import EngineInfo, StoreItem
@@ -28,6 +29,22 @@ def test_tiers_share_what_the_first_of_them_gathers() -> None:
     assert host.gather([StoreItem(b"key3", 0, None)]) is None
     assert host.settle([0], [b"key3"]) == [True]
     assert host.memory.payload(0).cast("q")[0] == 3
+
+
+def test_gathers_that_have_ended_are_forgotten() -> None:
+    host = host_with(numbered())
+    host.gather([StoreItem(b"key3", 0, 3), StoreItem(b"key4", 1, 4)])
+    assert host.settle([0, 1], [b"key3", b"key4"]) == [True, True]
+    assert not host._gathers
+    assert host.settle([0, 1], [b"key3", b"key4"]) == [True, True], "for the next tier"
+
+
+def test_a_gather_that_failed_fails_for_every_tier() -> None:
+    host = host_with(numbered())
+    host.gather([StoreItem(b"key9", 0, 9)])
+    for _ in range(2):
+        with pytest.raises(IndexError, match="out of range"):
+            host.settle([0], [b"key9"])
 
 
 def test_a_slot_nobody_gathered_is_not_served() -> None:

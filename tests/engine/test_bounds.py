@@ -188,19 +188,24 @@ def test_lookups_of_requests_that_are_gone_take_no_memory() -> None:
         manager.close()
 
 
+@pytest.mark.parametrize(
+    "error",
+    # The copier for CUDA needs device memory to put the pages of a block together.
+    [torch.OutOfMemoryError("CUDA out of memory"), IndexError("no such block")],
+    ids=["memory", "number"],
+)
 def test_a_gather_that_can_not_be_begun_costs_its_blocks_and_no_more(
-    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def no_memory(self: CpuCopier, *args: Any) -> Any:
-        # The copier for CUDA needs device memory to put the pages of a block together.
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     made = engine(chain_of(cpu(400)), num_blocks=120, prefix_caching=False)
     with monkeypatch.context() as patched:
         patched.setattr(CpuCopier, "gather", no_memory)
         try:
             ask(made)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, IndexError):
             made.close()
             pytest.fail(f"the engine ends of it: {error}")
     made.settle()

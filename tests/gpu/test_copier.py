@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tiers.gpu.copier import open_copier
+from tiers.gpu.copier import CudaCopier, open_copier
 from tiers.pool import SlotMemory
 
 BLOCKS = 12
@@ -69,3 +69,18 @@ def test_memory_that_is_not_ours_is_not_touched(block: int, slot: int) -> None:
         copier.scatter(memory.rows, [slot], [block], None)
     with pytest.raises(IndexError):
         copier.gather([block], memory.rows, [slot]).wait()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize(("block", "slot"), [(BLOCKS, 0), (-1, 0), (0, 4), (0, -1)])
+def test_a_number_out_of_range_reaches_no_memory(kind: str, block: int, slot: int) -> None:
+    copier = open_copier(paged("cpu"), BLOCKS)
+    if kind == "cuda":
+        # One without a device: the check comes before anything that needs it.
+        copier, known = CudaCopier.__new__(CudaCopier), copier
+        copier._num_blocks = known._num_blocks
+    rows = torch.zeros(4, 4096, dtype=torch.uint8)
+    with pytest.raises(IndexError, match="out of range"):
+        copier.gather([block], rows, [slot]).wait()
+    with pytest.raises(IndexError, match="out of range"):
+        copier.scatter(rows, [slot], [block], None)

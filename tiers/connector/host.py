@@ -200,6 +200,8 @@ class HostSlots:
             gather = self._gathers.get(slot)
             if gather is not None and self._holds.get(slot) == key:
                 gather.wait()
+                # One that failed stays, for the other tiers to learn of.
+                self._gathers.pop(slot, None)
         return [self._holds.get(s) == k for s, k in zip(slots, keys, strict=True)]
 
     def seal(self, slots: Sequence[int]) -> None:

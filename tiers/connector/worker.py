@@ -163,7 +163,7 @@ class OffloadingWorker:
     def _gather(self, job: StoreJob) -> Copy | None:
         try:
             return self._host.gather(job.items)
-        except RuntimeError as error:  # of which a device without memory is one
+        except (RuntimeError, IndexError) as error:  # a device without memory, no such block
             # The slots hold nobody's block then, so that the job ends as failed.
             logger.error("tier %r: blocks can't be gathered: %s", self.tier, error)
             return None
@@ -275,5 +275,5 @@ def _fence(stores: Sequence[_Store]) -> None:
     for gather in (store.gather for store in stores if store.gather is not None):
         try:
             gather.wait()
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             logger.debug("a gather failed: %s", error)

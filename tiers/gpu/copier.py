@@ -61,10 +61,7 @@ class CpuCopier:
         self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]
     ) -> Iterator[tuple[int, int, int]]:
         """(address in the paged KV, address in the row, bytes) of every page of every block."""
-        if not all(0 <= block < self._num_blocks for block in blocks) or not all(
-            0 <= slot < rows.shape[0] for slot in slots
-        ):
-            raise IndexError(f"blocks {blocks} or slots {slots} are out of range")
+        self._require_in_range(blocks, rows, slots)
         pairs = list(zip(blocks, slots, strict=True))
         row, row_stride = rows.data_ptr(), rows.stride(0)
         for page in self._pages:
@@ -72,6 +69,16 @@ class CpuCopier:
             for block, slot in pairs:
                 yield start + block * stride, row + slot * row_stride, length
             row += length
+
+    def _require_in_range(
+        self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]
+    ) -> None:
+        """Raise IndexError where memory of others would be copied; a CUDA device would end the
+        engine."""
+        if not all(0 <= block < self._num_blocks for block in blocks) or not all(
+            0 <= slot < rows.shape[0] for slot in slots
+        ):
+            raise IndexError(f"blocks {blocks} or slots {slots} are out of range")
 
     def close(self) -> None:
         """Finish the gathers under way."""
@@ -115,9 +122,10 @@ class CudaCopier(CpuCopier):
         self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]
     ) -> _Recorded:
         """Queue the copies behind the engine's work so far; the engine fences block reuse."""
+        self._require_in_range(blocks, rows, slots)
         self._store_stream.wait_event(self.fence())  # type: ignore[arg-type]
         keep: list[torch.Tensor] = []
-        done = torch.cuda.Event()
+        done = _event()
         with torch.cuda.stream(self._store_stream):
             for part, (first, last) in _slot_runs(slots):
                 index = self._index([blocks[i] for i in part])
@@ -133,7 +141,8 @@ class CudaCopier(CpuCopier):
         self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
     ) -> None:
         """Queue the copies behind `after` and wait for them on the calling thread."""
-        done = torch.cuda.Event()
+        self._require_in_range(blocks, rows, slots)
+        done = _event()
         with torch.cuda.device(self._device), torch.cuda.stream(self._load_stream):
             self._load_stream.wait_event(after)  # type: ignore[arg-type]
             try:
@@ -157,6 +166,11 @@ class CudaCopier(CpuCopier):
     def _index(self, blocks: list[int]) -> torch.Tensor:
         # From pageable memory the copy would make this thread wait for the stream.
         return torch.tensor(blocks).pin_memory().to(self._device, non_blocking=True)
+
+
+def _event() -> torch.cuda.Event:
+    """One that whoever waits for it sleeps for, rather than take a core from the engine."""
+    return torch.cuda.Event(blocking=True)
 
 
 def open_copier(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> CpuCopier:

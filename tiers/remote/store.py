@@ -69,7 +69,8 @@ class RedisStore:
         return held
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
-        """Fill each block's payload; False where nothing that verifies is stored."""
+        """Fill each block's payload; False where nothing that verifies is stored, or arrived
+        before the server could be asked no more. Raises TierUnavailable where nothing arrived."""
         hits = [False] * len(blocks)
         spoilt: set[bytes] = set()
 
@@ -81,7 +82,12 @@ class RedisStore:
         deadline = self._limit(blocks)
         names = self._names([block.key for block in blocks])
         wanted = [Wanted(name, block.payload) for name, block in zip(names, blocks, strict=True)]
-        self._wire.load(wanted, arrived, deadline)
+        try:
+            self._wire.load(wanted, arrived, deadline)
+        except TierUnavailable as error:
+            if not any(hits):
+                raise
+            _log.debug("%d of %d blocks arrived: %s", sum(hits), len(hits), error)
         self._damaged.count("value", len(spoilt))
         # What it loaded stays loaded, should the server go now: the next load meets them again.
         with suppress(TierUnavailable):
