@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from replay_chains import SLOT, cpu
+from replay_chains import MODEL, SLOT, cpu
 from slow_store import LONG, ask, measured
 
 from spec.chain import ChainSpec
 from spec.offloading import StoreSite, StoreSpec
 from tiers.cpu.spec import CpuSpec
-from tiers.engine.replay import ReplayEngine
+from tiers.engine.replay import ReplayEngine, answer
+from tiers.errors import TierNotOpen
 from tiers.store import Block
 from tiers.wrappers import guard as guarding
 
@@ -104,6 +105,27 @@ def test_a_store_of_which_something_is_found_says_nothing(
         ask(made, [number, *LONG[:80]])
     assert measured(made, "loaded_tokens", "plugin") > 0
     assert not [line for line in caplog.messages if "open the store separately" in line]
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="one rank can't open its store for now",
+    outcome="the tier is not ended for the engine; it serves when that rank has joined",
+)
+def test_a_rank_that_is_late_does_not_end_the_tier(engine: Callable[..., ReplayEngine]) -> None:
+    made_one, tries = Store(), iter(range(1000))
+
+    def opens() -> Store:
+        if next(tries) in (1, 2):  # the second of two workers
+            raise TierNotOpen("another process holds the lock")
+        return made_one
+
+    MAKE[:] = [opens]
+    made = engine(chain(deadline="30s"), num_blocks=120, prefix_caching=False, world_size=2)
+    while not measured(made, "loaded_tokens", "plugin"):
+        request = made.generate(list(LONG), 4)
+        assert request.output == answer(MODEL, list(LONG), 4, 2)
+        made.settle()
 
 
 def hangs(*args: object) -> Any:

@@ -210,6 +210,22 @@ def test_an_open_that_hangs_holds_up_nobody(
     assert made.closed.is_set()
 
 
+def test_an_engine_that_serves_waits_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "OPEN_SECONDS", 3600.0)
+    monkeypatch.setattr(opening, "STEP_SECONDS", 0.1)
+    go_on = threading.Event()
+
+    def how() -> TierStore:
+        go_on.wait()
+        return Store()
+
+    OPEN[:] = [how]
+    store = open_guarded(PluginSpec(type="plugin"), SITE, in_step=True)
+    assert capability(store, LocalIndex) is None
+    go_on.set()
+    store.close()
+
+
 def test_a_store_that_opens_after_its_tier_was_closed_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

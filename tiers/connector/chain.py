@@ -126,7 +126,7 @@ def _manager_opener(
     lookup_deadline: float,
     host: str,
 ) -> OpenManager:
-    def open_manager(hellos: Sequence[Hello]) -> tuple[TierManager, SlotPool]:
+    def open_manager(hellos: Sequence[Hello], in_step: bool) -> tuple[TierManager, SlotPool]:
         # Ranks whose blocks are larger have fewer slots: what fits those fits all.
         payload = max(hello.payload_bytes for hello in hellos)
         pool = chain_pool.open(payload, hellos)
@@ -144,7 +144,7 @@ def _manager_opener(
         if isinstance(tier, StoreSpec):
             if is_local(tier, None):
                 refuse_several(hellos, host)
-            store = open_guarded(tier, StoreSite(payload, len(hellos)))
+            store = open_guarded(tier, StoreSite(payload, len(hellos)), in_step)
             try:
                 if is_local(tier, store):
                     refuse_several(hellos, host)

@@ -50,8 +50,8 @@ T = TypeVar("T")
 RETRIES = 256
 """Blocks, of all requests, that a step offers again at most: half a millisecond's work."""
 
-OpenManager = Callable[[Sequence[Hello]], tuple[TierManager, SlotPool]]
-"""Opens a tier once every worker has said hello. Raises TierUnusable."""
+OpenManager = Callable[[Sequence[Hello], bool], tuple[TierManager, SlotPool]]
+"""Opens a tier once every worker has said hello, perhaps in a step. Raises TierUnusable."""
 
 
 class OffloadingScheduler:
@@ -96,14 +96,17 @@ class OffloadingScheduler:
 
     # -- opening -----------------------------------------------------------------------------
 
-    def welcome(self, hellos: Mapping[int, Hello]) -> None:
-        """Take what workers say of themselves; with the last of them the tier opens."""
+    def welcome(self, hellos: Mapping[int, Hello], in_step: bool = False) -> None:
+        """Take what workers say of themselves; with the last of them the tier opens.
+
+        `in_step`: the engine has begun to serve, so that opening may take a moment only.
+        """
         self._hellos.update(hellos)
         if self._manager or self._unusable or len(self._hellos) < self._engine.world_size:
             return
         try:
             ranks = [self._hellos[rank] for rank in sorted(self._hellos)]
-            self._manager, self._claims.pool = self._open_manager(ranks)
+            self._manager, self._claims.pool = self._open_manager(ranks, in_step)
             self._manager.on_evict = self._evicted
             self._claims.block_bytes = sum(hello.payload_bytes for hello in ranks)
         except TierUnusable as error:
@@ -429,7 +432,7 @@ class OffloadingScheduler:
         if not isinstance(meta, OffloadingWorkerMetadata):
             return
         self.stats.add(self.tier, **meta.measures)
-        self.welcome(meta.hellos)
+        self.welcome(meta.hellos, in_step=True)
         self._health.update(meta.health)
         self._claims.admission.is_up = all(one.writes for one in self._health.values())
         if meta.unusable is not None:

@@ -19,19 +19,23 @@ OPEN_SECONDS = 10.0
 """How long an engine that starts waits for a store to open, or the tier's deadline if that is
 longer; then it goes on, and the tier joins later."""
 
+STEP_SECONDS = 1.0
+"""The same for an engine that serves already."""
+
 _VERBS = ("has", "put", "get", "drop", "close")
 
 
-def open_guarded(spec: StoreSpec, site: StoreSite) -> Guarded:
+def open_guarded(spec: StoreSpec, site: StoreSite, in_step: bool = False) -> Guarded:
     """Open a tier's store; the caller owns it. Raises TierUnusable.
 
     One that can't be opened for now is opened by the verbs, when its breaker lets them try; one
-    that takes long to open joins when it is open.
+    that takes long to open joins when it is open. `in_step`: the engine waits meanwhile, which it
+    may only for a moment.
     """
     name = label(spec)
     opening = Opening(lambda: _open(spec, site))
     try:
-        store = opening.result(max(OPEN_SECONDS, spec.deadline))
+        store = opening.result(STEP_SECONDS if in_step else max(OPEN_SECONDS, spec.deadline))
     except (TierNotOpen, TierUnavailable, OSError) as error:
         logger.error("tier %s is unusable for now, and tried again: %s", name, error)
         store = Reopening(lambda: _open(spec, site), opening)
