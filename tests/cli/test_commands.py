@@ -69,7 +69,7 @@ def test_validate_prints_the_chain_as_it_is_understood(kvtiers: Run, chain: Any)
         "3      redis  redis  url redis://cache.internal:6379/0, ttl 1d, timeout 1s, "
         "key_prefix kvtiers, codec none, store_after 1, deadline 10s\n"
         "version 1, load first, promote true, max_wait 10s, tenants none, "
-        "on_reset forget, salt none\n",
+        "on_reset forget, trust_client_ids false, salt none\n",
         "",
     )
 
@@ -84,7 +84,7 @@ def test_validate_shows_no_secret(kvtiers: Run, chain: Any) -> None:
     assert status == 0 and "hunter2" not in out + err and "team-a" not in out + err
     assert "redis://me:***@cache" in out
     assert "promote false, max_wait 10s, tenants none, staging 1GiB" in out
-    assert "on_reset forget, salt ***" in out
+    assert "on_reset forget, trust_client_ids false, salt ***" in out
 
 
 def test_validate_draws_a_table_on_a_terminal_and_nowhere_else(chain: Any) -> None:
@@ -135,6 +135,7 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
             "tenants",
             "staging",
             "on_reset",
+            "trust_client_ids",
             "salt",
         )
     }
