@@ -112,6 +112,11 @@ class ChainSpec(BaseModel):
     promote: bool = Field(
         default=True, description="Keep blocks that a lower tier served in the higher ones too."
     )
+    store: Literal["all", "prompt"] = Field(
+        default="all",
+        description="What of a request is stored: all of it, or its prompt alone, where answers do "
+        "not come back in later prompts.",
+    )
     max_wait: Duration = Field(
         default=10.0,
         description="How long a request may wait for all tiers together, lookups and loads; what "

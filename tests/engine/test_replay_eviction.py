@@ -12,7 +12,7 @@ from replay_chains import MODEL, SLOT, chain_of, cpu, disk
 from tiers.connector import loading
 from tiers.disk.slab import slot_bytes
 from tiers.disk.store import DiskStore
-from tiers.engine.replay import ReplayEngine
+from tiers.engine.replay import ReplayEngine, answer
 from tiers.engine.replay.scheduler import ReplayRequest
 
 BLOCKS = 8
@@ -119,3 +119,30 @@ def test_a_prompt_larger_than_the_tier_leaves_its_head(
     made = engine(chain_of(tier(kind, tmp_path)), num_blocks=24, batch_tokens=4 * SIZE)
     tokens = store(made, range(2 * BLOCKS * SIZE))
     assert held(made, tokens) == [True] * BLOCKS + [False] * BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("chain", "request_says", "stored"),
+    [
+        ({}, None, 6),
+        ({}, "prompt", 3),
+        ({}, False, 0),
+        ({"store": "prompt"}, None, 3),
+        ({"store": "prompt"}, True, 6),
+        ({"store": "prompt"}, False, 0),
+    ],
+)
+def test_answers_are_stored_unless_the_chain_or_the_request_says_prompt(
+    engine: Callable[..., ReplayEngine],
+    chain: dict[str, Any],
+    request_says: str | bool | None,
+    stored: int,
+) -> None:
+    """Three blocks and a half of prompt, and as much of an answer."""
+    made = engine(chain_of(cpu(BLOCKS), **chain), num_blocks=24, batch_tokens=2 * SIZE)
+    params = None if request_says is None else {"kvtiers": {"store": request_says}}
+    prompt = range(3 * SIZE + SIZE // 2)
+    request = made.generate([*prompt], 3 * SIZE, kv_transfer_params=params)
+    made.settle()
+    assert request.output == answer(MODEL, [*prompt], 3 * SIZE)
+    assert held(made, request.tokens) == [True] * stored + [False] * (6 - stored)

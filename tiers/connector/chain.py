@@ -70,6 +70,7 @@ def open_chain(
                     Admission(tier, now, alone=len(chain.tiers) == 1),
                     Tenants(tier.tier_name, chain.tenants),
                     now,
+                    prompt_only=chain.store == "prompt",
                 ),
                 hit_source=tier.hit_source,
                 is_shared=isinstance(tier, StoreSpec),

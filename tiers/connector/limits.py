@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,7 +24,11 @@ class RequestLimits(BaseModel):
     tiers: Annotated[tuple[str, ...] | None, Field(strict=False)] = Field(
         default=None, description="Load from these tiers only; a name no tier has matches none."
     )
-    store: bool = Field(default=True, description="Whether the request's blocks are stored.")
+    store: Literal["prompt"] | bool | None = Field(
+        default=None,
+        description="Whether the request's blocks are stored: true, all of them; prompt, those of "
+        "its prompt; false, none. Left out: as the chain says.",
+    )
 
     def may_load(self, tier: str) -> bool:
         """Whether any block may come from a tier."""

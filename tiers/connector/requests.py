@@ -57,11 +57,12 @@ class RequestState:
     the paged KV, per KV cache group. `match`: (first block, blocks) of the last lookup. `offered`:
     leading blocks that were offered for storing. `refused`: which keys of those found no room, and
     why (a counter's name). `recompute`: this tier failed to load it and is not asked again, so a
-    request is loaded in vain once per tier at most. `store`: whether its blocks are stored.
-    `mark`, `media`: see `EngineInfo`. `asked`: when a lookup was begun that is not answered yet.
-    `computed`: tokens that are when all steps so far have run; 0 while it may be loading.
-    `answered`: whether any lookup was. `looked_up`, `hit`: whether it is counted among the tier's
-    lookups and hits. `order`: that in which its blocks were stored.
+    request is loaded in vain once per tier at most. `store`: whether its blocks are stored;
+    `prompt_only`: without those of its answer. `mark`, `media`: see `EngineInfo`. `asked`: when a
+    lookup was begun that is not answered yet. `computed`: tokens that are when all steps so far
+    have run; 0 while it may be loading. `answered`: whether any lookup was. `looked_up`, `hit`:
+    whether it is counted among the tier's lookups and hits. `order`: that in which its blocks were
+    stored.
     """
 
     request: Request
@@ -75,6 +76,7 @@ class RequestState:
     refused: dict[int, str] = field(default_factory=dict)
     recompute: bool = False
     store: bool = True
+    prompt_only: bool = False
     asked: float | None = None
     computed: int = 0
     answered: bool = False
@@ -111,9 +113,16 @@ class RequestTable:
     """The unfinished requests; used by the scheduler's thread alone."""
 
     def __init__(
-        self, engine: EngineInfo, parts: Parts, generation: Generation, promote: bool
+        self,
+        engine: EngineInfo,
+        parts: Parts,
+        generation: Generation,
+        promote: bool,
+        prompt_only: bool = False,
     ) -> None:
+        """`prompt_only`: of requests that don't say, only the prompts are stored."""
         self._engine = engine
+        self._prompt_only = prompt_only
         self._block_tokens = engine.block_tokens
         self._parts = parts
         self._generation = generation
@@ -133,7 +142,10 @@ class RequestTable:
         if state is None:
             limits, mark = read_limits(request)[0], self._engine.mark(request)
             media = self._engine.media.of(request)
-            state = RequestState(request, limits, mark, media, store=limits.store)
+            store = limits.store is not False
+            state = RequestState(request, limits, mark, media, store=store)
+            default = self._prompt_only and limits.store is None
+            state.prompt_only = default or limits.store == "prompt"
             self._states[request.request_id] = state
         hashes = request.block_hashes
         full = len(hashes) * self._engine.hash_tokens // self._block_tokens
@@ -272,6 +284,8 @@ class RequestTable:
     def _complete(self, scheduled: Scheduled) -> int:
         """Leading blocks of which the step leaves every token computed."""
         state, _, after = scheduled
+        if state.prompt_only:
+            after = min(after, state.request.num_prompt_tokens)
         return min(
             len(state.keys) // len(self._parts),
             after // self._block_tokens,

@@ -68,8 +68,9 @@ class OffloadingScheduler:
         admission: Admission,
         tenants: Tenants,
         now: Callable[[], float] = time.monotonic,
+        prompt_only: bool = False,
     ) -> None:
-        """`generation` and `patience` are those of all tiers of a chain."""
+        """`generation` and `patience` are those of all tiers of a chain; see `RequestTable`."""
         self.tier = tier
         self.load_meter = LoadMeter(now)
         self.stats = TierStats()
@@ -91,7 +92,7 @@ class OffloadingScheduler:
         self._generation = generation
         self._parts = Parts(engine)
         self._promote = promote
-        self._requests = RequestTable(engine, self._parts, self._generation, promote)
+        self._requests = RequestTable(engine, self._parts, self._generation, promote, prompt_only)
         self._held_events = HeldEvents(tier, engine, self._parts, generation)
 
     # -- opening -----------------------------------------------------------------------------

@@ -56,6 +56,11 @@ class ReplayRequest:
         return len(self.tokens)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """What of them is the prompt."""
+        return len(self.prompt)
+
+    @property
     def output(self) -> list[int]:
         """The answer so far."""
         return self.tokens[len(self.prompt) :]
