@@ -16,6 +16,7 @@ from tiers.connector.base import Hello
 from tiers.connector.hosted import Answer, HostedTier
 from tiers.connector.hosted_join import LateStore
 from tiers.connector.region import SlotRegion, attach_region, create_region, stamp
+from tiers.disk.slab import slot_bytes
 from tiers.errors import TierUnusable
 from tiers.wrappers.guard import Guarded, guard
 
@@ -30,7 +31,12 @@ class Engine:
     """What vLLM's connector does with a tier: asks, and has two workers copy as it is told."""
 
     def __init__(
-        self, folder: Path, spec: StoreSpec | None, slots: int = SLOTS, late: bool = False
+        self,
+        folder: Path,
+        spec: StoreSpec | None,
+        slots: int = SLOTS,
+        late: bool = False,
+        events: bool = False,
     ) -> None:
         names = (b"", b"") if late else NAMES
         self.workers = [
@@ -52,16 +58,18 @@ class Engine:
             host.residency,
             None if late else open_store(),
             late=LateStore(regions, open_store) if late else None,
+            events=events,
         )
 
-    def store(self, blocks: list[bytes], fails: bool = False) -> int:
+    def store(self, blocks: list[bytes], fails: bool = False, request: str = "stores") -> int:
         """Gather what the tier wants of these; on one worker the copies fail. How many it took."""
-        orders = self.tier.prepare_store(blocks)
+        orders = self.tier.prepare_store(request, blocks)
         for rank, region in enumerate(self.workers):
             for block, key, slot in orders:
                 region.memory.payload(slot)[:] = content(rank, block)
                 end(region, slot, b"" if fails and rank == 1 else stamp(key))
-        self.tier.complete_store([block for block, _, _ in orders], True)
+        # vLLM names them in no order.
+        self.tier.complete_store({block for block, _, _ in orders}, True)
         return len(orders)
 
     def ask(self, request: str, blocks: list[bytes]) -> list[Answer]:
@@ -113,10 +121,12 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
     numbers = itertools.count()
 
-    def one(spec: StoreSpec | None, slots: int = SLOTS, late: bool = False) -> Engine:
+    def one(
+        spec: StoreSpec | None, slots: int = SLOTS, late: bool = False, events: bool = False
+    ) -> Engine:
         folder = tmp_path / f"shm-{next(numbers)}"
         folder.mkdir()
-        engines.append(Engine(folder, spec, slots, late))
+        engines.append(Engine(folder, spec, slots, late, events))
         return engines[-1]
 
     yield one
@@ -248,7 +258,7 @@ def test_after_a_reset_nothing_is_found_and_slots_in_use_are_left_alone(
     loading = engine.tier.prepare_load("a", BLOCKS[:2])
     engine.tier.reset()
     assert engine.ask("a", BLOCKS[:2]) == [Answer.MISS] * 2
-    orders = engine.tier.prepare_store(BLOCKS)
+    orders = engine.tier.prepare_store("stores", BLOCKS)
     assert len(orders) == SLOTS - 2 and not {slot for _, _, slot in orders} & set(loading)
     engine.tier.reset()
     for region in engine.workers:
@@ -279,3 +289,48 @@ def test_two_engines_of_one_name_are_told_apart(tmp_path: Path) -> None:
     create_region("other", hello, SLOTS, False, tmp_path).close()
     attach_region("mine", 0, tmp_path).close()
     first.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [
+        ("cpu", [8]),
+        ("cpu", [4, 8]),
+        ("cpu", [4, 5, 6, 7, 8]),
+        ("disk", [4, 8]),
+        ("disk", [4, 5, 6, 7, 8]),
+    ],
+)
+def test_a_prefix_is_evicted_from_its_tail_whatever_steps_stored_it(
+    make: Callable[..., Engine], tmp_path: Path, kind: str, steps: list[int]
+) -> None:
+    """In host memory, or in the store behind it, which alone the second engine has."""
+    room = {"capacity": SLOTS * slot_bytes(PAYLOAD) * 2, "path": tmp_path / "disk"}
+    spec = tier_class("disk").model_validate({"type": "disk", **room}) if kind == "disk" else None
+    engine = make(spec, slots=2 * SLOTS if kind == "disk" else SLOTS)
+    for start, end_of_step in zip([0, *steps], steps, strict=False):
+        engine.store(BLOCKS[start:end_of_step], request="one")
+    engine.tier.request_finished("one")
+    engine.settle()
+    for number in (10, 12):
+        engine.store(BLOCKS[number : number + 2], request=f"other-{number}")
+        engine.settle()
+    if kind == "disk":
+        engine = make(spec)
+    assert engine.hits("again", BLOCKS[:8]) == BLOCKS[:4]
+
+
+def test_what_came_and_went_is_told_in_order(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = make(disk(tmp_path / "disk"), slots=16, events=True)
+    for start, request in ((0, "one"), (8, "one"), (16, "other")):
+        engine.store(BLOCKS[start : min(start + 8, 18)], request=request)
+        engine.settle()
+    told: dict[bool, set[bytes]] = {True: set(), False: set()}
+    for one in engine.tier.take_happened():
+        held = told[one.in_host]
+        assert (one.block in held) != one.stored
+        held.symmetric_difference_update({one.block})
+    assert told[True] == {*BLOCKS[:14], *BLOCKS[16:18]}
+    assert told[False] == set(BLOCKS[:18])
+    assert engine.tier.take_happened() == []
+    assert make(None).tier.take_happened() == []

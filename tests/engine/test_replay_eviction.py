@@ -146,3 +146,14 @@ def test_answers_are_stored_unless_the_chain_or_the_request_says_prompt(
     made.settle()
     assert request.output == answer(MODEL, [*prompt], 3 * SIZE)
     assert held(made, request.tokens) == [True] * stored + [False] * (6 - stored)
+
+
+def test_all_ranks_parts_of_a_block_go_together(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    room = f"{2 * BLOCKS * slot_bytes(MODEL.payload_bytes)}B"
+    chain = chain_of(disk(tmp_path, room))
+    made = engine(chain, num_blocks=24, batch_tokens=4 * SIZE, world_size=2)
+    tokens = store(made, range(BLOCKS * SIZE))
+    others(made, 4)
+    assert held(made, tokens) == [True] * 4 + [False] * 4

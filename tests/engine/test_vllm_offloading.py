@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 from tiny_vllm import GEMMA, Run, documents
 
+from tiers.connector.base import Hello
+from tiers.connector.hosted import HostedTier
+from tiers.connector.region import attach_region, create_region, stamp
+from tiers.cpu.spec import CpuSpec
+
 pytestmark = pytest.mark.vllm
 
 CPU = {"type": "cpu", "capacity": "64MiB"}
@@ -117,3 +122,60 @@ def test_a_model_with_windows_has_a_block_of_each_group(
     again = run_vllm(prompts, kv_transfer_config=here, **options)
     assert first.tokens == again.tokens == plain.tokens
     assert (first.cached, again.cached) == ([[0]] * 2, [[18 * 32]] * 2)
+
+
+def test_events_are_what_vllm_publishes(tmp_path: Path) -> None:
+    """Of blocks that came to host memory and to the store, and that went for others."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+        OffloadingEventsTracker,
+    )
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, ReqContext, make_offload_key
+
+    from tiers.engine.vllm_offloading import HostedManager
+
+    hello = Hello(0, b"rank-0----------", 4096)
+    worker = create_region("engine", hello, 2, pin=False, folder=tmp_path)
+    region = attach_region("engine", 0, tmp_path)
+    tier = HostedTier([region], CpuSpec(capacity=1).residency, None, events=True)
+    manager = HostedManager(tier, None)
+    hashes = [bytes([number]) * 32 for number in range(3)]
+    for number, block in enumerate(hashes):
+        context = ReqContext(f"request-{number}")
+        keys = [make_offload_key(block, 0)]
+        spec = manager.prepare_store(keys, context).store_spec
+        worker.mark(spec.slots[0], worker.ended(spec.slots[0]) + 1, stamp(spec.keys[0]))
+        manager.complete_store(set(keys), context)
+    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
+    told = [
+        (type(one).__name__, one.medium, one.block_hashes[0])
+        for one in tracker.take_events(manager.take_events())
+    ]
+    first, second, third = map(maybe_convert_block_hash, hashes)
+    assert told == [
+        ("BlockStored", "CPU", first),
+        ("BlockStored", "CPU", second),
+        ("BlockRemoved", "CPU", first),
+        ("BlockStored", "CPU", third),
+    ]
+    manager.shutdown()
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("chain", "prompt_only"), [({}, True), ({"store": "all"}, False), ({"store": "prompt"}, True)]
+)
+def test_the_chain_decides_whether_answers_are_stored(
+    chain: dict[str, Any], prompt_only: bool
+) -> None:
+    """Where it says so; else it is as vLLM's connector has it."""
+    from types import SimpleNamespace
+
+    from tiers.engine.vllm_offloading import KVTiersOffloadingSpec
+
+    extra = hosted(CPU, **chain)["kv_connector_extra_config"]
+    cache = SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=1)
+    config: Any = SimpleNamespace(
+        extra_config=extra, enable_kv_cache_events=True, groups=(), cache=cache
+    )
+    assert KVTiersOffloadingSpec(config).offload_prompt_only is prompt_only

@@ -10,11 +10,12 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from tiers.connector.generation import Generation
 from tiers.connector.hosted_join import LateStore
+from tiers.connector.hosted_requests import Happened, HostedRequest, Prefix, Storing
 from tiers.connector.hosted_store import StoreTransfers, Transfer
+from tiers.connector.manager import nearest_heads
 from tiers.connector.region import SlotRegion
 from tiers.connector.store_manager import StoreManager
 from tiers.pool import Residency, SlotPool
@@ -33,22 +34,6 @@ class Answer(enum.Enum):
     LATER = enum.auto()
 
 
-@dataclass
-class _Request:
-    """What was said about a request's blocks, by key.
-
-    `pinned`: hits, with a reference on each slot. `missed`: never asked for again. `wanted`: to
-    be asked of the store at the end of the step; `asked`: being asked. `fetched`: hits that came
-    from the store.
-    """
-
-    pinned: dict[bytes, int] = field(default_factory=dict)
-    missed: set[bytes] = field(default_factory=set)
-    wanted: dict[bytes, None] = field(default_factory=dict)
-    asked: list[bytes] = field(default_factory=list)
-    fetched: set[bytes] = field(default_factory=set)
-
-
 class HostedTier:
     """Host memory, and perhaps a store behind it. Used by the scheduler's thread; never waits.
 
@@ -63,14 +48,18 @@ class HostedTier:
         store: Guarded | None,
         clock: Callable[[], float] = time.monotonic,
         late: LateStore | None = None,
+        events: bool = False,
     ) -> None:
-        """`late`: a store that joins when it can be opened."""
+        """`late`: a store that joins when it can be opened. `events`: whether they are taken."""
         slots = min(region.num_slots for region in regions)
         self.pool = SlotPool(slots)
         self.dropped = 0
         """Blocks not stored because no slot was free, or because the store lags behind."""
         self._regions = regions
         self._residency = residency(self.pool, slots)
+        self._happened: list[Happened] = []
+        self._events = events
+        self._residency.on_evict = lambda key: self._note(key, in_host=True, stored=False)
         self._clock = clock
         self._late = late
         self._generation = Generation()
@@ -79,8 +68,8 @@ class HostedTier:
         self._under_way: StoreTransfers | None = None
         if store is not None:
             self._join(store)
-        self._requests: dict[str, _Request] = {}
-        self._storing: dict[bytes, int] = {}
+        self._requests: dict[str, HostedRequest] = {}
+        self._storing: dict[bytes, Storing] = {}
         self._loading: dict[bytes, list[int]] = {}
         self._fetching: dict[bytes, float] = {}
         self._issued = [0] * slots
@@ -106,7 +95,7 @@ class HostedTier:
     def lookup(self, request_id: str, block: bytes) -> Answer:
         """Whether a block can be loaded for a request; a hit stays until it was, or has ended."""
         self._reap()
-        request = self._requests.setdefault(request_id, _Request())
+        request = self._requests.setdefault(request_id, HostedRequest())
         key = self._generation.key(block)
         slot = self._residency.find(key)
         if slot is not None:
@@ -121,7 +110,7 @@ class HostedTier:
         request.wanted[key] = None
         return Answer.LATER
 
-    def _pin(self, request: _Request, key: bytes, slot: int) -> None:
+    def _pin(self, request: HostedRequest, key: bytes, slot: int) -> None:
         if key not in request.pinned:
             self.pool.retain(slot)
             request.pinned[key] = slot
@@ -150,7 +139,7 @@ class HostedTier:
             if request.wanted or request.asked:
                 self._ask(request_id, request)
 
-    def _ask(self, request_id: str, request: _Request) -> None:
+    def _ask(self, request_id: str, request: HostedRequest) -> None:
         if not request.asked:
             request.asked = list(request.wanted)
             request.wanted.clear()
@@ -161,7 +150,7 @@ class HostedTier:
         request.asked = []
         self._fetch(request_id, request, found)
 
-    def _fetch(self, request_id: str, request: _Request, found: list[bytes]) -> None:
+    def _fetch(self, request_id: str, request: HostedRequest, found: list[bytes]) -> None:
         keys: list[bytes] = []
         slots: list[int] = []
         for key in found:
@@ -183,18 +172,19 @@ class HostedTier:
         if claim is None or claim.fresh:
             return None if claim is None else claim.slot
         # It found no room among the resident ones before, and its store has not ended yet.
-        self._residency.admit(key, claim.slot)
+        self._admit(key, claim.slot)
         self.pool.release(claim.slot)
         return None
 
     def prepare_load(self, request_id: str, blocks: Iterable[bytes]) -> list[int]:
         """The slots of blocks that were hits, each to be loaded once; they stay until it has."""
         keys = [self._generation.key(block) for block in blocks]
+        request = self._requests.setdefault(request_id, HostedRequest())
         slots = []
-        request = self._requests.get(request_id)
         for key in keys:
+            request.blocks.number(key)
             slot = self._residency.find(key)
-            if slot is None and request is not None:
+            if slot is None:
                 slot = request.pinned.get(key)  # the tier has failed since
             assert slot is not None, "a block to load that was no hit"
             self.pool.retain(slot)
@@ -223,12 +213,16 @@ class HostedTier:
 
     # -- storing -----------------------------------------------------------------------------
 
-    def prepare_store(self, blocks: Iterable[bytes]) -> list[tuple[bytes, bytes, int]]:
+    def prepare_store(
+        self, request_id: str, blocks: Iterable[bytes]
+    ) -> list[tuple[bytes, bytes, int]]:
         """(block, key, slot) of each that is to be gathered; not those that are held or have no
-        room."""
+        room. A request's blocks are given in order, those of one step at a time."""
+        prefix = self._requests.setdefault(request_id, HostedRequest()).blocks
         orders = []
         for block in blocks:
             key = self._generation.key(block)
+            number = prefix.number(key)
             if key in self._storing or key in self._fetching:
                 continue
             if self._residency.find(key) is not None:
@@ -238,24 +232,59 @@ class HostedTier:
             if slot is None:
                 self.dropped += self._residency.find(key) is None
                 continue
-            self._storing[key] = slot
+            self._storing[key] = Storing(slot, prefix, number)
             self._issued[slot] += 1
             orders.append((block, key, slot))
+        prefix.order.under_way += bool(orders)
         return orders
 
     def complete_store(self, blocks: Iterable[bytes], success: bool) -> None:
-        """These were gathered on all ranks, where their slots say so; now feed the store."""
-        keys: list[bytes] = []
-        slots: list[int] = []
-        for key in map(self._generation.key, blocks):
-            slot = self._storing.pop(key)
+        """These, all of one request, were gathered on all ranks, where their slots say so; now feed
+        the store.
+
+        The engine names them in no order. The first are kept last, so that of a prefix the tail
+        goes first.
+        """
+        done = {key: self._storing.pop(key) for key in map(self._generation.key, blocks)}
+        if not done:
+            return
+        ordered = sorted(done, key=lambda key: done[key].number)
+        prefix = done[ordered[0]].prefix
+        heads = nearest_heads(self._residency, prefix.keys, [done[key].number for key in ordered])
+        good: list[bytes] = []
+        for key in reversed(ordered):
+            slot = done[key].slot
             if success and all(region.holds(slot, key) for region in self._regions):
-                self._residency.admit(key, slot)
-                keys.append(key)
-                slots.append(slot)
+                self._admit(key, slot, heads.get(key))
+                good.append(key)
             else:
                 self.pool.release(slot)
-        self._write_through(keys, slots)
+        good.reverse()
+        self._write_through(good, [done[key].slot for key in good])
+        prefix.order.ended(len(done) if len(done) == len(prefix.keys) else None)
+        self._settle(prefix)
+
+    def _settle(self, prefix: Prefix) -> None:
+        """In the store, let the head of what was stored in steps be the last to go."""
+        if self._under_way is not None and prefix.order.settle(len(prefix.keys)):
+            self._under_way.touch(list(prefix.keys), self._generation.tag)
+
+    def _admit(self, key: bytes, slot: int, head: bytes | None = None) -> None:
+        """Keep a block in host memory, if there is room, to go before the one of key `head`."""
+        if self._residency.find(key) is not None:
+            return
+        self._residency.admit(key, slot, None if head is None else self._residency.find(head))
+        if self._residency.find(key) is not None:
+            self._note(key, in_host=True, stored=True)
+
+    def _note(self, key: bytes, *, in_host: bool, stored: bool) -> None:
+        if self._events and self._generation.made(key):
+            self._happened.append(Happened(self._generation.block(key), in_host, stored))
+
+    def take_happened(self) -> list[Happened]:
+        """What came and went since the last call, in order."""
+        happened, self._happened = self._happened, []
+        return happened
 
     def _write_through(self, keys: list[bytes], slots: list[int]) -> None:
         """Give those the store wants to it, along with the references of their slots."""
@@ -287,14 +316,17 @@ class HostedTier:
             else:
                 self._fetched(self._manager, ended, self._requests.get(ended.request_id))
 
-    def _fetched(self, manager: StoreManager, fetch: Transfer, request: _Request | None) -> None:
+    def _fetched(
+        self, manager: StoreManager, fetch: Transfer, request: HostedRequest | None
+    ) -> None:
         for key, slot, good in zip(fetch.keys, fetch.slots, fetch.outcome(), strict=True):
             del self._fetching[key]
             ours = self._generation.made(key)
             if good and ours:
-                self._residency.admit(key, slot)
+                self._admit(key, slot)
             else:
                 manager.discard(key)
+                self._note(key, in_host=False, stored=False)
             if request is not None and ours:
                 if self._residency.find(key) is None:
                     request.missed.add(key)
@@ -306,7 +338,8 @@ class HostedTier:
     def _stored(self, manager: StoreManager, put: Transfer) -> None:
         for key, slot, good in zip(put.keys, put.slots, put.outcome(), strict=True):
             if self._generation.made(key):
-                manager.complete_store(key, slot, good, None)
+                if manager.complete_store(key, slot, good, None):
+                    self._note(key, in_host=False, stored=True)
             else:
                 manager.drop(key, put.generation)
             self.pool.release(slot)
@@ -321,7 +354,10 @@ class HostedTier:
     def request_finished(self, request_id: str) -> None:
         """Drop what is kept for a request; its transfers under way end on their own."""
         self._unpin(request_id)
-        self._requests.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            request.blocks.order.finished = True
+            self._settle(request.blocks)
         if self._manager is not None:
             self._manager.forget_request(request_id)
 
@@ -331,15 +367,16 @@ class HostedTier:
         The engine forgets its transfers under way and tells nobody of their end, so their slots
         are used again only when every worker's marks say that they have ended.
         """
-        self._unquiet += self._storing.values()
+        self._unquiet += [one.slot for one in self._storing.values()]
         for slots in self._loading.values():
             self._unquiet += slots
         self._storing.clear()
         self._loading.clear()
         for request_id in self._requests:
             self._unpin(request_id)
-            self._requests[request_id] = _Request()
+            self._requests[request_id] = HostedRequest()
         self._residency.clear()
+        self._happened.clear()
         if self._manager is not None:
             self._manager.reset()
         over = self._generation.renew()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tiers.connector.generation import space_of
 from tiers.connector.region import SlotRegion
-from tiers.store import Block
+from tiers.store import Block, Touch, capability
 from tiers.threads import threads
 from tiers.wrappers.guard import Guarded
 
@@ -85,6 +85,13 @@ class StoreTransfers:
             space = space_of(region.namespace, generation)
             pairs = zip(keys, slots, strict=True)
             yield [Block(space + key, region.memory.payload(slot)) for key, slot in pairs]
+
+    def touch(self, keys: list[bytes], generation: bytes) -> None:
+        """Count blocks as used, the first of them most, once those are stored that are put now."""
+        touch = capability(self._store, Touch)
+        if touch is not None:
+            spaces = [space_of(one.namespace, generation) for one in self._regions]
+            self._writer.submit(touch.touch, [space + key for key in keys for space in spaces])
 
     def take_ended(self) -> Iterator[Transfer]:
         """Those that have ended since the last call."""

@@ -171,13 +171,15 @@ class StoreManager:
         touch = capability(self._store, Touch)
         if touch is None:
             return
-        names = [[space + key for key in keys] for space in self._spaces()]
+        # All ranks' parts of a block together, since it goes with the first of them that does.
+        spaces = self._spaces()
+        names = [space + key for key in keys for space in spaces]
         if index is not None:
-            _touch_all(touch, names)
+            touch.touch(names)
         elif self._touching is None or self._touching.done():
             # One at a time: what is used while a store takes its time is used again, or matters
             # little.
-            self._touching = self._thread.submit(_touch_all, touch, names)
+            self._touching = self._thread.submit(touch.touch, names)
 
     def heads(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
         """None: the store itself decides what goes."""
@@ -250,8 +252,3 @@ class StoreManager:
         self._clearing.close(self._generation.tag)
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._store.close()
-
-
-def _touch_all(touch: Touch, ranks: Sequence[Sequence[bytes]]) -> None:
-    for keys in ranks:
-        touch.touch(keys)

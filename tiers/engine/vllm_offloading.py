@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm import __version__ as vllm_version
@@ -24,9 +25,11 @@ from tiers.threads import threads
 check_version(vllm_version)  # before what another version may not have
 
 from vllm.config import get_current_vllm_config
+from vllm.v1.kv_offload import base as offload_base
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
+    OffloadingEvent,
     OffloadingManager,
     OffloadingSpec,
     OffloadingWorker,
@@ -71,6 +74,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MEDIA: Any = getattr(offload_base, "Medium", None)
+"""What events call a kind of tier. A vLLM that has no names for them is told no events."""
 UNHOSTED = {"store_after", "queue", "store_rate", "load_rate", "write_budget", "verify"}
 """Settings that are about stores and loads which here are vLLM's own."""
 COPIERS = 2
@@ -96,6 +101,8 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             )
         self._chain = load_chain(self.extra_config["chain"])
         self._host, self._store = hosted_tiers(self._chain)
+        if "store" in self._chain.model_fields_set:
+            self.offload_prompt_only = self._chain.store == "prompt"
 
     def get_manager(self) -> HostedManager:
         """The scheduler's side. Raises TierUnusable where it can't share the workers' memory."""
@@ -107,7 +114,9 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             store = self._open_store(payload)
         elif self._store is not None:
             late = LateStore(regions, partial(self._open_store, payload))
-        tier = HostedTier(regions, partial(open_residency, self._host), store, late=late)
+        residency = partial(open_residency, self._host)
+        events = MEDIA is not None and self.kv_events_config.enable_kv_cache_events
+        tier = HostedTier(regions, residency, store, late=late, events=events)
         return HostedManager(tier, self._store)
 
     def _open_store(self, payload_bytes: int) -> Guarded | None:
@@ -279,7 +288,7 @@ class HostedManager(OffloadingManager):  # type: ignore[misc]
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
         """What is left out is not offered again for this request."""
-        orders = self.tier.prepare_store(keys)
+        orders = self.tier.prepare_store(req_context.req_id, keys)
         slots = SlotsSpec([slot for _, _, slot in orders], [key for _, key, _ in orders])
         return PrepareStoreOutput([block for block, _, _ in orders], slots, evicted_keys=[])
 
@@ -293,6 +302,14 @@ class HostedManager(OffloadingManager):  # type: ignore[misc]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.tier.end_step(context.new_req_ids)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Runs of blocks that came to one tier, or went from it, in order."""
+        for (in_host, stored), run in groupby(self.tier.take_happened(), lambda one: one[1:]):
+            assert MEDIA is not None, "events that nobody asked for"
+            medium = MEDIA.CPU if in_host else MEDIA.STORAGE
+            keys = [cast("OffloadKey", one.block) for one in run]
+            yield OffloadingEvent(keys, medium, removed=not stored, removal_expected=in_host)
 
     def reset_cache(self) -> None:
         self.tier.reset()
