@@ -54,9 +54,10 @@ def test_sixteen_requests_of_one_prefix_load_it_once(
     assert run.tokens[1][0] == plain.tokens[0][0][:4] and run.cached[1] == [0]
 
 
-def test_speculation_by_ngrams_changes_no_token(
-    run_vllm: Callable[..., Run], plain: Run, stored: list[dict[str, Any]]
-) -> None:
-    run = run_vllm([FIRST, AT_ONCE], stored, speculative_config=NGRAM, **ROOM)
-    assert run.tokens == plain.tokens
-    assert run.loaded() == {"disk": len(PREFIX)}
+def test_speculation_by_ngrams_changes_no_token(run_vllm: Callable[..., Run], plain: Run) -> None:
+    others: Batch = [(document, 4) for document in documents(2, 640, seed=1)]
+    few = {**ROOM, "num_gpu_blocks_override": 40}
+    tiers = [{"type": "cpu", "capacity": "64MiB"}]
+    run = run_vllm([FIRST, others, FIRST], tiers, speculative_config=NGRAM, **few)
+    assert [run.tokens[0], run.tokens[2]] == [plain.tokens[0]] * 2
+    assert run.loaded()["cpu"] > 0, "the others were meant to evict it"
