@@ -207,6 +207,28 @@ def test_a_reset_that_keeps(
     assert request.output == answer(MODEL, PROMPT, 3)
 
 
+@pytest.mark.parametrize("on_reset", ["keep", "forget"])
+def test_what_an_ended_request_left_is_not_stored_after_a_reset(
+    engine: Callable[..., ReplayEngine], tiers: list[dict[str, Any]], on_reset: str
+) -> None:
+    """An engine that sleeps resets first and gives its memory up then: what a request's last block
+    held is gone when the next step could store it, and neither the engine nor its next start, nor
+    a sibling, may find anything else under its key."""
+    made = engine(chain_of(*tiers, on_reset=on_reset), prefix_caching=False)
+    made.add(prompt := list(range(42)), 7)  # the last token that is computed fills a block
+    while made.scheduler.requests:
+        made.step()
+    assert made.reset_cache()
+    for worker in made.workers:
+        for cache in worker.kv.values():
+            cache.zero_()
+    made.generate(OTHER, 3)
+    made.settle()
+    answered = [*prompt, *answer(MODEL, prompt, 7), 5]
+    for asked in (made, engine(chain_of(*tiers), prefix_caching=False)):
+        assert asked.generate(answered, 3).output == answer(MODEL, answered, 3)
+
+
 def test_an_engine_made_for_new_weights_begins_on_its_own(
     engine: Callable[..., ReplayEngine], tmp_path: Path
 ) -> None:

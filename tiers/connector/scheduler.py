@@ -518,6 +518,11 @@ class OffloadingScheduler:
 
         False: loads of before are still under way, whose requests may use what they bring.
         """
+        # An engine that sleeps gives its memory up next, and these are not read before. A copy
+        # under way is done by then: vLLM waits for its device first.
+        for state, _ in self._last_offers:
+            state.order.finished = True
+        self._last_offers.clear()
         if self._generation.lasts:
             return not self.reqs_being_loaded
         if self._manager is not None:
