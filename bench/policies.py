@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import PrivateAttr
 
@@ -102,6 +102,8 @@ class IndexStore:
 
 class IndexSpec(StoreSpec):
     """The tier that stands for the disk; `blocks` is its capacity."""
+
+    is_prompt: ClassVar[bool] = True
 
     blocks: int
     _store: IndexStore = PrivateAttr()

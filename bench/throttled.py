@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import ClassVar
 
 from pydantic import PrivateAttr
 
@@ -107,6 +108,8 @@ class IndexedStore(ThrottledStore):
 
 class ThrottledSpec(StoreSpec):
     """A tier behind a link: of `indexed` stores presence is known at once, as on disk."""
+
+    is_prompt: ClassVar[bool] = True
 
     indexed: bool = True
     _store: TierStore = PrivateAttr(default_factory=MemoryStore)

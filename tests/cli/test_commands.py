@@ -68,7 +68,7 @@ def test_validate_prints_the_chain_as_it_is_understood(kvtiers: Run, chain: Any)
         "durability none, store_after 1, deadline 10s\n"
         "3      redis  redis  url redis://cache.internal:6379/0, ttl 1d, timeout 1s, "
         "key_prefix kvtiers, codec none, store_after 1, deadline 10s\n"
-        "version 1, load first, promote true, max_wait 10s, tenants none, "
+        "version 1, load first, promote true, store all, max_wait 10s, tenants none, "
         "on_reset forget, trust_client_ids false, salt none\n",
         "",
     )
@@ -83,7 +83,7 @@ def test_validate_shows_no_secret(kvtiers: Run, chain: Any) -> None:
     status, out, err = kvtiers("validate", chain(ALL_SET))
     assert status == 0 and "hunter2" not in out + err and "team-a" not in out + err
     assert "redis://me:***@cache" in out
-    assert "promote false, max_wait 10s, tenants none, staging 1GiB" in out
+    assert "promote false, store all, max_wait 10s, tenants none, staging 1GiB" in out
     assert "on_reset forget, trust_client_ids false, salt ***" in out
 
 
@@ -125,19 +125,18 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
     schema = json.loads(out)
     assert (status, err) == (0, "") and schema == chain_schema()
     assert set(schema["properties"]) == {
-        *(
-            "version",
-            "tiers",
-            "load",
-            "cheapest",
-            "promote",
-            "max_wait",
-            "tenants",
-            "staging",
-            "on_reset",
-            "trust_client_ids",
-            "salt",
-        )
+        "version",
+        "tiers",
+        "load",
+        "cheapest",
+        "promote",
+        "store",
+        "max_wait",
+        "tenants",
+        "staging",
+        "on_reset",
+        "trust_client_ids",
+        "salt",
     }
     assert schema["$defs"]["CheapestSpec"]["additionalProperties"] is False
     assert set(schema["required"]) == {"version", "tiers"}

@@ -25,10 +25,10 @@ from tiers.threads import threads
 check_version(vllm_version)  # before what another version may not have
 
 from vllm.config import get_current_vllm_config
-from vllm.v1.kv_offload import base as offload_base
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
+    Medium,
     OffloadingEvent,
     OffloadingManager,
     OffloadingSpec,
@@ -74,8 +74,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEDIA: Any = getattr(offload_base, "Medium", None)
-"""What events call a kind of tier. A vLLM that has no names for them is told no events."""
 UNHOSTED = {"store_after", "queue", "store_rate", "load_rate", "write_budget", "verify"}
 """Settings that are about stores and loads which here are vLLM's own."""
 COPIERS = 2
@@ -115,7 +113,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         elif self._store is not None:
             late = LateStore(regions, partial(self._open_store, payload))
         residency = partial(open_residency, self._host)
-        events = MEDIA is not None and self.kv_events_config.enable_kv_cache_events
+        events = self.kv_events_config.enable_kv_cache_events
         tier = HostedTier(regions, residency, store, late=late, events=events)
         return HostedManager(tier, self._store)
 
@@ -306,8 +304,7 @@ class HostedManager(OffloadingManager):  # type: ignore[misc]
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Runs of blocks that came to one tier, or went from it, in order."""
         for (in_host, stored), run in groupby(self.tier.take_happened(), lambda one: one[1:]):
-            assert MEDIA is not None, "events that nobody asked for"
-            medium = MEDIA.CPU if in_host else MEDIA.STORAGE
+            medium = Medium.CPU if in_host else Medium.STORAGE
             keys = [cast("OffloadKey", one.block) for one in run]
             yield OffloadingEvent(keys, medium, removed=not stored, removal_expected=in_host)
 
