@@ -244,11 +244,14 @@ class RequestTable:
 
         An engine that schedules ahead learns of a step's tokens when the next step is on its way.
         So nobody has offered a block that the last but one token completes. The last token is
-        sampled and never computed; what ran ahead of it wrote behind that block.
+        sampled and never computed; what ran ahead of it wrote behind that block. A conversation
+        that goes on without that token has others in its place, so that the engine's own count
+        of what is computed holds, too.
         """
         if not any(tables):
             return Offers((), [])  # it was preempted
-        computed = min(state.computed, state.request.num_tokens - 1)
+        request = state.request
+        computed = min(state.computed, request.num_computed_tokens, request.num_tokens - 1)
         state.tables = tuple(tables)
         return self.offers(Scheduled(state, computed, computed))
 
