@@ -169,6 +169,23 @@ def test_an_adapter_that_changes_under_the_engine_is_not_cached(
     assert len(caplog.records) == 1
 
 
+def test_an_adapter_that_changes_before_it_is_read_is_not_cached(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may have loaded what it was before."""
+    monkeypatch.setattr(request_marks, "MOMENT", 30.0)
+    digest = digests.Digests.of
+
+    def late(self: digests.Digests, path: Path) -> str:
+        path.write_text(f"other {path.name}")
+        return digest(self, path)
+
+    monkeypatch.setattr(digests.Digests, "of", late)
+    mark = AdapterMarks()(request_with(adapter))
+    monkeypatch.setattr(digests.Digests, "of", digest)
+    assert AdapterMarks()(request_with(adapter)) != mark
+
+
 def test_an_adapter_that_can_t_be_read_is_not_cached_and_stops_nobody(
     adapter: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

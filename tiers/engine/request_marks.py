@@ -46,7 +46,7 @@ class AdapterMarks:
         try:
             stamps = _stamps(folder)
             if path not in self._marks:
-                self._marks[path] = stamps, self._read(folder, adapter.lora_name)
+                self._marks[path] = stamps, self._read(folder, adapter.lora_name, stamps)
             first_seen, mark = self._marks[path]
             if stamps != first_seen:
                 self._give_up(path, adapter.lora_name, "has changed")
@@ -56,10 +56,10 @@ class AdapterMarks:
             self._give_up(path, adapter.lora_name, f"can't be read ({error})")
             return secrets.token_bytes(16)
 
-    def _read(self, folder: Path, name: str) -> Future[bytes]:
+    def _read(self, folder: Path, name: str, stamps: _Stamps) -> Future[bytes]:
         """Begin to find an adapter's mark, and wait a moment for it."""
         if folder.is_dir():
-            mark = self._reader.submit(_adapter_digest, folder)
+            mark = self._reader.submit(_adapter_digest, folder, stamps)
             wait([mark], MOMENT)
             return mark
         logger.info(
@@ -97,9 +97,12 @@ def _stamps(folder: Path) -> _Stamps:
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
-def _adapter_digest(folder: Path) -> bytes:
+def _adapter_digest(folder: Path, stamps: _Stamps) -> bytes:
+    """Raises OSError, and FileChanged if the files have other stamps when they are read."""
     whole = hashlib.blake2b(digest_size=16)
     digests = Digests(None)
     for path in _adapter_files(folder):
         whole.update(f"{path.name}:{digests.of(path)}\n".encode())
+    if _stamps(folder) != stamps:
+        raise FileChanged("its files changed before they were read")
     return whole.digest()
