@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,13 +170,36 @@ def test_the_chain_decides_whether_answers_are_stored(
     chain: dict[str, Any], prompt_only: bool
 ) -> None:
     """Where it says so; else it is as vLLM's connector has it."""
-    from types import SimpleNamespace
-
     from tiers.engine.vllm_offloading import KVTiersOffloadingSpec
 
-    extra = hosted(CPU, **chain)["kv_connector_extra_config"]
-    cache = SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=1)
-    config: Any = SimpleNamespace(
-        extra_config=extra, enable_kv_cache_events=True, groups=(), cache=cache
+    assert KVTiersOffloadingSpec(config_of(hosted(CPU, **chain))).offload_prompt_only is prompt_only
+
+
+def config_of(transfer: dict[str, Any]) -> Any:
+    """As vLLM gives it to a spec."""
+    return SimpleNamespace(
+        extra_config=transfer["kv_connector_extra_config"],
+        enable_kv_cache_events=True,
+        groups=(),
+        cache=SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=1),
     )
-    assert KVTiersOffloadingSpec(config).offload_prompt_only is prompt_only
+
+
+def test_a_store_is_refused_whose_engine_takes_new_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its facts name those that it starts with, and nothing says when it has others."""
+    from tiers.engine import vllm_offloading
+
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=None),
+        lora_config=None,
+        weight_transfer_config=SimpleNamespace(backend="nccl"),
+    )
+    monkeypatch.setattr(vllm_offloading, "get_current_vllm_config", lambda: engine)
+    monkeypatch.setattr(vllm_offloading, "config_facts", lambda *_: {})
+    alone = vllm_offloading.KVTiersOffloadingSpec(config_of(hosted(CPU)))
+    assert alone._facts([])
+    spec = vllm_offloading.KVTiersOffloadingSpec(config_of(hosted(CPU, disk(tmp_path))))
+    with pytest.raises(ValueError, match="weight_transfer_config"):
+        spec._facts([])

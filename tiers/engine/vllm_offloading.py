@@ -201,6 +201,13 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
                 "vLLM's OffloadingConnector does not tell two adapters of one name apart: with "
                 "LoRA, use KVTiersConnector"
             )
+        changes = getattr(vllm_config, "weight_transfer_config", None) is not None
+        if changes and self._store is not None:
+            raise ValueError(
+                "the engine has a weight_transfer_config, and under vLLM's OffloadingConnector a "
+                "store knows the weights by those that it starts with: use KVTiersConnector, or "
+                f"leave tier {self._store.tier_name!r} out"
+            )
         return {
             **config_facts(vllm_config, vllm_version),
             "salt": self._chain.salt,
