@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections import UserDict
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from replay_chains import MODEL, chain_of, cpu
+from replay_chains import MODEL, chain_of, cpu, disk
 
 from tiers.connector.base import EngineInfo
 from tiers.connector.generation import Generation
@@ -211,6 +212,31 @@ def test_others_run_while_a_requests_images_are_digested(
     digesting.clear()
     made.run()
     assert with_images.output == answer(MODEL, prompt, 2)
+
+
+class NeverKnown:
+    """Facts that keep a tier from opening."""
+
+    def known(self, seconds: float = 0.0) -> None:
+        return None
+
+
+def test_others_run_while_images_are_digested_before_the_tier_is_open(
+    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Blocks of a request are marked when it begins, for which the scheduler would wait else."""
+    made = engine(chain_of(disk(tmp_path)), late_facts=NeverKnown())
+    digesting: set[str] = set()
+    monkeypatch.setattr(NoMedia, "ready", lambda _, request: request.request_id not in digesting)
+    with_images = made.add(range(30), 2)
+    digesting.add(with_images.request_id)
+    other = made.add(range(50), 2)
+    for _ in range(9):
+        made.step()
+    assert len(other.output) == 2 and not with_images.has_run
+    digesting.clear()
+    made.run()
+    assert with_images.output == answer(MODEL, range(30), 2)
 
 
 def configured(caching: bool = True, cache_gb: float = 4, media: bool = True) -> Any:

@@ -192,10 +192,10 @@ class OffloadingScheduler:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How many tokens beyond the computed ones the tier could load; None: ask again."""
+        if not self._engine.media.ready(request):
+            return None, False  # also where it loads nothing, since its marks come before its KV
         if self._manager is None or not self._is_readable():
             return 0, False
-        if not self._engine.media.ready(request):
-            return None, False
         state = self._requests.state_of(request)
         first, rest = divmod(num_computed_tokens, self._engine.block_tokens)
         stop = self._requests.stop(state, first)
