@@ -220,6 +220,8 @@ def test_what_an_ended_request_left_is_not_stored_after_a_reset(
         made.step()
     assert made.reset_cache()
     for worker in made.workers:
+        for child in worker.connector.children:
+            child.worker.fence_all()  # vLLM waits for its device before the memory goes
         for cache in worker.kv.values():
             cache.zero_()
     made.generate(OTHER, 3)
