@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
-from tiers.connector.base import Role, TransferResults
+from spec.load import load_chain
+from tiers.connector.base import EngineInfo, Hello, Role, TransferResults
+from tiers.connector.chain import open_chain
 from tiers.connector.contract import Connector
 from tiers.connector.multi import MultiConnector
 from tiers.connector.multi_metadata import MultiConnectorMetadata, MultiHandshakeMetadata
 from tiers.connector.stats import TierStats
+from tiers.gpu.copier import open_copier
 
 REQUEST = SimpleNamespace(request_id="r", num_tokens=64, block_hashes=[])
 FAN_OUT: dict[str, tuple[Any, ...]] = {
@@ -310,11 +313,20 @@ def test_workers_words_reach_the_children_they_are_for(
     assert calls == [("a", member, {(0, 0): "of a"}), ("b", member, {}), ("c", member, {})]
 
 
-def test_chains_that_agree_may_have_different_lengths(
-    multi: MultiConnector, calls: list[Any]
-) -> None:
-    multi.set_xfer_handshake_metadata({0: MultiHandshakeMetadata(("hello",), "ours")})
-    assert calls == [(name, "set_xfer_handshake_metadata", {0: "hello"}) for name in "abc"]
+def test_a_chain_does_not_take_another_chains_slots_for_its_own() -> None:
+    """vLLM's own MultiConnector gives the handshake of its first child to all."""
+    disk = {"type": "disk", "capacity": "1MiB", "path": "/nowhere"}
+    cpu = {"type": "cpu", "capacity": "1MiB"}
+    info = EngineInfo(facts={}, block_tokens=4, hash_tokens=4, num_blocks=8)
+    theirs, ours = (
+        open_chain(load_chain({"version": 1, "tiers": tiers}), info, Role.SCHEDULER, open_copier)
+        for tiers in ([cpu], [cpu, disk])
+    )
+    said = MultiHandshakeMetadata((Hello(0, b"", 64, slots=9),) * 2, theirs._chain)
+    for chain, slots in ((ours, 0), (theirs, 9)):
+        chain.set_xfer_handshake_metadata({0: said})
+        assert chain.children[0].scheduler.pool.num_slots == slots
+        chain.shutdown()
 
 
 def test_orders_reach_each_child_although_one_raises(

@@ -90,4 +90,6 @@ def test_two_of_ours_are_children_of_vllms_multi_connector(
     assert sum(run.loaded().values()) == WHOLE
     again = run_vllm(ONE_BY_ONE, kv_transfer_config=transfer("MultiConnector", pair), **IN_PROCESS)
     assert again.tokens == answers
-    assert again.loaded() == {"disk": WHOLE}
+    # vLLM's connector hands on what the first child's workers say alone: the other chain learns of
+    # its own with the first step, after the first prompt was looked up.
+    assert again.loaded() == {"disk": WHOLE * 3 // 4}

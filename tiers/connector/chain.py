@@ -73,7 +73,6 @@ def open_chain(
                     prompt_only=chain.store == "prompt",
                 ),
                 hit_source=tier.hit_source,
-                is_shared=isinstance(tier, StoreSpec),
             )
             for tier in chain.tiers
         ]
@@ -102,8 +101,10 @@ def open_chain(
 
 
 def _identity(chain: ChainSpec) -> str:
-    # Workers say the same to every tier of every chain with one salt.
-    return "tiers-" + hashlib.blake2b(chain.salt.encode(), digest_size=8).hexdigest()
+    # What workers say is of this chain alone: another one's has other tiers and other slots.
+    tiers = [(t.type, t.name, t.capacity if isinstance(t, HostSpec) else 0) for t in chain.tiers]
+    text = repr((chain.salt, chain.staging, tiers))
+    return "tiers-" + hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 class _ChainPool:

@@ -288,8 +288,7 @@ class MultiConnector(MultiWorker):
             if isinstance(whole, MultiHandshakeMetadata) and whole.chain == self._chain
         }
         for index, child in enumerate(self.children):
-            # Chains of one name say the same to each tier, however many tiers they have.
-            parts = {w: whole[min(index, len(whole) - 1)] for w, whole in ours.items()}
+            parts = {worker: whole[index] for worker, whole in ours.items()}
             # One that says nothing is called all the same, as an engine calls it.
             yield child, {worker: part for worker, part in parts.items() if part is not None}
 

@@ -36,15 +36,12 @@ class OffloadingConnector(Connector):
         scheduler: OffloadingScheduler | None = None,
         worker: OffloadingWorker | None = None,
         hit_source: str = "external_unspecified",
-        is_shared: bool = True,
     ) -> None:
-        """`is_shared`: whether others than this engine find its blocks."""
         super().__init__(Role.SCHEDULER if scheduler else Role.WORKER)
         self.tier = tier
         self._scheduler = scheduler
         self._worker = worker
         self._hit_source = hit_source
-        self._is_shared = is_shared
 
     @property
     def scheduler(self) -> OffloadingScheduler:
@@ -125,9 +122,6 @@ class OffloadingConnector(Connector):
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         """Open the tier with what its workers said; another connector's words are ignored."""
         hellos = [hello for hello in metadata.values() if isinstance(hello, Hello)]
-        if self._is_shared:
-            # An engine's own MultiConnector may pass on the words of another chain's cpu tier.
-            hellos = [hello for hello in hellos if hello.namespace]
         self.scheduler.welcome({hello.rank: hello for hello in hellos})
 
     def on_new_request(self, request: Request) -> None:
