@@ -23,6 +23,7 @@ def disk(path: Path) -> dict[str, object]:
     return {"type": "disk", "capacity": "64MiB", "path": str(path)}
 
 
+@pytest.mark.faults
 @pytest.mark.fault(
     tier="any",
     fault="a processor packs KV in another way than the one that stored it",

@@ -106,6 +106,7 @@ def test_redis_serves_another_engine_and_a_dead_one_is_a_miss(
     assert "tier redis: reads are down" in alone.log
 
 
+@pytest.mark.faults
 def test_a_model_with_windows_has_a_block_of_each_group(
     run_vllm: Callable[..., Run], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ NAP: list[Any] = [("sleep", {"level": 1}), ("wake_up", {})]
 IN_PROCESS = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
 
 
+@pytest.mark.faults
 @pytest.mark.fault(
     tier="any",
     fault="the engine sleeps, or its weights change in place and it is reset",
