@@ -19,7 +19,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from spec.hints import did_you_mean, one_of
-from spec.offloading import HIT_SOURCES, OffloadingSpec
+from spec.offloading import HIT_SOURCES, OffloadingSpec, StoreSpec
 
 GROUP = "kvtiers.tiers"
 
@@ -84,6 +84,8 @@ def make_tier(tier_type: str, written: Mapping[object, object]) -> OffloadingSpe
     def make() -> OffloadingSpec:
         made = spec.model_validate(dict(written))
         made.model_dump(mode="json")  # as commands print it
+        if isinstance(made, StoreSpec):
+            _ = made.host_local  # as an engine that serves asks for it
         return made
 
     return _run(entry, make, "its settings can't be made")

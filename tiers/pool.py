@@ -224,7 +224,9 @@ class SlotMemory:
     def close(self) -> None:
         """Unpin. The memory goes back with the last view of it. Idempotent."""
         if self._pinned is not None:
-            unregister(self._pinned.data_ptr())
+            # A device that has failed unpins nothing; what is closed next must be, all the same.
+            with suppress(TierUnusable, RuntimeError):
+                unregister(self._pinned.data_ptr())
             self._pinned = None
 
 
@@ -249,4 +251,7 @@ def unregister(address: int) -> None:
 
 def _cuda_check(status: int) -> None:
     if int(status) != 0:
+        # CUDA tells the error once more to who checks next: the engine, behind its next kernel.
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
         raise TierUnusable(f"pinning host memory failed with CUDA error {int(status)}")

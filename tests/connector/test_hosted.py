@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from spec.offloading import HostSpec, StoreSite, StoreSpec
 from spec.registry import tier_class
+from tiers.connector import hosted_store
 from tiers.connector.base import Hello
 from tiers.connector.hosted import Answer, HostedTier
 from tiers.connector.hosted_join import LateStore
 from tiers.connector.region import SlotRegion, attach_region, create_region, stamp
 from tiers.disk.slab import slot_bytes
+from tiers.disk.store import DiskStore
 from tiers.errors import TierUnusable
+from tiers.store import Block
 from tiers.wrappers.guard import Guarded, guard
 
 PAYLOAD = 5000
@@ -236,6 +241,43 @@ def test_a_killed_server_is_a_miss(make: Callable[..., Engine], server: Any) -> 
     assert late.hits("b", BLOCKS[:5]) == []
     late.store(BLOCKS[:4])
     assert late.hits("c", BLOCKS[:5]) == BLOCKS[:4], "host memory serves on"
+
+
+class _Hangs(DiskStore):
+    """A disk that answers no load until it may."""
+
+    may = threading.Event()
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        assert self.may.wait(60)
+        return super().get(blocks)
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a load hangs when the engine shuts down (in vLLM's OffloadingConnector)",
+    outcome="it is waited for 10 s at most",
+)
+def test_a_load_that_hangs_does_not_keep_an_engine_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosted_store, "DRAIN_SECONDS", 0.1)
+    spec: Any = SimpleNamespace(open=lambda site: _Hangs(tmp_path / "disk", 8 << 20, site))
+    (tmp_path / "shm").mkdir()
+    engine = Engine(tmp_path / "shm", spec)
+    engine.store(BLOCKS[:2])
+    engine.settle()
+    engine.tier._residency.clear()
+    assert engine.tier.lookup("a", BLOCKS[0]) is Answer.LATER
+    engine.tier.end_step(())
+    assert engine.tier.transfers
+    closing = threading.Thread(target=engine.tier.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    hung = closing.is_alive()
+    _Hangs.may.set()
+    closing.join()
+    assert not hung
 
 
 def test_a_block_that_one_worker_could_not_copy_is_not_kept(

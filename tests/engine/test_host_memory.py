@@ -14,6 +14,7 @@ from slow_store import LONG, ask
 from spec.load import load_chain
 from tiers import pool, prefault
 from tiers.connector import host
+from tiers.connector import loading as loads
 from tiers.connector.base import EngineInfo
 from tiers.connector.host import HostSlots
 from tiers.connector.pool_size import PoolSize
@@ -160,3 +161,47 @@ def test_pinning_stops_when_the_memory_is_used_up_by_others(
     with pytest.raises(TierUnusable):
         SlotMemory(5, MIB // 2, pin=True, check=check)
     assert not pinned
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="there is no memory left to load its blocks through, or it can't be pinned",
+    outcome="unusable, said once by its name; the engine starts, the other tiers serve",
+)
+@pytest.mark.parametrize("error", [TierUnusable("CUDA error 2"), OSError(12, "no memory")])
+def test_a_tier_that_gets_no_memory_to_load_through_is_unusable_by_name(
+    engine: MakeEngine,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    made_memory: list[SlotMemory] = []
+
+    def second_fails(*args: Any, **more: Any) -> SlotMemory:
+        if made_memory:
+            raise error
+        made_memory.append(SlotMemory(*args, **more))
+        return made_memory[0]
+
+    monkeypatch.setattr(loads, "SlotMemory", second_fails)
+    made = engine(chain_of(cpu(400), disk(tmp_path / "disk")), num_blocks=120, prefix_caching=False)
+    ask(made)
+    ask(made)
+    (line,) = unusable(caplog)
+    assert "tier 'disk' is unusable" in line and str(error) in line
+    assert made.stats["cpu"]["loaded_blocks"] > 0
+
+
+def test_memory_that_can_not_be_unpinned_keeps_nothing_else_from_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = SlotMemory(2, 4096, pin=False)
+    memory._pinned = memory.rows
+
+    def fails(address: int) -> None:
+        raise TierUnusable("CUDA error 700")
+
+    monkeypatch.setattr(pool, "unregister", fails)
+    memory.close()
+    memory.close()

@@ -134,6 +134,21 @@ def test_a_byte_anywhere_makes_another_adapter(adapter: Path) -> None:
     assert AdapterMarks()(request_with(adapter)) != before
 
 
+def test_the_engine_waits_once_for_adapters_that_come_together(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, waits = threading.Event(), []
+    monkeypatch.setattr(request_marks, "_adapter_digest", lambda *_: begin.wait(30) and b"mark")
+    monkeypatch.setattr(request_marks, "wait", lambda marks, _: waits.append(marks))
+    marks = AdapterMarks()
+    for n in range(3):
+        folder = adapter.parent / f"adapter-{n}"
+        folder.mkdir()
+        assert marks(request_with(folder)) != b"mark"
+    begin.set()
+    assert len(waits) == 1
+
+
 def test_requests_that_come_before_an_adapter_is_read_share_nothing(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,11 @@ import pytest
 from replay_chains import MODEL, chain_of, close, cpu, disk, drive
 
 from spec.chain import ChainSpec
+from tiers.connector import chain as chains
+from tiers.connector import worker as workers
 from tiers.engine.identity.late import LateFacts
 from tiers.engine.replay import ReplayEngine, answer
+from tiers.errors import TierUnusable
 
 PROMPT = list(range(48))
 SECONDS = 30.0
@@ -126,6 +129,72 @@ def test_a_load_of_requests_is_right_before_and_after(
     until(make(chain_of(disk(tmp_path)), _known()), "disk")
 
 
+@pytest.mark.fault(
+    tier="any",
+    fault="opening it, once the weights are identified, fails on a rank in whatever way",
+    outcome="unusable, said once by its name; the engine serves on",
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), TierUnusable("no disk")])
+def test_a_tier_that_one_rank_can_not_open_late_is_said_once(
+    make: Callable[..., ReplayEngine],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    world_size: int,
+) -> None:
+    opens = workers.open_guarded
+    opened: list[str] = []
+
+    def last_fails(*args: Any) -> Any:
+        opened.append("worker")
+        if len(opened) == world_size:
+            raise error
+        return opens(*args)
+
+    monkeypatch.setattr(workers, "open_guarded", last_fails)
+    monkeypatch.setattr(chains, "open_guarded", lambda *_: opened.append("scheduler"))
+    late = Facts()
+    engine = make(chain_of(disk(tmp_path)), late, world_size=world_size)
+    loaded(engine, "disk")
+    late.are_known = True
+    limit = time.monotonic() + SECONDS
+    while "unusable" not in caplog.text:
+        assert time.monotonic() < limit, "nobody says why the tier is absent"
+        loaded(engine, "disk")
+    for _ in range(3):
+        assert loaded(engine, "disk") == 0
+    (line,) = [r.getMessage() for r in caplog.records if "unusable" in r.getMessage()]
+    assert "tier 'disk' is unusable" in line and str(error) in line
+    assert opened == ["worker"] * world_size, "what can't be used is opened in vain"
+
+
+def test_a_store_that_opens_after_its_worker_was_closed_is_closed(
+    make: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens = workers.open_guarded
+    begin, stores = threading.Event(), []
+
+    def slowly(*args: Any) -> Any:
+        assert begin.wait(SECONDS)
+        stores.append(opens(*args))
+        return stores[0]
+
+    monkeypatch.setattr(workers, "open_guarded", slowly)
+    monkeypatch.setattr(chains, "DRAIN_SECONDS", 0.01)
+    late = Facts()
+    engine = make(chain_of(disk(tmp_path)), late)
+    late.are_known = True
+    loaded(engine, "disk")
+    close(engine)
+    begin.set()
+    limit = time.monotonic() + SECONDS
+    while not stores or not stores[0]._closed:
+        assert time.monotonic() < limit, "its folder stays in use"
+        time.sleep(0.01)
+
+
 # -- finding them out ----------------------------------------------------------------------------
 
 
@@ -152,3 +221,14 @@ def test_facts_that_can_t_be_found_are_this_process_s_own(
 
     late = LateFacts(dict, fails, {"weights": "alone"})
     assert late.known(SECONDS) == {"weights": "alone"}
+
+
+def test_layers_that_can_t_be_identified_start_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails() -> dict[str, str]:
+        raise NotImplementedError("a layer of a kind that is new")
+
+    late = LateFacts(fails, lambda: {"weights": "w"}, {"weights": "alone"})
+    assert late.known() == late.known() == {"weights": "alone"}
+    assert len(caplog.records) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from tiers.connector.generation import Generation
 from tiers.connector.media import MediaMark, NoMedia, joined
 from tiers.connector.parts import Parts
 from tiers.connector.requests import RequestState, RequestTable, Scheduled
+from tiers.engine import content_marks
 from tiers.engine.content_marks import ContentMarks, content_digest
 from tiers.engine.media_identity import media_marks, refuse_unmarked_media
 from tiers.engine.replay import ReplayEngine, answer
@@ -237,6 +239,80 @@ def test_others_run_while_images_are_digested_before_the_tier_is_open(
     digesting.clear()
     made.run()
     assert with_images.output == answer(MODEL, range(30), 2)
+
+
+@pytest.mark.parametrize("why", ["the tier is not open", "the request may load nothing"])
+def test_the_engine_never_waits_for_digests(
+    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    made = engine(chain_of(cpu(400)), prefix_caching=False)
+    digesting = True
+
+    def of(_: NoMedia, request: Any) -> MediaMark:
+        assert not digesting, "every request waits"
+        return MediaMark()
+
+    monkeypatch.setattr(NoMedia, "ready", lambda *_: not digesting)
+    monkeypatch.setattr(NoMedia, "of", of)
+    params = None
+    if why == "the tier is not open":
+        (tier,) = made.connector.children if made.connector else ()
+        monkeypatch.setattr(tier.scheduler, "_manager", None)
+    else:
+        params = {"kvtiers": {"max_load_tokens": 0}}
+    request = made.add(range(30), 2, kv_transfer_params=params)
+    for _ in range(20):
+        made.step()
+    assert not request.has_run
+    digesting = False
+    made.run()
+    assert request.output == answer(MODEL, list(range(30)), 2)
+
+
+def test_marks_are_forgotten_when_the_last_tier_has_heard_of_the_end(
+    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    forgotten: list[str] = []
+
+    def of(_: NoMedia, request: Any) -> MediaMark:
+        assert request.request_id not in forgotten, "it is digested anew, for the second tier"
+        return MediaMark()
+
+    monkeypatch.setattr(NoMedia, "of", of)
+    monkeypatch.setattr(NoMedia, "forget", lambda _, request_id: forgotten.append(request_id))
+    made = engine(chain_of(cpu(400), disk(tmp_path)), prefix_caching=False)
+    for tokens in range(1, 2 * MODEL.block_tokens):
+        made.generate(range(30), tokens)
+    assert len(set(forgotten)) == 2 * MODEL.block_tokens - 1
+
+
+def test_a_digest_that_nobody_needs_any_more_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin, digested = threading.Event(), []
+
+    def slow(item: Any) -> bytes:
+        assert begin.wait(30)
+        digested.append(item)
+        return b"digest"
+
+    monkeypatch.setattr(content_marks, "content_digest", slow)
+    marks = process()
+    requests = [asked(str(n), seen(str(n), RED)) for n in range(3)]
+    for request in requests:
+        marks.expect(request)
+    marks.forget("1")
+    begin.set()
+    assert marks.of(requests[2]).shared
+    assert len(digested) == 2
+
+
+def test_an_item_of_another_kind_than_known_ends_no_engine() -> None:
+    image = seen("a", RED)
+    image.data = dict(image.data)
+    marks = process()
+    assert marks.of(asked("1", image)).steps == process().of(asked("2", seen("a", RED))).steps
+    assert not marks._items
 
 
 def configured(caching: bool = True, cache_gb: float = 4, media: bool = True) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tiers.errors import TierUnusable
 from tiers.gpu.copier import CudaCopier, open_copier
-from tiers.pool import SlotMemory
+from tiers.pool import SlotMemory, register
 
 BLOCKS = 12
 DEVICES = [
@@ -84,3 +85,12 @@ def test_a_number_out_of_range_reaches_no_memory(kind: str, block: int, slot: in
         copier.gather([block], rows, [slot]).wait()
     with pytest.raises(IndexError, match="out of range"):
         copier.scatter(rows, [slot], [block], None)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_that_can_not_be_pinned_fails_no_kernel_of_the_engine() -> None:
+    memory = SlotMemory(1, 4096, pin=True)
+    with pytest.raises(TierUnusable):
+        register(memory.rows.data_ptr(), 4096)
+    assert (torch.ones(8, device="cuda") + 1).sum().item() == 16
+    memory.close()

@@ -154,6 +154,10 @@ def checked(error: str) -> str:
         (BROKEN + "    identity = ('rails', 'reels')", "identity has 'reels', which is none of"),
         (BROKEN + "    identity = 'reel'", "identity is a text; write ('reel',)"),
         (BROKEN + "    identity = 7", "TypeError"),
+        (
+            BROKEN + "    @property\n    def host_local(self): return self.no",
+            "its settings can't be made: AttributeError",
+        ),
         (BROKEN + "    hit_source = 'sqlite'", "its hit_source is 'sqlite'; use one of device, h"),
         (BROKEN + "    hit_source = ['disk']", "its hit_source is ['disk']"),
         (

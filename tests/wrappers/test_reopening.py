@@ -260,3 +260,14 @@ def test_a_close_that_hangs_holds_up_nobody(
         store.close()
     assert "plugin (package test_reopening): not closed after 0.1 s" in caplog.text
     go_on.set()
+
+
+def test_a_process_that_has_no_thread_left_finds_the_tier_unusable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    with pytest.raises(TierUnusable, match="can't start new thread"):
+        open_guarded(DiskSpec(path=tmp_path, capacity=1 << 20), SITE)

@@ -84,6 +84,7 @@ def open_chain(
             now=now,
             patience=patience,
             sharing=Sharing(engine, patience) if engine.caches_prefixes else None,
+            media=engine.media,
             block_tokens=engine.block_tokens,
             window=Parts(engine).window,
             drops_last=engine.drops_last,

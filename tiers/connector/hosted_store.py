@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 FETCHERS = 2
 """Fetches under way at once."""
 DRAIN_SECONDS = 10.0
-"""How long puts under way may go on when the engine shuts down."""
+"""How long puts under way may go on when the engine shuts down, and then fetches."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,11 @@ class StoreTransfers:
             yield one
 
     def close(self) -> None:
-        """Let puts under way end, for `DRAIN_SECONDS` at most."""
+        """Let puts under way end, for `DRAIN_SECONDS` at most, and wait as long for fetches."""
         wait([one.future for one in self._under_way if one.request_id is None], DRAIN_SECONDS)
         self._writer.shutdown(wait=False, cancel_futures=True)
-        self._fetcher.shutdown(wait=True, cancel_futures=True)
+        self._fetcher.shutdown(wait=False, cancel_futures=True)
+        wait([one.future for one in self._under_way if one.future.running()], DRAIN_SECONDS)
 
 
 def _on_all(ranks: list[list[bool]]) -> list[bool]:

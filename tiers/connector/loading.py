@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tiers.connector.base import LoadItem, LoadJob
 from tiers.connector.generation import space_of
 from tiers.connector.host import HostSlots
+from tiers.errors import TierUnusable
 from tiers.pool import SlotMemory, slot_stride
 from tiers.store import Block
 from tiers.threads import threads
@@ -100,11 +101,17 @@ class Loading:
         self._threads = threads(LOADERS, f"load-{tier}")
 
     def open(self) -> None:
-        """Take memory to pass stores' blocks through, once the paged KV is registered."""
+        """Take memory to pass stores' blocks through, once the paged KV is registered. Raises
+        TierUnusable where it can't be had."""
         payload, copier = self._host.payload_bytes, self._host.copier
         rows = min(64, max(1, WAVE_BYTES // slot_stride(payload)))
         # A load that first had to be given its memory would take twice as long.
-        self._bounce = [SlotMemory(rows, payload, copier.pin, touch=True) for _ in range(LOADERS)]
+        self._bounce = []
+        try:
+            for _ in range(LOADERS):
+                self._bounce.append(SlotMemory(rows, payload, copier.pin, touch=True))
+        except (TierUnusable, OSError) as error:
+            raise TierUnusable(f"there is no memory to load its blocks through: {error}") from error
 
     def serve(self, store: Guarded, namespace: bytes) -> None:
         """Load from this store from now on, under the worker's namespace."""

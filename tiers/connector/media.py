@@ -61,7 +61,7 @@ class MediaMarks(Protocol):
         ...
 
     def forget(self, request_id: str) -> None:
-        """The request has finished."""
+        """The request has finished, in all tiers."""
         ...
 
 

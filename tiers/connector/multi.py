@@ -12,6 +12,7 @@ from tiers.connector.base import Blocks, ConnectorOutput, Request, Role, Schedul
 from tiers.connector.cheapest import Cheapest, load_meters
 from tiers.connector.chooser import Chooser
 from tiers.connector.contract import BlockLoader, Connector
+from tiers.connector.media import MediaMarks, NoMedia
 from tiers.connector.multi_metadata import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
@@ -46,13 +47,14 @@ class MultiConnector(MultiWorker):
         now: Callable[[], float] = time.monotonic,
         patience: Patience | None = None,
         sharing: Sharing | None = None,
+        media: MediaMarks | None = None,
     ) -> None:
         """`names`: of the children, unique; `chain`: differs between chains of one engine.
         `window`: blocks at the end of a prefix that must be whole (see `Parts`). `drops_last`: see
         `EngineInfo`. `cheapest`:
         settings of the load policy of that name; `now`: seconds, never going back.
         `patience`: that of the children; none: requests wait as long as it takes. `sharing`: of
-        loads, where children are tiers."""
+        loads, where children are tiers. `media`: the marks that the children use."""
         super().__init__(role, children, names=names, chain=chain)
         self._block_tokens = block_tokens
         self._cheapest: Cheapest | None = None
@@ -77,6 +79,7 @@ class MultiConnector(MultiWorker):
         self._sharing = sharing
         self._undecided: set[str] = set()
         self._patience = patience or Patience(now)
+        self._media = media or NoMedia()
 
     def shutdown(self) -> None:
         """Shut every child down, also when one raises; then raise."""
@@ -113,6 +116,10 @@ class MultiConnector(MultiWorker):
 
     def _choose(self, request: Request, computed: int) -> Choice:
         request_id = request.request_id
+        # Also one that nobody may load anything for: whoever begins it asks for its marks, and the
+        # engine would wait for them.
+        if not self._media.ready(request):
+            return LATER
         if self._sharing is not None and self._sharing.waits(request_id):
             return LATER
         if self._patience.left(request_id) <= 0:
@@ -249,6 +256,7 @@ class MultiConnector(MultiWorker):
             self._undecided.discard(request.request_id)
             self._chooser.forget(request.request_id)
             self._patience.forget(request.request_id)
+            self._media.forget(request.request_id)
             if self._sharing is not None:
                 self._sharing.forget(request.request_id)
         saving = sum(is_saving for is_saving, _ in answers)

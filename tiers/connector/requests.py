@@ -190,7 +190,6 @@ class RequestTable:
 
     def forget(self, request_id: str) -> Counter[str]:
         """Drop a request that has finished; how many of its blocks never found room, and why."""
-        self._engine.media.forget(request_id)
         state = self._states.pop(request_id, None)
         return Counter() if state is None else Counter(state.refused.values())
 

@@ -433,11 +433,11 @@ class OffloadingScheduler:
         if not isinstance(meta, OffloadingWorkerMetadata):
             return
         self.stats.add(self.tier, **meta.measures)
+        if meta.unusable is not None:
+            self._give_up(meta.unusable)
         self.welcome(meta.hellos, in_step=True)
         self._health.update(meta.health)
         self._claims.admission.is_up = all(one.writes for one in self._health.values())
-        if meta.unusable is not None:
-            self._give_up(meta.unusable)
         for job_id, result in meta.jobs.items():
             self._job_ended(job_id, result)
 

@@ -67,6 +67,7 @@ class OffloadingWorker:
         self._hello: Hello | None = None
         self._joining: Future[None] | None = None
         self._unusable: str | None = None
+        self._closed = False
         self._stores: list[_Store] = []
         self._begun: OffloadingConnectorMetadata | None = None
         self._ended: dict[int, JobResult] = {}
@@ -88,7 +89,10 @@ class OffloadingWorker:
         if self._spec is None:
             self._hello = self._host.hello()
             return
-        self._loading.open()
+        try:
+            self._loading.open()
+        except TierUnusable as error:
+            self._unusable = str(error)
         hello = self._host.shared_hello(may_wait=True)
         if hello is not None:
             self._open(self._spec, hello)
@@ -96,14 +100,17 @@ class OffloadingWorker:
     def _open(self, spec: StoreSpec, hello: Hello) -> None:
         """Open the store, under the worker's namespace; what is said of it is said afterwards."""
         self._namespace = hello.namespace
-        try:
-            site = StoreSite(hello.payload_bytes, self._host.engine.world_size)
-            store = open_guarded(spec, site)
-            self._loading.serve(store, hello.namespace)
-            self._store = store
-        except TierUnusable as error:
-            self._unusable = str(error)
+        if self._unusable is None:
+            try:
+                site = StoreSite(hello.payload_bytes, self._host.engine.world_size)
+                store = open_guarded(spec, site)
+                self._loading.serve(store, hello.namespace)
+                self._store = store
+            except TierUnusable as error:
+                self._unusable = str(error)
         self._hello = hello
+        if self._closed and self._store is not None:
+            self._store.close()  # it came after the worker had waited for it
 
     def hello(self) -> Hello | None:
         """What the scheduler must know of this worker; None: the tier is not open yet.
@@ -112,9 +119,17 @@ class OffloadingWorker:
         """
         if self._hello is None and self._spec is not None:
             hello = self._host.shared_hello()
-            if hello is not None and self._joining is None:
-                self._joining = self._writer.submit(self._open, self._spec, hello)
+            if hello is not None:
+                self._join(self._spec, hello)
         return self._hello
+
+    def _join(self, spec: StoreSpec, hello: Hello) -> None:
+        if self._joining is None:
+            self._joining = self._writer.submit(self._open, spec, hello)
+        elif self._joining.done() and (error := self._joining.exception()) is not None:
+            # Else the scheduler would wait for this rank without a word.
+            self._unusable = f"it can't be opened: {type(error).__name__}: {error}"
+            self._hello = hello
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -261,6 +276,7 @@ class OffloadingWorker:
     def close(self) -> None:
         """Let stores under way end, for `drain` seconds at most, and release the tier."""
         self._throttle.stop()
+        self._closed = True
         under_way: list[Future[Any]] = [store.future for store in self._stores]
         wait([*under_way, self._joining] if self._joining else under_way, self._drain)
         self._writer.shutdown(wait=False, cancel_futures=True)

@@ -9,6 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -107,7 +108,9 @@ class ContentMarks:
         """Its marks are needed no more; what its names stood for is."""
         self._marks.pop(request_id, None)
         self._names.pop(request_id, None)
-        self._digesting.pop(request_id, None)
+        digesting = self._digesting.pop(request_id, None)
+        if digesting is not None:
+            digesting.cancel()  # others wait for theirs behind it
 
     def _media(self, request: Any) -> Sequence[Any]:
         return () if self._trust_names else getattr(request, "mm_features", None) or ()
@@ -122,7 +125,11 @@ class ContentMarks:
             digest = content_digest(item)
             if item is not None:
                 here = id(item)
-                self._items[here] = weakref.ref(item, lambda _: self._items.pop(here, None)), digest
+                with suppress(TypeError):  # some kinds of objects can't be watched
+                    self._items[here] = (
+                        weakref.ref(item, lambda _: self._items.pop(here, None)),
+                        digest,
+                    )
         return digest
 
     def _known(self, name: str, content: bytes | None) -> bytes | None:

@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 MOMENT = 0.05
-"""Seconds that a request waits for its adapter's digest: small ones are there by then."""
+"""Seconds that a request waits for its adapter's digest: small ones are there by then. Not behind
+that of another adapter: the engine waits, too, and not once for each of many that come together."""
 
 
 class AdapterMarks:
@@ -59,8 +60,10 @@ class AdapterMarks:
     def _read(self, folder: Path, name: str, stamps: _Stamps) -> Future[bytes]:
         """Begin to find an adapter's mark, and wait a moment for it."""
         if folder.is_dir():
+            is_behind = any(not mark.done() for _, mark in self._marks.values())
             mark = self._reader.submit(_adapter_digest, folder, stamps)
-            wait([mark], MOMENT)
+            if not is_behind:
+                wait([mark], MOMENT)
             return mark
         logger.info(
             "LoRA adapter %r is no local folder: its KV is found by this engine alone. To share "

@@ -33,8 +33,9 @@ def open_guarded(spec: StoreSpec, site: StoreSite, in_step: bool = False) -> Gua
     may only for a moment.
     """
     name = label(spec)
-    opening = Opening(lambda: _open(spec, site))
+    opening: Opening | None = None
     try:
+        opening = Opening(lambda: _open(spec, site))
         store = opening.result(STEP_SECONDS if in_step else max(OPEN_SECONDS, spec.deadline))
     except (TierNotOpen, TierUnavailable, OSError) as error:
         logger.error("tier %s is unusable for now, and tried again: %s", name, error)
