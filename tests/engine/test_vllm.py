@@ -185,6 +185,7 @@ class RaiserSpec(StoreSpec):
 """
 
 
+@pytest.mark.faults
 @pytest.mark.fault(
     tier="any",
     fault="plugins that lie and raise stand before the cpu tier, in a real engine",
@@ -202,6 +203,7 @@ def test_plugins_that_lie_and_raise(
     assert "raiser (package oddtapes): open raised ArithmeticError: no such tape" in run.log
 
 
+@pytest.mark.faults
 def test_a_cpu_tier_larger_than_the_machine_is_refused_by_name_and_the_disk_serves(
     run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
 ) -> None:

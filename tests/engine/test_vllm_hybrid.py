@@ -65,6 +65,7 @@ def test_several_groups_come_back_from_every_tier(
     assert sum(restarted.loaded().values()) > 0
 
 
+@pytest.mark.faults
 def test_requests_are_preempted_and_aborted_in_too_little_kv(
     run_windowed: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
 ) -> None:
