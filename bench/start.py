@@ -4,7 +4,7 @@
 
 Makes a Llama of random weights of that size on disk, and starts engines on it in turn: without a
 chain, with a disk tier and no digest kept, and with the digest kept. A start ends when the engine
-could take its first request.
+could take its first request. `--before FOLDER` starts engines with another checkout of kvtiers, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_model(folder: Path, gib: float) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def start(model: Path, cache: Path, chain: Path | None) -> float:
+def start(model: Path, cache: Path, chain: Path | None, checkout: Path | None = None) -> float:
     """Seconds that a fresh engine takes to start. Raises RuntimeError with its log."""
     engine: dict[str, Any] = {
         "model": str(model),
@@ -66,6 +66,8 @@ def start(model: Path, cache: Path, chain: Path | None) -> float:
         engine["kv_transfer_config"] = transfer_config(chain)
     env = {**os.environ, "XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
     env |= {"VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm"), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if checkout is not None:
+        env["PYTHONPATH"] = str(checkout)
     command = [sys.executable, "-c", CHILD, json.dumps(engine)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     said = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("started ")]
@@ -78,6 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--before", type=Path, default=None)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -88,12 +91,15 @@ def main() -> None:
         time.sleep(3)  # a digest is kept of files that were let alone for a while
         start(folder / "model", folder / "cache", None)  # what is read once by all
         seconds: dict[str, list[float]] = {"no chain": [], "read": [], "kept": []}
+        if options.before is not None:
+            seconds["before"] = []
         for _ in range(options.rounds):
             for case, times in seconds.items():
                 if case == "read":
                     shutil.rmtree(folder / "cache" / "kvtiers", ignore_errors=True)
                 used = None if case == "no chain" else chain
-                times.append(start(folder / "model", folder / "cache", used))
+                checkout = options.before if case == "before" else None
+                times.append(start(folder / "model", folder / "cache", used, checkout))
                 print(f"{case:9} {times[-1]:6.2f} s", flush=True)
         for case, times in seconds.items():
             print(f"{case:9} {statistics.median(times):6.2f} s, the median")
