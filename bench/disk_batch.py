@@ -15,7 +15,7 @@ from spec.offloading import StoreSite
 from tiers.block import NAMESPACE_BYTES
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec, Durability, Io
-from tiers.pool import SlotMemory
+from tiers.host.memory import SlotMemory
 from tiers.store import Block
 
 

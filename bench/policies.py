@@ -29,23 +29,22 @@ from pydantic import PrivateAttr
 
 from spec.chain import ChainSpec, LoadPolicy
 from spec.offloading import StoreSite, StoreSpec
-from tiers.connector.base import (
-    EngineInfo,
+from tiers.connector.chain import open_chain
+from tiers.connector.contract.engine import EngineInfo, Role
+from tiers.connector.contract.messages import (
     Hello,
     JobResult,
     LoadJob,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
-    Role,
     StoreJob,
 )
-from tiers.connector.chain import open_chain
-from tiers.connector.multi_metadata import MultiWorkerMetadata
-from tiers.connector.stats import TierStats
+from tiers.connector.contract.stats import TierStats
+from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay.scheduler import CachedRequests, NewRequest
 from tiers.gpu.copier import open_copier
-from tiers.pool import ALIGNMENT
+from tiers.host.memory import ALIGNMENT
 from tiers.store import Block
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"

@@ -21,7 +21,7 @@ from bench.blocks import both_ways, sizes
 from bench.main import Scale
 from bench.report import Case, Measure
 from spec.offloading import StoreSite
-from tiers.pool import SlotMemory
+from tiers.host.memory import SlotMemory
 from tiers.remote.resp import command, opening, opening_of
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block

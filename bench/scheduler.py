@@ -22,11 +22,12 @@ from bench.report import Case, Measure
 from bench.throttled import Link, MemoryStore, ThrottledSpec
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec, StoreSite
-from tiers.connector.base import EngineInfo, Hello, OffloadingWorkerMetadata, Role
 from tiers.connector.chain import open_chain
-from tiers.connector.multi_metadata import MultiWorkerMetadata
+from tiers.connector.contract.block_groups import GROUP_BYTES
+from tiers.connector.contract.engine import EngineInfo, Role
+from tiers.connector.contract.messages import Hello, OffloadingWorkerMetadata
+from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.connector.offloading import OffloadingConnector
-from tiers.connector.parts import GROUP_BYTES
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.rows import label
 from tiers.disk.slab import slot_bytes
@@ -34,7 +35,7 @@ from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
 from tiers.engine.replay.scheduler import NewRequest
 from tiers.gpu.copier import open_copier
-from tiers.pool import ALIGNMENT, slot_stride
+from tiers.host.memory import ALIGNMENT, slot_stride
 
 TOKENS = 16
 HASH_BYTES = 32

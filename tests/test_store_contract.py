@@ -9,10 +9,10 @@ from unittest import SkipTest
 
 import pytest
 import redis as redis_client
-from servers import RedisServer
 
 from spec.encryption import KEY_BYTES
 from spec.offloading import StoreSite, StoreSpec
+from tests.support.servers import RedisServer
 from tiers.block import HEADER_BYTES
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierError

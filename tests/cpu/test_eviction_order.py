@@ -7,7 +7,7 @@ from tiers.cpu.gone import Gone
 from tiers.cpu.lru import LruResidency
 from tiers.cpu.residency import SlotResidency
 from tiers.cpu.s3fifo import S3FifoResidency
-from tiers.pool import SlotPool
+from tiers.host.slots import SlotPool
 
 
 def key(number: int) -> bytes:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tiers.connector.base import EngineInfo
-from tiers.connector.generation import Generation
-from tiers.connector.parts import Parts
-from tiers.connector.requests import RequestTable
+from tiers.connector.contract.block_groups import Parts
+from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.generation import Generation
+from tiers.connector.scheduler.requests import RequestTable
 from tiers.engine import request_marks
 from tiers.engine.content_marks import ContentMarks
 from tiers.engine.identity import digests

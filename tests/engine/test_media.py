@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from replay_chains import MODEL, chain_of, cpu, disk
 
-from tiers.connector.base import EngineInfo
-from tiers.connector.generation import Generation
-from tiers.connector.media import MediaMark, NoMedia, joined
-from tiers.connector.parts import Parts
-from tiers.connector.requests import RequestState, RequestTable, Scheduled
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk
+from tiers.connector.contract.block_groups import Parts
+from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.generation import Generation
+from tiers.connector.contract.media import MediaMark, NoMedia, joined
+from tiers.connector.scheduler.requests import RequestState, RequestTable, Scheduled
 from tiers.engine import content_marks
 from tiers.engine.content_marks import ContentMarks, content_digest
 from tiers.engine.media_identity import media_marks, refuse_unmarked_media

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay_chains import MODEL, chain_of, cpu, disk, names
-from servers import RedisServer
 
 from spec.offloading import StoreSite
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, names
+from tests.support.servers import RedisServer
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.engine.replay.scheduler import ReplayRequest

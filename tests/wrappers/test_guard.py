@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
-from servers import RedisServer
 
 from spec.offloading import StoreSite
+from tests.support.servers import RedisServer
 from tiers.errors import RecordError, TierFull, TierUnavailable, TierUnusable
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, Clear, LocalIndex, Measured, TierStore, Touch, Usage, capability

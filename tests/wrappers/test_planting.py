@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import redis
-from servers import RedisServer, binaries
 
 from spec.offloading import StoreSite, StoreSpec
+from tests.support.servers import RedisServer, binaries
 from tiers.block import HEADER_BYTES, NAMESPACE_BYTES, parse_header
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec

@@ -12,19 +12,11 @@ import pytest
 
 from spec.offloading import StoreSite, StoreSpec
 from tiers.block import NAMESPACE_BYTES
-from tiers.connector.generation import Generation, space_of
-from tiers.connector.store_manager import StoreManager
+from tiers.connector.contract.generation import Generation, space_of
+from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
-from tiers.store import (
-    Clear,
-    Damages,
-    LocalIndex,
-    Measured,
-    TierStore,
-    Touch,
-    capability,
-)
+from tiers.store import Clear, Damages, LocalIndex, Measured, TierStore, Touch, capability
 from tiers.testing import Memory, make_key
 from tiers.wrappers import guard as guarding
 from tiers.wrappers import opening

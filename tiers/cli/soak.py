@@ -35,10 +35,10 @@ def soak(
 
     from tiers.engine.replay import ReplayModel
     from tiers.errors import KVTiersError
-    from tiers.needs import need
-    from tiers.soak.faults import Server
-    from tiers.soak.prompts import conversations, from_trace
-    from tiers.soak.run import Soak
+    from tiers.lab.extras import need
+    from tiers.lab.soak.faults import Server
+    from tiers.lab.soak.prompts import conversations, from_trace
+    from tiers.lab.soak.run import Soak
 
     # What breaks is announced here anyway; of what a tier says of it only the worst is news.
     logging.getLogger("tiers").setLevel(logging.ERROR)

@@ -11,24 +11,28 @@ from pathlib import Path
 from spec.chain import ChainSpec
 from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreSite, StoreSpec
-from tiers.connector.admission import Admission
-from tiers.connector.base import EngineInfo, Hello, Role
-from tiers.connector.generation import Generation
-from tiers.connector.host import HostSlots, OpenCopier
-from tiers.connector.hosts import is_local, refuse_several
-from tiers.connector.manager import HostManager, TierManager
-from tiers.connector.multi import MultiConnector
+from tiers.connector.contract.block_groups import Parts
+from tiers.connector.contract.copier import OpenCopier
+from tiers.connector.contract.engine import EngineInfo, Role
+from tiers.connector.contract.generation import Generation
+from tiers.connector.contract.messages import Hello
+from tiers.connector.contract.pool_size import PoolSize
+from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.offloading import OffloadingConnector
-from tiers.connector.parts import Parts
-from tiers.connector.patience import Patience
-from tiers.connector.pool_size import PoolSize, slots_within
-from tiers.connector.scheduler import OffloadingScheduler, OpenManager
-from tiers.connector.sharing import Sharing
-from tiers.connector.store_manager import StoreManager
-from tiers.connector.tenants import Tenants
-from tiers.connector.worker import OffloadingWorker
+from tiers.connector.policy.load_sharing import Sharing
+from tiers.connector.policy.wait_budget import Patience
+from tiers.connector.scheduler.admission import Admission
+from tiers.connector.scheduler.host_manager import HostManager
+from tiers.connector.scheduler.hosts import is_local, refuse_several
+from tiers.connector.scheduler.manager import TierManager
+from tiers.connector.scheduler.scheduler import OffloadingScheduler, OpenManager
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.connector.scheduler.tenant_quotas import Tenants
+from tiers.connector.worker.host_slots import HostSlots
+from tiers.connector.worker.worker import OffloadingWorker
 from tiers.errors import TierUnusable
-from tiers.pool import SlotPool
+from tiers.host.memory import slots_within
+from tiers.host.slots import SlotPool
 from tiers.wrappers.opening import open_guarded
 from tiers.wrappers.residency import open_residency
 

@@ -7,24 +7,21 @@ from typing import Any
 
 import torch
 
-from tiers.connector.base import (
+from tiers.connector.contract.connector import Connector
+from tiers.connector.contract.engine import Role
+from tiers.connector.contract.messages import (
     BlockEvent,
-    Blocks,
-    ConnectorOutput,
     Hello,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
-    Request,
-    Role,
-    SchedulerOutput,
     TransferResults,
 )
-from tiers.connector.contract import Connector
-from tiers.connector.load_meter import LoadMeter
-from tiers.connector.scheduler import OffloadingScheduler
-from tiers.connector.shared_load import SharedLoad
-from tiers.connector.stats import TierStats
-from tiers.connector.worker import OffloadingWorker
+from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
+from tiers.connector.contract.stats import TierStats
+from tiers.connector.policy.cheapest.load_cost import LoadMeter
+from tiers.connector.policy.shared_load import SharedLoad
+from tiers.connector.scheduler.scheduler import OffloadingScheduler
+from tiers.connector.worker.worker import OffloadingWorker
 
 
 class OffloadingConnector(Connector):

@@ -9,7 +9,7 @@ from tiers.cpu.gone import Gone
 from tiers.cpu.residency import SlotResidency
 
 if TYPE_CHECKING:
-    from tiers.pool import Slots
+    from tiers.host.slots import Slots
 
 SMALL, MAIN = 1, 2
 SMALL_SHARE = 0.5

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 from spec.fields import format_size
 from spec.offloading import StoreSite
 from tiers.block import expect, pack_header, parse_header, verify
+from tiers.concurrency.counter import Tally
 from tiers.disk.access import Access
 from tiers.disk.rows import Entry, Slot, label, label_start
 from tiers.disk.slab import slot_bytes
@@ -18,7 +19,6 @@ from tiers.disk.vault import THREADS, Vault, require_own
 from tiers.disk.vaults import vaults
 from tiers.errors import RecordError, TierError, TierFull, TierUnusable
 from tiers.store import Block, Usage
-from tiers.tally import Tally
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from tiers.concurrency.executors import spread
 from tiers.errors import TierError
-from tiers.threads import spread
 
 EVERY_S = 1.0
 """Seconds between two rounds: how late a use reaches the index, or a dead reader is noticed."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from tiers.connector.media import MARK_BYTES, MediaMark
-from tiers.threads import threads
+from tiers.concurrency.executors import threads
+from tiers.connector.contract.media import MARK_BYTES, MediaMark
 
 logger = logging.getLogger(__name__)
 

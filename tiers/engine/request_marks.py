@@ -9,9 +9,9 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+from tiers.concurrency.executors import threads
 from tiers.engine.identity.digests import Digests, FileChanged
 from tiers.engine.identity.weights import WEIGHTS
-from tiers.threads import threads
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm import __version__ as vllm_version
 
+from tiers.concurrency.executors import threads
 from tiers.engine.versions import check_version
-from tiers.threads import threads
 
 check_version(vllm_version)  # before what another version may not have
 
@@ -44,20 +44,21 @@ from spec.load import load_chain
 from spec.offloading import HostSpec, StoreSite, StoreSpec
 from spec.registry import tier_class
 from tiers.block import namespace
-from tiers.connector.base import Copier, Copy, Hello, LateFacts
-from tiers.connector.host import MOMENT
-from tiers.connector.hosted import Answer, HostedTier
-from tiers.connector.hosted_join import LateStore
-from tiers.connector.pool_size import STAGING, PoolSize
-from tiers.connector.region import SlotRegion, attach_region, create_region, stamp
+from tiers.connector.contract.copier import Copier, Copy
+from tiers.connector.contract.engine import MOMENT, LateFacts
+from tiers.connector.contract.messages import Hello
+from tiers.connector.contract.pool_size import STAGING, PoolSize
+from tiers.connector.hosted.joining import LateStore
+from tiers.connector.hosted.shared_slots import SlotRegion, attach_region, create_region, stamp
+from tiers.connector.hosted.tier import Answer, HostedTier
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.media_identity import refuse_unmarked_media
 from tiers.engine.vllm_groups import refuse_model
 from tiers.engine.vllm_identity import late_facts
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import open_copier
-from tiers.memory import spare_memory
-from tiers.pool import slot_stride
+from tiers.host.memory import slot_stride
+from tiers.host.spare_memory import spare_memory
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.opening import open_guarded
 from tiers.wrappers.residency import open_residency

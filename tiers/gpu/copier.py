@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 import torch
 
+from tiers.concurrency.executors import threads
 from tiers.gpu.pages import block_pages, layout_digest
-from tiers.threads import threads
 
 
 class _Done:

@@ -20,7 +20,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tiers.block import NAMESPACE_BYTES
-from tiers.pool import slot_stride
+from tiers.concurrency.counter import Tally
+from tiers.host.memory import slot_stride
 from tiers.store import (
     Block,
     Capability,
@@ -32,7 +33,6 @@ from tiers.store import (
     capability,
     each,
 )
-from tiers.tally import Tally
 from tiers.wrappers.staged import StagedStore
 
 NONCE_BYTES = 12

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 from tiers.breaker import Breaker, Call
+from tiers.concurrency.counter import Tally
 from tiers.errors import KVTiersError, RecordError, TierError, TierFull
 from tiers.store import (
     Block,
@@ -29,7 +30,6 @@ from tiers.store import (
     capability,
     each,
 )
-from tiers.tally import Tally
 
 T = TypeVar("T")
 

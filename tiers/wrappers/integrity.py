@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import cast
 
 from tiers.block import HEADER_BYTES, Header, expect, pack_header, verify
+from tiers.concurrency.counter import Tally
 from tiers.errors import RecordError
-from tiers.pool import slot_stride
+from tiers.host.memory import slot_stride
 from tiers.store import Block, Capability, Damages, TierStore, capability, each
-from tiers.tally import Tally
 from tiers.wrappers.staged import StagedStore
 
 _NO_HEADER = bytes(HEADER_BYTES)

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from tiers.concurrency.executors import spread
 from tiers.errors import TierNotOpen, TierUnusable
 from tiers.store import Block, StoreWrapper, TierStore
-from tiers.threads import spread
 
 JOIN_SECONDS = 1.0
 """How long a verb waits for a store to be opened."""

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from tiers.threads import spread
+from tiers.concurrency.executors import spread
 
 logger = logging.getLogger(__name__)
 
