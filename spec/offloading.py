@@ -27,7 +27,7 @@ TierName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_len
 
 
 @dataclass(frozen=True)
-class StoreSite:
+class StoreContext:
     """What a store is told of the engine when it is opened.
 
     `payload_bytes`: length of every block's payload, in bytes.
@@ -124,7 +124,7 @@ class StoreSpec(OffloadingSpec):
         return codec
 
     @abstractmethod
-    def open(self, site: StoreSite) -> TierStore:
+    def open(self, site: StoreContext) -> TierStore:
         """Open the store: in the scheduler's process, and in each worker's; both may be one, or
         fork later. Called on a thread of its own, and again after TierNotOpen. Owner: the caller,
         who closes it.

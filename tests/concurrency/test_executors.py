@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from tiers.concurrency.executors import threads
+from tiers.concurrency.executors import io_executor
 
 ALLOWED = os.sched_getaffinity(0)
 
@@ -19,7 +19,7 @@ def _worker(answer: Connection, env: dict[str, str]) -> None:
         os.environ.pop(name, None)
     os.environ.update(env)
     os.sched_setaffinity(0, {min(ALLOWED)})
-    with threads(1, "test") as pool:
+    with io_executor(1, "test") as pool:
         answer.send(pool.submit(os.sched_getaffinity, 0).result())
 
 

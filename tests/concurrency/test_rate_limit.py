@@ -1,15 +1,15 @@
-"""Throttle: bytes over time."""
+"""RateLimit: bytes over time."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-from tiers.concurrency.rate_limit import Throttle
+from tiers.concurrency.rate_limit import RateLimit
 
 
 def test_what_comes_behind_waits_for_its_time() -> None:
-    throttle = Throttle(rate=4e6, shares=2)
+    throttle = RateLimit(rate=4e6, shares=2)
     began = time.monotonic()
     for _ in range(4):
         throttle.take(40_000)
@@ -17,7 +17,7 @@ def test_what_comes_behind_waits_for_its_time() -> None:
 
 
 def test_threads_share_one_rate() -> None:
-    throttle = Throttle(rate=1e6)
+    throttle = RateLimit(rate=1e6)
     began = time.monotonic()
     threads = [threading.Thread(target=throttle.take, args=(20_000,)) for _ in range(4)]
     for thread in threads:
@@ -28,8 +28,8 @@ def test_threads_share_one_rate() -> None:
 
 
 def test_without_a_rate_nothing_waits_and_a_stopped_one_lets_go() -> None:
-    Throttle(rate=None).take(1 << 60)
-    throttle = Throttle(rate=1.0)
+    RateLimit(rate=None).take(1 << 60)
+    throttle = RateLimit(rate=1.0)
     throttle.take(1 << 30)
     stopped = threading.Timer(0.05, throttle.stop)
     stopped.start()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tests.support.disk_audit import (
     SLOT,
     Other,
@@ -51,7 +51,7 @@ def test_a_lock_that_is_held_is_not_the_end(tmp_path: Path) -> None:
     with pytest.raises(TierNotOpen, match="another process has been opening or closing"):
         open_disk(tmp_path)
     spec = DiskSpec(path=tmp_path, capacity=8 * SLOT)
-    guarded = open_guarded(spec, StoreSite(60_000))
+    guarded = open_guarded(spec, StoreContext(60_000))
     assert guarded.has(keys(0)) == [False]
     os.close(held)
     while guarded.has(keys(0)) == [False]:  # as soon as its breaker lets it ask again
@@ -180,7 +180,7 @@ def test_somebody_comes_and_goes_while_the_index_is_checked(
 CROWD = """
 from tiers.disk import locks
 from tiers.disk.spec import DiskSpec
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tiers.errors import TierNotOpen
 import time
 locks.WAIT_S = 1.0
@@ -189,7 +189,7 @@ spec = DiskSpec(path=path, capacity=count * 8192)
 store = None
 while store is None:
     try:
-        store = spec.open(StoreSite(4096))
+        store = spec.open(StoreContext(4096))
     except TierNotOpen:  # as the engine does
         time.sleep(0.1)
 mine = [b"namespace-of-me%dxyz" % me + bytes(8)]
@@ -214,7 +214,7 @@ def test_nine_processes_open_at_once(tmp_path: Path) -> None:
     crowd = [Other(CROWD, tmp_path, n, count // 2) for n in range(9)]
     assert [one.hear() for one in crowd] == ["open"] * 9
     spec = DiskSpec(path=tmp_path, capacity=count // 2 * 8192)
-    store = settled(spec.open(StoreSite(4096)))
+    store = settled(spec.open(StoreContext(4096)))
     assert store.usage().blocks == count // 2
     newest = [key(n) for n in range(count // 2 + 9, count)]
     assert all(store.has(newest))

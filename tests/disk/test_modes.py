@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tests.disk.test_open import run_mounted
 from tests.support.disk_audit import MODE, SLOT, audit, key, keys, open_disk, put, slab_path
 from tiers.disk.access import choose_direct
@@ -23,7 +23,7 @@ from tiers.host.spare_memory import spare_memory
 from tiers.store import Block, TierStore
 from tiers.testing import StoreContract, payload_of
 
-WHOLE = 16 * PAGE
+COMPLETE = 16 * PAGE
 
 
 class TestDirect(StoreContract):
@@ -37,7 +37,7 @@ class TestDirect(StoreContract):
     def open_store(self, payload_bytes: int) -> TierStore:
         capacity = max(payload_bytes, self.payload_bytes) * 96
         spec = DiskSpec.model_validate({"path": self.path, "capacity": capacity, **self.settings})
-        return spec.open(StoreSite(payload_bytes))
+        return spec.open(StoreContext(payload_bytes))
 
 
 class TestSynced(TestDirect):
@@ -46,22 +46,22 @@ class TestSynced(TestDirect):
 
 def on_pages(shift: int, count: int = 3) -> list[Block]:
     """Blocks of whole pages, each payload so many bytes behind a page's start."""
-    memory = memoryview(mmap.mmap(-1, count * 2 * WHOLE))
-    starts = [n * 2 * WHOLE + shift for n in range(count)]
-    return [Block(key(n), memory[start : start + WHOLE]) for n, start in enumerate(starts)]
+    memory = memoryview(mmap.mmap(-1, count * 2 * COMPLETE))
+    starts = [n * 2 * COMPLETE + shift for n in range(count)]
+    return [Block(key(n), memory[start : start + COMPLETE]) for n, start in enumerate(starts)]
 
 
 @pytest.mark.parametrize("store_shift", [0, 512, 1])
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 def test_what_one_way_wrote_every_way_reads(tmp_path: Path, io: str, store_shift: int) -> None:
     def opened(how: str) -> DiskStore:
-        settings = {"path": tmp_path, "capacity": 8 * (WHOLE + PAGE), "io": how}
-        return DiskSpec.model_validate(settings).open(StoreSite(WHOLE))
+        settings = {"path": tmp_path, "capacity": 8 * (COMPLETE + PAGE), "io": how}
+        return DiskSpec.model_validate(settings).open(StoreContext(COMPLETE))
 
     store = opened(io)
     blocks = on_pages(store_shift)
     for block in blocks:
-        block.payload[:] = payload_of(block.key, WHOLE)
+        block.payload[:] = payload_of(block.key, COMPLETE)
     assert store.put(blocks) == [True] * 3
     store.close()
     for how in ("direct", "buffered"):
@@ -69,17 +69,17 @@ def test_what_one_way_wrote_every_way_reads(tmp_path: Path, io: str, store_shift
         for shift in (0, 512, 1):
             found = on_pages(shift)
             assert store.get(found) == [True] * 3
-            assert all(block.payload == payload_of(block.key, WHOLE) for block in found)
+            assert all(block.payload == payload_of(block.key, COMPLETE) for block in found)
         store.close()
 
 
 def test_direct_blocks_stay_out_of_the_page_cache(tmp_path: Path) -> None:
     settings = {"path": tmp_path, "capacity": 64 << 20, "io": "direct"}
-    store = DiskSpec.model_validate(settings).open(StoreSite(WHOLE))
+    store = DiskSpec.model_validate(settings).open(StoreContext(COMPLETE))
     blocks = on_pages(0, count=64)
     store.put(blocks)
     assert store.get(blocks) == [True] * 64
-    assert cached_pages(slab_path(tmp_path, WHOLE)) < 64
+    assert cached_pages(slab_path(tmp_path, COMPLETE)) < 64
     store.close()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tests.support.disk_audit import (
     PAYLOAD,
     SLOT,
@@ -28,7 +28,7 @@ from tiers.errors import TierNotOpen, TierUnusable
 def refused(path: Path, match: str, capacity: int = 8 * SLOT, shares: int = 1) -> None:
     spec = DiskSpec(path=path, capacity=capacity)
     with pytest.raises((TierUnusable, TierNotOpen), match=match) as caught:
-        spec.open(StoreSite(PAYLOAD, shares))
+        spec.open(StoreContext(PAYLOAD, shares))
     assert str(path) in str(caught.value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tests.support.disk_audit import (
     SLOT,
     Other,
@@ -111,7 +111,7 @@ def test_what_is_touched_alone_outlives_what_is_stored(
 def test_no_edit_writes_all_uses_down(tmp_path: Path, counted: Counter[str]) -> None:
     """A put after very many loads waits for some of their uses, not for all."""
     fill_index(tmp_path, 3000)
-    store = DiskSpec(path=tmp_path, capacity=3000 * 8192).open(StoreSite(4096))
+    store = DiskSpec(path=tmp_path, capacity=3000 * 8192).open(StoreContext(4096))
     with store._vault.upkeep.held_back():
         store.touch(keys(*range(3000)))
         counted.clear()
@@ -182,7 +182,7 @@ def test_a_tier_shrinks_in_steps(tmp_path: Path, counted: Counter[str]) -> None:
     fill_index(tmp_path, 3000)
     counted.clear()
     spec = DiskSpec(path=tmp_path, capacity=500 * 8192)
-    store = spec.open(StoreSite(4096))
+    store = spec.open(StoreContext(4096))
     assert store.usage().capacity == 500 * 8192
     assert put(store, keys(5000), 4096) == [True], "what is stored meanwhile replaces"
     settled(store)
@@ -195,7 +195,7 @@ def test_a_tier_shrinks_in_steps(tmp_path: Path, counted: Counter[str]) -> None:
 def test_another_size_waits_until_the_tier_has_shrunk(tmp_path: Path) -> None:
     """It evicts no more than a few blocks of other sizes meanwhile, and takes no space."""
     fill_index(tmp_path, 3000)
-    store = DiskSpec(path=tmp_path, capacity=3000 * 8192).open(StoreSite(4096))
+    store = DiskSpec(path=tmp_path, capacity=3000 * 8192).open(StoreContext(4096))
     vault = store._vault
     with vault.upkeep.held_back():
         vault.resize(500 * 8192)

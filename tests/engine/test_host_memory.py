@@ -93,7 +93,7 @@ def test_replicas_on_the_same_host_count(limited: Path) -> None:
         info = EngineInfo({}, 4, 4, num_blocks=8, ranks_here=ranks)
         slots = HostSlots(info, PoolSize(8 * MIB, 0, 0, 1), open_copier, limited)
         slots.open(MODEL.allocate(8))
-        sizes.append((slots.hello().slots, bool(slots.hello().lacks)))
+        sizes.append((slots.handshake().slots, bool(slots.handshake().lacks)))
         slots.close()
     assert sizes == [(8 * MIB // 4096, False), (0, True)]
 

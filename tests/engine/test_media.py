@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk
-from tiers.connector.contract.block_groups import Parts
+from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.media import MediaMark, NoMedia, joined
@@ -127,7 +127,7 @@ def test_a_name_of_two_contents_is_not_stored_from_then_on(
 def test_what_runs_under_a_name_of_two_contents_is_offered_to_no_tier() -> None:
     media = process()
     engine = EngineInfo({}, 16, 16, num_blocks=9, media=media)
-    table = RequestTable(engine, Parts(engine), Generation(), True)
+    table = RequestTable(engine, BlockGroups(engine), Generation(), True)
 
     def state(request_id: str, pixels: Any) -> RequestState:
         request = asked(request_id, seen("avatar", pixels))

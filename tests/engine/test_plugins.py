@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spec.chain import ChainSpec
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
 from tests.support.replay_chains import MODEL, SLOT, cpu
 from tests.support.slow_store import LONG, ask, measured
 from tiers.cpu.spec import CpuSpec
@@ -49,7 +49,7 @@ class Store:
 
 
 class PluginSpec(StoreSpec):
-    def open(self, site: StoreSite) -> Any:
+    def open(self, site: StoreContext) -> Any:
         return MAKE[0]()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, redis, workload
 from tests.support.servers import RedisServer
 from tiers.connector.contract.copier import Copy
@@ -111,7 +111,7 @@ def test_own_processes(
 
 def blocks_on(folder: Path) -> int:
     """What a disk tier holds, of whomever."""
-    store = DiskStore(folder, 1 << 20, StoreSite(MODEL.payload_bytes))
+    store = DiskStore(folder, 1 << 20, StoreContext(MODEL.payload_bytes))
     try:
         return store.usage().blocks
     finally:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 from redis.crc import key_slot
 
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tests.support.redis_verbs import PAYLOAD, get, name, put
 from tests.support.servers import RedisServer, binaries
 from tests.support.topologies import (
@@ -32,7 +32,7 @@ from tiers.wrappers.guard import guard
 
 def open_store(url: str, timeout: str = "10s", payload_bytes: int = PAYLOAD) -> RedisStore:
     spec = RedisSpec.model_validate({"url": url, "timeout": timeout, "ttl": "10m"})
-    return spec.open(StoreSite(payload_bytes=payload_bytes))
+    return spec.open(StoreContext(payload_bytes=payload_bytes))
 
 
 @pytest.fixture(scope="module")

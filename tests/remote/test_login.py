@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tests.support.redis_verbs import PAYLOAD, opened
 from tests.support.servers import RedisServer, binaries
 from tiers.errors import TierUnavailable, TierUnusable
@@ -126,7 +126,7 @@ def test_a_secret_that_is_gone_when_the_tier_opens_is_said_without_it(tmp_path: 
     spec = RedisSpec.model_validate(settings)
     (tmp_path / "secret").unlink()
     with pytest.raises(TierUnusable, match=r"let the file .* be read") as caught:
-        spec.open(StoreSite(payload_bytes=PAYLOAD))
+        spec.open(StoreContext(payload_bytes=PAYLOAD))
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tests.support.redis_verbs import PAYLOAD, get, put
 from tests.support.servers import RedisServer
 from tests.support.topologies import Link, wait_until
@@ -120,7 +120,7 @@ FAULTS = [
 @contextmanager
 def guarded_tier(url: str) -> Iterator[Guarded]:
     spec = RedisSpec.model_validate({"url": url, "timeout": "400ms"})
-    store = spec.open(StoreSite(payload_bytes=PAYLOAD))
+    store = spec.open(StoreContext(payload_bytes=PAYLOAD))
     guarded = guard(store, "remote", retry_after=0.1, retry_after_max=0.2)
     try:
         yield guarded

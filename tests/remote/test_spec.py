@@ -12,7 +12,7 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from spec.fields import mask_secrets
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tiers.errors import TierUnusable
 from tiers.remote.spec import RedisSpec
 
@@ -143,7 +143,7 @@ def test_no_error_shows_the_password(text: str) -> None:
 
 def test_a_spec_never_shows_the_password() -> None:
     settings = spec(url=f"redis://me:{SECRET}@cache:6379/0", ttl="1d")
-    store = settings.open(StoreSite(payload_bytes=4096))
+    store = settings.open(StoreContext(payload_bytes=4096))
     shown = [str(settings), repr(settings), str(settings.url), repr(settings.url)]
     shown += [str(settings.model_dump()), settings.model_dump_json(), str(store), repr(store)]
     assert not [text for text in shown if SECRET in text]
@@ -180,13 +180,13 @@ def test_settings_and_their_defaults() -> None:
 
 
 def test_a_server_that_is_down_is_no_error_at_open() -> None:
-    store = spec(url="redis://192.0.2.1:6379").open(StoreSite(payload_bytes=4096))
+    store = spec(url="redis://192.0.2.1:6379").open(StoreContext(payload_bytes=4096))
     store.close()
 
 
 def test_blocks_no_redis_value_can_hold_are_refused_at_open() -> None:
     with pytest.raises(TierUnusable, match="536870912"):
-        spec(url="redis://cache").open(StoreSite(payload_bytes=512 << 20))
+        spec(url="redis://cache").open(StoreContext(payload_bytes=512 << 20))
 
 
 def test_reading_a_spec_loads_no_client() -> None:

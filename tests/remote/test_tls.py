@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tests.support.redis_verbs import PAYLOAD, get, opened, put
 from tests.support.servers import RedisServer, binaries, free_port
 from tests.support.tls_front import Authority, TlsFront
@@ -150,7 +150,7 @@ def test_files_of_tls_that_are_of_no_use_are_named_at_open(ours: Authority, tmp_
     ):
         spec = RedisSpec.model_validate({"url": "rediss://cache", "tls": tls})
         with pytest.raises(TierUnusable, match=says):
-            spec.open(StoreSite(payload_bytes=PAYLOAD))
+            spec.open(StoreContext(payload_bytes=PAYLOAD))
     with pytest.raises(ValueError, match="add cert_file"):
         RedisSpec.model_validate({"url": "rediss://cache", "tls": {"key_file": key_file}})
     with pytest.raises(ValueError, match="whole path"):

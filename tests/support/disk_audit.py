@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tiers.disk.rows import Slot, label
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
@@ -30,7 +30,7 @@ def open_disk(path: Path, slots: int = 8, payload: int = PAYLOAD) -> DiskStore:
     """A store with room for so many slots of `PAYLOAD`, in the mode of the environment."""
     io, durability = os.environ.get(MODE, "auto none").split()
     settings = {"path": path, "capacity": slots * SLOT, "io": io, "durability": durability}
-    return DiskSpec.model_validate(settings).open(StoreSite(payload))
+    return DiskSpec.model_validate(settings).open(StoreContext(payload))
 
 
 @contextmanager
@@ -157,7 +157,9 @@ def fill_index(path: Path, count: int, payload: int = 4096) -> None:
     """A closed tier whose index names so many blocks that nobody wrote, `key(n)` the n-th used."""
     size = slot_bytes(payload)
     capacity = f"{count * size}B"
-    store = DiskSpec.model_validate({"path": path, "capacity": capacity}).open(StoreSite(payload))
+    store = DiskSpec.model_validate({"path": path, "capacity": capacity}).open(
+        StoreContext(payload)
+    )
     vault = store._vault
     for start in range(0, count, 1000):
         with vault.edit() as edit:

@@ -2,7 +2,7 @@
 
     python -m tests.support.fuzz TARGET [OPTION]
 
-From a checkout, after `pip install atheris`; the targets are those of `support/fuzz_targets.py`, the
+From a checkout, after `pip install atheris`; the targets are those of `fuzz_targets.py`, the
 options libFuzzer's: `-max_total_time=60`, a folder to keep inputs in.
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tiers.remote.spec import RedisSpec
 from tiers.remote.store import RedisStore
 from tiers.store import TierStore
@@ -19,7 +19,7 @@ PAYLOAD = 65536
 def opened(url: str, payload_bytes: int = PAYLOAD, **settings: Any) -> Iterator[RedisStore]:
     """A store on that server, which is waited for no longer than a busy machine needs."""
     spec = RedisSpec.model_validate({"url": url, "timeout": "5s", **settings})
-    store = spec.open(StoreSite(payload_bytes=payload_bytes))
+    store = spec.open(StoreContext(payload_bytes=payload_bytes))
     try:
         yield store
     finally:

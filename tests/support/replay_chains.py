@@ -9,7 +9,7 @@ from typing import Any
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tests.support.servers import RedisServer
 from tiers.connector.contract.block_groups import GROUP_BYTES
 from tiers.disk.store import DiskStore
@@ -91,7 +91,7 @@ def names(engine: ReplayEngine, hashes: Iterable[bytes], group: int = 0) -> list
 
 def drop_from_disk(folder: Path, keys: list[bytes]) -> None:
     """Take blocks out of a disk tier, behind the engine's back."""
-    store = DiskStore(folder, 1 << 20, StoreSite(MODEL.payload_bytes))
+    store = DiskStore(folder, 1 << 20, StoreContext(MODEL.payload_bytes))
     assert all(store.has(keys)), "nothing to drop"
     store.drop(keys)
     store.close()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
 from tests.support.replay_chains import MODEL
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.engine.replay.scheduler import ReplayRequest
@@ -71,7 +71,7 @@ class SlowStore:
 class SlowSpec(StoreSpec):
     """Both halves of an engine share its store."""
 
-    def open(self, site: StoreSite) -> SlowStore:
+    def open(self, site: StoreContext) -> SlowStore:
         return STORES[0]
 
 

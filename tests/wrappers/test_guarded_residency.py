@@ -150,11 +150,7 @@ def test_what_goes_wrong_ends_that_tier_alone(wrong: str, caplog: pytest.LogCapt
     assert made.health() is FAILED
     assert made.slots_kept() == 0 and pool.in_use == 1 == pool.references(others.slot)
     assert made.wants([key(77)]) == [False], "nothing more is gathered for it"
-    said = [
-        line
-        for line in caplog.messages
-        if "fifo (package tests) has failed" in line
-    ]
+    said = [line for line in caplog.messages if "fifo (package tests) has failed" in line]
     assert len(said) == 1
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
 from tiers.block import NAMESPACE_BYTES
 from tiers.connector.contract.generation import Generation, space_of
 from tiers.connector.scheduler.store_manager import StoreManager
@@ -25,7 +25,7 @@ from tiers.wrappers.opening import open_guarded
 
 SIZE = 4096 * 4
 SPACE = b"n" * NAMESPACE_BYTES
-SITE = StoreSite(SIZE)
+SITE = StoreContext(SIZE)
 
 
 def until(done: Callable[[], object]) -> None:
@@ -131,7 +131,7 @@ class Store:
 class PluginSpec(StoreSpec):
     """Opens as the test says."""
 
-    def open(self, site: StoreSite) -> TierStore:
+    def open(self, site: StoreContext) -> TierStore:
         return OPEN[0]()
 
 

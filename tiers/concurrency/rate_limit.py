@@ -1,4 +1,4 @@
-"""Throttle: spreads a thread's transfers over time."""
+"""RateLimit: spreads a thread's transfers over time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 
 
-class Throttle:
+class RateLimit:
     """At most a `shares`-th of `rate` bytes a second, over all threads that take from it; without
     a rate, as they come.
 

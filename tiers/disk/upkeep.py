@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from tiers.concurrency.executors import spread
+from tiers.concurrency.executors import widen_affinity
 from tiers.errors import TierError
 
 EVERY_S = 1.0
@@ -64,7 +64,7 @@ class Upkeep:
                 self._stepping.release()
 
     def _run(self) -> None:
-        spread()
+        widen_affinity()
         while not self._stopped.is_set():
             try:
                 while self._round():

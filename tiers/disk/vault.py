@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 
-from tiers.concurrency.executors import threads
+from tiers.concurrency.executors import io_executor
 from tiers.disk import room, seal
 from tiers.disk.access import Access
 from tiers.disk.edit import FIRST, Edit
@@ -59,7 +59,7 @@ class Vault:
         self.index = index
         self.slabs = slabs
         self.pid = os.getpid()
-        self.threads = threads(THREADS, "disk")
+        self.threads = io_executor(THREADS, "disk")
         self.presence = Presence(index, self.threads.submit)
         self.upkeep = Upkeep(
             self.path,

@@ -219,9 +219,9 @@ class KVTiersConnector(WorkerMembers):
     def on_new_request(self, request: Request) -> None:
         self._chain.on_new_request(request)
 
-    def withhold(self, request: Request) -> None:
+    def disable_store(self, request: Request) -> None:
         """No member of vLLM's: an outer connector of ours calls it (see `Connector.withhold`)."""
-        self._chain.withhold(request)
+        self._chain.disable_store(request)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int

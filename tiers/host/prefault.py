@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from spec.fields import format_size
-from tiers.concurrency.executors import spread
+from tiers.concurrency.executors import widen_affinity
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Prefault:
         return self._done
 
     def _run(self) -> None:
-        spread()
+        widen_affinity()
         madvise = _madvise()
         while self._has_work():
             size = min(_STEP, self._length - self._done)

@@ -11,7 +11,7 @@ class Missing(KVTiersError):
     """A package of one of kvtiers' extras is not installed."""
 
 
-def need(package: str, *extras: str) -> None:
+def require_extra(package: str, *extras: str) -> None:
     """Raise Missing, naming the extras that bring it, unless `package` can be imported."""
     if find_spec(package) is None:
         install = " or ".join(f"'kvtiers[{extra}]'" for extra in extras)

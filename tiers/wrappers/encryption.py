@@ -20,7 +20,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tiers.block import NAMESPACE_BYTES
-from tiers.concurrency.counter import Tally
+from tiers.concurrency.counter import LockedCounter
 from tiers.host.memory import slot_stride
 from tiers.store import (
     Block,
@@ -102,7 +102,7 @@ class EncryptedStore(StagedStore):
     def __init__(self, store: TierStore, ciphers: Sequence[Cipher], payload_bytes: int) -> None:
         super().__init__(store, sealed_bytes(payload_bytes))
         self._ciphers = ciphers
-        self._damaged = Tally()
+        self._damaged = LockedCounter()
 
     def capability(self, kind: type[Capability]) -> Capability | None:
         """As the store, and that of counting damage."""

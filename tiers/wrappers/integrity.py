@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import cast
 
 from tiers.block import HEADER_BYTES, Header, expect, pack_header, verify
-from tiers.concurrency.counter import Tally
+from tiers.concurrency.counter import LockedCounter
 from tiers.errors import RecordError
 from tiers.host.memory import slot_stride
 from tiers.store import Block, Capability, Damages, TierStore, capability, each
@@ -32,7 +32,7 @@ class VerifiedStore(StagedStore):
 
     def __init__(self, store: TierStore, payload_bytes: int) -> None:
         super().__init__(store, record_bytes(payload_bytes))
-        self._damaged = Tally()
+        self._damaged = LockedCounter()
 
     def _pack(self, block: Block, form: memoryview) -> Block:
         size = len(block.payload)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tiers.connector.contract.block_groups import Parts
-from tiers.connector.contract.coverage import BODY, NOTHING, WHOLE, usable
+from tiers.connector.contract.block_groups import BlockGroups
+from tiers.connector.contract.coverage import COMPLETE, MISSING, NO_WINDOW, usable
 from tiers.connector.contract.engine import EngineInfo, KVGroup
 from tiers.connector.policy.choice import stitched
 
 
-def parts_of(*groups: KVGroup, block_tokens: int = 16, hash_tokens: int = 16) -> Parts:
-    return Parts(EngineInfo({}, block_tokens, hash_tokens, num_blocks=99, groups=groups))
+def parts_of(*groups: KVGroup, block_tokens: int = 16, hash_tokens: int = 16) -> BlockGroups:
+    return BlockGroups(EngineInfo({}, block_tokens, hash_tokens, num_blocks=99, groups=groups))
 
 
 HYBRID = parts_of(KVGroup(16), KVGroup(16, window=40), KVGroup(16, window=20))
@@ -60,24 +60,24 @@ def test_windowed_parts_are_given_away_behind_the_window() -> None:
 
 def test_a_block_without_its_windowed_parts_is_a_body() -> None:
     held = [True, True, True, True, False, True, False, True, True]
-    assert HYBRID.held(held) == [WHOLE, BODY, NOTHING]
+    assert HYBRID.held(held) == [COMPLETE, NO_WINDOW, MISSING]
     windows_only = parts_of(KVGroup(16, window=40))
-    assert windows_only.held([True, False]) == [WHOLE, BODY], "nothing else is needed of it"
+    assert windows_only.held([True, False]) == [COMPLETE, NO_WINDOW], "nothing else is needed of it"
 
 
 def test_a_prefix_ends_where_its_last_blocks_are_whole() -> None:
-    assert usable([WHOLE] * 4, 2) == 4
-    assert usable([BODY, BODY, WHOLE, WHOLE, BODY], 2) == 4
-    assert usable([BODY] * 4, 2) == 0
-    assert usable([WHOLE, BODY, WHOLE], 2) == 1, "a short prefix is all window"
-    assert usable([WHOLE, NOTHING, WHOLE, WHOLE], 2) == 1
-    assert usable([BODY, BODY, NOTHING], 0) == 2
+    assert usable([COMPLETE] * 4, 2) == 4
+    assert usable([NO_WINDOW, NO_WINDOW, COMPLETE, COMPLETE, NO_WINDOW], 2) == 4
+    assert usable([NO_WINDOW] * 4, 2) == 0
+    assert usable([COMPLETE, NO_WINDOW, COMPLETE], 2) == 1, "a short prefix is all window"
+    assert usable([COMPLETE, MISSING, COMPLETE, COMPLETE], 2) == 1
+    assert usable([NO_WINDOW, NO_WINDOW, MISSING], 0) == 2
 
 
 def test_a_stitched_prefix_takes_bodies_and_whole_blocks_from_different_tiers() -> None:
     tiers = {
-        0: [BODY, BODY, BODY, BODY, BODY, WHOLE],
-        1: [WHOLE, NOTHING, NOTHING, WHOLE, WHOLE, NOTHING],
+        0: [NO_WINDOW, NO_WINDOW, NO_WINDOW, NO_WINDOW, NO_WINDOW, COMPLETE],
+        1: [COMPLETE, MISSING, MISSING, COMPLETE, COMPLETE, MISSING],
     }
     found = stitched(
         {

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from spec.offloading import HostSpec, StoreSite, StoreSpec
+from spec.offloading import HostSpec, StoreContext, StoreSpec
 from spec.registry import tier_class
-from tiers.connector.contract.messages import Hello
+from tiers.connector.contract.messages import WorkerHandshake
 from tiers.connector.hosted import transfers
 from tiers.connector.hosted.joining import LateStore
 from tiers.connector.hosted.shared_slots import SlotRegion, attach_region, create_region, stamp
@@ -45,14 +45,16 @@ class Engine:
     ) -> None:
         names = (b"", b"") if late else NAMES
         self.workers = [
-            create_region("engine", Hello(rank, names[rank], PAYLOAD), slots, False, folder)
+            create_region(
+                "engine", WorkerHandshake(rank, names[rank], PAYLOAD), slots, False, folder
+            )
             for rank in range(2)
         ]
         regions = [attach_region("engine", rank, folder) for rank in range(2)]
         assert list(folder.iterdir()) == [], "a killed engine must leave nothing behind"
 
         def open_store() -> Guarded | None:
-            return guard(spec.open(StoreSite(PAYLOAD, 2)), "tier") if spec is not None else None
+            return guard(spec.open(StoreContext(PAYLOAD, 2)), "tier") if spec is not None else None
 
         host = tier_class("cpu").model_validate(
             {"type": "cpu", "capacity": "1MiB", "eviction": "lru"}
@@ -314,7 +316,7 @@ def test_workers_elsewhere_and_too_little_shared_memory_are_said(tmp_path: Path)
     with pytest.raises(TierUnusable, match="all workers on the scheduler's machine"):
         attach_region("engine", 0, tmp_path)
     with pytest.raises(TierUnusable, match="more room"):
-        create_region("engine", Hello(0, b"space", 1 << 40), 1 << 20, False, tmp_path)
+        create_region("engine", WorkerHandshake(0, b"space", 1 << 40), 1 << 20, False, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -324,11 +326,11 @@ def test_memory_of_an_engine_that_was_killed_while_it_started_is_removed(tmp_pat
 
 
 def test_two_engines_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    hello = Hello(0, b"space-----------", PAYLOAD)
-    first = create_region("mine", hello, SLOTS, False, tmp_path)
+    handshake = WorkerHandshake(0, b"space-----------", PAYLOAD)
+    first = create_region("mine", handshake, SLOTS, False, tmp_path)
     with pytest.raises(TierUnusable, match="engine_id 'mine'"):
-        create_region("mine", hello, SLOTS, False, tmp_path)
-    create_region("other", hello, SLOTS, False, tmp_path).close()
+        create_region("mine", handshake, SLOTS, False, tmp_path)
+    create_region("other", handshake, SLOTS, False, tmp_path).close()
     attach_region("mine", 0, tmp_path).close()
     first.close()
 

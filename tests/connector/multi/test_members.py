@@ -13,7 +13,7 @@ from spec.load import load_chain
 from tiers.connector.chain import open_chain
 from tiers.connector.contract.connector import Connector
 from tiers.connector.contract.engine import EngineInfo, Role
-from tiers.connector.contract.messages import Hello, TransferResults
+from tiers.connector.contract.messages import TransferResults, WorkerHandshake
 from tiers.connector.contract.stats import TierStats
 from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiHandshakeMetadata
@@ -323,7 +323,7 @@ def test_a_chain_does_not_take_another_chains_slots_for_its_own() -> None:
         open_chain(load_chain({"version": 1, "tiers": tiers}), info, Role.SCHEDULER, open_copier)
         for tiers in ([cpu], [cpu, disk])
     )
-    said = MultiHandshakeMetadata((Hello(0, b"", 64, slots=9),) * 2, theirs._chain)
+    said = MultiHandshakeMetadata((WorkerHandshake(0, b"", 64, slots=9),) * 2, theirs._chain)
     for chain, slots in ((ours, 0), (theirs, 9)):
         chain.set_xfer_handshake_metadata({0: said})
         assert chain.children[0].scheduler.pool.num_slots == slots

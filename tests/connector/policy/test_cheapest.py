@@ -8,7 +8,7 @@ import pytest
 
 from spec.chain import CheapestSpec
 from tiers.connector.policy.cheapest.cheapest import Cheapest
-from tiers.connector.policy.cheapest.load_cost import LoadMeter
+from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.choice import NOBODY, Choice
 from tiers.connector.policy.chooser import Chooser
 
@@ -72,7 +72,7 @@ class World:
         self.clock = Clock()
         self.links = list(links)
         self.prefill = prefill
-        self.meters = {child: LoadMeter(self.clock) for child in range(len(links))}
+        self.meters = {child: LoadCost(self.clock) for child in range(len(links))}
         self.policy = Cheapest(settings or CheapestSpec(), BLOCK, self.meters, self.clock)
         self._jobs = iter(range(1_000_000))
         self._requests = iter(range(1_000_000))
@@ -305,9 +305,9 @@ class Foreign:
 class Ours(Foreign):
     """A tier whose loads are measured."""
 
-    def __init__(self, tokens: int, meter: LoadMeter) -> None:
+    def __init__(self, tokens: int, meter: LoadCost) -> None:
         super().__init__(tokens)
-        self.load_meter = meter
+        self.load_cost = meter
         self.noted: dict[str, float] = {}
 
     def note(self, **measures: float) -> None:

@@ -10,15 +10,15 @@ from tiers.connector.contract.coverage import WAVE
 from tiers.connector.policy.choice import Choice, clip, first, longest, stitched
 
 LOOKING = (None, False)
-NOTHING = (0, False)
+MISSING = (0, False)
 
 
 def test_the_first_that_has_tokens_serves() -> None:
-    assert first([NOTHING, (3, True), (7, True)]) == Choice(1, 3, True)
+    assert first([MISSING, (3, True), (7, True)]) == Choice(1, 3, True)
 
 
 def test_nobody_has_any() -> None:
-    assert first([NOTHING, NOTHING]) == Choice(None, 0, False)
+    assert first([MISSING, MISSING]) == Choice(None, 0, False)
 
 
 def test_a_lower_tier_that_is_looking_does_not_delay_a_higher_one() -> None:
@@ -51,7 +51,7 @@ def test_tiers_below_one_that_is_looking_are_asked_so_that_lookups_overlap() -> 
 
 def test_the_longest_prefix_serves_and_of_several_the_first() -> None:
     assert longest([(3, True), (7, True), (7, True)], 9) == Choice(1, 7, True)
-    assert longest([NOTHING, NOTHING], 9) == Choice(None, 0, False)
+    assert longest([MISSING, MISSING], 9) == Choice(None, 0, False)
 
 
 def test_longest_waits_for_a_tier_that_could_still_win() -> None:

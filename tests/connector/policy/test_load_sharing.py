@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from tiers.connector.contract.engine import EngineInfo, KVGroup
-from tiers.connector.policy.load_sharing import Sharing
-from tiers.connector.policy.wait_budget import Patience
+from tiers.connector.policy.load_sharing import LoadSharing
+from tiers.connector.policy.wait_budget import WaitBudget
 
 TOKENS = 4
 
@@ -38,12 +38,12 @@ class Setting:
         self.time = 0.0
         groups = (KVGroup(TOKENS, 6),) if windows else ()
         info = EngineInfo({}, TOKENS, TOKENS // 2, num_blocks=99, groups=groups)
-        self.patience = Patience(lambda: self.time, max_wait=10.0)
-        self.sharing = Sharing(info, self.patience)
+        self.wait_budget = WaitBudget(lambda: self.time, max_wait=10.0)
+        self.sharing = LoadSharing(info, self.wait_budget)
         self.begin("a", loads, first)
 
     def begin(self, name: str, text: str, first: int = 0) -> None:
-        self.patience.loads(name)
+        self.wait_budget.loads(name)
         tokens = (len(text) - first) * TOKENS
         self.sharing.begins(FakeRequest(name, text), first * TOKENS, tokens)
 
@@ -94,9 +94,9 @@ def test_who_waits_goes_on_when_the_load_has_ended() -> None:
     assert setting.joins("pppp")
     setting.time = 4.0
     assert setting.sharing.waits("b")
-    setting.patience.loaded("a")
+    setting.wait_budget.loaded("a")
     assert not setting.sharing.waits("b")
-    assert setting.patience.left("b") == 6.0, "the wait is charged"
+    assert setting.wait_budget.left("b") == 6.0, "the wait is charged"
     assert not setting.joins("pppp", name="c"), "nothing is under way"
 
 
@@ -104,7 +104,7 @@ def test_who_waits_goes_on_when_the_loader_is_gone() -> None:
     setting = Setting("pppp")
     assert setting.joins("pppp")
     setting.sharing.forget("a")
-    setting.patience.forget("a")
+    setting.wait_budget.forget("a")
     assert not setting.sharing.waits("b")
 
 
@@ -115,12 +115,12 @@ def test_a_load_that_never_ends_is_waited_for_as_long_as_a_request_may_wait() ->
     assert setting.sharing.waits("b")
     setting.time = 10.0
     assert not setting.sharing.waits("b")
-    assert setting.patience.left("b") == 0.0
+    assert setting.wait_budget.left("b") == 0.0
 
 
 def test_nobody_waits_for_a_request_that_waits() -> None:
     setting = Setting("pppp")
-    setting.patience.loaded("a")
+    setting.wait_budget.loaded("a")
     setting.begin("b", "pppp")
     assert setting.joins("pppp", name="a"), "preempted, and asks anew"
     setting.sharing.forget("b")
@@ -133,6 +133,6 @@ def test_the_later_of_two_loads_counts_until_it_ends() -> None:
     setting.begin("b", "ppp")
     assert setting.joins("ppp", name="c")
     for name in ("b", "a"):
-        setting.patience.loaded(name)
+        setting.wait_budget.loaded(name)
         setting.sharing.forget(name)
     assert not setting.sharing.waits("c")

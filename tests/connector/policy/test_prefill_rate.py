@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.connector.policy.test_cheapest import Clock, Request, Step
-from tiers.connector.policy.cheapest.prefill_rate import UNDER_WAY, PrefillMeter
+from tiers.connector.policy.cheapest.prefill_rate import UNDER_WAY, PrefillRate
 
 
 @pytest.fixture
@@ -14,14 +14,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def meter(clock: Clock) -> PrefillMeter:
-    made = PrefillMeter(clock, min_tokens=64)
+def meter(clock: Clock) -> PrefillRate:
+    made = PrefillRate(clock, min_tokens=64)
     for name in "abc":
         made.expect(Request(name, 1000))
     return made
 
 
-def test_idle_time_counts_for_nothing(meter: PrefillMeter, clock: Clock) -> None:
+def test_idle_time_counts_for_nothing(meter: PrefillRate, clock: Clock) -> None:
     for name in "abc":
         clock.time += 3600
         number = meter.step_begins(Step(name, 0, 1000))
@@ -31,7 +31,7 @@ def test_idle_time_counts_for_nothing(meter: PrefillMeter, clock: Clock) -> None
 
 
 def test_an_engine_that_schedules_ahead_is_measured_by_its_results(
-    meter: PrefillMeter, clock: Clock
+    meter: PrefillRate, clock: Clock
 ) -> None:
     numbers = [meter.step_begins(Step("a", start, 250)) for start in (0, 250)]
     for start in (500, 750, 1000, 1001):
@@ -41,7 +41,7 @@ def test_an_engine_that_schedules_ahead_is_measured_by_its_results(
     assert meter.seconds_per_token == pytest.approx(0.002)
 
 
-def test_decoding_is_no_prefill(meter: PrefillMeter, clock: Clock) -> None:
+def test_decoding_is_no_prefill(meter: PrefillRate, clock: Clock) -> None:
     assert meter.step_begins(Step("a", 1000, 1)) is None, "it answers"
     assert meter.step_begins(Step("a", 990, 100)) is None, "drafts are no prompt"
     assert meter.step_begins(Step("unknown", 0, 1000)) is None
@@ -53,7 +53,7 @@ def test_decoding_is_no_prefill(meter: PrefillMeter, clock: Clock) -> None:
     assert meter.seconds_per_token == pytest.approx(0.001)
 
 
-def test_steps_whose_results_never_come_are_forgotten(meter: PrefillMeter, clock: Clock) -> None:
+def test_steps_whose_results_never_come_are_forgotten(meter: PrefillRate, clock: Clock) -> None:
     first = meter.step_begins(Step("a", 0, 500))
     for _ in range(UNDER_WAY):
         meter.step_begins(Step("b", 0, 500))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tiers.connector.contract.block_groups import Parts
+from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
 from tiers.connector.scheduler.requests import RequestTable
@@ -16,7 +16,7 @@ def test_a_token_that_was_computed_and_taken_back_completes_no_block() -> None:
     by another one, whose first token gets its place. The request may end before that is computed.
     """
     engine = EngineInfo({}, 4, 4, num_blocks=9)
-    table = RequestTable(engine, Parts(engine), Generation(), True)
+    table = RequestTable(engine, BlockGroups(engine), Generation(), True)
     request: Any = SimpleNamespace(
         request_id="1",
         num_tokens=7,

@@ -64,7 +64,7 @@ def test_a_slot_that_holds_another_key_is_not_served() -> None:
 
 def test_the_namespace_tells_ranks_facts_layouts_and_block_sizes_apart() -> None:
     base = vars(ENGINE)
-    hellos = [
+    handshakes = [
         host_with(numbered()).shared_hello(),
         host_with(numbered(), EngineInfo(**{**base, "rank": 1, "world_size": 2})).shared_hello(),
         host_with(numbered(), EngineInfo(**{**base, "world_size": 2})).shared_hello(),
@@ -73,5 +73,5 @@ def test_the_namespace_tells_ranks_facts_layouts_and_block_sizes_apart() -> None
         host_with(numbered().view(8, 4, 4)).shared_hello(),
         host_with(numbered().view(torch.float64)).shared_hello(),
     ]
-    assert len({hello.namespace for hello in hellos}) == len(hellos)
-    assert host_with(numbered()).shared_hello() == hellos[0]
+    assert len({handshake.namespace for handshake in handshakes}) == len(handshakes)
+    assert host_with(numbered()).shared_hello() == handshakes[0]

@@ -13,7 +13,7 @@ import pytest
 from pydantic import PrivateAttr
 
 from spec.chain import ChainSpec
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
 from tests.support.replay_chains import (
     MODEL,
     SLOT,
@@ -175,7 +175,7 @@ class LyingStore:
 class LyingSpec(StoreSpec):
     is_prompt: ClassVar[bool] = True
 
-    def open(self, site: StoreSite) -> LyingStore:
+    def open(self, site: StoreContext) -> LyingStore:
         return LyingStore()
 
 
@@ -290,7 +290,7 @@ class SilentStore:
 class SilentSpec(StoreSpec):
     _store: SilentStore = PrivateAttr(default_factory=SilentStore)
 
-    def open(self, site: StoreSite) -> SilentStore:
+    def open(self, site: StoreContext) -> SilentStore:
         return self._store
 
 

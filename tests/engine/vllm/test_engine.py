@@ -19,7 +19,7 @@ CPU = {"type": "cpu", "capacity": "64MiB"}
 PROMPTS = [(prompt, 8) for prompt in documents(4, 600)]
 ONE_BY_ONE = [[prompt] for prompt in PROMPTS]
 """Four prompts of 18 full blocks each, of which an engine of 40 blocks keeps two."""
-WHOLE = 4 * 18 * 32
+COMPLETE = 4 * 18 * 32
 
 
 def disk(path: Path, **more: Any) -> dict[str, Any]:
@@ -59,16 +59,16 @@ def test_eviction_restart_and_replica(
 
     first = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis])
     assert first.tokens == answers * 2
-    assert first.loaded() == {"cpu": WHOLE}
+    assert first.loaded() == {"cpu": COMPLETE}
     assert {first.count(t, "stored_blocks") for t in ("cpu", "fast", "slow", "redis")} == {72}
 
     restarted = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis], **IN_PROCESS)
     assert restarted.tokens == answers * 2
-    assert restarted.loaded() == {"fast": WHOLE, "cpu": WHOLE}, "promoted on the first load"
+    assert restarted.loaded() == {"fast": COMPLETE, "cpu": COMPLETE}, "promoted on the first load"
 
     replica = run_vllm(ONE_BY_ONE, [CPU, disk(tmp_path / "there"), redis], **IN_PROCESS)
     assert replica.tokens == answers
-    assert replica.loaded() == {"redis": WHOLE}
+    assert replica.loaded() == {"redis": COMPLETE}
     assert replica.count("disk", "stored_blocks") == 72, "promoted to the disk as well"
 
 
@@ -123,7 +123,7 @@ def test_unusable_tiers_are_reported_and_the_others_serve(
     ]
     run = run_vllm(ONE_BY_ONE * 2, tiers, **IN_PROCESS)
     assert run.tokens == answers * 2
-    assert run.loaded() == {"good": WHOLE}
+    assert run.loaded() == {"good": COMPLETE}
     for name in ("tiny", "read-only", "blocked", "small"):
         assert re.search(f"tier '?{name}'? is unusable", run.log)
     assert "tier down: reads are down" in run.log
@@ -134,7 +134,7 @@ def test_two_worker_processes_hold_a_share_each(run_vllm: Callable[..., Run]) ->
         ONE_BY_ONE * 2, [CPU], tensor_parallel_size=2, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     )
     assert run.tokens[:4] == run.tokens[4:]
-    assert run.loaded() == {"cpu": WHOLE}
+    assert run.loaded() == {"cpu": COMPLETE}
 
 
 def test_a_damaged_disk_never_changes_an_answer(
@@ -150,7 +150,7 @@ def test_a_damaged_disk_never_changes_an_answer(
     run = run_vllm(ONE_BY_ONE, [here], **IN_PROCESS)
     assert run.tokens == answers
     assert run.count("disk", "load_failures") > 0
-    assert 0 < run.loaded()["disk"] < WHOLE
+    assert 0 < run.loaded()["disk"] < COMPLETE
 
 
 def test_a_policy_that_fails_requests_for_a_tier_is_refused() -> None:
@@ -199,7 +199,7 @@ def test_plugins_that_lie_and_raise(
     tiers = [{"type": "liar"}, {"type": "raiser"}, CPU]
     run = run_vllm(ONE_BY_ONE * 2, tiers, path=[str(package)], **IN_PROCESS)
     assert run.tokens == answers * 2
-    assert run.loaded() == {"cpu": WHOLE}
+    assert run.loaded() == {"cpu": COMPLETE}
     assert run.count("liar", "damaged_blocks") > 0
     assert "raiser (package oddtapes): open raised ArithmeticError: no such tape" in run.log
 
@@ -211,5 +211,5 @@ def test_a_cpu_tier_larger_than_the_machine_is_refused_by_name_and_the_disk_serv
     tiers = [{"type": "cpu", "capacity": "1TiB"}, disk(tmp_path)]
     run = run_vllm(ONE_BY_ONE * 2, tiers, **IN_PROCESS)
     assert run.tokens == answers * 2
-    assert run.loaded() == {"disk": WHOLE}
+    assert run.loaded() == {"disk": COMPLETE}
     assert "tier 'cpu' is unusable" in run.log and "1TiB on this host" in run.log

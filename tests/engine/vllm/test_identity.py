@@ -17,7 +17,7 @@ from tests.support.tiny_vllm import Run, documents
 pytestmark = pytest.mark.vllm
 
 PROMPTS = [[(prompt, 4)] for prompt in documents(3, 300)]
-WHOLE = 3 * 9 * 32
+COMPLETE = 3 * 9 * 32
 
 
 def disk(path: Path) -> dict[str, object]:
@@ -36,12 +36,12 @@ def test_a_processor_without_amx_takes_no_kv_of_one_that_has_it(
 ) -> None:
     options = {"dtype": "bfloat16", "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
     first = run_vllm(PROMPTS, [disk(tmp_path)], **options)
-    assert first.count("disk", "stored_blocks") == WHOLE / 32
+    assert first.count("disk", "stored_blocks") == COMPLETE / 32
     other = run_vllm(PROMPTS, [disk(tmp_path)], before={"start": ["without_amx"]}, **options)
     assert other.loaded() == {}
-    assert other.count("disk", "stored_blocks") == WHOLE / 32
+    assert other.count("disk", "stored_blocks") == COMPLETE / 32
     again = run_vllm(PROMPTS, [disk(tmp_path)], **options)
-    assert again.loaded() == {"disk": WHOLE} and again.tokens == first.tokens
+    assert again.loaded() == {"disk": COMPLETE} and again.tokens == first.tokens
 
 
 @contextmanager

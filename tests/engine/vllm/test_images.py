@@ -14,7 +14,7 @@ from tests.support.tiny_vllm import Run, documents
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
 
 TEXT = documents(1, 128, seed=4)[0]
-WHOLE = (IMAGE_TOKENS + len(TEXT)) // 32 * 32
+COMPLETE = (IMAGE_TOKENS + len(TEXT)) // 32 * 32
 RED, BLUE, GREEN = [255, 0, 0], [0, 0, 255], [0, 255, 0]
 
 
@@ -86,4 +86,4 @@ def test_a_clients_name_for_an_image_is_not_believed(
     assert first.tokens == [answers["red"], answers["green"], answers["blue"]]
     again = see([(BLUE, "avatar"), (GREEN, None), (BLUE, "sky")], tmp_path)
     assert again.tokens == [answers["blue"], answers["green"], answers["blue"]]
-    assert again.cached == [[0], [WHOLE], [WHOLE]]
+    assert again.cached == [[0], [COMPLETE], [COMPLETE]]

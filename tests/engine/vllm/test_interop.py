@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 PROMPTS = [(prompt, 8) for prompt in documents(4, 600)]
 ONE_BY_ONE = [[prompt] for prompt in PROMPTS]
 """Four prompts of 18 full blocks each, of which an engine of 40 blocks keeps two."""
-WHOLE = 4 * 18 * 32
+COMPLETE = 4 * 18 * 32
 IN_PROCESS = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
 
 
@@ -66,7 +66,7 @@ def test_vllms_example_connector_is_a_child_of_ours(
     options: dict[str, Any] = {"async_scheduling": False, **IN_PROCESS}
     first = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=both, **options)
     assert first.tokens == answers * 2
-    assert first.loaded() == {"ours/disk": WHOLE}
+    assert first.loaded() == {"ours/disk": COMPLETE}
     assert len(list((tmp_path / "example").iterdir())) == 4, "it stored them too"
 
     alone = transfer("KVTiersConnector", [tiers(cpu(), name="ours"), example])
@@ -88,9 +88,9 @@ def test_two_of_ours_are_children_of_vllms_multi_connector(
     assert run.tokens == answers * 2
     assert run.count("disk", "stored_blocks") == 72
     assert run.count("cpu", "stored_blocks") >= 72
-    assert sum(run.loaded().values()) == WHOLE
+    assert sum(run.loaded().values()) == COMPLETE
     again = run_vllm(ONE_BY_ONE, kv_transfer_config=transfer("MultiConnector", pair), **IN_PROCESS)
     assert again.tokens == answers
     # vLLM's connector hands on what the first child's workers say alone: the other chain learns of
     # its own with the first step, after the first prompt was looked up.
-    assert again.loaded() == {"disk": WHOLE * 3 // 4}
+    assert again.loaded() == {"disk": COMPLETE * 3 // 4}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_vllm import GEMMA, Run, documents
-from tiers.connector.contract.messages import Hello
+from tiers.connector.contract.messages import WorkerHandshake
 from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
 from tiers.connector.hosted.tier import HostedTier
 from tiers.cpu.spec import CpuSpec
@@ -136,8 +136,8 @@ def test_events_are_what_vllm_publishes(tmp_path: Path) -> None:
 
     from tiers.engine.vllm_offloading import HostedManager
 
-    hello = Hello(0, b"rank-0----------", 4096)
-    worker = create_region("engine", hello, 2, pin=False, folder=tmp_path)
+    handshake = WorkerHandshake(0, b"rank-0----------", 4096)
+    worker = create_region("engine", handshake, 2, pin=False, folder=tmp_path)
     region = attach_region("engine", 0, tmp_path)
     tier = HostedTier([region], CpuSpec(capacity=1).residency, None, events=True)
     manager = HostedManager(tier, None)

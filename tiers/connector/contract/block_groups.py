@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tiers.connector.contract.coverage import BODY, NOTHING, WHOLE
+from tiers.connector.contract.coverage import COMPLETE, MISSING, NO_WINDOW
 from tiers.connector.contract.engine import EngineInfo
 
 GROUP_BYTES = 2
 
 
-class Part(NamedTuple):
+class GroupBlock(NamedTuple):
     """One paged block of every block: number `offset` of its group's `per_block`.
 
     `tokens`: in the paged block. `window`: tokens its attention looks back; None: all of them.
@@ -24,7 +24,7 @@ class Part(NamedTuple):
     window: int | None
 
 
-class Parts:
+class BlockGroups:
     """The parts of a block, in the order of their keys.
 
     A block is the smallest number of tokens that is whole in every group. Of an ordinary model,
@@ -36,7 +36,7 @@ class Parts:
         self._hash_tokens = engine.hash_tokens
         self._hash_bytes = 0
         self._parts = [
-            Part(index, offset, self.block_tokens // group.tokens, group.tokens, group.window)
+            GroupBlock(index, offset, self.block_tokens // group.tokens, group.tokens, group.window)
             for index, group in enumerate(engine.kv_groups)
             for offset in range(self.block_tokens // group.tokens)
         ]
@@ -87,7 +87,7 @@ class Parts:
                 parts
                 if size == 1
                 else [
-                    BODY if all(parts[i : i + size]) else NOTHING
+                    NO_WINDOW if all(parts[i : i + size]) else MISSING
                     for i in range(0, len(parts), size)
                 ]
             )
@@ -98,9 +98,9 @@ class Parts:
 
     def _level(self, parts: Sequence[bool]) -> int:
         if all(parts):
-            return WHOLE
+            return COMPLETE
         body = (has for has, part in zip(parts, self._parts, strict=True) if part.window is None)
-        return BODY if all(body) else NOTHING
+        return NO_WINDOW if all(body) else MISSING
 
     def paged(self, tables: Sequence[Sequence[int]], block: int) -> list[int]:
         """The paged block of each part of a block, in a request's block tables, one per group."""

@@ -101,7 +101,7 @@ class Connector(ABC):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """The engine's block pool, from engines that have no `bind_kv_cache_manager`."""
 
-    def withhold(self, request: Request) -> None:
+    def disable_store(self, request: Request) -> None:
         """Store nothing of this request: another connector loads it within its steps, and
         whether that worked is known only when its blocks would have been stored."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-NOTHING, BODY, WHOLE = 0, 1, 2
-"""How much of a block is held: all parts (WHOLE), at least those without a window (BODY), less.
+MISSING, NO_WINDOW, COMPLETE = 0, 1, 2
+"""How much of a block is held: all parts (COMPLETE), at least those without a window (NO_WINDOW),
+or less (MISSING).
 
 A block without its windowed parts is of use wherever attention windows no longer reach it.
 """
@@ -21,7 +22,7 @@ def usable(held: Sequence[int], window: int) -> int:
         return stop
     longest_so_far = whole = 0
     for block in range(stop):
-        whole = whole + 1 if held[block] == WHOLE else 0
+        whole = whole + 1 if held[block] == COMPLETE else 0
         if whole >= min(window, block + 1):
             longest_so_far = block + 1
     return longest_so_far

@@ -94,7 +94,7 @@ class EngineInfo:
         return self.groups or (KVGroup(self.block_tokens),)
 
     @property
-    def loads_whole(self) -> bool:
+    def all_or_nothing_loads(self) -> bool:
         """Whether a load that fails in part is of no use at all.
 
         An engine can't tell which request a paged block is of where it has several groups. And

@@ -17,7 +17,7 @@ from tiers.wrappers.guard import Health
 
 
 @dataclass(frozen=True)
-class Hello:
+class WorkerHandshake:
     """What a worker says of itself, before the first request or soon after.
 
     `namespace`: digest under which its blocks are known; empty for a tier whose blocks only this
@@ -106,7 +106,7 @@ class OffloadingWorkerMetadata:
     whether the tier works for each rank."""
 
     jobs: dict[int, JobResult] = field(default_factory=dict)
-    hellos: dict[int, Hello] = field(default_factory=dict)
+    handshakes: dict[int, WorkerHandshake] = field(default_factory=dict)
     health: dict[int, Health] = field(default_factory=dict)
     unusable: str | None = None
     measures: Measures = field(default_factory=dict)
@@ -119,7 +119,7 @@ class OffloadingWorkerMetadata:
             ours.failed |= theirs.failed
             ours.lost |= theirs.lost
             ours.seconds = max(ours.seconds, theirs.seconds)
-        self.hellos.update(other.hellos)
+        self.handshakes.update(other.handshakes)
         self.health.update(other.health)
         self.unusable = self.unusable or other.unusable
         merge(self.measures, other.measures)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec
-from tiers.connector.contract.block_groups import Parts
+from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
 from tiers.host.memory import slots_within
 
@@ -35,7 +35,7 @@ class PoolSize:
     def of(cls, chain: ChainSpec, engine: EngineInfo) -> PoolSize:
         """The size for a chain over this engine."""
         capacity = sum(tier.capacity for tier in chain.tiers if isinstance(tier, HostSpec))
-        blocks = -(-engine.step_tokens // engine.block_tokens) * len(Parts(engine))
+        blocks = -(-engine.step_tokens // engine.block_tokens) * len(BlockGroups(engine))
         return cls(capacity, chain.staging, blocks, engine.world_size)
 
     def smaller(self) -> list[PoolSize]:

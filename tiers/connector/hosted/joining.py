@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from tiers.concurrency.executors import threads
+from tiers.concurrency.executors import io_executor
 from tiers.connector.hosted.shared_slots import SlotRegion
 from tiers.wrappers.guard import Guarded
 
@@ -21,7 +21,7 @@ class LateStore:
     ) -> None:
         self._regions = regions
         self._open_store = open_store
-        self._opener = threads(1, "open")
+        self._opener = io_executor(1, "open")
         self._opening: Future[Guarded | None] | None = None
         self._is_over = False
 

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from tiers.connector.contract.messages import Hello
+from tiers.connector.contract.messages import WorkerHandshake
 from tiers.errors import TierUnusable
 from tiers.host.memory import ALIGNMENT, SlotMemory, slot_stride
 
@@ -43,11 +43,11 @@ class SlotRegion:
     to writes its bytes: the worker that gathers, or the scheduler's threads that fetch.
     """
 
-    def __init__(self, file: int, hello: Hello, num_slots: int, pin: bool) -> None:
-        self.hello = hello
+    def __init__(self, file: int, handshake: WorkerHandshake, num_slots: int, pin: bool) -> None:
+        self.handshake = handshake
         """Without the namespace, which may come later."""
-        self.memory = SlotMemory(num_slots, hello.payload_bytes, pin, file=file)
-        _, marks, size = _sizes(num_slots, hello.payload_bytes)
+        self.memory = SlotMemory(num_slots, handshake.payload_bytes, pin, file=file)
+        _, marks, size = _sizes(num_slots, handshake.payload_bytes)
         self._map = mmap.mmap(file, size, flags=mmap.MAP_SHARED)
         self._marks = memoryview(self._map)[marks : marks + num_slots * _MARK.size]
         self._name = memoryview(self._map)[size - _NAME.size : size]
@@ -96,10 +96,10 @@ class SlotRegion:
 
 
 def create_region(
-    engine_id: str, hello: Hello, num_slots: int, pin: bool, folder: Path = FOLDER
+    engine_id: str, handshake: WorkerHandshake, num_slots: int, pin: bool, folder: Path = FOLDER
 ) -> SlotRegion:
     """Make a worker's region, all of its memory at once. Raises TierUnusable for lack of it."""
-    path = folder / _file_name(engine_id, hello.rank)
+    path = folder / _file_name(engine_id, handshake.rank)
     _remove_abandoned(folder)
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -110,15 +110,15 @@ def create_region(
         ) from error
     # The lock is held as long as the memory is mapped, and tells others that it is not abandoned.
     fcntl.flock(file, fcntl.LOCK_SH)
-    about, _, size = _sizes(num_slots, hello.payload_bytes)
-    text = json.dumps([num_slots, hello.rank, hello.payload_bytes])
+    about, _, size = _sizes(num_slots, handshake.payload_bytes)
+    text = json.dumps([num_slots, handshake.rank, handshake.payload_bytes])
     region: SlotRegion | None = None
     try:
         os.posix_fallocate(file, 0, size)
         os.pwrite(file, text.encode().ljust(ALIGNMENT - _NAME.size), about)
-        region = SlotRegion(file, hello, num_slots, pin)
-        if hello.namespace:
-            region.name(hello.namespace)
+        region = SlotRegion(file, handshake, num_slots, pin)
+        if handshake.namespace:
+            region.name(handshake.namespace)
         return region
     except OSError as error:
         raise TierUnusable(
@@ -164,7 +164,7 @@ def attach_region(engine_id: str, rank: int, folder: Path = FOLDER) -> SlotRegio
         size = os.fstat(file).st_size
         text = os.pread(file, ALIGNMENT - _NAME.size, size - ALIGNMENT)
         num_slots, rank, payload = json.loads(text)
-        return SlotRegion(file, Hello(rank, b"", payload), num_slots, pin=False)
+        return SlotRegion(file, WorkerHandshake(rank, b"", payload), num_slots, pin=False)
     finally:
         os.close(file)
         path.unlink()

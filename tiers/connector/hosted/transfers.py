@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from tiers.concurrency.executors import threads
+from tiers.concurrency.executors import io_executor
 from tiers.connector.contract.generation import space_of
 from tiers.connector.hosted.shared_slots import SlotRegion
 from tiers.store import Block, Touch, capability
@@ -48,8 +48,8 @@ class StoreTransfers:
         self._store = store
         self._regions = regions
         self._under_way: list[Transfer] = []
-        self._fetcher = threads(FETCHERS, "fetch")
-        self._writer = threads(1, "store")
+        self._fetcher = io_executor(FETCHERS, "fetch")
+        self._writer = io_executor(1, "store")
 
     def __len__(self) -> int:
         return len(self._under_way)

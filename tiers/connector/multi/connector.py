@@ -19,13 +19,13 @@ from tiers.connector.multi.metadata import (
     MultiWorkerMetadata,
 )
 from tiers.connector.multi.worker import MultiWorker
-from tiers.connector.policy.cheapest.cheapest import Cheapest, load_meters
+from tiers.connector.policy.cheapest.cheapest import Cheapest, load_costs
 from tiers.connector.policy.choice import LATER, NOBODY, Choice, clip
 from tiers.connector.policy.chooser import Chooser
-from tiers.connector.policy.load_sharing import Sharing
+from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.loaders import BlockLoader
 from tiers.connector.policy.shared_load import SharedLoad
-from tiers.connector.policy.wait_budget import Patience
+from tiers.connector.policy.wait_budget import WaitBudget
 
 
 class MultiConnector(MultiWorker):
@@ -47,16 +47,16 @@ class MultiConnector(MultiWorker):
         drops_last: bool = False,
         cheapest: CheapestSpec | None = None,
         now: Callable[[], float] = time.monotonic,
-        patience: Patience | None = None,
-        sharing: Sharing | None = None,
+        wait_budget: WaitBudget | None = None,
+        sharing: LoadSharing | None = None,
         media: MediaMarks | None = None,
     ) -> None:
-        """`names`: of the children, unique; `chain`: differs between chains of one engine.
-        `window`: blocks at the end of a prefix that must be whole (see `Parts`). `drops_last`: see
-        `EngineInfo`. `cheapest`:
-        settings of the load policy of that name; `now`: seconds, never going back.
-        `patience`: that of the children; none: requests wait as long as it takes. `sharing`: of
-        loads, where children are tiers. `media`: the marks that the children use."""
+        """`names`: of the children, unique. `chain`: differs between chains of one engine.
+        `window`: blocks at the end of a prefix that must be whole (see `BlockGroups`).
+        `drops_last`: see `EngineInfo`. `cheapest`: settings of the load policy of that name.
+        `now`: seconds, never going back. `wait_budget`: that of the children; none: requests wait
+        as long as it takes. `sharing`: of loads, where children are tiers. `media`: the marks that
+        the children use."""
         super().__init__(role, children, names=names, chain=chain)
         self._block_tokens = block_tokens
         self._cheapest: Cheapest | None = None
@@ -64,7 +64,7 @@ class MultiConnector(MultiWorker):
             self._cheapest = Cheapest(
                 cheapest or CheapestSpec(),
                 block_tokens,
-                load_meters(children),
+                load_costs(children),
                 now,
                 cut=window == 0,
             )
@@ -80,7 +80,7 @@ class MultiConnector(MultiWorker):
         self._choices: dict[str, Choice] = {}
         self._sharing = sharing
         self._undecided: set[str] = set()
-        self._patience = patience or Patience(now)
+        self._wait_budget = wait_budget or WaitBudget(now)
         self._media = media or NoMedia()
 
     def shutdown(self) -> None:
@@ -124,13 +124,13 @@ class MultiConnector(MultiWorker):
             return LATER
         if self._sharing is not None and self._sharing.waits(request_id):
             return LATER
-        if self._patience.left(request_id) <= 0:
+        if self._wait_budget.left(request_id) <= 0:
             return NOBODY
         choice = self._chooser.choose(request, computed)
         if choice.tokens is None:
-            self._patience.looks(request_id)
+            self._wait_budget.looks(request_id)
             return choice
-        self._patience.found(request_id)
+        self._wait_budget.found(request_id)
         if self._sharing is not None and self._sharing.joins(request, computed, choice.tokens):
             return LATER
         return choice
@@ -150,9 +150,9 @@ class MultiConnector(MultiWorker):
             if choice.is_async:
                 self._chooser.loads(request.request_id, choice.child)
             else:
-                self.withhold(request)
+                self.disable_store(request)
         if num_external_tokens and choice.tokens:
-            self._patience.loads(request.request_id)
+            self._wait_budget.loads(request.request_id)
             if self._sharing is not None:
                 self._sharing.begins(request, choice.computed, num_external_tokens)
         shared = SharedLoad(len(shares))
@@ -166,14 +166,14 @@ class MultiConnector(MultiWorker):
                 tokens = num_external_tokens if index == choice.child else 0
                 child.update_state_after_alloc(request, blocks, tokens)
 
-    def withhold(self, request: Request) -> None:
+    def disable_store(self, request: Request) -> None:
         """None of our own children stores it; others have no such member."""
 
-        def withhold(child: Connector) -> None:
+        def disable_store(child: Connector) -> None:
             if hasattr(child, "withhold"):
-                child.withhold(request)
+                child.disable_store(request)
 
-        self.for_each(withhold)
+        self.for_each(disable_store)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -257,7 +257,7 @@ class MultiConnector(MultiWorker):
             self._choices.pop(request.request_id, None)
             self._undecided.discard(request.request_id)
             self._chooser.forget(request.request_id)
-            self._patience.forget(request.request_id)
+            self._wait_budget.forget(request.request_id)
             self._media.forget(request.request_id)
             if self._sharing is not None:
                 self._sharing.forget(request.request_id)

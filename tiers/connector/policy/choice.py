@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from tiers.connector.contract.coverage import BODY, WAVE, WHOLE, usable
+from tiers.connector.contract.coverage import COMPLETE, NO_WINDOW, WAVE, usable
 
 Shares = dict[int, list[range]]
 """Blocks of one request that each child loads: child to ranges of block indexes, in order."""
@@ -108,14 +108,14 @@ def stitched(children: dict[int, Holds], blocks: range, window: int = 0) -> Stit
                 waited = True
                 continue
             body = _fill(body, child, [much > 0 for much in held])
-            whole = _fill(whole, child, [much == WHOLE for much in held])
+            whole = _fill(whole, child, [much == COMPLETE for much in held])
         gap = _gap(body)
         bodies += body[:gap]
         wholes += whole[:gap]
         looking = waited if not window else looking or waited
         if gap < len(wave):
             break
-    count = usable([WHOLE if one is not None else BODY for one in wholes], window)
+    count = usable([COMPLETE if one is not None else NO_WINDOW for one in wholes], window)
     if count == len(blocks):
         looking = False
     tail = max(0, count - window)

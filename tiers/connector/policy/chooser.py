@@ -53,7 +53,7 @@ class Chooser:
         drops_last: bool = False,
     ) -> None:
         """`cheapest`: what decides under the load policy of that name. `window`: blocks at the
-        end of a prefix that must be whole (see `Parts`). `drops_last`: see `EngineInfo`."""
+        end of a prefix that must be whole (see `BlockGroups`). `drops_last`: see `EngineInfo`."""
         self._children = tuple(zip(names, children, strict=True))
         self._cheapest = cheapest
         self._load = load

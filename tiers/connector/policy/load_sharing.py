@@ -13,10 +13,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tiers.connector.contract.block_groups import Parts
+from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.protocols import Request
-from tiers.connector.policy.wait_budget import Patience
+from tiers.connector.policy.wait_budget import WaitBudget
 
 
 class _Load(NamedTuple):
@@ -26,19 +26,19 @@ class _Load(NamedTuple):
     hashes: Sequence[bytes]
 
 
-class Sharing:
+class LoadSharing:
     """The loads under way of a chain, and who waits for which; used by the scheduler's thread.
 
     Costs the same for each request, however many load or wait.
     """
 
-    def __init__(self, engine: EngineInfo, patience: Patience) -> None:
-        """`patience`: the chain's, which is told of the end of each load."""
+    def __init__(self, engine: EngineInfo, wait_budget: WaitBudget) -> None:
+        """`wait_budget`: the chain's, which is told of the end of each load."""
         self._size = engine.block_tokens
         self._step = engine.block_tokens // engine.hash_tokens
-        self._windows = Parts(engine).window > 0
+        self._windows = BlockGroups(engine).window > 0
         self._dropped = int(engine.drops_last)
-        self._patience = patience
+        self._wait_budget = wait_budget
         self._loads: dict[bytes, _Load] = {}
         self._first: dict[str, bytes] = {}
         self._awaited: dict[str, str] = {}
@@ -48,10 +48,10 @@ class Sharing:
         loader = self._awaited.get(request_id)
         if loader is None:
             return False
-        if self._patience.loads_now(loader) and self._patience.left(request_id) > 0:
+        if self._wait_budget.loads_now(loader) and self._wait_budget.left(request_id) > 0:
             return True
         del self._awaited[request_id]
-        self._patience.loaded(request_id)
+        self._wait_budget.loaded(request_id)
         return False
 
     def joins(self, request: Request, computed: int, tokens: int) -> bool:
@@ -66,7 +66,7 @@ class Sharing:
         if stop <= start:
             return False
         load = self._loads.get(self._hash(request, start))
-        if load is None or not self._patience.loads_now(load.request_id):
+        if load is None or not self._wait_budget.loads_now(load.request_id):
             return False
         shared = self._shared(request, range(start, stop), load.hashes)
         if not shared or 2 * shared < max(tokens // self._size, len(load.hashes)):
@@ -74,7 +74,7 @@ class Sharing:
         # Whoever is said to load here does, and does not wait for another.
         self._ends(request.request_id)
         self._awaited[request.request_id] = load.request_id
-        self._patience.loads(request.request_id)
+        self._wait_budget.loads(request.request_id)
         return True
 
     def _shared(self, request: Request, blocks: range, hashes: Sequence[bytes]) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from tiers.connector.contract.protocols import Blocks, Request
-from tiers.connector.policy.cheapest.load_cost import LoadMeter
+from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.shared_load import SharedLoad
 
 
@@ -18,8 +18,10 @@ class BlockLoader(Protocol):
     """
 
     def holds(self, request: Request, blocks: range) -> Sequence[int] | None:
-        """How much of each of these blocks of the request could be loaded: NOTHING, BODY or WHOLE
-        (see `tiers.connector.contract.block_groups`). None: ask again later."""
+        """How much of each of these blocks of the request could be loaded (see `coverage`).
+
+        None: ask again later.
+        """
         ...
 
     def load_blocks(
@@ -37,7 +39,7 @@ class TimedLoader(BlockLoader, Protocol):
     """
 
     @property
-    def load_meter(self) -> LoadMeter:
+    def load_cost(self) -> LoadCost:
         """What is known of its loads."""
         ...
 

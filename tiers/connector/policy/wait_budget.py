@@ -1,4 +1,4 @@
-"""Patience: how long each request may yet wait for the tiers, all of them together."""
+"""WaitBudget: how long each request may yet wait for the tiers, all of them together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LOOKUP_SECONDS = 1.0
 """How long a request waits for a lookup at most, however patient it is."""
 
 
-class Patience:
+class WaitBudget:
     """What each request has left of `max_wait` seconds; used by the scheduler's thread alone.
 
     A lookup may take half of them, so that a tier that never answers leaves time to load from one

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 
-from tiers.concurrency.executors import threads
+from tiers.concurrency.executors import io_executor
 from tiers.connector.contract.generation import space_of
 from tiers.store import Clear, TierStore, capability
 
@@ -37,7 +37,7 @@ class Clearing:
         self._stored: deque[bytes] = deque(maxlen=self.REMEMBERED)
         self._under_way: list[Future[None]] = []
         self._is_closing = threading.Event()
-        self._thread = threads(1, "clear")
+        self._thread = io_executor(1, "clear")
 
     def stored(self, key: bytes, generation: bytes) -> None:
         """Note what is to go with its generation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spec.offloading import StoreSpec
-from tiers.connector.contract.messages import Hello
+from tiers.connector.contract.messages import WorkerHandshake
 from tiers.errors import TierUnusable
 from tiers.store import Clear, TierStore, capability
 
@@ -21,13 +21,13 @@ def is_local(tier: StoreSpec, store: TierStore | None) -> bool:
     return tier.is_prompt or (store is not None and capability(store, Clear) is not None)
 
 
-def refuse_several(hellos: Sequence[Hello], scheduler: str) -> None:
+def refuse_several(handshakes: Sequence[WorkerHandshake], scheduler: str) -> None:
     """Raise TierUnusable, naming who is where, if the scheduler and the ranks of an engine are not
     all on one host. Who does not say where it is counts as being with the others."""
     ranks: dict[str, list[int]] = {scheduler: []} if scheduler else {}
-    for hello in hellos:
-        if hello.host:
-            ranks.setdefault(hello.host, []).append(hello.rank)
+    for handshake in handshakes:
+        if handshake.host:
+            ranks.setdefault(handshake.host, []).append(handshake.rank)
     if len(ranks) < 2:
         return
     places = [

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiers.connector.contract.block_groups import Parts
+from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.messages import BlockEvent
 
 
-class HeldEvents:
+class KVEvents:
     """One tier's events, for an engine that takes any; used by the scheduler's thread alone."""
 
-    def __init__(self, tier: str, engine: EngineInfo, parts: Parts, generation: Generation) -> None:
+    def __init__(
+        self, tier: str, engine: EngineInfo, parts: BlockGroups, generation: Generation
+    ) -> None:
         self.evictions = 0
         self._tier = tier
         self._groups = engine.kv_groups

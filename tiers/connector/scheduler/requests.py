@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from tiers.connector.contract.block_groups import Parts
+from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.media import MediaMark, joined
@@ -116,7 +116,7 @@ class RequestTable:
     def __init__(
         self,
         engine: EngineInfo,
-        parts: Parts,
+        parts: BlockGroups,
         generation: Generation,
         promote: bool,
         prompt_only: bool = False,

@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from tiers.connector.contract.block_groups import Parts
-from tiers.connector.contract.coverage import NOTHING, usable
+from tiers.connector.contract.block_groups import BlockGroups
+from tiers.connector.contract.coverage import MISSING, usable
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.messages import (
     BlockEvent,
-    Hello,
     JobResult,
     LoadItem,
     LoadJob,
@@ -23,18 +22,19 @@ from tiers.connector.contract.messages import (
     OffloadingWorkerMetadata,
     StoreItem,
     StoreJob,
+    WorkerHandshake,
 )
 from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
 from tiers.connector.contract.stats import TierStats
-from tiers.connector.policy.cheapest.load_cost import LoadMeter
+from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.shared_load import SharedLoad
-from tiers.connector.policy.wait_budget import Patience
+from tiers.connector.policy.wait_budget import WaitBudget
 from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad, PendingStore
-from tiers.connector.scheduler.kv_events import HeldEvents
+from tiers.connector.scheduler.kv_events import KVEvents
 from tiers.connector.scheduler.manager import TierManager
 from tiers.connector.scheduler.requests import Offers, RequestState, RequestTable, Scheduled
-from tiers.connector.scheduler.store_reservations import FOR_ROOM, Claims
+from tiers.connector.scheduler.store_reservations import FOR_ROOM, StoreReservations
 from tiers.connector.scheduler.tenant_quotas import Tenants, tenant_of
 from tiers.errors import TierUnusable
 from tiers.host.slots import SlotPool
@@ -47,7 +47,7 @@ T = TypeVar("T")
 RETRIES = 256
 """Blocks, of all requests, that a step offers again at most: half a millisecond's work."""
 
-OpenManager = Callable[[Sequence[Hello], bool], tuple[TierManager, SlotPool]]
+OpenManager = Callable[[Sequence[WorkerHandshake], bool], tuple[TierManager, SlotPool]]
 """Opens a tier once every worker has said hello, perhaps in a step. Raises TierUnusable."""
 
 
@@ -61,52 +61,54 @@ class OffloadingScheduler:
         open_manager: OpenManager,
         promote: bool,
         generation: Generation,
-        patience: Patience,
+        wait_budget: WaitBudget,
         admission: Admission,
         tenants: Tenants,
         now: Callable[[], float] = time.monotonic,
         prompt_only: bool = False,
     ) -> None:
-        """`generation` and `patience` are those of all tiers of a chain; see `RequestTable`."""
+        """`generation` and `wait_budget` are those of all tiers of a chain; see `RequestTable`."""
         self.tier = tier
-        self.load_meter = LoadMeter(now)
+        self.load_cost = LoadCost(now)
         self.stats = TierStats()
         self._told: dict[str, float] = {}
         self._engine = engine
         self._open_manager = open_manager
         self._manager: TierManager | None = None
         self._unusable = False
-        self._hellos: dict[int, Hello] = {}
+        self._handshakes: dict[int, WorkerHandshake] = {}
         self._jobs = Jobs(engine.world_size, generation)
         self._loads: list[LoadJob] = []
-        self._claims = Claims(admission)
-        self._patience = patience
+        self._claims = StoreReservations(admission)
+        self._wait_budget = wait_budget
         self._health: dict[int, Health] = {}
         self._overwritten: set[int] = set()
         self._last_offers: list[tuple[RequestState, Offers]] = []
         self._tenants = tenants
         self._retries = RETRIES
         self._generation = generation
-        self._parts = Parts(engine)
+        self._parts = BlockGroups(engine)
         self._promote = promote
         self._requests = RequestTable(engine, self._parts, self._generation, promote, prompt_only)
-        self._held_events = HeldEvents(tier, engine, self._parts, generation)
+        self._kv_events = KVEvents(tier, engine, self._parts, generation)
 
     # -- opening -----------------------------------------------------------------------------
 
-    def welcome(self, hellos: Mapping[int, Hello], in_step: bool = False) -> None:
+    def register_workers(
+        self, handshakes: Mapping[int, WorkerHandshake], in_step: bool = False
+    ) -> None:
         """Take what workers say of themselves; with the last of them the tier opens.
 
         `in_step`: the engine has begun to serve, so that opening may take a moment only.
         """
-        self._hellos.update(hellos)
-        if self._manager or self._unusable or len(self._hellos) < self._engine.world_size:
+        self._handshakes.update(handshakes)
+        if self._manager or self._unusable or len(self._handshakes) < self._engine.world_size:
             return
         try:
-            ranks = [self._hellos[rank] for rank in sorted(self._hellos)]
+            ranks = [self._handshakes[rank] for rank in sorted(self._handshakes)]
             self._manager, self._claims.pool = self._open_manager(ranks, in_step)
             self._manager.on_evict = self._evicted
-            self._claims.block_bytes = sum(hello.payload_bytes for hello in ranks)
+            self._claims.block_bytes = sum(handshake.payload_bytes for handshake in ranks)
         except TierUnusable as error:
             self._give_up(str(error))
 
@@ -140,9 +142,9 @@ class OffloadingScheduler:
     def take_stats(self) -> TierStats:
         """What was measured since the last call; gauges only where they have changed."""
         stats, self.stats = self.stats, TierStats()
-        if self._held_events.evictions:
-            stats.add(self.tier, evictions=self._held_events.evictions)
-            self._held_events.evictions = 0
+        if self._kv_events.evictions:
+            stats.add(self.tier, evictions=self._kv_events.evictions)
+            self._kv_events.evictions = 0
         gauges = self._under_way()
         if gauges != self._told:
             self._told = gauges
@@ -259,12 +261,12 @@ class OffloadingScheduler:
         state = self._requests.state_of(request)
         stop = self._requests.stop(state, blocks.start)
         if self._manager is None or not self._is_readable():
-            return [NOTHING] * len(blocks)
+            return [MISSING] * len(blocks)
         if state.recompute or stop <= blocks.start:
-            return [NOTHING] * len(blocks)
+            return [MISSING] * len(blocks)
         asked = range(blocks.start, min(stop, blocks.stop))
         held = self._timed(state, partial(self._held, self._manager, state, asked))
-        return held if held is None else [*held, *[NOTHING] * (len(blocks) - len(asked))]
+        return held if held is None else [*held, *[MISSING] * (len(blocks) - len(asked))]
 
     def load_blocks(
         self, request: Request, blocks: Blocks, ranges: Sequence[range], shared: SharedLoad
@@ -309,13 +311,13 @@ class OffloadingScheduler:
         job = self._jobs.load(
             request_id,
             items,
-            self._patience.left(request_id),
+            self._wait_budget.left(request_id),
             blocks=blocks,
             of_block=of_block,
             shared=shared,
         )
         self._loads.append(job)
-        self.load_meter.began(job.job_id, len(blocks) * self._engine.block_tokens)
+        self.load_cost.began(job.job_id, len(blocks) * self._engine.block_tokens)
 
     def on_new_request(self, request: Request) -> None:
         """Begin to find out what the tier has of a request, if it can't tell at once."""
@@ -328,7 +330,7 @@ class OffloadingScheduler:
 
     # -- storing -----------------------------------------------------------------------------
 
-    def withhold(self, request: Request) -> None:
+    def disable_store(self, request: Request) -> None:
         """Never offer its blocks."""
         self._requests.state_of(request).store = False
 
@@ -432,7 +434,7 @@ class OffloadingScheduler:
         self.stats.add(self.tier, **meta.measures)
         if meta.unusable is not None:
             self._give_up(meta.unusable)
-        self.welcome(meta.hellos, in_step=True)
+        self.register_workers(meta.handshakes, in_step=True)
         self._health.update(meta.health)
         self._claims.admission.is_up = all(one.writes for one in self._health.values())
         for job_id, result in meta.jobs.items():
@@ -450,13 +452,13 @@ class OffloadingScheduler:
 
     def _load_ended(self, manager: TierManager, load: PendingLoad) -> None:
         job = load.job
-        self.load_meter.ended(job.job_id, load.seconds, whole=not load.failed)
-        self.stats.add(self.tier, **self.load_meter.gauges())
+        self.load_cost.ended(job.job_id, load.seconds, whole=not load.failed)
+        self.stats.add(self.tier, **self.load_cost.gauges())
         manager.complete_load([i.key for i in job.items], [i.slot for i in job.items])
         lost = [job.items[index].key for index in sorted(load.lost)]
         for key in lost:
             manager.discard(key)
-        self._held_events.lost(lost)
+        self._kv_events.lost(lost)
         self._tenants.gone(lost)
         state = self._requests.get(job.request_id)
         if state is not None:
@@ -464,10 +466,10 @@ class OffloadingScheduler:
             # It came in waves, of which the last counts as used last, until it is offered.
             state.order.stale |= not self._promote
         failed = {load.of_block[index] for index in load.failed}
-        if failed and self._engine.loads_whole:
+        if failed and self._engine.all_or_nothing_loads:
             failed.add(0)
         if load.shared.end(load.blocks, failed, self._count_loaded):
-            self._patience.loaded(job.request_id)
+            self._wait_budget.loaded(job.request_id)
 
     def _count_loaded(self, blocks: int) -> None:
         self.stats.add(self.tier, loaded_tokens=blocks * self._engine.block_tokens)
@@ -484,14 +486,14 @@ class OffloadingScheduler:
             elif manager.complete_store(
                 item.key, item.slot, index not in store.failed, heads.get(item.key)
             ):
-                self._held_events.stored(item.key)
+                self._kv_events.stored(item.key)
                 kept.append(item.key)
             self._claims.end(store.job.job_id, item)
-        self._held_events.tell_stored()
+        self._kv_events.tell_stored()
         beyond = self._tenants.kept(store.tenant, kept, self._claims.block_bytes)
         if beyond:
             manager.give_up(beyond)
-            self._held_events.lost(beyond)
+            self._kv_events.lost(beyond)
         store.state.order.ended(len(store.numbers) if store.at_once else None)
         self._settle(manager, store.state)
 
@@ -502,12 +504,12 @@ class OffloadingScheduler:
             manager.settle(state.keys[:keys])
 
     def _evicted(self, key: bytes) -> None:
-        self._held_events.evicted(key)
+        self._kv_events.evicted(key)
         self._tenants.gone((key,))
 
     def take_events(self) -> list[BlockEvent]:
         """What the tier came to hold and lost since the last call."""
-        return self._held_events.take()
+        return self._kv_events.take()
 
     def reset_cache(self) -> bool:
         """Never again find what was stored so far; stores under way end unfindable too. Or go on
@@ -523,7 +525,7 @@ class OffloadingScheduler:
         if self._generation.lasts:
             return not self.reqs_being_loaded
         if self._manager is not None:
-            self._held_events.lost(self._manager.reset())
+            self._kv_events.lost(self._manager.reset())
         over = self._generation.renew()
         if self._manager is not None:
             self._manager.clear(over)

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from tiers.concurrency.executors import threads
+from tiers.concurrency.executors import io_executor
 from tiers.connector.contract.coverage import WAVE
 from tiers.connector.contract.generation import Generation, space_of
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
 from tiers.connector.scheduler.clearing import Clearing
 from tiers.connector.scheduler.lookups import Lookup, Peeked, leading
 from tiers.connector.scheduler.recent_keys import RecentKeys
-from tiers.connector.scheduler.unfound import Unfound
+from tiers.connector.scheduler.unfound import UnfoundKeys
 from tiers.store import LocalIndex, TierStore, Touch, capability
 from tiers.wrappers.guard import HEALTHY, Guarded, Health
 
@@ -57,8 +57,8 @@ class StoreManager:
         self._lookups: dict[str, Lookup] = {}
         self._touching: Future[None] | None = None
         name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
-        self._unfound = Unfound(name)
-        self._thread = threads(1, "lookup")
+        self._unfound = UnfoundKeys(name)
+        self._thread = io_executor(1, "lookup")
 
     @property
     def _index(self) -> LocalIndex | None:

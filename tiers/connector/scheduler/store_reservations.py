@@ -1,4 +1,4 @@
-"""Claims: the slots of blocks on their way into a tier, and the paged blocks still read for it."""
+"""StoreReservations: the slots and paged blocks that stores under way use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Claimed(NamedTuple):
     refused: dict[int, str]
 
 
-class Claims:
+class StoreReservations:
     """What the stores under way of one tier hold. Used by the scheduler's thread alone.
 
     `block_bytes`: of a block, over all ranks; 0 before that is known.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 logger = logging.getLogger(__name__)
 
 
-class Unfound:
+class UnfoundKeys:
     """Watches the first blocks that the workers stored, until one of them is found.
 
     Blocks are noted by the scheduler's thread, and lookups by whichever thread they are made on;

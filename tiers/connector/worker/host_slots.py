@@ -14,7 +14,7 @@ from spec.fields import format_size
 from tiers.block import namespace
 from tiers.connector.contract.copier import Copier, Copy, OpenCopier
 from tiers.connector.contract.engine import MOMENT, EngineInfo
-from tiers.connector.contract.messages import Hello, StoreItem
+from tiers.connector.contract.messages import StoreItem, WorkerHandshake
 from tiers.connector.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
 from tiers.host.memory import SlotMemory, slot_stride
@@ -123,11 +123,11 @@ class HostSlots:
         """Bytes of one block on this rank."""
         return self.copier.payload_bytes
 
-    def hello(self) -> Hello:
+    def handshake(self) -> WorkerHandshake:
         """What the scheduler must know of this worker, for a tier that only this engine finds."""
-        return self._hello(b"")
+        return self._handshake(b"")
 
-    def shared_hello(self, may_wait: bool = False) -> Hello | None:
+    def shared_hello(self, may_wait: bool = False) -> WorkerHandshake | None:
         """The same for a tier whose blocks others find, by the worker's namespace.
 
         None: the engine's late facts are not known yet. With `may_wait` the first call, of all
@@ -142,11 +142,11 @@ class HostSlots:
             facts["block_tokens"] = str(self.engine.block_tokens)
             self._namespace = namespace(facts, self.engine.rank, self.engine.world_size)
             self._say_known()
-        return self._hello(self._namespace)
+        return self._handshake(self._namespace)
 
-    def _hello(self, space: bytes) -> Hello:
+    def _handshake(self, space: bytes) -> WorkerHandshake:
         rank, host, slots = self.engine.rank, self.engine.host, len(self.memory.rows)
-        return Hello(rank, space, self.payload_bytes, host, slots, self._lacks)
+        return WorkerHandshake(rank, space, self.payload_bytes, host, slots, self._lacks)
 
     def _late_facts(self, seconds: float) -> Mapping[str, str] | None:
         late = self.engine.late_facts

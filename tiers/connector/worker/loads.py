@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import NamedTuple
 
-from tiers.concurrency.executors import threads
-from tiers.concurrency.rate_limit import Throttle
+from tiers.concurrency.executors import io_executor
+from tiers.concurrency.rate_limit import RateLimit
 from tiers.connector.contract.generation import space_of
 from tiers.connector.contract.messages import LoadItem, LoadJob
 from tiers.connector.worker.host_slots import HostSlots
@@ -88,7 +88,7 @@ class Loading:
     own. `verify`: whether blocks of the host pool are loaded only if they are as they were sealed.
     """
 
-    def __init__(self, tier: str, host: HostSlots, throttle: Throttle, verify: bool) -> None:
+    def __init__(self, tier: str, host: HostSlots, throttle: RateLimit, verify: bool) -> None:
         self._tier = tier
         self._host = host
         self._store: Guarded | None = None
@@ -98,7 +98,7 @@ class Loading:
         self._said_late = False
         self._loads: list[tuple[_Load, Future[None]]] = []
         self._bounce: list[SlotMemory] = []
-        self._threads = threads(LOADERS, f"load-{tier}")
+        self._threads = io_executor(LOADERS, f"load-{tier}")
 
     def open(self) -> None:
         """Take memory to pass stores' blocks through, once the paged KV is registered. Raises

@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spec.offloading import HostSpec, OffloadingSpec, StoreSite, StoreSpec
-from tiers.concurrency.executors import threads
-from tiers.concurrency.rate_limit import Throttle
+from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
+from tiers.concurrency.executors import io_executor
+from tiers.concurrency.rate_limit import RateLimit
 from tiers.connector.contract.copier import Copy
 from tiers.connector.contract.generation import space_of
 from tiers.connector.contract.messages import (
-    Hello,
     JobResult,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
     StoreItem,
     StoreJob,
+    WorkerHandshake,
 )
 from tiers.connector.contract.stats import Measures, merge
 from tiers.connector.worker.host_slots import HostSlots
@@ -64,7 +64,7 @@ class OffloadingWorker:
         self._drain = drain
         self._store: Guarded | None = None
         self._namespace = b""
-        self._hello: Hello | None = None
+        self._handshake: WorkerHandshake | None = None
         self._joining: Future[None] | None = None
         self._unusable: str | None = None
         self._closed = False
@@ -78,58 +78,58 @@ class OffloadingWorker:
         self._failures_seen = self._damaged_seen = 0
         self._health = HEALTHY
         ranks = host.engine.world_size
-        load_rate = Throttle(spec.load_rate if spec else None, ranks)
+        load_rate = RateLimit(spec.load_rate if spec else None, ranks)
         self._loading = Loading(name, host, load_rate, self._verify)
-        self._throttle = Throttle(spec.store_rate if spec else None, ranks)
-        self._writer = threads(1, f"store-{name}")
+        self._throttle = RateLimit(spec.store_rate if spec else None, ranks)
+        self._writer = io_executor(1, f"store-{name}")
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's paged KV and open the tier; one that can't be used is reported."""
         self._host.open(kv_caches)
         if self._spec is None:
-            self._hello = self._host.hello()
+            self._handshake = self._host.handshake()
             return
         try:
             self._loading.open()
         except TierUnusable as error:
             self._unusable = str(error)
-        hello = self._host.shared_hello(may_wait=True)
-        if hello is not None:
-            self._open(self._spec, hello)
+        handshake = self._host.shared_hello(may_wait=True)
+        if handshake is not None:
+            self._open(self._spec, handshake)
 
-    def _open(self, spec: StoreSpec, hello: Hello) -> None:
+    def _open(self, spec: StoreSpec, handshake: WorkerHandshake) -> None:
         """Open the store, under the worker's namespace; what is said of it is said afterwards."""
-        self._namespace = hello.namespace
+        self._namespace = handshake.namespace
         if self._unusable is None:
             try:
-                site = StoreSite(hello.payload_bytes, self._host.engine.world_size)
+                site = StoreContext(handshake.payload_bytes, self._host.engine.world_size)
                 store = open_guarded(spec, site)
-                self._loading.serve(store, hello.namespace)
+                self._loading.serve(store, handshake.namespace)
                 self._store = store
             except TierUnusable as error:
                 self._unusable = str(error)
-        self._hello = hello
+        self._handshake = handshake
         if self._closed and self._store is not None:
             self._store.close()  # it came after the worker had waited for it
 
-    def hello(self) -> Hello | None:
+    def handshake(self) -> WorkerHandshake | None:
         """What the scheduler must know of this worker; None: the tier is not open yet.
 
         One whose facts came late is opened beside the steps, since that may take its time.
         """
-        if self._hello is None and self._spec is not None:
-            hello = self._host.shared_hello()
-            if hello is not None:
-                self._join(self._spec, hello)
-        return self._hello
+        if self._handshake is None and self._spec is not None:
+            handshake = self._host.shared_hello()
+            if handshake is not None:
+                self._join(self._spec, handshake)
+        return self._handshake
 
-    def _join(self, spec: StoreSpec, hello: Hello) -> None:
+    def _join(self, spec: StoreSpec, handshake: WorkerHandshake) -> None:
         if self._joining is None:
-            self._joining = self._writer.submit(self._open, spec, hello)
+            self._joining = self._writer.submit(self._open, spec, handshake)
         elif self._joining.done() and (error := self._joining.exception()) is not None:
             # Else the scheduler would wait for this rank without a word.
             self._unusable = f"it can't be opened: {type(error).__name__}: {error}"
-            self._hello = hello
+            self._handshake = handshake
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class OffloadingWorker:
             self._ended[job.job_id].lost = lost
             late = int(bool(failed) and not in_time)
             merge(self._measures, {"late_loads": late, "damaged_blocks": damaged})
-            if self._host.engine.loads_whole:
+            if self._host.engine.all_or_nothing_loads:
                 self._failed_requests |= {job.request_id} if failed else set()
             else:
                 self._failed_blocks |= {job.items[index].target for index in failed}
@@ -264,13 +264,13 @@ class OffloadingWorker:
         health = HEALTHY if self._store is None else self._store.health
         if health != self._health:
             self._health = meta.health[self._host.engine.rank] = health
-        hello = None if self._said_hello else self.hello()
-        if hello is not None:
-            meta.hellos[hello.rank] = hello
+        handshake = None if self._said_hello else self.handshake()
+        if handshake is not None:
+            meta.handshakes[handshake.rank] = handshake
             meta.unusable = self._unusable
             self._said_hello = True
         self._ended, self._measures = {}, {}
-        said = meta.jobs or meta.hellos or meta.health or any(meta.measures.values())
+        said = meta.jobs or meta.handshakes or meta.health or any(meta.measures.values())
         return meta if said else None
 
     def close(self) -> None:

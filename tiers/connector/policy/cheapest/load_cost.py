@@ -1,4 +1,4 @@
-"""LoadMeter: how soon a tier would have loaded so much, from how long its loads took."""
+"""LoadCost: how soon a tier would have loaded so much, from how long its loads took."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiers.connector.policy.cheapest.linear_fit import Line, Pace
+from tiers.connector.policy.cheapest.linear_fit import LatencyModel, LinearFit
 
 ABREAST = 2
 """Loads that a worker runs at once, for each tier."""
@@ -19,7 +19,7 @@ class _Load:
     began: float = math.inf
 
 
-class LoadMeter:
+class LoadCost:
     """One tier's loads, in tokens: ranks and KV cache groups then need no counting apart.
 
     A sample is what the slowest rank's load took, from its own first byte to its last: neither its
@@ -30,7 +30,7 @@ class LoadMeter:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._pace = Pace()
+        self._pace = LatencyModel()
         self._loads: dict[int, _Load] = {}
         self._stepped = -math.inf
 
@@ -57,7 +57,7 @@ class LoadMeter:
             self._pace.add(load.tokens, seconds)
 
     @property
-    def line(self) -> Line | None:
+    def line(self) -> LinearFit | None:
         """Seconds by tokens of a load that nothing else delays; None: not measured yet."""
         return self._pace.line
 

@@ -11,7 +11,7 @@ FADE = 0.98
 and finds out whether lookups have become quicker."""
 
 
-class LookupWaits:
+class LookupLatency:
     """How long lookups of each tier that are not answered at once take to be."""
 
     def __init__(self, now: Callable[[], float]) -> None:

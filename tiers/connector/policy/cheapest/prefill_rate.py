@@ -13,7 +13,7 @@ UNDER_WAY = 64
 """Steps kept that have not ended; no engine prepares so many."""
 
 
-class PrefillMeter:
+class PrefillRate:
     """Prompt tokens per second, over steps that compute at least `min_tokens` of them.
 
     A measured step has a number, which crosses to the workers and back. It has taken the time from

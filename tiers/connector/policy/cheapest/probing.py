@@ -8,7 +8,7 @@ COMPUTING = -1
 """Stands among the children for the engine itself, whose computing is probed in the same way."""
 
 
-class Probes:
+class Exploration:
     """When a tier that was passed over is tried again, and with how much.
 
     Each request that passes it over earns it a share of that request's time; it is probed once

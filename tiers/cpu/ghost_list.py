@@ -1,9 +1,9 @@
-"""Gone: the keys that went last."""
+"""GhostList: the keys that went last."""
 
 from __future__ import annotations
 
 
-class Gone:
+class GhostList:
     """Remembers the last `keys` keys, half of them at least, without their blocks.
 
     In two plain dicts, the younger of which takes the other's place when it is full, since dicts
