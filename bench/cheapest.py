@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from bench.throttled import Link, MemoryStore, ThrottledSpec
 from spec.chain import ChainSpec, LoadPolicy
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
-from tiers.pool import slot_stride
+from tiers.host.memory import slot_stride
 from tiers.store import TierStore
 
 MODEL = ReplayModel(layers=2, width=256, block_tokens=64, forward_seconds=100e-6)

@@ -9,13 +9,13 @@ import torch
 
 from bench.policies import Output, Step
 from spec.chain import ChainSpec
-from tiers.connector.base import EngineInfo, Role
 from tiers.connector.chain import open_chain
-from tiers.connector.multi_metadata import MultiWorkerMetadata
+from tiers.connector.contract.engine import EngineInfo, Role
+from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay.scheduler import NewRequest
 from tiers.gpu.copier import open_copier
-from tiers.pool import slot_stride
+from tiers.host.memory import slot_stride
 
 TOKENS = 16
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from bench.disk_limits import RawLoop
 from bench.disk_peers import FilePerBlock
 from bench.report import Measure
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tiers.block import NAMESPACE_BYTES
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec, Durability, Io
-from tiers.pool import SlotMemory
+from tiers.host.memory import SlotMemory
 from tiers.store import Block
 
 
@@ -86,7 +86,7 @@ class Tier:
         self.path = path
         capacity = bench.batches * bench.count * slot_bytes(bench.payload_bytes)
         spec = DiskSpec(path=path, capacity=capacity, io=io, durability=durability)
-        self._store = spec.open(StoreSite(bench.payload_bytes))
+        self._store = spec.open(StoreContext(bench.payload_bytes))
         stack.callback(self._store.close)
         self._bench = bench
         self._batch = bench.batches

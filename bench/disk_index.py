@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.main import Scale
 from bench.report import Case, Measure
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tiers.block import NAMESPACE_BYTES
 from tiers.disk.access import Access
 from tiers.disk.presence import Table
@@ -45,7 +45,7 @@ def index_cases(scale: Scale) -> Iterator[Case]:
 
 def _open(path: Path, count: int) -> DiskStore:
     spec = DiskSpec(path=path, capacity=count * slot_bytes(PAYLOAD), io="buffered")
-    return spec.open(StoreSite(PAYLOAD))
+    return spec.open(StoreContext(PAYLOAD))
 
 
 def _key(number: int) -> bytes:

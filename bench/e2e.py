@@ -180,7 +180,7 @@ def _engine(scale: Scale, tiers: tuple[dict[str, Any], ...], caching: bool) -> E
 
 def _model(scale: Scale) -> dict[str, Any]:
     if not scale.smoke:
-        from tiers.demo.model import obtain
+        from tiers.lab.demo.model import obtain
 
         return {"model": str(obtain())}
     model = scale.folder / "tiny"

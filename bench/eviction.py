@@ -25,9 +25,9 @@ from typing import Any, get_args
 from bench.main import Scale
 from bench.policies import TRACE, read_trace
 from bench.report import Case, Point
-from tiers.connector.manager import HostManager
+from tiers.connector.scheduler.host_manager import HostManager
 from tiers.cpu.spec import CpuSpec
-from tiers.pool import SlotPool
+from tiers.host.slots import SlotPool
 
 POLICIES: tuple[str, ...] = get_args(CpuSpec.model_fields["eviction"].annotation)
 SIZES = (0.5, 1.0, 5.0, 20.0)

@@ -28,24 +28,23 @@ from typing import Any, ClassVar
 from pydantic import PrivateAttr
 
 from spec.chain import ChainSpec, LoadPolicy
-from spec.offloading import StoreSite, StoreSpec
-from tiers.connector.base import (
-    EngineInfo,
-    Hello,
+from spec.offloading import StoreContext, StoreSpec
+from tiers.connector.chain import open_chain
+from tiers.connector.contract.engine import EngineInfo, Role
+from tiers.connector.contract.messages import (
     JobResult,
     LoadJob,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
-    Role,
     StoreJob,
+    WorkerHandshake,
 )
-from tiers.connector.chain import open_chain
-from tiers.connector.multi_metadata import MultiWorkerMetadata
-from tiers.connector.stats import TierStats
+from tiers.connector.contract.stats import TierStats
+from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay.scheduler import CachedRequests, NewRequest
 from tiers.gpu.copier import open_copier
-from tiers.pool import ALIGNMENT
+from tiers.host.memory import ALIGNMENT
 from tiers.store import Block
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
@@ -112,7 +111,7 @@ class IndexSpec(StoreSpec):
         """Make the store that both this bench and the chain use."""
         self._store = IndexStore(self.blocks)
 
-    def open(self, site: StoreSite) -> IndexStore:
+    def open(self, site: StoreContext) -> IndexStore:
         """The one store."""
         return self._store
 
@@ -173,8 +172,8 @@ class Replay:
         )
         engine = EngineInfo({}, BLOCK_TOKENS, BLOCK_TOKENS, num_blocks=1)
         self._chain = open_chain(chain, engine, Role.SCHEDULER, open_copier)
-        hello = Hello(0, NAMESPACE, ALIGNMENT)
-        self._hear(OffloadingWorkerMetadata(hellos={0: hello}) for _ in chain.tiers)
+        handshake = WorkerHandshake(0, NAMESPACE, ALIGNMENT)
+        self._hear(OffloadingWorkerMetadata(handshakes={0: handshake}) for _ in chain.tiers)
 
     def run(self, request: TraceRequest) -> None:
         """Load what can be loaded of a prompt, compute the rest, store it, and forget it."""

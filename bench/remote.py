@@ -20,8 +20,8 @@ from bench import lmcache
 from bench.blocks import both_ways, sizes
 from bench.main import Scale
 from bench.report import Case, Measure
-from spec.offloading import StoreSite
-from tiers.pool import SlotMemory
+from spec.offloading import StoreContext
+from tiers.host.memory import SlotMemory
 from tiers.remote.resp import command, opening, opening_of
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block
@@ -61,7 +61,7 @@ class Bench:
         self.client: Any = redis.Redis(port=port, protocol=2)
         stack.callback(self.client.close)
         spec = RedisSpec.model_validate({"url": f"redis://127.0.0.1:{port}", "timeout": "1m"})
-        self.store = spec.open(StoreSite(payload_bytes=payload_bytes))
+        self.store = spec.open(StoreContext(payload_bytes=payload_bytes))
         stack.callback(self.store.close)
 
     def store_rate(self, move: Callable[[], object]) -> Measure:

@@ -21,12 +21,13 @@ from bench.policies import Output, Step, all_done
 from bench.report import Case, Measure
 from bench.throttled import Link, MemoryStore, ThrottledSpec
 from spec.chain import ChainSpec
-from spec.offloading import OffloadingSpec, StoreSite
-from tiers.connector.base import EngineInfo, Hello, OffloadingWorkerMetadata, Role
+from spec.offloading import OffloadingSpec, StoreContext
 from tiers.connector.chain import open_chain
-from tiers.connector.multi_metadata import MultiWorkerMetadata
+from tiers.connector.contract.block_groups import GROUP_BYTES
+from tiers.connector.contract.engine import EngineInfo, Role
+from tiers.connector.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
+from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.connector.offloading import OffloadingConnector
-from tiers.connector.parts import GROUP_BYTES
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.rows import label
 from tiers.disk.slab import slot_bytes
@@ -34,7 +35,7 @@ from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
 from tiers.engine.replay.scheduler import NewRequest
 from tiers.gpu.copier import open_copier
-from tiers.pool import ALIGNMENT, slot_stride
+from tiers.host.memory import ALIGNMENT, slot_stride
 
 TOKENS = 16
 HASH_BYTES = 32
@@ -107,8 +108,8 @@ class Halves:
         self.chain = open_chain(chain, engine, Role.SCHEDULER, open_copier)
         self.promote = True
         """Whether what was loaded is stored."""
-        hello = Hello(0, NAMESPACE, PAYLOAD)
-        self._hear([OffloadingWorkerMetadata(hellos={0: hello}) for _ in tiers])
+        handshake = WorkerHandshake(0, NAMESPACE, PAYLOAD)
+        self._hear([OffloadingWorkerMetadata(handshakes={0: handshake}) for _ in tiers])
 
     def run(self, prompt: Prompt) -> dict[str, float]:
         """Decide, load what is there, store the rest; seconds of each call, and tokens found."""
@@ -118,7 +119,7 @@ class Halves:
         assert isinstance(decided, tuple) and decided[0] is not None, "an index answers at once"
         tokens = decided[0]
         if not self.promote:
-            chain.withhold(prompt)
+            chain.disable_store(prompt)
         new = NewRequest(prompt.request_id, prompt.get_block_ids(), tokens)
         step = Step([new], {prompt.request_id: prompt.num_tokens - tokens})
         timed(times, "alloc", lambda: chain.update_state_after_alloc(prompt, prompt, tokens))
@@ -158,7 +159,7 @@ class World:
         disk = DiskSpec(capacity=2 * blocks * slot_bytes(PAYLOAD), path=folder / "disk")
         cpu = CpuSpec(capacity=blocks * slot_stride(PAYLOAD))
         self.halves = Halves((cpu, disk), size.blocks)
-        self._store = disk.open(StoreSite(PAYLOAD))
+        self._store = disk.open(StoreContext(PAYLOAD))
         enter(self._store, (Prompt(n, size.blocks) for n in range(size.prompts)))
         before = resident_bytes()
         for number in range(ON_DISK_ONLY, size.prompts):

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from pydantic import PrivateAttr
 
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
 from tiers.store import Block, TierStore
 
 
@@ -120,7 +120,7 @@ class ThrottledSpec(StoreSpec):
         self._store, self._link = store, link
         return self
 
-    def open(self, site: StoreSite) -> ThrottledStore:
+    def open(self, site: StoreContext) -> ThrottledStore:
         """The store, throttled."""
         kind = IndexedStore if self.indexed else ThrottledStore
         return kind(self._store, self._link)

@@ -17,7 +17,7 @@ from spec.encryption import EncryptionSpec
 from spec.fields import ByteRate, ByteSize, Duration
 
 if TYPE_CHECKING:  # for annotations only: the specs know no tier at run time
-    from tiers.pool import Residency, Slots
+    from tiers.host.slots import Residency, Slots
     from tiers.store import TierStore
 
 HIT_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
@@ -27,7 +27,7 @@ TierName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_len
 
 
 @dataclass(frozen=True)
-class StoreSite:
+class StoreContext:
     """What a store is told of the engine when it is opened.
 
     `payload_bytes`: length of every block's payload, in bytes.
@@ -124,7 +124,7 @@ class StoreSpec(OffloadingSpec):
         return codec
 
     @abstractmethod
-    def open(self, site: StoreSite) -> TierStore:
+    def open(self, site: StoreContext) -> TierStore:
         """Open the store: in the scheduler's process, and in each worker's; both may be one, or
         fork later. Called on a thread of its own, and again after TierNotOpen. Owner: the caller,
         who closes it.
@@ -153,7 +153,7 @@ class HostSpec(OffloadingSpec):
 
     @abstractmethod
     def residency(self, pool: Slots, max_slots: int) -> Residency:
-        """Make the bookkeeping of which blocks stay in the pool (both in `tiers/pool.py`).
+        """Make the bookkeeping of which blocks stay in the pool (both in `tiers/host/slots.py`).
 
         `max_slots` of the pool's slots at most. Called once, on the engine's scheduler thread, as
         all of the result's methods are: none may wait. `pool` lives as long as the engine.

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from plugin_packages import Install, write_package
-from servers import RedisServer, binaries
+
+from tests.support.plugin_packages import Install, write_package
+from tests.support.servers import RedisServer, binaries
 
 pytest.register_assert_rewrite("tiers.testing")  # so that a failure shows what was compared
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fault_matrix
+from tests import fault_matrix
 
 
 def test_the_page_is_that_of_the_tests() -> None:

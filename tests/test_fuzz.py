@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from fuzz_targets import TARGETS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
+from tests.support.fuzz_targets import TARGETS
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)

@@ -1,4 +1,4 @@
-"""Imports point down: `spec` knows no tier, leaves don't know each other, one file knows vLLM."""
+"""Imports point down: `spec` knows no tier, rooms know those below, one file knows vLLM."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KNOW_VLLM = {
     "tiers/engine/vllm_worker.py": "a part of it: what workers call",
     "tiers/engine/vllm_offloading.py": "our tiers under a connector of vLLM's own",
     "tiers/engine/plugin.py": "registers the adapter, in a process that is vLLM's own",
-    "tiers/demo/worker.py": "is the user of vLLM in the demo",
+    "tiers/lab/demo/worker.py": "is the user of vLLM in the demo",
 }
 
 
@@ -60,30 +60,98 @@ def _imports(node: ast.AST, only_at_import: bool) -> Iterator[str]:
         yield from _imports(child, only_at_import)
 
 
-def folder(name: str) -> str | None:
-    """The folder of `tiers` that a dotted name or a module's path lies in."""
+ROOMS: dict[str, set[str]] = {
+    "host": {"concurrency"},
+    "concurrency": set(),
+    "wrappers": {"host", "concurrency"},
+    **{leaf: {"host", "concurrency"} for leaf in LEAVES},
+    "connector/contract": {"wrappers", "host", "concurrency"},
+    "connector/policy": {"connector/contract"},
+    "connector/scheduler": {
+        "connector/contract",
+        "connector/policy",
+        "wrappers",
+        "host",
+        "concurrency",
+    },
+    "connector/worker": {"connector/contract", "wrappers", "host", "concurrency"},
+    "connector/multi": {"connector/contract", "connector/policy"},
+    "connector/hosted": {
+        "connector/contract",
+        "connector/scheduler",
+        "wrappers",
+        "host",
+        "concurrency",
+    },
+    "connector": {
+        "connector/contract",
+        "connector/policy",
+        "connector/scheduler",
+        "connector/worker",
+        "connector/multi",
+        "wrappers",
+        "host",
+    },
+    "engine": {
+        "connector",
+        "connector/contract",
+        "connector/policy",
+        "connector/multi",
+        "connector/hosted",
+        "gpu",
+        "wrappers",
+        "host",
+        "concurrency",
+    },
+    "lab": {"engine", "connector", "connector/contract"},
+    "cli": {"engine", "lab"},
+}
+"""Which rooms of `tiers` each room may import from; `connector` itself is its files that assemble
+the others. All may import the files that lie in `tiers` itself."""
+
+
+def room(name: str) -> str | None:
+    """The room of `tiers` that a dotted name or a module's path lies in."""
     parts = name.removesuffix(".py").replace("/", ".").split(".")
-    return parts[1] if parts[0] == "tiers" and len(parts) > 1 and parts[1] in FOLDERS else None
+    if parts[0] != "tiers":
+        return None
+    inner = "/".join(parts[1:3])
+    return inner if inner in ROOMS else parts[1] if parts[1] in FOLDERS else None
 
 
 def may_import(importer: str, imported: str) -> bool:
     """Whether a file may import a name of ours."""
     if importer.startswith("spec/"):
         return imported.startswith("spec.")
-    here, there = folder(importer), folder(imported)
+    here, there = room(importer), room(imported)
     if there is None or there == here:
         return True
-    allowed: dict[str | None, set[str]] = {
-        None: set(),
-        "wrappers": set(),
-        "connector": {"wrappers"},
-        "engine": {"connector", "gpu", "wrappers"},
-        "demo": {"engine"},
-        "soak": {"connector", "engine"},
-        "cli": {"engine", "demo", "soak"},
-        **{leaf: set() for leaf in LEAVES},
-    }
-    return there in allowed.get(here, set())
+    return there in ROOMS.get(here or "", set())
+
+
+def imported_modules() -> dict[str, set[str]]:
+    """Our modules and those of ours that each imports when it is imported itself."""
+    names = {str(m.with_suffix("")).replace("/", ".").removesuffix(".__init__") for m in MODULES}
+    graph: dict[str, set[str]] = {}
+    for module in MODULES:
+        name = str(module.with_suffix("")).replace("/", ".").removesuffix(".__init__")
+        found = (n if n in names else n.rpartition(".")[0] for n in imports(module, True))
+        graph[name] = {one for one in found if one in names and one != name}
+    return graph
+
+
+def test_every_folder_is_a_room() -> None:
+    assert {name.partition("/")[0] for name in ROOMS} == FOLDERS
+    connector = ROOT / "tiers" / "connector"
+    inner = {f"connector/{p.name}" for p in connector.iterdir() if (p / "__init__.py").exists()}
+    assert inner == {name for name in ROOMS if "/" in name}
+
+
+def test_no_circle_of_imports() -> None:
+    graph = imported_modules()
+    while leaves := {name for name, needs in graph.items() if not needs & graph.keys()}:
+        graph = {name: needs for name, needs in graph.items() if name not in leaves}
+    assert graph == {}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
@@ -101,9 +169,13 @@ def test_imports_point_down(module: Path) -> None:
         ("tiers/wrappers/guard.py", "tiers.store.TierStore", True),
         ("tiers/disk/store.py", "tiers.cpu.lru", False),
         ("tiers/disk/store.py", "tiers.disk.slab", True),
-        ("tiers/remote/store.py", "tiers.connector.base", False),
+        ("tiers/remote/store.py", "tiers.connector.contract.messages", False),
         ("tiers/connector/chain.py", "tiers.gpu.copier", False),
         ("tiers/connector/chain.py", "tiers.wrappers.guard", True),
+        ("tiers/connector/contract/engine.py", "tiers.connector.policy.choice", False),
+        ("tiers/connector/policy/choice.py", "tiers.connector.contract.coverage", True),
+        ("tiers/connector/multi/connector.py", "tiers.connector.scheduler.jobs", False),
+        ("tiers/connector/worker/worker.py", "tiers.connector.scheduler.jobs", False),
         ("tiers/engine/vllm.py", "tiers.disk.store", False),
         ("tiers/engine/vllm.py", "tiers.gpu.copier", True),
         ("tiers/cli/main.py", "tiers.disk.spec", False),

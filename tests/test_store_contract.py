@@ -9,10 +9,10 @@ from unittest import SkipTest
 
 import pytest
 import redis as redis_client
-from servers import RedisServer
 
 from spec.encryption import KEY_BYTES
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
+from tests.support.servers import RedisServer
 from tiers.block import HEADER_BYTES
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierError
@@ -77,7 +77,7 @@ class TestRedis(StoreContract):
         )
 
     def open_store(self, payload_bytes: int) -> TierStore:
-        return self.make_spec().open(StoreSite(payload_bytes=payload_bytes))
+        return self.make_spec().open(StoreContext(payload_bytes=payload_bytes))
 
     def damage(self, keys: Sequence[bytes]) -> None:
         with redis_client.Redis.from_url(self.url) as client:
@@ -130,7 +130,7 @@ class TestDisk(StoreContract):
         return DiskSpec.model_validate({"type": "disk", "path": self.path, "capacity": capacity})
 
     def open_store(self, payload_bytes: int) -> TierStore:
-        return self.make_spec().open(StoreSite(payload_bytes=payload_bytes))
+        return self.make_spec().open(StoreContext(payload_bytes=payload_bytes))
 
     def damage(self, keys: Sequence[bytes]) -> None:
         for slab in self.path.glob("slab-*"):
@@ -144,7 +144,7 @@ class TestEncryptedDisk(TestDisk):
     test_another_process_sees_what_was_put = None  # what is encrypted here has no spec
 
     def open_store(self, payload_bytes: int) -> TierStore:
-        inner = self.make_spec().open(StoreSite(sealed_bytes(payload_bytes)))
+        inner = self.make_spec().open(StoreContext(sealed_bytes(payload_bytes)))
         return encrypted(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
 
 
@@ -155,7 +155,7 @@ class TestEncryptedRedis(TestRedis):
         return Cipher(b"k" * KEY_BYTES).name(key)
 
     def open_store(self, payload_bytes: int) -> TierStore:
-        inner = self.make_spec().open(StoreSite(sealed_bytes(payload_bytes)))
+        inner = self.make_spec().open(StoreContext(sealed_bytes(payload_bytes)))
         return encrypted(inner, [b"k" * KEY_BYTES], payload_bytes)
 
 
@@ -256,7 +256,7 @@ def test_the_kit_finds_a_broken_store(broken: type[DictStore], test: str) -> Non
 
 
 class DictSpec(StoreSpec):
-    def open(self, site: StoreSite) -> TierStore:
+    def open(self, site: StoreContext) -> TierStore:
         return DictStore(site.payload_bytes)
 
 

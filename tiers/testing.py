@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import SkipTest
 
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
 from tiers.block import MAX_KEY_BYTES, NAMESPACE_BYTES
 from tiers.errors import TierUnusable
 from tiers.store import Block, Clear, LocalIndex, Measured, TierStore, Touch, capability, each
@@ -95,7 +95,7 @@ def _listed(answers: object) -> list[bool]:
 
 def _found(spec: StoreSpec, payload_bytes: int, keys: Sequence[bytes]) -> list[bool]:
     """In another process: which of these keys a store opened there has, and loads."""
-    store = spec.open(StoreSite(payload_bytes))
+    store = spec.open(StoreContext(payload_bytes))
     memory = Memory(keys, payload_bytes)
     has, got = store.has(keys), store.get(memory.blocks)
     store.close()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tiers.cpu.arc import ArcResidency
-from tiers.cpu.gone import Gone
+from tiers.cpu.ghost_list import GhostList
 from tiers.cpu.lru import LruResidency
 from tiers.cpu.residency import SlotResidency
 from tiers.cpu.s3fifo import S3FifoResidency
-from tiers.pool import SlotPool
+from tiers.host.slots import SlotPool
 
 
 def key(number: int) -> bytes:
@@ -78,7 +78,7 @@ def test_s3fifo_takes_back_at_once_what_went_too_early() -> None:
 
 
 def test_gone_keys_are_remembered_to_a_bound() -> None:
-    gone = Gone(10)
+    gone = GhostList(10)
     for number in range(100):
         gone.add(key(number))
     assert 5 <= len(gone) <= 10

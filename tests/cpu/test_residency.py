@@ -9,7 +9,7 @@ import pytest
 
 from tiers.cpu.residency import SlotResidency
 from tiers.cpu.spec import CpuSpec
-from tiers.pool import SlotPool
+from tiers.host.slots import SlotPool
 
 Open = Callable[[SlotPool, int], SlotResidency]
 

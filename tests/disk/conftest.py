@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import disk_audit
 import pytest
+
+from tests.support import disk_audit
 
 
 @pytest.fixture(params=["buffered none", "direct none"])

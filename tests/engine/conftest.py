@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import yaml
-from checkpoints import write_model
-from replay_chains import MODEL, close
-from slow_store import STORES, SlowStore
-from tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, Run
 
 from spec.chain import ChainSpec
-from tiers.connector import patience
+from tests.support.checkpoints import write_model
+from tests.support.replay_chains import MODEL, close
+from tests.support.slow_store import STORES, SlowStore
+from tests.support.tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, Run
+from tiers.connector.policy import wait_budget
 from tiers.engine.plugin import transfer_config
 from tiers.engine.replay import ReplayEngine
 
@@ -30,7 +30,7 @@ from tiers.engine.replay import ReplayEngine
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReplayEngine]]:
     """Make replay engines; what they leave is checked, and they are closed, after the test."""
     # A busy machine must not make misses of hits that a test counts on.
-    monkeypatch.setattr(patience, "LOOKUP_SECONDS", 30.0)
+    monkeypatch.setattr(wait_budget, "LOOKUP_SECONDS", 30.0)
     engines: list[ReplayEngine] = []
 
     def make(chain: ChainSpec | None, **options: Any) -> ReplayEngine:
@@ -67,6 +67,7 @@ def vllm_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.P
     """A process that has vLLM imported and runs jobs (see `vllm_child`)."""
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     env["VLLM_NO_USAGE_STATS"] = "1"
+    env["PYTHONPATH"] = os.pathsep.join([str(CHILD.parents[2]), *filter(None, sys.path)])
     env["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     # What vLLM itself keeps saves it time, and is no user's in particular.
     env.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_vllm import BLOCK_TOKENS
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+from tests.support.tiny_vllm import BLOCK_TOKENS
 
 KEPT = 5
 """Blocks at the head of each prompt that it does load."""

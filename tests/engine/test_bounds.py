@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from replay_chains import MODEL, SLOT, chain_of, cpu
-from slow_store import LONG, STORES, SlowSpec, SlowStore, ask, measured
 
 from spec.chain import ChainSpec
-from tiers.connector.generation import Generation
-from tiers.connector.host import HostSlots
-from tiers.connector.store_manager import StoreManager
+from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu
+from tests.support.slow_store import LONG, STORES, SlowSpec, SlowStore, ask, measured
+from tiers.connector.contract.generation import Generation
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.connector.worker.host_slots import HostSlots
 from tiers.engine.replay import ReplayEngine
 from tiers.errors import TierUnavailable
 from tiers.gpu.copier import CpuCopier

@@ -16,13 +16,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from replay_chains import MODEL, SLOT, close, cpu, damage_disk
 
 from spec.chain import ChainSpec
+from tests.support.replay_chains import MODEL, SLOT, close, cpu, damage_disk
 from tiers.disk.spec import DiskSpec
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.engine.replay.scheduler import ReplayRequest
-from tiers.soak.sabotage import Sabotaged
+from tiers.lab.soak.sabotage import Sabotaged
 
 ROOTS = [[13 * root + token for token in range(30)] for root in range(3)]
 PROMPTS = st.tuples(st.sampled_from(ROOTS), st.integers(1, 30), st.integers(0, 3))

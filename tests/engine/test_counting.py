@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay_chains import MODEL, chain_of, cpu, disk, drive
-from slow_store import SlowSpec, SlowStore, measured
 
 from spec.chain import ChainSpec
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, drive
+from tests.support.slow_store import SlowSpec, SlowStore, measured
 from tiers.engine.replay import ReplayEngine, answer
 
 MakeEngine = Callable[..., ReplayEngine]

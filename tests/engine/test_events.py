@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from replay_chains import MODEL, chain_of, cpu, damage_disk, disk, drive, workload
-
+from tests.support.replay_chains import MODEL, chain_of, cpu, damage_disk, disk, drive, workload
 from tiers.engine.replay import ReplayEngine
 from tiers.engine.replay.scheduler import ReplayRequest
 

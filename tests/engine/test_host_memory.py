@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay_chains import MODEL, chain_of, cpu, disk
-from slow_store import LONG, ask
 
 from spec.load import load_chain
-from tiers import pool, prefault
-from tiers.connector import host
-from tiers.connector import loading as loads
-from tiers.connector.base import EngineInfo
-from tiers.connector.host import HostSlots
-from tiers.connector.pool_size import PoolSize
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk
+from tests.support.slow_store import LONG, ask
+from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.pool_size import PoolSize
+from tiers.connector.worker import host_slots, loads
+from tiers.connector.worker.host_slots import HostSlots
 from tiers.engine.replay import ReplayEngine
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import CpuCopier
-from tiers.pool import SlotMemory
+from tiers.host import memory as slot_memory
+from tiers.host import prefault
+from tiers.host.memory import SlotMemory
 
 MakeEngine = Callable[..., ReplayEngine]
 MIB = 1 << 20
@@ -63,10 +63,10 @@ def test_a_capacity_beyond_the_limit_is_refused_and_the_others_serve(
     made_memory: list[int] = []
 
     def counting(slots: int, payload: int, *args: Any, **more: Any) -> SlotMemory:
-        made_memory.append(slots * pool.slot_stride(payload))
+        made_memory.append(slots * slot_memory.slot_stride(payload))
         return SlotMemory(slots, payload, *args, **more)
 
-    monkeypatch.setattr(host, "SlotMemory", counting)
+    monkeypatch.setattr(host_slots, "SlotMemory", counting)
     chain = chain_of(cpu(20 * MIB // 4096), disk(tmp_path / "disk"))
     made = engine(chain, num_blocks=120, prefix_caching=False, world_size=ranks, root=limited)
     for _ in range(2):
@@ -93,7 +93,7 @@ def test_replicas_on_the_same_host_count(limited: Path) -> None:
         info = EngineInfo({}, 4, 4, num_blocks=8, ranks_here=ranks)
         slots = HostSlots(info, PoolSize(8 * MIB, 0, 0, 1), open_copier, limited)
         slots.open(MODEL.allocate(8))
-        sizes.append((slots.hello().slots, bool(slots.hello().lacks)))
+        sizes.append((slots.handshake().slots, bool(slots.handshake().lacks)))
         slots.close()
     assert sizes == [(8 * MIB // 4096, False), (0, True)]
 
@@ -124,8 +124,8 @@ def test_staging_that_no_memory_is_left_for_is_made_smaller_and_said(
 def pinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """What was registered with a device that isn't there; steps are of 1 MiB."""
     ranges: list[tuple[int, int]] = []
-    monkeypatch.setattr(pool, "register", lambda address, size: ranges.append((address, size)))
-    monkeypatch.setattr(pool, "unregister", lambda address: None)
+    monkeypatch.setattr(slot_memory, "register", lambda *given: ranges.append(given))
+    monkeypatch.setattr(slot_memory, "unregister", lambda address: None)
     monkeypatch.setattr(prefault, "STEP", MIB)
     monkeypatch.setattr(prefault, "PIECE", 300 << 10)
     monkeypatch.setattr(prefault, "SAY_SECONDS", 0.0)
@@ -202,6 +202,6 @@ def test_memory_that_can_not_be_unpinned_keeps_nothing_else_from_its_end(
     def fails(address: int) -> None:
         raise TierUnusable("CUDA error 700")
 
-    monkeypatch.setattr(pool, "unregister", fails)
+    monkeypatch.setattr(slot_memory, "unregister", fails)
     memory.close()
     memory.close()

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay_chains import MODEL, SLOT, chain_of, cpu, disk, redis
-from servers import RedisServer
-from slow_store import LONG, SlowSpec, SlowStore
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
+from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, redis
+from tests.support.servers import RedisServer
+from tests.support.slow_store import LONG, SlowSpec, SlowStore
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.engine.this_host import this_host
 
@@ -107,7 +107,7 @@ def test_a_plugin_says_whether_it_is_local_or_its_store_does(
     spec: type[SlowSpec],
     is_used: bool,
 ) -> None:
-    monkeypatch.setattr("slow_store.STORES", [kind()])
+    monkeypatch.setattr("tests.support.slow_store.STORES", [kind()])
     tier = spec.model_validate({"type": "slow"})
     chain = ChainSpec(version=1, tiers=(tier,), staging=256 * SLOT)
     made = engine(chain, world_size=2, hosts="aab", prefix_caching=False)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay_chains import MODEL, chain_of, close, cpu, disk, drive
 
 from spec.chain import ChainSpec
+from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive
 from tiers.connector import chain as chains
-from tiers.connector import worker as workers
+from tiers.connector.worker import worker as workers
 from tiers.engine.identity.late import LateFacts
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierUnusable

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from replay_chains import MODEL, chain_of, cpu, disk
 
-from tiers.connector.base import EngineInfo
-from tiers.connector.generation import Generation
-from tiers.connector.media import MediaMark, NoMedia, joined
-from tiers.connector.parts import Parts
-from tiers.connector.requests import RequestState, RequestTable, Scheduled
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk
+from tiers.connector.contract.block_groups import BlockGroups
+from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.generation import Generation
+from tiers.connector.contract.media import MediaMark, NoMedia, joined
+from tiers.connector.scheduler.requests import RequestState, RequestTable, Scheduled
 from tiers.engine import content_marks
 from tiers.engine.content_marks import ContentMarks, content_digest
 from tiers.engine.media_identity import media_marks, refuse_unmarked_media
@@ -127,7 +127,7 @@ def test_a_name_of_two_contents_is_not_stored_from_then_on(
 def test_what_runs_under_a_name_of_two_contents_is_offered_to_no_tier() -> None:
     media = process()
     engine = EngineInfo({}, 16, 16, num_blocks=9, media=media)
-    table = RequestTable(engine, Parts(engine), Generation(), True)
+    table = RequestTable(engine, BlockGroups(engine), Generation(), True)
 
     def state(request_id: str, pixels: Any) -> RequestState:
         request = asked(request_id, seen("avatar", pixels))

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from replay_chains import MODEL, SLOT, cpu
-from slow_store import LONG, ask, measured
 
 from spec.chain import ChainSpec
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
+from tests.support.replay_chains import MODEL, SLOT, cpu
+from tests.support.slow_store import LONG, ask, measured
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierNotOpen
@@ -49,7 +49,7 @@ class Store:
 
 
 class PluginSpec(StoreSpec):
-    def open(self, site: StoreSite) -> Any:
+    def open(self, site: StoreContext) -> Any:
         return MAKE[0]()
 
 

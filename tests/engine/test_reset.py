@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from replay_chains import MODEL, chain_of, close, cpu, disk, drive, redis, workload
-from servers import RedisServer
 
-from spec.offloading import StoreSite
-from tiers.connector.base import Copy
+from spec.offloading import StoreContext
+from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, redis, workload
+from tests.support.servers import RedisServer
+from tiers.connector.contract.copier import Copy
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.gpu.copier import CpuCopier
@@ -111,7 +111,7 @@ def test_own_processes(
 
 def blocks_on(folder: Path) -> int:
     """What a disk tier holds, of whomever."""
-    store = DiskStore(folder, 1 << 20, StoreSite(MODEL.payload_bytes))
+    store = DiskStore(folder, 1 << 20, StoreContext(MODEL.payload_bytes))
     try:
         return store.usage().blocks
     finally:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay_chains import MODEL, SLOT
-from slow_store import LONG, SlowSpec, SlowStore, ask, measured
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
-from tiers.connector.intake import AGAIN, WINDOW
+from tests.support.replay_chains import MODEL, SLOT
+from tests.support.slow_store import LONG, SlowSpec, SlowStore, ask, measured
+from tiers.connector.scheduler.intake import AGAIN, WINDOW
 from tiers.engine.replay import ReplayEngine, ReplayModel
 
 MakeEngine = Callable[..., ReplayEngine]
@@ -100,7 +100,7 @@ def test_offering_again_costs_a_step_the_same_however_much_waits(
     for _ in range(2):
         made.step()
     assert sum(asked) <= 2 * 4, "it lags behind, and yet it is offered old blocks"
-    monkeypatch.setattr("tiers.connector.scheduler.RETRIES", 5)
+    monkeypatch.setattr("tiers.connector.scheduler.scheduler.RETRIES", 5)
     store.puts.set()
     while scheduler.slots_pinned:
         asked.clear()

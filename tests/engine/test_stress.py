@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spec.chain import ChainSpec
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
 from tiers.connector.offloading import OffloadingConnector
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
@@ -85,7 +85,7 @@ class FlakySpec(StoreSpec):
     indexed: bool = False
     _stores: dict[int, FlakyStore] = {}  # noqa: RUF012 - both halves of an engine share it
 
-    def open(self, site: StoreSite) -> FlakyStore:
+    def open(self, site: StoreContext) -> FlakyStore:
         made = FlakyIndexedStore if self.indexed else FlakyStore
         return self._stores.setdefault(0, made(seed=7))
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay_chains import MODEL, chain_of, cpu, disk, names
-from servers import RedisServer
 
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, names
+from tests.support.servers import RedisServer
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.engine.replay.scheduler import ReplayRequest
@@ -28,7 +28,7 @@ def ask(engine: ReplayEngine, salt: str, prompt: list[int] = PROMPT) -> ReplayRe
 
 
 def held(path: Path, engine: ReplayEngine, request: ReplayRequest) -> int:
-    store = DiskStore(path, 1 << 20, StoreSite(MODEL.payload_bytes))
+    store = DiskStore(path, 1 << 20, StoreContext(MODEL.payload_bytes))
     try:
         return sum(store.has(names(engine, request.block_hashes)))
     finally:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from replay_chains import MODEL, chain_of, cpu, damage_disk, disk
 
+from tests.support.replay_chains import MODEL, chain_of, cpu, damage_disk, disk
 from tiers.engine.replay import ReplayEngine, answer
 
 PROMPT = list(range(100, 141))

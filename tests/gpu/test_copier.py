@@ -7,7 +7,7 @@ import torch
 
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import CudaCopier, open_copier
-from tiers.pool import SlotMemory, register
+from tiers.host.memory import SlotMemory, register
 
 BLOCKS = 12
 DEVICES = [

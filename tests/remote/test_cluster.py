@@ -10,11 +10,18 @@ from contextlib import ExitStack
 
 import pytest
 from redis.crc import key_slot
-from redis_verbs import PAYLOAD, get, name, put
-from servers import RedisServer, binaries
-from topologies import Sentinel, cluster, cluster_command, joined, move_slot, wait_until
 
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
+from tests.support.redis_verbs import PAYLOAD, get, name, put
+from tests.support.servers import RedisServer, binaries
+from tests.support.topologies import (
+    Sentinel,
+    cluster,
+    cluster_command,
+    joined,
+    move_slot,
+    wait_until,
+)
 from tiers.errors import TierUnavailable
 from tiers.remote.spec import RedisSpec
 from tiers.remote.store import RedisStore
@@ -25,7 +32,7 @@ from tiers.wrappers.guard import guard
 
 def open_store(url: str, timeout: str = "10s", payload_bytes: int = PAYLOAD) -> RedisStore:
     spec = RedisSpec.model_validate({"url": url, "timeout": timeout, "ttl": "10m"})
-    return spec.open(StoreSite(payload_bytes=payload_bytes))
+    return spec.open(StoreContext(payload_bytes=payload_bytes))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from plugin_packages import Install
 
 from spec import registry
 from spec.errors import SpecError
@@ -15,6 +14,7 @@ from spec.load import load_chain
 from spec.offloading import HIT_SOURCES
 from spec.registry import tier_class, tier_types
 from spec.schema import chain_schema
+from tests.support.plugin_packages import Install
 
 GOOD = """
 from typing import Literal

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
-from servers import RedisServer
 
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
+from tests.support.servers import RedisServer
 from tiers.errors import RecordError, TierFull, TierUnavailable, TierUnusable
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, Clear, LocalIndex, Measured, TierStore, Touch, Usage, capability
@@ -381,7 +381,7 @@ def test_failures_of_many_threads_are_all_counted(clock: Clock) -> None:
 @pytest.fixture
 def guarded_redis(server: RedisServer, clock: Clock) -> Iterator[Guarded]:
     spec = RedisSpec.model_validate({"url": server.url, "timeout": "300ms"})
-    guarded = guard(spec.open(StoreSite(payload_bytes=4096)), "redis", clock=clock)
+    guarded = guard(spec.open(StoreContext(payload_bytes=4096)), "redis", clock=clock)
     yield guarded
     guarded.close()
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from spec.offloading import HostSpec
-from tiers.connector.manager import HostManager
+from tiers.connector.scheduler.host_manager import HostManager
 from tiers.errors import TierUnusable
-from tiers.pool import SlotPool, Slots
+from tiers.host.slots import SlotPool, Slots
 from tiers.wrappers.residency import FAILED, GuardedResidency
 
 
@@ -150,11 +150,7 @@ def test_what_goes_wrong_ends_that_tier_alone(wrong: str, caplog: pytest.LogCapt
     assert made.health() is FAILED
     assert made.slots_kept() == 0 and pool.in_use == 1 == pool.references(others.slot)
     assert made.wants([key(77)]) == [False], "nothing more is gathered for it"
-    said = [
-        line
-        for line in caplog.messages
-        if "fifo (package test_guarded_residency) has failed" in line
-    ]
+    said = [line for line in caplog.messages if "fifo (package tests) has failed" in line]
     assert len(said) == 1
 
 

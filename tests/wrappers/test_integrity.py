@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
 from tiers.block import HEADER_BYTES
 from tiers.store import Block, Damages, TierStore, capability
 from tiers.testing import Memory, StoreContract, make_key
@@ -22,7 +22,7 @@ SIZE = 4096
 class Store:
     """A right store, in a dict; a test makes a liar of it."""
 
-    def __init__(self, site: StoreSite) -> None:
+    def __init__(self, site: StoreContext) -> None:
         self.site = site
         self.payloads: dict[bytes, bytes] = {}
         self.dropped: list[bytes] = []
@@ -49,7 +49,7 @@ class Store:
 
 
 class DictSpec(StoreSpec):
-    def open(self, site: StoreSite) -> TierStore:
+    def open(self, site: StoreContext) -> TierStore:
         MADE.append(MAKE[0](site))
         return MADE[-1]
 
@@ -58,7 +58,7 @@ class VerifyingSpec(DictSpec):
     verifies: ClassVar[bool] = True
 
 
-MAKE: list[Callable[[StoreSite], Store]] = []
+MAKE: list[Callable[[StoreContext], Store]] = []
 MADE: list[Store] = []
 
 
@@ -71,7 +71,7 @@ def _fresh() -> Iterator[None]:
 
 def opened(make: type[Store] = Store) -> Guarded:
     MAKE[:] = [make]
-    return open_guarded(DictSpec(type="dict"), StoreSite(SIZE))
+    return open_guarded(DictSpec(type="dict"), StoreContext(SIZE))
 
 
 class Zeroed(Store):
@@ -191,7 +191,7 @@ def test_an_answer_of_another_shape_is_a_miss(
 ) -> None:
     made = type("Odd", (Store,), {verb: lambda self, items: STRANGE[strange](len(items))})
     MAKE[:] = [made]
-    store = open_guarded(spec(type="dict"), StoreSite(SIZE))
+    store = open_guarded(spec(type="dict"), StoreContext(SIZE))
     keys = [make_key(), make_key()]
     asked: dict[str, Any] = {"has": keys}
     assert getattr(store, verb)(asked.get(verb, Memory(keys, SIZE).blocks)) == [False, False]
@@ -201,7 +201,7 @@ def test_an_answer_of_another_shape_is_a_miss(
 def test_a_store_is_told_the_length_of_records_unless_it_verifies() -> None:
     opened()
     MAKE[:] = [Store]
-    open_guarded(VerifyingSpec(type="dict"), StoreSite(SIZE))
+    open_guarded(VerifyingSpec(type="dict"), StoreContext(SIZE))
     plain, verifying = MADE
     assert plain.site.payload_bytes == record_bytes(SIZE) == 2 * 4096
     assert verifying.site.payload_bytes == SIZE
@@ -230,7 +230,7 @@ class TestVerified(StoreContract):
     """The wrapper changes nothing for a store that is right."""
 
     def open_store(self, payload_bytes: int) -> TierStore:
-        return VerifiedStore(Store(StoreSite(record_bytes(payload_bytes))), payload_bytes)
+        return VerifiedStore(Store(StoreContext(record_bytes(payload_bytes))), payload_bytes)
 
 
 def test_it_counts_damage_whatever_the_store_can() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import redis
-from servers import RedisServer, binaries
 
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
+from tests.support.servers import RedisServer, binaries
 from tiers.block import HEADER_BYTES, NAMESPACE_BYTES, parse_header
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
@@ -24,7 +24,7 @@ from tiers.wrappers.guard import Guarded
 from tiers.wrappers.opening import open_guarded
 
 SIZE = 8192
-SITE = StoreSite(SIZE)
+SITE = StoreContext(SIZE)
 SPACE = b"the namespace..."
 KEY = SPACE + b"digest of a prompt that one could guess"
 OTHER = SPACE + b"digest of another prompt, known as well"
@@ -36,7 +36,7 @@ class Attacker:
     """Reads and writes the tier as whoever has its disk or server can; has no encryption key."""
 
     def __init__(self, spec: StoreSpec, read_all: Callable[[], bytes]) -> None:
-        self.store = spec.open(StoreSite(sealed_bytes(SIZE)))
+        self.store = spec.open(StoreContext(sealed_bytes(SIZE)))
         self.read_all = read_all
 
     def names(self) -> list[bytes]:

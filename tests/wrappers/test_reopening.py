@@ -10,21 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
 from tiers.block import NAMESPACE_BYTES
-from tiers.connector.generation import Generation, space_of
-from tiers.connector.store_manager import StoreManager
+from tiers.connector.contract.generation import Generation, space_of
+from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
-from tiers.store import (
-    Clear,
-    Damages,
-    LocalIndex,
-    Measured,
-    TierStore,
-    Touch,
-    capability,
-)
+from tiers.store import Clear, Damages, LocalIndex, Measured, TierStore, Touch, capability
 from tiers.testing import Memory, make_key
 from tiers.wrappers import guard as guarding
 from tiers.wrappers import opening
@@ -33,7 +25,7 @@ from tiers.wrappers.opening import open_guarded
 
 SIZE = 4096 * 4
 SPACE = b"n" * NAMESPACE_BYTES
-SITE = StoreSite(SIZE)
+SITE = StoreContext(SIZE)
 
 
 def until(done: Callable[[], object]) -> None:
@@ -139,7 +131,7 @@ class Store:
 class PluginSpec(StoreSpec):
     """Opens as the test says."""
 
-    def open(self, site: StoreSite) -> TierStore:
+    def open(self, site: StoreContext) -> TierStore:
         return OPEN[0]()
 
 

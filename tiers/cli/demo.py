@@ -11,8 +11,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tiers.demo.plan import Plan
-    from tiers.demo.worker import Asked
+    from tiers.lab.demo.plan import Plan
+    from tiers.lab.demo.worker import Asked
 
 
 def demo(
@@ -36,9 +36,9 @@ def demo(
 
     from rich.console import Console
 
-    from tiers.demo import phases
-    from tiers.demo.plan import make_plan
     from tiers.errors import KVTiersError
+    from tiers.lab.demo import phases
+    from tiers.lab.demo.plan import make_plan
 
     arguments = _engine_arguments(engine_args)
     console = Console(highlight=False)
@@ -73,8 +73,8 @@ def _run(
 ) -> list[Asked]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from tiers.demo import phases
-    from tiers.demo.model import obtain
+    from tiers.lab.demo import phases
+    from tiers.lab.demo.model import obtain
 
     columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as progress:
@@ -90,7 +90,7 @@ def _run(
 def _show(
     console: Console, plan: Plan, asked: list[Asked], json_file: Path | None
 ) -> dict[str, str]:
-    from tiers.demo import report
+    from tiers.lab.demo import report
 
     results = report.summarise(asked)
     if json_file is not None:

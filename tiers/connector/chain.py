@@ -10,25 +10,29 @@ from pathlib import Path
 
 from spec.chain import ChainSpec
 from spec.fields import format_size
-from spec.offloading import HostSpec, OffloadingSpec, StoreSite, StoreSpec
-from tiers.connector.admission import Admission
-from tiers.connector.base import EngineInfo, Hello, Role
-from tiers.connector.generation import Generation
-from tiers.connector.host import HostSlots, OpenCopier
-from tiers.connector.hosts import is_local, refuse_several
-from tiers.connector.manager import HostManager, TierManager
-from tiers.connector.multi import MultiConnector
+from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
+from tiers.connector.contract.block_groups import BlockGroups
+from tiers.connector.contract.copier import OpenCopier
+from tiers.connector.contract.engine import EngineInfo, Role
+from tiers.connector.contract.generation import Generation
+from tiers.connector.contract.messages import WorkerHandshake
+from tiers.connector.contract.pool_size import PoolSize
+from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.offloading import OffloadingConnector
-from tiers.connector.parts import Parts
-from tiers.connector.patience import Patience
-from tiers.connector.pool_size import PoolSize, slots_within
-from tiers.connector.scheduler import OffloadingScheduler, OpenManager
-from tiers.connector.sharing import Sharing
-from tiers.connector.store_manager import StoreManager
-from tiers.connector.tenants import Tenants
-from tiers.connector.worker import OffloadingWorker
+from tiers.connector.policy.load_sharing import LoadSharing
+from tiers.connector.policy.wait_budget import WaitBudget
+from tiers.connector.scheduler.admission import Admission
+from tiers.connector.scheduler.host_manager import HostManager
+from tiers.connector.scheduler.hosts import is_local, refuse_several
+from tiers.connector.scheduler.manager import TierManager
+from tiers.connector.scheduler.scheduler import OffloadingScheduler, OpenManager
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.connector.scheduler.tenant_quotas import Tenants
+from tiers.connector.worker.host_slots import HostSlots
+from tiers.connector.worker.worker import OffloadingWorker
 from tiers.errors import TierUnusable
-from tiers.pool import SlotPool
+from tiers.host.memory import slots_within
+from tiers.host.slots import SlotPool
 from tiers.wrappers.opening import open_guarded
 from tiers.wrappers.residency import open_residency
 
@@ -56,17 +60,19 @@ def open_chain(
         # One for all tiers: each would else gather a block for itself, after a reset.
         keeps = chain.on_reset == "keep"
         generation = Generation(lasts=keeps, is_own=engine.weights_change and not keeps)
-        patience = Patience(now, chain.max_wait)
+        wait_budget = WaitBudget(now, chain.max_wait)
         children = [
             OffloadingConnector(
                 tier.tier_name,
                 scheduler=OffloadingScheduler(
                     tier.tier_name,
                     engine,
-                    _manager_opener(tier, pool, generation, patience.lookup_seconds, engine.host),
+                    _manager_opener(
+                        tier, pool, generation, wait_budget.lookup_seconds, engine.host
+                    ),
                     chain.promote,
                     generation,
-                    patience,
+                    wait_budget,
                     Admission(tier, now, alone=len(chain.tiers) == 1),
                     Tenants(tier.tier_name, chain.tenants),
                     now,
@@ -82,11 +88,11 @@ def open_chain(
             load=chain.load,
             cheapest=chain.cheapest,
             now=now,
-            patience=patience,
-            sharing=Sharing(engine, patience) if engine.caches_prefixes else None,
+            wait_budget=wait_budget,
+            sharing=LoadSharing(engine, wait_budget) if engine.caches_prefixes else None,
             media=engine.media,
             block_tokens=engine.block_tokens,
-            window=Parts(engine).window,
+            window=BlockGroups(engine).window,
             drops_last=engine.drops_last,
             chain=_identity(chain),
         )
@@ -115,9 +121,9 @@ class _ChainPool:
         self._size = size
         self._pool: SlotPool | None = None
 
-    def open(self, payload_bytes: int, hellos: Sequence[Hello]) -> SlotPool:
+    def open(self, payload_bytes: int, handshakes: Sequence[WorkerHandshake]) -> SlotPool:
         if self._pool is None:
-            made = [hello.slots for hello in hellos if hello.slots is not None]
+            made = [handshake.slots for handshake in handshakes if handshake.slots is not None]
             self._pool = SlotPool(min([self._size.slots(payload_bytes), *made]))
         return self._pool
 
@@ -129,32 +135,34 @@ def _manager_opener(
     lookup_deadline: float,
     host: str,
 ) -> OpenManager:
-    def open_manager(hellos: Sequence[Hello], in_step: bool) -> tuple[TierManager, SlotPool]:
+    def open_manager(
+        handshakes: Sequence[WorkerHandshake], in_step: bool
+    ) -> tuple[TierManager, SlotPool]:
         # Ranks whose blocks are larger have fewer slots: what fits those fits all.
-        payload = max(hello.payload_bytes for hello in hellos)
-        pool = chain_pool.open(payload, hellos)
+        payload = max(handshake.payload_bytes for handshake in handshakes)
+        pool = chain_pool.open(payload, handshakes)
         if isinstance(tier, HostSpec):
-            lacks = [hello.lacks for hello in hellos if hello.lacks]
+            lacks = [handshake.lacks for handshake in handshakes if handshake.lacks]
             if lacks:
                 raise TierUnusable(lacks[0])
-            slots = slots_within(tier.capacity, payload, len(hellos))
+            slots = slots_within(tier.capacity, payload, len(handshakes))
             if slots == 0:
                 raise TierUnusable(
-                    f"capacity {format_size(tier.capacity)} over {len(hellos)} rank(s) is less "
+                    f"capacity {format_size(tier.capacity)} over {len(handshakes)} rank(s) is less "
                     f"than one block of {format_size(payload)}"
                 )
             return HostManager(open_residency(tier, pool, slots), pool), pool
         if isinstance(tier, StoreSpec):
             if is_local(tier, None):
-                refuse_several(hellos, host)
-            store = open_guarded(tier, StoreSite(payload, len(hellos)), in_step)
+                refuse_several(handshakes, host)
+            store = open_guarded(tier, StoreContext(payload, len(handshakes)), in_step)
             try:
                 if is_local(tier, store):
-                    refuse_several(hellos, host)
+                    refuse_several(handshakes, host)
             except TierUnusable:
                 store.close()
                 raise
-            spaces = [hello.namespace for hello in hellos]
+            spaces = [handshake.namespace for handshake in handshakes]
             return StoreManager(store, spaces, generation, lookup_deadline=lookup_deadline), pool
         raise TierUnusable(f"type {tier.type!r} is neither a StoreSpec nor a HostSpec")
 

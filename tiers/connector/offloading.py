@@ -7,24 +7,21 @@ from typing import Any
 
 import torch
 
-from tiers.connector.base import (
+from tiers.connector.contract.connector import Connector
+from tiers.connector.contract.engine import Role
+from tiers.connector.contract.messages import (
     BlockEvent,
-    Blocks,
-    ConnectorOutput,
-    Hello,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
-    Request,
-    Role,
-    SchedulerOutput,
     TransferResults,
+    WorkerHandshake,
 )
-from tiers.connector.contract import Connector
-from tiers.connector.load_meter import LoadMeter
-from tiers.connector.scheduler import OffloadingScheduler
-from tiers.connector.shared_load import SharedLoad
-from tiers.connector.stats import TierStats
-from tiers.connector.worker import OffloadingWorker
+from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
+from tiers.connector.contract.stats import TierStats
+from tiers.connector.policy.cheapest.load_cost import LoadCost
+from tiers.connector.policy.shared_load import SharedLoad
+from tiers.connector.scheduler.scheduler import OffloadingScheduler
+from tiers.connector.worker.worker import OffloadingWorker
 
 
 class OffloadingConnector(Connector):
@@ -83,9 +80,9 @@ class OffloadingConnector(Connector):
         return self.scheduler.holds(request, blocks)
 
     @property
-    def load_meter(self) -> LoadMeter:
+    def load_cost(self) -> LoadCost:
         """How long this tier's loads take."""
-        return self.scheduler.load_meter
+        return self.scheduler.load_cost
 
     def note(self, **measures: float) -> None:
         """Count for this tier."""
@@ -99,7 +96,7 @@ class OffloadingConnector(Connector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         """This tier's loads and stores of the step."""
-        self.scheduler.load_meter.stepped()
+        self.scheduler.load_cost.stepped()
         return self.scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
@@ -121,16 +118,18 @@ class OffloadingConnector(Connector):
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         """Open the tier with what its workers said; another connector's words are ignored."""
-        hellos = [hello for hello in metadata.values() if isinstance(hello, Hello)]
-        self.scheduler.welcome({hello.rank: hello for hello in hellos})
+        handshakes = [
+            handshake for handshake in metadata.values() if isinstance(handshake, WorkerHandshake)
+        ]
+        self.scheduler.register_workers({handshake.rank: handshake for handshake in handshakes})
 
     def on_new_request(self, request: Request) -> None:
         """Begin to look it up, where that takes time."""
         self.scheduler.on_new_request(request)
 
-    def withhold(self, request: Request) -> None:
+    def disable_store(self, request: Request) -> None:
         """Store nothing of it."""
-        self.scheduler.withhold(request)
+        self.scheduler.disable_store(request)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -160,9 +159,9 @@ class OffloadingConnector(Connector):
         """Open the tier over the engine's paged KV."""
         self.worker.register_kv_caches(kv_caches)
 
-    def get_handshake_metadata(self) -> Hello | None:
+    def get_handshake_metadata(self) -> WorkerHandshake | None:
         """Who this worker is."""
-        return None if self._worker is None else self._worker.hello()
+        return None if self._worker is None else self._worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Fence blocks that are about to be overwritten; all, where only requests are named."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tiers.cpu.gone import Gone
+from tiers.cpu.ghost_list import GhostList
 from tiers.cpu.residency import SlotResidency
 
 if TYPE_CHECKING:
-    from tiers.pool import Slots
+    from tiers.host.slots import Slots
 
 ONCE, AGAIN = 1, 2
 
@@ -25,7 +25,7 @@ class ArcResidency(SlotResidency):
 
     def __init__(self, pool: Slots, max_slots: int) -> None:
         super().__init__(pool, max_slots, queues=2)
-        self._gone = {ONCE: Gone(max_slots), AGAIN: Gone(max_slots)}
+        self._gone = {ONCE: GhostList(max_slots), AGAIN: GhostList(max_slots)}
         self._share = 0.0
         """Slots that blocks used once may have before they are the next to go."""
 

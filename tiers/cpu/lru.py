@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tiers.cpu.residency import SlotResidency
 
 if TYPE_CHECKING:
-    from tiers.pool import Slots
+    from tiers.host.slots import Slots
 
 ALL = 1
 

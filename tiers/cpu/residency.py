@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tiers.cpu.queues import NOWHERE, SlotQueues
 
 if TYPE_CHECKING:
-    from tiers.pool import Slots
+    from tiers.host.slots import Slots
 
 
 class SlotResidency(ABC):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tiers.cpu.gone import Gone
+from tiers.cpu.ghost_list import GhostList
 from tiers.cpu.residency import SlotResidency
 
 if TYPE_CHECKING:
-    from tiers.pool import Slots
+    from tiers.host.slots import Slots
 
 SMALL, MAIN = 1, 2
 SMALL_SHARE = 0.5
@@ -30,7 +30,7 @@ class S3FifoResidency(SlotResidency):
     def __init__(self, pool: Slots, max_slots: int) -> None:
         super().__init__(pool, max_slots, queues=2)
         self._uses = bytearray(pool.num_slots)
-        self._gone = Gone(max_slots)
+        self._gone = GhostList(max_slots)
         self._small_slots = max(1, int(max_slots * SMALL_SHARE))
 
     def _used(self, slots: Sequence[int]) -> None:

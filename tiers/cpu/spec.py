@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tiers.cpu.residency import SlotResidency
-    from tiers.pool import Slots
+    from tiers.host.slots import Slots
 
 
 class CpuSpec(HostSpec):

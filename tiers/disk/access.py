@@ -20,7 +20,7 @@ from tiers.disk.failures import NO_SPACE
 from tiers.disk.slab import PAGE
 from tiers.disk.spec import Durability, Io
 from tiers.errors import TierUnusable
-from tiers.memory import spare_memory
+from tiers.host.spare_memory import spare_memory
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tiers.block import HEADER_BYTES
 from tiers.errors import RecordError
-from tiers.scratch import Scratch
+from tiers.host.scratch import Scratch
 
 PAGE = 4096
 """Slots and their payloads start at multiples of this: what direct I/O asks of offsets, lengths

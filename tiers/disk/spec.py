@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from spec.fields import ByteSize
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
 
 if TYPE_CHECKING:
     from tiers.disk.store import DiskStore
@@ -69,7 +69,7 @@ class DiskSpec(StoreSpec):
         """Always: each host has a folder, and an index, of its own."""
         return True
 
-    def open(self, site: StoreSite) -> DiskStore:
+    def open(self, site: StoreContext) -> DiskStore:
         """Open the store; the two sides of one engine may do so in one process.
 
         Raises TierUnusable when the folder can't be used as it is, or holds less than one block

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from spec.fields import format_size
-from spec.offloading import StoreSite
+from spec.offloading import StoreContext
 from tiers.block import expect, pack_header, parse_header, verify
+from tiers.concurrency.counter import LockedCounter
 from tiers.disk.access import Access
 from tiers.disk.rows import Entry, Slot, label, label_start
 from tiers.disk.slab import slot_bytes
@@ -18,7 +19,6 @@ from tiers.disk.vault import THREADS, Vault, require_own
 from tiers.disk.vaults import vaults
 from tiers.errors import RecordError, TierError, TierFull, TierUnusable
 from tiers.store import Block, Usage
-from tiers.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class DiskStore:
     """
 
     def __init__(
-        self, path: Path, capacity: int, site: StoreSite, access: Access = DEFAULT_ACCESS
+        self, path: Path, capacity: int, site: StoreContext, access: Access = DEFAULT_ACCESS
     ) -> None:
         """Open the folder. Raises TierUnusable."""
         size = slot_bytes(site.payload_bytes)
@@ -62,7 +62,7 @@ class DiskStore:
             )
         self._vault = vaults.acquire(path, capacity, access)
         self._closed = False
-        self._damaged = Tally()
+        self._damaged = LockedCounter()
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Say which blocks are live: microseconds, from the index's mapped memory."""

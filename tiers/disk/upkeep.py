@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from tiers.concurrency.executors import widen_affinity
 from tiers.errors import TierError
-from tiers.threads import spread
 
 EVERY_S = 1.0
 """Seconds between two rounds: how late a use reaches the index, or a dead reader is noticed."""
@@ -64,7 +64,7 @@ class Upkeep:
                 self._stepping.release()
 
     def _run(self) -> None:
-        spread()
+        widen_affinity()
         while not self._stopped.is_set():
             try:
                 while self._round():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 
+from tiers.concurrency.executors import io_executor
 from tiers.disk import room, seal
 from tiers.disk.access import Access
 from tiers.disk.edit import FIRST, Edit
@@ -22,7 +23,6 @@ from tiers.disk.rows import Entry, Slot
 from tiers.disk.slab import Slabs, sync_folder
 from tiers.disk.upkeep import Upkeep
 from tiers.errors import TierError, TierUnavailable, TierUnusable
-from tiers.threads import threads
 
 THREADS = 4
 """Reads and writes under way at once; 4 to 8 were fastest cold, and warm no slower than one."""
@@ -59,7 +59,7 @@ class Vault:
         self.index = index
         self.slabs = slabs
         self.pid = os.getpid()
-        self.threads = threads(THREADS, "disk")
+        self.threads = io_executor(THREADS, "disk")
         self.presence = Presence(index, self.threads.submit)
         self.upkeep = Upkeep(
             self.path,

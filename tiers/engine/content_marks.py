@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from tiers.connector.media import MARK_BYTES, MediaMark
-from tiers.threads import threads
+from tiers.concurrency.executors import io_executor
+from tiers.connector.contract.media import MARK_BYTES, MediaMark
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class ContentMarks:
         self._names: dict[str, set[str]] = {}
         self._digesting: dict[str, Future[list[bytes | None]]] = {}
         self._items: dict[int, tuple[weakref.ref[Any], bytes | None]] = {}
-        self._thread = threads(1, "digest")
+        self._thread = io_executor(1, "digest")
         self._said: set[str] = set()
 
     def expect(self, request: Any) -> None:

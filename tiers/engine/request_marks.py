@@ -9,9 +9,9 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+from tiers.concurrency.executors import io_executor
 from tiers.engine.identity.digests import Digests, FileChanged
 from tiers.engine.identity.weights import WEIGHTS
-from tiers.threads import threads
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class AdapterMarks:
     def __init__(self) -> None:
         self._marks: dict[str, tuple[_Stamps, Future[bytes]]] = {}
         self._changed: set[str] = set()
-        self._reader = threads(1, "adapters")
+        self._reader = io_executor(1, "adapters")
 
     def __call__(self, request: Any) -> bytes:
         """16 bytes; none for a request without an adapter."""

@@ -33,10 +33,11 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
-from tiers.connector.base import BlockEvent, EngineInfo, Role
 from tiers.connector.chain import open_chain
-from tiers.connector.multi import MultiConnector
-from tiers.connector.multi_metadata import (
+from tiers.connector.contract.engine import EngineInfo, Role
+from tiers.connector.contract.messages import BlockEvent
+from tiers.connector.multi.connector import MultiConnector
+from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
@@ -52,12 +53,7 @@ from tiers.engine.vllm_children import (
     refuse_groups,
     required_layout,
 )
-from tiers.engine.vllm_groups import (
-    REPORTS_FAILED_REQUESTS,
-    drops_last,
-    hash_tokens,
-    kv_groups,
-)
+from tiers.engine.vllm_groups import REPORTS_FAILED_REQUESTS, drops_last, hash_tokens, kv_groups
 from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
 from tiers.engine.vllm_worker import WorkerMembers
@@ -223,9 +219,9 @@ class KVTiersConnector(WorkerMembers):
     def on_new_request(self, request: Request) -> None:
         self._chain.on_new_request(request)
 
-    def withhold(self, request: Request) -> None:
+    def disable_store(self, request: Request) -> None:
         """No member of vLLM's: an outer connector of ours calls it (see `Connector.withhold`)."""
-        self._chain.withhold(request)
+        self._chain.disable_store(request)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int

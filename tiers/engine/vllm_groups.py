@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
 
-from tiers.connector.base import KVGroup
+from tiers.connector.contract.engine import KVGroup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

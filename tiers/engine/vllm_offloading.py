@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm import __version__ as vllm_version
 
+from tiers.concurrency.executors import io_executor
 from tiers.engine.versions import check_version
-from tiers.threads import threads
 
 check_version(vllm_version)  # before what another version may not have
 
@@ -41,23 +41,24 @@ from vllm.v1.kv_offload.base import (
 from spec.chain import ChainSpec
 from spec.fields import format_size
 from spec.load import load_chain
-from spec.offloading import HostSpec, StoreSite, StoreSpec
+from spec.offloading import HostSpec, StoreContext, StoreSpec
 from spec.registry import tier_class
 from tiers.block import namespace
-from tiers.connector.base import Copier, Copy, Hello, LateFacts
-from tiers.connector.host import MOMENT
-from tiers.connector.hosted import Answer, HostedTier
-from tiers.connector.hosted_join import LateStore
-from tiers.connector.pool_size import STAGING, PoolSize
-from tiers.connector.region import SlotRegion, attach_region, create_region, stamp
+from tiers.connector.contract.copier import Copier, Copy
+from tiers.connector.contract.engine import MOMENT, LateFacts
+from tiers.connector.contract.messages import WorkerHandshake
+from tiers.connector.contract.pool_size import STAGING, PoolSize
+from tiers.connector.hosted.joining import LateStore
+from tiers.connector.hosted.shared_slots import SlotRegion, attach_region, create_region, stamp
+from tiers.connector.hosted.tier import Answer, HostedTier
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.media_identity import refuse_unmarked_media
 from tiers.engine.vllm_groups import refuse_model
 from tiers.engine.vllm_identity import late_facts
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import open_copier
-from tiers.memory import spare_memory
-from tiers.pool import slot_stride
+from tiers.host.memory import slot_stride
+from tiers.host.spare_memory import spare_memory
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.opening import open_guarded
 from tiers.wrappers.residency import open_residency
@@ -106,7 +107,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         """The scheduler's side. Raises TierUnusable where it can't share the workers' memory."""
         ranks = range(self.config.parallel.world_size)
         regions = [attach_region(self.config.engine_id, rank) for rank in ranks]
-        payload = max(region.hello.payload_bytes for region in regions)
+        payload = max(region.handshake.payload_bytes for region in regions)
         store, late = None, None
         if self._store is not None and all(region.namespace for region in regions):
             store = self._open_store(payload)
@@ -122,7 +123,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             return None
         name = self._store.tier_name
         try:
-            site = StoreSite(payload_bytes, self.config.parallel.world_size)
+            site = StoreContext(payload_bytes, self.config.parallel.world_size)
             return open_guarded(self._store, site)
         except TierUnusable as error:
             logger.error("tier %r is unusable; host memory serves alone: %s", name, error)
@@ -151,8 +152,8 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
                 f"than the machine or the control group has left, {format_size(spare)}; lower "
                 "capacity, or staging where the chain has no cpu tier"
             )
-        hello = Hello(parallel.rank, b"", payload)
-        region = create_region(self.config.engine_id, hello, slots, copiers[0].pin)
+        handshake = WorkerHandshake(parallel.rank, b"", payload)
+        region = create_region(self.config.engine_id, handshake, slots, copiers[0].pin)
         facts = self._facts(copiers)
         if self._store is not None:
             self._name(region, facts, late_facts(get_current_vllm_config(), self._chain.salt))
@@ -171,7 +172,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         world_size = self.config.parallel.world_size
 
         def name(more: Mapping[str, str]) -> None:
-            region.name(namespace({**facts, **more}, region.hello.rank, world_size))
+            region.name(namespace({**facts, **more}, region.handshake.rank, world_size))
 
         def wait_and_name() -> None:
             while (more := late.known(seconds=60.0)) is None:
@@ -182,7 +183,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         if at_once is not None:
             name(at_once)
             return
-        if region.hello.rank == 0:
+        if region.handshake.rank == 0:
             logger.info(
                 "the model's weights are being identified, beside the engine's work. Until that is "
                 "done, nothing is stored in, or loaded from, tier %r",
@@ -336,8 +337,8 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
         self._region = region
         self._copiers = copiers
         self._jobs: dict[int, _Job] = {}
-        self._loader = threads(COPIERS, "load")
-        self._gatherer = threads(1, "gather-end")
+        self._loader = io_executor(COPIERS, "load")
+        self._gatherer = io_executor(1, "gather-end")
         # Two loads from one slot may end at once: each would count its end from the same number.
         self._marking = threading.Lock()
 

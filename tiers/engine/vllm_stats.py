@@ -13,7 +13,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from tiers.connector.stats import COUNTERS, GAUGES, HISTOGRAMS, MEASURES, Measures, TierStats, merge
+from tiers.connector.contract.stats import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    MEASURES,
+    Measures,
+    TierStats,
+    merge,
+)
 from tiers.engine.vllm_children import child_configs, made_by
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from tiers.connector.multi import MultiConnector
-from tiers.connector.multi_metadata import MultiHandshakeMetadata, MultiWorkerMetadata
+from tiers.connector.multi.connector import MultiConnector
+from tiers.connector.multi.metadata import MultiHandshakeMetadata, MultiWorkerMetadata
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 import torch
 
+from tiers.concurrency.executors import io_executor
 from tiers.gpu.pages import block_pages, layout_digest
-from tiers.threads import threads
 
 
 class _Done:
@@ -36,7 +36,7 @@ class CpuCopier:
         self._num_blocks = num_blocks
         self.layout = layout_digest(kv_caches, num_blocks)
         self.payload_bytes = sum(page.shape[1] for page in self._pages)
-        self._thread = threads(1, "gather")
+        self._thread = io_executor(1, "gather")
 
     def fence(self) -> object:
         """Nothing to mark: the engine's work on the CPU is done when it calls us."""

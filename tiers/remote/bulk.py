@@ -8,14 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tiers.block import HEADER_BYTES, Buffer, Checksum
-from tiers.remote.resp import (
-    ServerError,
-    command,
-    opening,
-    opening_of,
-    read_length,
-    read_status,
-)
+from tiers.remote.resp import ServerError, command, opening, opening_of, read_length, read_status
 from tiers.remote.stream import AHEAD_BYTES, PIECE_BYTES, Stream, StreamError
 from tiers.remote.window import LEAST_BYTES, Window
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
 from spec.fields import Duration
-from spec.offloading import StoreSite, StoreSpec
+from spec.offloading import StoreContext, StoreSpec
 from spec.secret import Secret, SecretField
 from tiers.remote.tls import TlsSpec
 from tiers.remote.url import RedisUrl, RedisUrlField
@@ -81,7 +81,7 @@ class RedisSpec(StoreSpec):
         """Where the URL means another server on every host."""
         return self.url.is_local
 
-    def open(self, site: StoreSite) -> RedisStore:
+    def open(self, site: StoreContext) -> RedisStore:
         """Open the store. Never connects: the server may come up later.
 
         Raises TierUnusable when a block is larger than a Redis value can be, or when the password

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tiers.block import HEADER_BYTES, expect, pack_header, verify
 from tiers.codec import CODECS, Encoder, decode
+from tiers.concurrency.counter import LockedCounter
 from tiers.errors import RecordError, TierUnavailable, TierUnusable
 from tiers.remote.bulk import Record, Wanted
 from tiers.remote.pools import Way
@@ -16,7 +17,6 @@ from tiers.remote.stream import Deadline
 from tiers.remote.tls import TlsSpec, context_of
 from tiers.remote.wire import Wire
 from tiers.store import Block
-from tiers.tally import Tally
 
 if TYPE_CHECKING:
     from tiers.remote.spec import RedisSpec
@@ -45,7 +45,7 @@ class RedisStore:
             )
         self._payload_bytes = payload_bytes
         self._encoder = Encoder(spec.codec, spec.tier_name)
-        self._damaged = Tally()
+        self._damaged = LockedCounter()
         self._prefix = spec.key_prefix.encode() + b":"
         self._wire = Wire(_way(spec), spec.timeout, spec.ttl)
 

@@ -8,13 +8,7 @@ from ipaddress import ip_address
 from typing import Annotated, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from pydantic import (
-    PlainSerializer,
-    PlainValidator,
-    SecretStr,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import PlainSerializer, PlainValidator, SecretStr, ValidationError, WithJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from spec.fields import mask_secrets

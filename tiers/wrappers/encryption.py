@@ -20,7 +20,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tiers.block import NAMESPACE_BYTES
-from tiers.pool import slot_stride
+from tiers.concurrency.counter import LockedCounter
+from tiers.host.memory import slot_stride
 from tiers.store import (
     Block,
     Capability,
@@ -32,7 +33,6 @@ from tiers.store import (
     capability,
     each,
 )
-from tiers.tally import Tally
 from tiers.wrappers.staged import StagedStore
 
 NONCE_BYTES = 12
@@ -102,7 +102,7 @@ class EncryptedStore(StagedStore):
     def __init__(self, store: TierStore, ciphers: Sequence[Cipher], payload_bytes: int) -> None:
         super().__init__(store, sealed_bytes(payload_bytes))
         self._ciphers = ciphers
-        self._damaged = Tally()
+        self._damaged = LockedCounter()
 
     def capability(self, kind: type[Capability]) -> Capability | None:
         """As the store, and that of counting damage."""

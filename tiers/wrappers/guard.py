@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 from tiers.breaker import Breaker, Call
+from tiers.concurrency.counter import LockedCounter
 from tiers.errors import KVTiersError, RecordError, TierError, TierFull
 from tiers.store import (
     Block,
@@ -29,7 +30,6 @@ from tiers.store import (
     capability,
     each,
 )
-from tiers.tally import Tally
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class Guarded(StoreWrapper):
     ) -> None:
         super().__init__(store)
         self.tier_name = tier_name
-        self.failures = Tally()
+        self.failures = LockedCounter()
         """Calls that failed, by the error's name."""
         self._is_prompt = is_prompt
         self._reads, self._writes = make(), make()

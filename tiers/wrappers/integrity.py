@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import cast
 
 from tiers.block import HEADER_BYTES, Header, expect, pack_header, verify
+from tiers.concurrency.counter import LockedCounter
 from tiers.errors import RecordError
-from tiers.pool import slot_stride
+from tiers.host.memory import slot_stride
 from tiers.store import Block, Capability, Damages, TierStore, capability, each
-from tiers.tally import Tally
 from tiers.wrappers.staged import StagedStore
 
 _NO_HEADER = bytes(HEADER_BYTES)
@@ -32,7 +32,7 @@ class VerifiedStore(StagedStore):
 
     def __init__(self, store: TierStore, payload_bytes: int) -> None:
         super().__init__(store, record_bytes(payload_bytes))
-        self._damaged = Tally()
+        self._damaged = LockedCounter()
 
     def _pack(self, block: Block, form: memoryview) -> Block:
         size = len(block.payload)

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from spec.encryption import EncryptionSpec, others_can_read, read_keys
-from spec.offloading import OffloadingSpec, StoreSite, StoreSpec
+from spec.offloading import OffloadingSpec, StoreContext, StoreSpec
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
 from tiers.store import TierStore
 from tiers.wrappers.guard import Guarded, guard
@@ -25,7 +25,7 @@ STEP_SECONDS = 1.0
 _VERBS = ("has", "put", "get", "drop", "close")
 
 
-def open_guarded(spec: StoreSpec, site: StoreSite, in_step: bool = False) -> Guarded:
+def open_guarded(spec: StoreSpec, site: StoreContext, in_step: bool = False) -> Guarded:
     """Open a tier's store; the caller owns it. Raises TierUnusable.
 
     One that can't be opened for now is opened by the verbs, when its breaker lets them try; one
@@ -53,7 +53,7 @@ def label(spec: OffloadingSpec) -> str:
     return spec.tier_name if package == "tiers" else f"{spec.tier_name} (package {package})"
 
 
-def _open(spec: StoreSpec, site: StoreSite) -> TierStore:
+def _open(spec: StoreSpec, site: StoreContext) -> TierStore:
     if spec.encryption is not None:
         return _encrypt(spec, spec.encryption, site)
     if spec.verifies:
@@ -70,7 +70,7 @@ def _whole(store: TierStore) -> TierStore:
     return store
 
 
-def _encrypt(spec: StoreSpec, encryption: EncryptionSpec, site: StoreSite) -> TierStore:
+def _encrypt(spec: StoreSpec, encryption: EncryptionSpec, site: StoreContext) -> TierStore:
     try:
         from tiers.wrappers.encryption import encrypted, sealed_bytes
     except ModuleNotFoundError as error:

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from tiers.concurrency.executors import widen_affinity
 from tiers.errors import TierNotOpen, TierUnusable
 from tiers.store import Block, StoreWrapper, TierStore
-from tiers.threads import spread
 
 JOIN_SECONDS = 1.0
 """How long a verb waits for a store to be opened."""
@@ -29,7 +29,7 @@ class Opening:
         threading.Thread(target=self._run, name="kvtiers-open", daemon=True).start()
 
     def _run(self) -> None:
-        spread()
+        widen_affinity()
         try:
             store = self._open()
         except BaseException as error:  # noqa: BLE001 - `result` raises it where it is asked for

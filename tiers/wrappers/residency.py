@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from spec.offloading import HostSpec
 from tiers.errors import TierError, TierUnusable
-from tiers.pool import Residency, SlotPool
+from tiers.host.slots import Residency, SlotPool
 from tiers.wrappers.guard import HEALTHY, Health
 from tiers.wrappers.opening import label
 

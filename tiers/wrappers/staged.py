@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 from tiers.errors import TierError
-from tiers.scratch import Scratch
+from tiers.host.scratch import Scratch
 from tiers.store import Block, StoreWrapper, TierStore, each
 
 SCRATCH_BYTES = 32 << 20

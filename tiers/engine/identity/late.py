@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from tiers.threads import spread
+from tiers.concurrency.executors import widen_affinity
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class LateFacts:
         return early
 
     def _find(self) -> None:
-        spread()
+        widen_affinity()
         try:
             self._found = dict(self._slowly())
         finally:

@@ -6,7 +6,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from tiers.connector.parts import NULL_BLOCK
+from tiers.connector.contract.protocols import NULL_BLOCK
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int], salt: str) -> bytes:

@@ -12,20 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from spec.chain import ChainSpec
-from tiers.connector.base import BlockEvent, EngineInfo, KVGroup, LateFacts, Role
 from tiers.connector.chain import open_chain
-from tiers.connector.host import OpenCopier
-from tiers.connector.multi import MultiConnector
+from tiers.connector.contract.copier import OpenCopier
+from tiers.connector.contract.engine import EngineInfo, KVGroup, LateFacts, Role
+from tiers.connector.contract.messages import BlockEvent
+from tiers.connector.contract.stats import TierStats
+from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.offloading import OffloadingConnector
-from tiers.connector.stats import TierStats
 from tiers.engine.replay.blocks import BlockPool, has_null
 from tiers.engine.replay.model import VOCABULARY, ReplayModel
-from tiers.engine.replay.scheduler import (
-    ReplayRequest,
-    ReplayScheduler,
-    StepOutput,
-    describe,
-)
+from tiers.engine.replay.scheduler import ReplayRequest, ReplayScheduler, StepOutput, describe
 from tiers.engine.replay.worker import LocalWorker, ProcessWorker, Worker
 from tiers.gpu.copier import open_copier
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiers.connector.contract import Connector
+from tiers.connector.contract.connector import Connector
 from tiers.engine.replay.blocks import BlockPool, BlockTables, Tables, chain_hash
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tiers.connector.contract import Connector
+from tiers.connector.contract.connector import Connector
 from tiers.engine.replay.model import ReplayModel, kv_of, states
 from tiers.engine.replay.scheduler import Step, StepOutput, Work
 

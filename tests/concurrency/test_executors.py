@@ -1,0 +1,50 @@
+"""Threads that may leave the engine's compute cores to it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+
+import pytest
+
+from tiers.concurrency.executors import io_executor
+
+ALLOWED = os.sched_getaffinity(0)
+
+
+def _worker(answer: Connection, env: dict[str, str]) -> None:
+    """What an engine's worker does: its first thread is bound to the cores that compute."""
+    for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"):
+        os.environ.pop(name, None)
+    os.environ.update(env)
+    os.sched_setaffinity(0, {min(ALLOWED)})
+    with io_executor(1, "test") as pool:
+        answer.send(pool.submit(os.sched_getaffinity, 0).result())
+
+
+def cores_of_a_workers_thread(**env: str) -> set[int]:
+    ours, theirs = multiprocessing.Pipe()
+    worker = multiprocessing.get_context("spawn").Process(target=_worker, args=(theirs, env))
+    worker.start()
+    cores: set[int] = ours.recv()
+    worker.join()
+    return cores
+
+
+@pytest.mark.skipif(len(ALLOWED) < 2, reason="with one core there is no other")
+def test_a_workers_threads_are_not_bound_to_the_cores_that_compute() -> None:
+    assert {min(ALLOWED)} < cores_of_a_workers_thread(OMP_PROC_BIND="true") <= ALLOWED
+
+
+@pytest.mark.parametrize("env", [{}, {"OMP_PROC_BIND": "false"}])
+def test_what_an_operator_binds_a_worker_to_holds_for_its_threads(env: dict[str, str]) -> None:
+    assert cores_of_a_workers_thread(**env) == {min(ALLOWED)}
+
+
+def test_what_an_operator_binds_a_whole_engine_to_holds_for_its_threads() -> None:
+    os.sched_setaffinity(0, {min(ALLOWED)})
+    try:
+        assert cores_of_a_workers_thread(OMP_PROC_BIND="true") == {min(ALLOWED)}
+    finally:
+        os.sched_setaffinity(0, ALLOWED)

@@ -1,0 +1,94 @@
+"""Blocks of several KV cache groups: their keys, what is kept of them, and what is of use."""
+
+from __future__ import annotations
+
+from tiers.connector.contract.block_groups import BlockGroups
+from tiers.connector.contract.coverage import COMPLETE, MISSING, NO_WINDOW, usable
+from tiers.connector.contract.engine import EngineInfo, KVGroup
+from tiers.connector.policy.choice import stitched
+
+
+def parts_of(*groups: KVGroup, block_tokens: int = 16, hash_tokens: int = 16) -> BlockGroups:
+    return BlockGroups(EngineInfo({}, block_tokens, hash_tokens, num_blocks=99, groups=groups))
+
+
+HYBRID = parts_of(KVGroup(16), KVGroup(16, window=40), KVGroup(16, window=20))
+HASHES = [bytes([i]) * 32 for i in range(8)]
+
+
+def test_an_ordinary_block_has_one_part() -> None:
+    plain = parts_of()
+    (key,) = plain.keys(HASHES, range(3, 4), b"")
+    assert plain.hash_of(key) == (HASHES[3], 0)
+    assert (len(plain), plain.window) == (1, 0)
+
+
+def test_parts_of_a_block_never_share_a_key() -> None:
+    keys = HYBRID.keys(HASHES, range(8), b"")
+    assert len(set(keys)) == 8 * 3
+    assert HYBRID.hash_of(keys[5]) == (HASHES[1], 2)
+    assert not set(keys) & set(HYBRID.keys(HASHES, range(8), b"an adapter's mark"))
+
+
+def test_groups_with_blocks_of_their_own_size() -> None:
+    """A block is as long as the longest; the others' are named by the hash at their own end."""
+    mixed = parts_of(KVGroup(32), KVGroup(16, window=20), block_tokens=32, hash_tokens=16)
+    assert [mixed.hash_of(key) for key in mixed.keys(HASHES, range(1, 2), b"")] == [
+        (HASHES[3], 0),
+        (HASHES[2], 1),
+        (HASHES[3], 1),
+    ]
+    tables = [[7, 8], [0, 0, 5, 6]]
+    assert mixed.paged(tables, 1) == [8, 5, 6]
+    assert mixed.blocks_in(tables) == 2
+    assert mixed.blocks_in([[7, 8], [1, 2, 3]]) == 1
+    assert list(mixed.written(tables, 48)) == [8, 6]
+
+
+def test_a_window_needs_blocks_up_to_its_reach() -> None:
+    """The token after the prefix sees itself and 39 before it: two blocks and a part of a third."""
+    assert HYBRID.window == 3
+    assert parts_of(KVGroup(16, window=33)).window == 2
+
+
+def test_windowed_parts_are_given_away_behind_the_window() -> None:
+    """After 64 tokens a window of 40 begins at token 25, one of 20 at token 45."""
+    assert HYBRID.kept(0, 64) == [True, False, False]
+    assert HYBRID.kept(1, 64) == [True, True, False]
+    assert HYBRID.kept(2, 64) == [True, True, True]
+
+
+def test_a_block_without_its_windowed_parts_is_a_body() -> None:
+    held = [True, True, True, True, False, True, False, True, True]
+    assert HYBRID.held(held) == [COMPLETE, NO_WINDOW, MISSING]
+    windows_only = parts_of(KVGroup(16, window=40))
+    assert windows_only.held([True, False]) == [COMPLETE, NO_WINDOW], "nothing else is needed of it"
+
+
+def test_a_prefix_ends_where_its_last_blocks_are_whole() -> None:
+    assert usable([COMPLETE] * 4, 2) == 4
+    assert usable([NO_WINDOW, NO_WINDOW, COMPLETE, COMPLETE, NO_WINDOW], 2) == 4
+    assert usable([NO_WINDOW] * 4, 2) == 0
+    assert usable([COMPLETE, NO_WINDOW, COMPLETE], 2) == 1, "a short prefix is all window"
+    assert usable([COMPLETE, MISSING, COMPLETE, COMPLETE], 2) == 1
+    assert usable([NO_WINDOW, NO_WINDOW, MISSING], 0) == 2
+
+
+def test_a_stitched_prefix_takes_bodies_and_whole_blocks_from_different_tiers() -> None:
+    tiers = {
+        0: [NO_WINDOW, NO_WINDOW, NO_WINDOW, NO_WINDOW, NO_WINDOW, COMPLETE],
+        1: [COMPLETE, MISSING, MISSING, COMPLETE, COMPLETE, MISSING],
+    }
+    found = stitched(
+        {
+            i: lambda blocks, held=held: held[blocks.start : blocks.stop]
+            for i, held in tiers.items()
+        },
+        range(6),
+        window=2,
+    )
+    assert found.stop == 6
+    assert found.shares == {0: [range(4), range(5, 6)], 1: [range(4, 5)]}
+
+    shorter = stitched({0: lambda blocks: tiers[0]}, range(6), window=2)
+    assert (shorter.stop, shorter.shares) == (0, {})

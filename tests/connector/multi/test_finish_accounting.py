@@ -1,0 +1,61 @@
+"""Loads and saves by several children: told once, and exactly when the last has ended."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.connector.multi.test_connector import Child
+from tiers.connector.contract.engine import Role
+from tiers.connector.multi.connector import MultiConnector
+from tiers.connector.multi.metadata import MultiConnectorMetadata
+
+CHILDREN = 4
+REQUESTS = "abcdef"
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(REQUESTS),
+        st.tuples(
+            st.sets(st.integers(0, CHILDREN - 1)), st.sets(st.integers(0, CHILDREN - 1))
+        ).filter(any),
+        min_size=1,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_each_request_ends_once_whatever_the_order(
+    under_way: dict[str, tuple[set[int], set[int]]], order: object
+) -> None:
+    """`under_way`: the children that save, and that load, each request."""
+    children = [Child(str(number), []) for number in range(CHILDREN)]
+    worker = MultiConnector(Role.WORKER, children)
+    extra = [
+        {name: len(both[what]) - 1 for name, both in under_way.items() if len(both[what]) > 1}
+        for what in (0, 1)
+    ]
+    worker.bind_connector_metadata(
+        MultiConnectorMetadata(tuple(None for _ in children), extra[0], extra[1])
+    )
+    ends = [
+        (child, what, name)
+        for name, both in under_way.items()
+        for what in (0, 1)
+        for child in both[what]
+    ]
+    order.shuffle(ends)  # type: ignore[attr-defined]
+    told: tuple[list[str], list[str]] = ([], [])
+    while ends:
+        step = [ends.pop() for _ in range(min(len(ends), order.randint(1, 5)))]  # type: ignore[attr-defined]
+        for number, child in enumerate(children):
+            child.finished = tuple(  # type: ignore[assignment]
+                {name for c, what, name in step if (c, what) == (number, kind)} or None
+                for kind in (0, 1)
+            )
+        for kind, names in enumerate(worker.get_finished(set())):
+            for name in names or ():
+                told[kind].append(name)
+                assert not [e for e in ends if e[1:] == (kind, name)], "another child is at it"
+    for kind in (0, 1):
+        expected = sorted(name for name, both in under_way.items() if both[kind])
+        assert sorted(told[kind]) == expected

@@ -1,0 +1,74 @@
+"""Connectors of the engine's own as children: asked as their engine asks them, and not for ever."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.connector.policy.test_shared_loads import STEP, BlockTier, FakeRequest, Tier, chain
+
+POLICIES = ["first", "longest", "stitched"]
+
+
+class Foreign(Tier):
+    """Writes down for which requests, and from which token on, it was asked."""
+
+    def __init__(self, tokens: int | None = 0) -> None:
+        super().__init__(tokens=tokens)
+        self.asked: list[tuple[str, int]] = []
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
+        self.asked.append((request.request_id, computed))
+        return super().get_num_new_matched_tokens(request, computed)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("answer", [0, 4, None])
+def test_it_is_asked_once_each_time_a_request_begins_whoever_serves(
+    policy: str, answer: int | None
+) -> None:
+    foreign = Foreign(answer)
+    multi = chain(BlockTier("x" * 10, tokens=40), foreign, load=policy)
+    for computed in (0, 8):
+        assert multi.get_num_new_matched_tokens(FakeRequest(num_tokens=40), computed)[0]
+    assert foreign.asked == [("r", 0), ("r", 8)]
+
+
+@pytest.mark.parametrize(
+    "limits", [{"tiers": ["0"]}, {"tiers": []}, {"max_load_tokens": 0}, {"max_load_tokens": 4}]
+)
+def test_it_is_asked_also_where_a_request_does_not_let_it_load(limits: dict[str, Any]) -> None:
+    foreign = Foreign(12)
+    multi = chain(BlockTier("x"), foreign)
+    request = FakeRequest(kv_transfer_params={"kvtiers": limits})
+    tokens, _ = multi.get_num_new_matched_tokens(request, 0)
+    assert tokens in (0, 4), "its own 12 tokens are not loaded"
+    assert foreign.asked == [("r", 0)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_that_fails_all_of_a_request_does_not_load_it_again(policy: str) -> None:
+    """The request comes back without having run, as if it had never been loaded."""
+    foreign, lower = Foreign(40), BlockTier("x", tokens=4)
+    multi = chain(foreign, lower, load=policy)
+    request = FakeRequest()
+    assert multi.get_num_new_matched_tokens(request, 0) == (40, True)
+    multi.update_state_after_alloc(request, None, 40)
+    multi.build_connector_meta(STEP)
+    assert multi.get_num_new_matched_tokens(request, 0) == (4, True), "another tier may"
+    assert foreign.asked == [("r", 0)] * 2, "it still learns that the request begins"
+    assert multi.get_num_new_matched_tokens(FakeRequest("other"), 0) == (40, True)
+    multi.request_finished(request, [])
+    assert multi.get_num_new_matched_tokens(request, 0) == (40, True), "another of the same name"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_whose_request_ran_and_was_preempted_loads_it_again(policy: str) -> None:
+    multi = chain(Foreign(40), BlockTier("x", tokens=4), load=policy)
+    request = FakeRequest()
+    for _ in range(5):
+        assert multi.get_num_new_matched_tokens(request, 0) == (40, True)
+        multi.update_state_after_alloc(request, None, 40)
+        multi.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"r": 1}))

@@ -1,0 +1,138 @@
+"""Which loads are waited for, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from tiers.connector.contract.engine import EngineInfo, KVGroup
+from tiers.connector.policy.load_sharing import LoadSharing
+from tiers.connector.policy.wait_budget import WaitBudget
+
+TOKENS = 4
+
+
+@dataclass
+class FakeRequest:
+    """`text`: a letter for each block; two tokens beyond them."""
+
+    request_id: str
+    text: str
+    block_hashes: list[bytes] = field(init=False)
+    num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.block_hashes = [
+            self.text[: block + 1].encode() + bytes([half])
+            for block in range(len(self.text))
+            for half in (0, 1)
+        ]
+        self.num_tokens = TOKENS * len(self.text) + 2
+
+
+class Setting:
+    """A chain in which `a` loads some blocks, and a clock."""
+
+    def __init__(self, loads: str, first: int = 0, windows: bool = False) -> None:
+        self.time = 0.0
+        groups = (KVGroup(TOKENS, 6),) if windows else ()
+        info = EngineInfo({}, TOKENS, TOKENS // 2, num_blocks=99, groups=groups)
+        self.wait_budget = WaitBudget(lambda: self.time, max_wait=10.0)
+        self.sharing = LoadSharing(info, self.wait_budget)
+        self.begin("a", loads, first)
+
+    def begin(self, name: str, text: str, first: int = 0) -> None:
+        self.wait_budget.loads(name)
+        tokens = (len(text) - first) * TOKENS
+        self.sharing.begins(FakeRequest(name, text), first * TOKENS, tokens)
+
+    def joins(self, text: str, first: int = 0, found: int | None = None, name: str = "b") -> bool:
+        blocks = len(text) - first if found is None else found
+        return self.sharing.joins(FakeRequest(name, text), first * TOKENS, blocks * TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("loads", "asks", "joins"),
+    [
+        ("pppp", "pppp", True),
+        ("pppp", "ppppxxxx", True),
+        ("ppppyyyy", "ppppxxxx", True),
+        ("ppppyyyy", "pppp", True),
+        ("pppp", "ppppxxxxx", False),
+        ("ppppyyyyy", "pppp", False),
+        ("pppp", "xppp", False),
+        ("pppp", "pxxx", False),
+    ],
+)
+def test_a_load_is_waited_for_that_is_about_as_long_as_what_it_brings(
+    loads: str, asks: str, joins: bool
+) -> None:
+    assert Setting(loads).joins(asks) is joins
+
+
+def test_what_the_engine_has_already_is_no_part_of_it() -> None:
+    assert Setting("rrpppp", first=2).joins("rrppppx", first=2)
+    assert not Setting("rrpppp", first=2).joins("sspppp", first=2)
+    assert not Setting("pppp").joins("pppp", first=4, found=0)
+
+
+def test_nobody_waits_for_a_block_that_the_engine_does_not_take_from_its_cache() -> None:
+    setting = Setting("p")
+    request = FakeRequest("b", "p")
+    request.num_tokens = TOKENS  # all of it is that block, whose last token is computed
+    assert not setting.sharing.joins(request, 0, TOKENS)
+
+
+def test_windows_are_found_at_the_end_of_a_load_alone() -> None:
+    assert Setting("pppp", windows=True).joins("ppppxx")
+    assert not Setting("ppppyy", windows=True).joins("ppppxx")
+
+
+def test_who_waits_goes_on_when_the_load_has_ended() -> None:
+    setting = Setting("pppp")
+    assert setting.joins("pppp")
+    setting.time = 4.0
+    assert setting.sharing.waits("b")
+    setting.wait_budget.loaded("a")
+    assert not setting.sharing.waits("b")
+    assert setting.wait_budget.left("b") == 6.0, "the wait is charged"
+    assert not setting.joins("pppp", name="c"), "nothing is under way"
+
+
+def test_who_waits_goes_on_when_the_loader_is_gone() -> None:
+    setting = Setting("pppp")
+    assert setting.joins("pppp")
+    setting.sharing.forget("a")
+    setting.wait_budget.forget("a")
+    assert not setting.sharing.waits("b")
+
+
+def test_a_load_that_never_ends_is_waited_for_as_long_as_a_request_may_wait() -> None:
+    setting = Setting("pppp")
+    assert setting.joins("pppp")
+    setting.time = 9.9
+    assert setting.sharing.waits("b")
+    setting.time = 10.0
+    assert not setting.sharing.waits("b")
+    assert setting.wait_budget.left("b") == 0.0
+
+
+def test_nobody_waits_for_a_request_that_waits() -> None:
+    setting = Setting("pppp")
+    setting.wait_budget.loaded("a")
+    setting.begin("b", "pppp")
+    assert setting.joins("pppp", name="a"), "preempted, and asks anew"
+    setting.sharing.forget("b")
+    assert not setting.joins("pppp", name="c")
+
+
+def test_the_later_of_two_loads_counts_until_it_ends() -> None:
+    setting = Setting("pppppppp")
+    assert not setting.joins("ppp"), "its load takes much longer"
+    setting.begin("b", "ppp")
+    assert setting.joins("ppp", name="c")
+    for name in ("b", "a"):
+        setting.wait_budget.loaded(name)
+        setting.sharing.forget(name)
+    assert not setting.sharing.waits("c")

@@ -1,0 +1,162 @@
+"""Several children load for one request: it is received once, when the last of them has ended."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiers.connector.contract.engine import Role
+from tiers.connector.contract.messages import TransferResults
+from tiers.connector.multi.connector import MultiConnector
+from tiers.connector.policy.shared_load import SharedLoad
+
+STEP = SimpleNamespace(num_scheduled_tokens={})
+"""A step that runs nobody."""
+
+
+@dataclass
+class FakeRequest:
+    request_id: str = "r"
+    num_tokens: int = 40
+    block_hashes: list[bytes] = field(default_factory=list)
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class Tier:
+    """A child that can load the blocks marked x; writes down what it is told to load."""
+
+    def __init__(self, held: str | None = "", tokens: int | None = 0) -> None:
+        self.held = held
+        self.tokens = tokens
+        self.loads: list[Any] = []
+        self.ended: set[str] = set()
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
+        return self.tokens, bool(self.tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None:
+        self.loads.append(tokens)
+
+    def build_connector_meta(self, output: Any) -> Any:
+        return None
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        pass
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        return False, None
+
+    def get_transfer_results(self, finished: set[str]) -> TransferResults:
+        ended, self.ended = self.ended, set()
+        return TransferResults(finished_recving=ended)
+
+
+class BlockTier(Tier):
+    """One that our load policies may ask for any block."""
+
+    def holds(self, request: Any, blocks: range) -> list[bool] | None:
+        return None if self.held is None else [self.held[b : b + 1] == "x" for b in blocks]
+
+    def load_blocks(self, request: Any, blocks: Any, ranges: Sequence[range], shared: Any) -> None:
+        self.loads.append(list(ranges))
+
+
+def chain(*tiers: Tier, load: str = "stitched") -> MultiConnector:
+    return MultiConnector(Role.SCHEDULER, tiers, load=load, block_tokens=4)  # type: ignore[arg-type]
+
+
+def load(multi: MultiConnector, request: FakeRequest, take: int | None = None) -> dict[str, int]:
+    """Match and allocate as an engine does; the counts that travel."""
+    tokens, is_async = multi.get_num_new_matched_tokens(request, 0)
+    assert tokens and is_async
+    multi.update_state_after_alloc(request, None, tokens if take is None else take)
+    return multi.build_connector_meta(STEP).extra_async_loads
+
+
+def test_each_child_loads_its_ranges_and_the_others_nothing() -> None:
+    tiers = [BlockTier("x..x"), BlockTier(), BlockTier("xxx.")]
+    assert load(chain(*tiers), FakeRequest()) == {"r": 1}
+    assert [tier.loads for tier in tiers] == [[[range(1), range(3, 4)]], [0], [[range(1, 3)]]]
+
+
+def test_an_engine_that_takes_less_loads_less() -> None:
+    tiers = [BlockTier("xx"), BlockTier("xxxx")]
+    assert load(chain(*tiers), FakeRequest(), take=8) == {}
+    assert [tier.loads for tier in tiers] == [[[range(2)]], [0]]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_request_is_received_when_the_last_child_has_ended(times: int) -> None:
+    tiers = [BlockTier("x"), BlockTier("xx"), BlockTier("xxx")]
+    multi = chain(*tiers)
+    worker = MultiConnector(Role.WORKER, tiers)  # type: ignore[arg-type]
+    for _ in range(times):  # a preempted request is loaded again
+        tokens, _ = multi.get_num_new_matched_tokens(FakeRequest(), 0)
+        multi.update_state_after_alloc(FakeRequest(), None, tokens)
+        orders = pickle.loads(pickle.dumps(multi.build_connector_meta(STEP)))
+        assert orders.extra_async_loads == {"r": 2}
+        assert multi.build_connector_meta(STEP).extra_async_loads == {}, "they travel once"
+        multi.request_finished(FakeRequest(), [])  # an abort changes nothing of that
+        worker.bind_connector_metadata(orders)
+        tiers[1].ended = {"r"}
+        assert worker.get_finished(set()) == (None, None)
+        assert worker.get_finished(set()) == (None, None)
+        tiers[0].ended = tiers[2].ended = {"r"}
+        assert worker.get_finished(set()) == (None, {"r"})
+        assert worker.get_finished(set()) == (None, None)
+
+
+def test_a_request_of_one_child_is_received_when_that_has_ended() -> None:
+    tiers = [BlockTier("xx"), BlockTier("xx")]
+    assert load(chain(*tiers), FakeRequest()) == {}
+    worker = MultiConnector(Role.WORKER, tiers)  # type: ignore[arg-type]
+    tiers[0].ended = {"r"}
+    assert worker.get_finished(set()) == (None, {"r"})
+
+
+def test_another_connector_serves_alone_where_it_has_more() -> None:
+    tiers = [BlockTier("xx"), Tier(tokens=16), BlockTier("..x")]
+    assert load(chain(*tiers), FakeRequest()) == {}
+    assert [tier.loads for tier in tiers] == [[0], [16], [0]]
+    tiers = [BlockTier("xx"), Tier(tokens=12), BlockTier("..x")]
+    assert load(chain(*tiers), FakeRequest()) == {"r": 1}
+    assert [tier.loads for tier in tiers] == [[[range(2)]], [0], [[range(2, 3)]]]
+
+
+def test_another_connector_that_looks_is_waited_for_unless_our_tiers_have_all() -> None:
+    looking = Tier(tokens=None)
+    ask = chain(BlockTier("xx"), looking).get_num_new_matched_tokens
+    assert ask(FakeRequest(), 0) == (None, False)
+    assert ask(FakeRequest(num_tokens=8), 0) == (8, True)
+
+
+def test_another_connector_is_never_told_to_load_less_than_it_said() -> None:
+    request = FakeRequest(kv_transfer_params={"kvtiers": {"max_load_tokens": 8}})
+    for policy in ("first", "longest", "stitched"):
+        multi = chain(Tier(tokens=12), BlockTier("x", tokens=12), load=policy)
+        tokens = 4 if policy == "stitched" else 8
+        assert multi.get_num_new_matched_tokens(request, 0) == (tokens, True)
+
+
+def test_blocks_are_of_use_up_to_the_first_that_failed_in_any_tier() -> None:
+    usable = SimpleNamespace(a=-1, b=-1)
+    shared = SharedLoad(2)
+    shared.end([0, 1, 4, 5], [], lambda blocks: setattr(usable, "a", blocks))
+    assert usable.a == -1, "not known yet"
+    shared.end([2, 3, 6], [3, 6], lambda blocks: setattr(usable, "b", blocks))
+    assert (usable.a, usable.b) == (2, 1)
+
+
+def test_a_chain_within_a_chain_is_asked_whatever_tiers_a_request_names() -> None:
+    inner = chain(BlockTier("xx", tokens=8), BlockTier("xx", tokens=8), load="first")
+    outer = chain(Tier(tokens=12), inner, load="first")  # type: ignore[arg-type]
+    ask = outer.get_num_new_matched_tokens
+    named = {"kvtiers": {"tiers": ["1"]}}  # the names of children that are no tiers are numbers
+    assert ask(FakeRequest("a", kv_transfer_params=named), 0) == (8, True)
+    nobody = {"kvtiers": {"tiers": ["no such tier"]}}
+    assert ask(FakeRequest("b", kv_transfer_params=nobody), 0) == (0, False)

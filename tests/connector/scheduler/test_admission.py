@@ -1,0 +1,71 @@
+"""Admission: what a tier's rules keep out of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tiers.connector.scheduler.admission import COUNTED, Admission
+from tiers.disk.spec import DiskSpec
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def rules(clock: Clock, **settings: Any) -> Admission:
+    disk = {"capacity": "1GiB", "path": "/nowhere", **settings}
+    return Admission(DiskSpec.model_validate(disk), clock)
+
+
+def test_without_rules_all_is_stored(clock: Clock) -> None:
+    assert rules(clock).refuses(b"key", 1 << 40) is None
+
+
+def test_a_block_is_stored_when_enough_requests_had_it(clock: Clock) -> None:
+    admission = rules(clock, store_after=3)
+    assert [admission.refuses(b"key", 1) for _ in range(3)] == ["store_deferred"] * 2 + [None]
+    assert admission.refuses(b"key", 1) is None, "it could not be stored then"
+    admission.stores(b"key", 1)
+    assert admission.refuses(b"key", 1) == "store_deferred", "evicted, it begins anew"
+
+
+def test_counts_are_kept_for_so_many_blocks(clock: Clock) -> None:
+    admission = rules(clock, store_after=2)
+    admission.refuses(b"old", 1)
+    for number in range(COUNTED):
+        admission.refuses(number.to_bytes(8, "big"), 1)
+    assert admission.refuses(b"old", 1) == "store_deferred"
+    assert admission.refuses((COUNTED - 1).to_bytes(8, "big"), 1) is None
+
+
+def test_a_write_budget_holds_over_days_and_lets_an_hour_s_worth_pass_at_once(
+    clock: Clock,
+) -> None:
+    admission = rules(clock, write_budget="2400MB/day")
+    written = 0
+    for _ in range(48 * 60):
+        for _ in range(10):
+            if admission.refuses(b"key", 1_000_000) is None:
+                admission.stores(b"key", 1_000_000)
+                written += 1
+        if clock.now == 0:
+            assert written == 10
+        clock.now += 60
+    assert 2 * 2400 <= written <= 2 * 2400 + 101
+    assert admission.refuses(b"key", 10**9) == "store_dropped_budget"
+
+
+def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
+    admission = rules(clock, store_after=2)
+    admission.is_up = False
+    assert admission.refuses(b"key", 1) == "store_dropped_down"

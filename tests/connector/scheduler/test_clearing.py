@@ -1,0 +1,111 @@
+"""What is given up of a store is dropped in the background, in steps, and holds nobody up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from tiers.connector.contract.generation import Generation
+from tiers.connector.scheduler.clearing import Clearing
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.store import Block
+
+WAIT = 30
+
+
+class Store:
+    """Holds nothing, and drops once it may."""
+
+    def __init__(self) -> None:
+        self.may_drop = threading.Event()
+        self.dropping = threading.Event()
+        self.drops: list[list[bytes]] = []
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys)
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        return [False] * len(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        return [False] * len(blocks)
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        self.dropping.set()
+        assert self.may_drop.wait(WAIT)
+        self.drops.append(list(keys))
+
+    def close(self) -> None:
+        self.may_drop.set()
+
+
+class Local(Store):
+    """One that can be cleared, without end."""
+
+    steps = 0
+
+    def clear(self, namespace: bytes) -> bool:
+        self.dropping.set()
+        assert self.may_drop.wait(WAIT)
+        self.steps += 1
+        return True
+
+
+@pytest.fixture
+def slow(request: pytest.FixtureRequest) -> Iterator[tuple[StoreManager, Store, Generation]]:
+    store, generation = request.param(), Generation()
+    manager = StoreManager(store, [b"space"], generation)
+    yield manager, store, generation
+    store.may_drop.set()
+    manager.close()
+
+
+@pytest.mark.parametrize("slow", [Store, Local], indirect=True)
+def test_lookups_go_on_while_a_store_drops(slow: tuple[StoreManager, Store, Generation]) -> None:
+    manager, store, generation = slow
+    generation.renew()
+    manager.complete_store(generation.key(b"a"), 0, True, None)
+    over = generation.tag
+    manager.reset()
+    generation.renew()
+    manager.clear(over)
+    assert store.dropping.wait(WAIT)
+    answered = threading.Event()
+
+    def ask() -> None:
+        while manager.lookup("request", 0, [generation.key(b"a")]) is None:
+            pass
+        answered.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    assert answered.wait(WAIT) and not store.may_drop.is_set()
+
+
+def test_a_store_that_is_never_empty_is_closed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Clearing, "DEADLINE", 0.2)
+    store = Local()
+    store.may_drop.set()
+    clearing = Clearing(store, [b"space"])
+    clearing.close(b"generation")
+    clearing._thread.shutdown(wait=True)
+    assert store.steps > 0
+
+
+def test_keys_of_a_generation_are_dropped_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Clearing, "STEP", 10)
+    monkeypatch.setattr(Clearing, "REMEMBERED", 95)
+    store = Store()
+    store.may_drop.set()
+    clearing = Clearing(store, [b"space", b"other"])
+    for tag in (b"", b"generation"):
+        for number in range(100):
+            clearing.stored(number.to_bytes(2, "big") + tag, tag)
+    clearing.clear(b"")
+    clearing.close(b"generation")
+    dropped = {key for step in store.drops for key in step}
+    assert max(map(len, store.drops)) == 2 * 10
+    assert len(dropped) == 2 * 95 and all(key.endswith(b"generation") for key in dropped)

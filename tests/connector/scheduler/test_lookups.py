@@ -1,0 +1,78 @@
+"""Lookups behind a network: every answer is heard, however long an engine's steps are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from tiers.connector.contract.generation import Generation
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.store import Block
+
+KEYS = [b"a", b"b", b"c"]
+
+
+class Held:
+    """A store that holds two of the keys."""
+
+    asked = 0
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        self.asked += 1
+        return [key.endswith((b"a", b"b")) for key in keys]
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        return [False] * len(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        return [False] * len(blocks)
+
+    def drop(self, keys: Sequence[bytes]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def asked() -> Iterator[tuple[StoreManager, Held, Clock]]:
+    store, clock = Held(), Clock()
+    manager = StoreManager(store, [b"space"], Generation(), clock)
+    yield manager, store, clock
+    manager.close()
+
+
+def wait_for(store: Held, count: int) -> None:
+    deadline = time.monotonic() + 10
+    while store.asked < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    time.sleep(0.01)  # the answer is there a moment later
+
+
+def test_steps_longer_than_an_answer_holds(asked: tuple[StoreManager, Held, Clock]) -> None:
+    manager, store, clock = asked
+    manager.expect("request", KEYS)
+    wait_for(store, 1)
+    clock.now += 0.9
+    assert manager.lookup("request", 0, KEYS) == 2
+    clock.now += 0.4
+    assert manager.held("request", 1, KEYS[1:], 2) == [True, False], "it holds for a while"
+
+
+def test_an_answer_that_was_heard_grows_old(asked: tuple[StoreManager, Held, Clock]) -> None:
+    manager, store, clock = asked
+    manager.expect("request", KEYS)
+    wait_for(store, 1)
+    assert manager.lookup("request", 0, KEYS) == 2
+    clock.now += 0.6
+    manager.lookup("request", 0, KEYS)
+    wait_for(store, 2)
+    assert manager.lookup("request", 0, KEYS) == 2

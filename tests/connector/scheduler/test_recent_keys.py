@@ -1,0 +1,115 @@
+"""What a store is known to hold: for a while, up to a bound, and never after it was forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tiers.connector.contract.generation import Generation
+from tiers.connector.scheduler.recent_keys import RecentKeys
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.store import Block
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_keys_are_known_for_half_the_time_at_least_and_all_of_it_at_most() -> None:
+    clock = Clock()
+    recent = RecentKeys(limit=1000, seconds=60.0, clock=clock)
+    for began in (0.0, 17.0, 200.0, 229.9):
+        clock.now = began
+        recent.add([b"k"])
+        clock.now = began + 29.9
+        assert recent.known([b"k", b"other"]) == [True, False]
+    clock.now = 229.9 + 29.9 + 60.0
+    assert recent.known([b"k"]) == [False]
+
+
+def test_a_key_that_is_not_added_again_is_forgotten_in_time() -> None:
+    clock = Clock()
+    recent = RecentKeys(limit=1000, seconds=60.0, clock=clock)
+    recent.add([b"k"])
+    for clock.now in (25.0, 50.0, 61.0):
+        recent.add([b"other"])
+    assert recent.known([b"k", b"other"]) == [False, True]
+
+
+def test_no_more_keys_are_known_than_the_limit() -> None:
+    recent = RecentKeys(limit=10, seconds=60.0, clock=Clock())
+    keys = [b"%d" % number for number in range(100)]
+    for key in keys:
+        recent.add([key])
+    known = recent.known(keys)
+    assert 5 <= sum(known) <= 10 and known[-1]
+
+
+def test_forgetting() -> None:
+    recent = RecentKeys(limit=10, seconds=60.0, clock=Clock())
+    recent.add([b"a", b"b"])
+    recent.discard(b"a")
+    assert recent.known([b"a", b"b"]) == [False, True]
+    recent.clear()
+    assert recent.known([b"b"]) == [False]
+
+
+class Indexed:
+    """A store with an index in memory that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+        self.asked = 0
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return self.peek(keys)
+
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        self.asked += len(keys)
+        return [key in self.keys for key in keys]
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        return [True] * len(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        return [False] * len(blocks)
+
+    def drop(self, keys: Sequence[bytes]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_request_that_waits_is_looked_up_once_in_a_while(clock: Clock) -> None:
+    store = Indexed()
+    manager = StoreManager(store, [b""], Generation(), clock)
+    keys = [b"%d" % number for number in range(100)]
+    store.keys.update(keys[:70])
+    assert [manager.lookup("r", 0, keys) for _ in range(3)] == [70] * 3
+    assert store.asked < 200
+    assert manager.lookup("r", 10, keys[10:]) == 60, "another question is asked"
+    store.keys.clear()
+    clock.now += 1.0
+    assert manager.lookup("r", 10, keys[10:]) == 0
+    manager.close()
+
+
+def test_a_store_is_offered_again_what_it_lost(clock: Clock) -> None:
+    store = Indexed()
+    manager = StoreManager(store, [b""], Generation(), clock)
+    store.keys.update([b"a", b"b"])
+    assert manager.wants([b"a", b"b", b"c"]) == [False, False, True]
+    store.keys.clear()
+    manager.discard(b"a")
+    assert manager.wants([b"a", b"b", b"c"]) == [True, False, True]
+    clock.now += StoreManager.RECENT_SECONDS
+    assert manager.wants([b"a", b"b", b"c"]) == [True, True, True]
+    manager.close()

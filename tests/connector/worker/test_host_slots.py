@@ -1,0 +1,77 @@
+"""A worker's slots: one gather feeds all tiers, and a slot never passes for another block's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.messages import StoreItem
+from tiers.connector.contract.pool_size import PoolSize
+from tiers.connector.worker.host_slots import HostSlots
+from tiers.gpu.copier import open_copier
+
+ENGINE = EngineInfo({"model": "m"}, block_tokens=4, hash_tokens=4, num_blocks=8)
+
+
+def host_with(kv: torch.Tensor, engine: EngineInfo = ENGINE) -> HostSlots:
+    host = HostSlots(engine, PoolSize(1 << 16, 0, 0, engine.world_size), open_copier)
+    host.open({"layer": kv})
+    return host
+
+
+def numbered() -> torch.Tensor:
+    return torch.arange(8, dtype=torch.int64).unsqueeze(1).expand(8, 16).contiguous()
+
+
+def test_tiers_share_what_the_first_of_them_gathers() -> None:
+    host = host_with(numbered())
+    host.gather([StoreItem(b"key3", 0, 3)])
+    assert host.gather([StoreItem(b"key3", 0, None)]) is None
+    assert host.settle([0], [b"key3"]) == [True]
+    assert host.memory.payload(0).cast("q")[0] == 3
+
+
+def test_gathers_that_have_ended_are_forgotten() -> None:
+    host = host_with(numbered())
+    host.gather([StoreItem(b"key3", 0, 3), StoreItem(b"key4", 1, 4)])
+    assert host.settle([0, 1], [b"key3", b"key4"]) == [True, True]
+    assert not host._gathers
+    assert host.settle([0, 1], [b"key3", b"key4"]) == [True, True], "for the next tier"
+
+
+def test_a_gather_that_failed_fails_for_every_tier() -> None:
+    host = host_with(numbered())
+    host.gather([StoreItem(b"key9", 0, 9)])
+    for _ in range(2):
+        with pytest.raises(IndexError, match="out of range"):
+            host.settle([0], [b"key9"])
+
+
+def test_a_slot_nobody_gathered_is_not_served() -> None:
+    host = host_with(numbered())
+    assert host.gather([StoreItem(b"key1", 2, None)]) is None
+    assert host.settle([2], [b"key1"]) == [False]
+
+
+def test_a_slot_that_holds_another_key_is_not_served() -> None:
+    host = host_with(numbered())
+    host.gather([StoreItem(b"old", 1, 5)])
+    host.gather([StoreItem(b"new", 1, 6)])
+    assert host.settle([1, 1], [b"old", b"new"]) == [False, True]
+    assert host.memory.payload(1).cast("q")[0] == 6
+
+
+def test_the_namespace_tells_ranks_facts_layouts_and_block_sizes_apart() -> None:
+    base = vars(ENGINE)
+    handshakes = [
+        host_with(numbered()).shared_hello(),
+        host_with(numbered(), EngineInfo(**{**base, "rank": 1, "world_size": 2})).shared_hello(),
+        host_with(numbered(), EngineInfo(**{**base, "world_size": 2})).shared_hello(),
+        host_with(numbered(), EngineInfo(**{**base, "facts": {"model": "n"}})).shared_hello(),
+        host_with(numbered(), EngineInfo(**{**base, "block_tokens": 8})).shared_hello(),
+        host_with(numbered().view(8, 4, 4)).shared_hello(),
+        host_with(numbered().view(torch.float64)).shared_hello(),
+    ]
+    assert len({handshake.namespace for handshake in handshakes}) == len(handshakes)
+    assert host_with(numbered()).shared_hello() == handshakes[0]

@@ -1,0 +1,188 @@
+"""Processes killed at any moment: the folder opens clean, its books agree, every block is right."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.disk_audit import MODE, SLOT, audit, get, keys, opened, put, run_child
+from tests.support.disk_child import NUMBERS, POINTS, payload_of_number
+from tiers.disk.store import DiskStore
+from tiers.errors import TierFull
+
+pytestmark = pytest.mark.usefixtures("mode")
+MODES = ("buffered none", "direct batch", "buffered sync")
+
+
+def check(store: DiskStore) -> int:
+    """The books agree, and every block that is served is right; how many were."""
+    audit(store)
+    served = sum(
+        sum(get(store, keys(number), payload_of_number(number))) for number in range(NUMBERS)
+    )
+    audit(store)
+    return served
+
+
+def started(*args: object) -> subprocess.Popen[str]:
+    """A child that has opened the tier."""
+    child = run_child(*args)
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    return child
+
+
+def kill(child: subprocess.Popen[str]) -> None:
+    child.kill()
+    child.communicate()
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="kill -9 at random moments of stores, loads, evictions and commits",
+    outcome="reopens clean; books exact; every block served is right",
+)
+@pytest.mark.parametrize("mode", ["buffered none", "direct batch", "direct sync"], indirect=True)
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    chance = random.Random(11)
+    served = 0
+    for round_ in range(8):
+        child = started("churn", tmp_path, round_, 10**9)
+        time.sleep(chance.uniform(0.0, 0.15))
+        kill(child)
+        with opened(tmp_path, slots=16) as store:
+            served += check(store)
+            assert store.usage().blocks == sum(store.peek(keys(*range(NUMBERS))))
+    assert served > 40
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.fault(
+    tier="disk",
+    fault="kill -9 a hundred times, at random moments of stores, loads, evictions and commits",
+    outcome="reopens clean; books exact; every block served is right",
+)
+@pytest.mark.parametrize("mode", ["all of them in turn"], indirect=True)
+def test_killed_a_hundred_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(5)
+    served = 0
+    for round_ in range(100):
+        monkeypatch.setenv(MODE, MODES[round_ % 3])
+        child = started("churn", tmp_path, round_, 10**9)
+        time.sleep(chance.uniform(0.0, 0.3))
+        kill(child)
+        with opened(tmp_path, slots=16) as store:
+            served += check(store)
+    assert served > 500
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.fault(
+    tier="disk",
+    fault="kill -9 a hundred times, while other processes use the same path",
+    outcome="the others go on; the killed one's slots are freed by the next to open",
+)
+@pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
+def test_killed_a_hundred_times_beside_others(tmp_path: Path) -> None:
+    chance = random.Random(6)
+    served = 0
+    crowd = [started("churn", tmp_path, seed, 10**9) for seed in range(2)]
+    for round_ in range(100):
+        time.sleep(chance.uniform(0.0, 0.2))
+        kill(crowd.pop(0))
+        with opened(tmp_path, slots=16) as store:
+            served += check(store)
+        crowd.append(started("churn", tmp_path, round_, 10**9))
+    for child in crowd:
+        assert child.poll() is None, "a bystander died of it"
+        kill(child)
+    with opened(tmp_path, slots=16) as store:
+        served += check(store)
+    assert served > 500
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="kill -9 inside a slab write, a hole punch, an allocation, a commit, a close",
+    outcome="reopens clean; books exact; every block served is right",
+)
+@pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_inside(tmp_path: Path, point: str) -> None:
+    for count in (1, 9):
+        child = run_child("die", tmp_path, point, count)
+        child.communicate()
+        assert child.returncode == -signal.SIGKILL, "it never came to that point"
+        with opened(tmp_path, slots=16) as store:
+            check(store)
+            assert store.usage().blocks == sum(store.peek(keys(*range(NUMBERS))))
+        assert list((tmp_path / "owners").iterdir()) == []
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="one of several processes on a path is killed",
+    outcome="the others go on; nothing leaks",
+)
+def test_processes_share_a_folder_and_one_is_killed(tmp_path: Path) -> None:
+    children = [run_child("churn", tmp_path, seed, 60) for seed in range(2)]
+    victim = run_child("churn", tmp_path, 9, 10**9)
+    with opened(tmp_path, slots=16) as store:
+        for number in range(0, 2 * NUMBERS, 3):
+            with suppress(TierFull):  # the others may have every slot reserved just now
+                put(store, keys(number % NUMBERS), payload_of_number(number % NUMBERS))
+            get(store, keys(number % NUMBERS), payload_of_number(number % NUMBERS))
+        assert victim.stdout is not None and victim.stdout.readline() == "ready\n"
+        victim.kill()
+        victim.communicate()
+        for child in children:
+            child.communicate(timeout=60)
+            assert child.returncode == 0
+    with opened(tmp_path, slots=16) as store:
+        audit(store)
+    assert list((tmp_path / "owners").iterdir()) == []
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="kill -9 while slots are reserved",
+    outcome="the next to open frees them",
+)
+def test_reservations_of_the_living_stay_and_of_the_dead_go(tmp_path: Path) -> None:
+    child = started("reserve", tmp_path)
+    with opened(tmp_path) as store:
+        assert store.usage().used == 2 * SLOT
+        assert put(store, keys(*range(8))) == [True] * 6 + [False] * 2
+        audit(store)
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    with opened(tmp_path) as store:
+        assert store.usage().used == 6 * SLOT
+        assert put(store, keys(*range(8))) == [True] * 8
+        audit(store)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="the machine goes down, `durability: none`",
+    outcome="the tier starts empty",
+)
+def test_a_reboot_without_a_close_empties_the_tier(tmp_path: Path) -> None:
+    child = started("churn", tmp_path, 1, 10**9)
+    time.sleep(0.1)
+    kill(child)
+    (owner,) = (tmp_path / "owners").iterdir()
+    boot = "0" * 8 + "-0000-0000-0000-" + "0" * 12
+    owner.rename(owner.with_name(f"{boot}.{owner.name.partition('.')[2]}"))
+    with opened(tmp_path, slots=16) as store:
+        assert store.usage().blocks == store.usage().used == 0
+        put(store, keys(0))
+    with opened(tmp_path, slots=16) as store:
+        assert get(store, keys(0)) == [True]

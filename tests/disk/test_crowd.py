@@ -1,0 +1,285 @@
+"""Many processes come and go at once: none holds the others up for longer than a moment."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from spec.offloading import StoreContext
+from tests.support.disk_audit import (
+    SLOT,
+    Other,
+    audit,
+    fill_index,
+    get,
+    key,
+    keys,
+    open_disk,
+    opened,
+    put,
+    settled,
+)
+from tiers.disk import locks, room, seal
+from tiers.disk.folder import Folder
+from tiers.disk.spec import DiskSpec
+from tiers.errors import TierNotOpen
+from tiers.wrappers.opening import open_guarded
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "WAIT_S", 0.5)
+    monkeypatch.setattr(seal, "CHECK_WAIT_S", 0.5)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a process that is stopped, or hangs, while it opens the tier",
+    outcome="not opened for now; joins when the lock is free",
+)
+def test_a_lock_that_is_held_is_not_the_end(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+    held = os.open(tmp_path / "lock", os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(TierNotOpen, match="another process has been opening or closing"):
+        open_disk(tmp_path)
+    spec = DiskSpec(path=tmp_path, capacity=8 * SLOT)
+    guarded = open_guarded(spec, StoreContext(60_000))
+    assert guarded.has(keys(0)) == [False]
+    os.close(held)
+    while guarded.has(keys(0)) == [False]:  # as soon as its breaker lets it ask again
+        time.sleep(0.01)
+    guarded.close()
+
+
+CHECKING = """
+from tiers.disk import seal
+digest = seal.digest
+def slow(index):
+    say("digests")
+    wait()
+    return digest(index)
+seal.digest = slow
+"""
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a large index: checking it takes longer than others wait to open the tier",
+    outcome="not opened for now by the others; they join when it is checked",
+)
+def test_the_folder_is_not_locked_while_its_index_is_checked(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+    code = "store = open_disk(path); say(get(store, keys(0))); wait(); store.close()"
+    first = Other(CHECKING + code, tmp_path)
+    assert first.hear() == "digests"
+    with Folder(tmp_path).locked():
+        pass
+    with pytest.raises(TierNotOpen, match="has been checking the tier's index"):
+        open_disk(tmp_path)
+    first.tell()
+    assert first.hear() == "[True]"
+    with opened(tmp_path) as store:
+        assert get(store, keys(0)) == [True]
+    first.tell()
+    assert first.hear() == "digests"
+    first.end()
+    assert (tmp_path / "index.seal").exists()
+
+
+def test_another_folder_opens_while_one_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tiers of one chain."""
+    begun, over = threading.Event(), threading.Event()
+    original = seal.digest
+
+    def slow(index: Path) -> bytes:
+        begun.set()
+        assert over.wait(60)
+        return original(index)
+
+    with opened(tmp_path / "large"):
+        pass
+    with monkeypatch.context() as patched, ThreadPoolExecutor(1) as threads:
+        patched.setattr(seal, "digest", slow)
+        large = threads.submit(open_disk, tmp_path / "large")
+        assert begun.wait(60)
+        with ThreadPoolExecutor(1) as others:
+            small = others.submit(open_disk, tmp_path / "small")
+            try:
+                assert put(small.result(20), keys(0)) == [True]
+            finally:
+                over.set()
+            small.result().close()
+        large.result().close()
+
+
+def test_a_checker_that_dies_leaves_the_check_to_the_next(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+    first = Other(CHECKING + "open_disk(path)", tmp_path)
+    assert first.hear() == "digests"
+    first.kill()
+    with opened(tmp_path) as store:
+        assert get(store, keys(0)) == [True]
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_tier_opens_while_the_last_one_out_seals_it(tmp_path: Path, stays: bool) -> None:
+    """What came in meanwhile is never under the seal of what was there before."""
+    last = Other(CHECKING + "store = open_disk(path); put(store, keys(0)); store.close()", tmp_path)
+    assert last.hear() == "digests"
+    store = open_disk(tmp_path)
+    assert get(store, keys(0)) == [True]
+    put(store, keys(1))
+    if not stays:
+        store.close()
+        last.tell()
+        assert last.hear() == "digests", "of what is there now"
+    last.end()
+    assert (tmp_path / "index.seal").exists() == (not stays)
+    store.close()
+    with opened(tmp_path) as store:
+        assert get(store, keys(0, 1)) == [True, True]
+        audit(store)
+
+
+def test_somebody_comes_and_goes_while_the_index_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was checked is not what is there once the lock is had: it is checked again."""
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+    original, calls = seal.digest, 0
+
+    def meanwhile(index: Path) -> bytes:
+        nonlocal calls
+        calls += 1
+        found = original(index)
+        if calls == 1:
+            with (tmp_path / "index.mdb").open("ab") as file:
+                file.write(bytes(4096))
+            (tmp_path / "index.seal").write_bytes(original(index))
+        return found
+
+    monkeypatch.setattr(seal, "digest", meanwhile)
+    with opened(tmp_path) as store:
+        assert get(store, keys(0)) == [True]
+        assert calls == 2
+
+
+CROWD = """
+from tiers.disk import locks
+from tiers.disk.spec import DiskSpec
+from spec.offloading import StoreContext
+from tiers.errors import TierNotOpen
+import time
+locks.WAIT_S = 1.0
+me, count = int(args[1]), int(args[2])
+spec = DiskSpec(path=path, capacity=count * 8192)
+store = None
+while store is None:
+    try:
+        store = spec.open(StoreContext(4096))
+    except TierNotOpen:  # as the engine does
+        time.sleep(0.1)
+mine = [b"namespace-of-me%dxyz" % me + bytes(8)]
+assert put(store, mine, 4096) == [True]
+assert get(store, mine, 4096) == [True]
+say("open")
+wait()
+store.close()
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.fault(
+    tier="disk",
+    fault="nine processes open a large tier at once, with half of its capacity",
+    outcome="all open; it shrinks in steps beside them, and loses the oldest blocks only",
+)
+def test_nine_processes_open_at_once(tmp_path: Path) -> None:
+    count = 100_000
+    fill_index(tmp_path, count)
+    crowd = [Other(CROWD, tmp_path, n, count // 2) for n in range(9)]
+    assert [one.hear() for one in crowd] == ["open"] * 9
+    spec = DiskSpec(path=tmp_path, capacity=count // 2 * 8192)
+    store = settled(spec.open(StoreContext(4096)))
+    assert store.usage().blocks == count // 2
+    newest = [key(n) for n in range(count // 2 + 9, count)]
+    assert all(store.has(newest))
+    for one in crowd:
+        one.end()
+    audit(store)
+    store.close()
+    assert os.listdir(tmp_path / "owners") == []
+    assert (tmp_path / "index.seal").exists()
+
+
+def test_what_the_dead_had_reserved_is_freed_once(tmp_path: Path) -> None:
+    """Two processes that open at once find the same slots; by then they may be somebody's again."""
+    dead = Other("store = open_disk(path)\n" + RESERVING, tmp_path)
+    assert dead.hear() == "reserved"
+    (file,) = (tmp_path / "owners").iterdir()
+    owner = bytes.fromhex(file.name.split(".")[1])
+    dead.kill()
+    with opened(tmp_path) as store:
+        assert store.usage().used == 0
+        _, slots = store._vault.reserve({key(n): SLOT for n in range(2)})
+        with store._vault.edit() as edit:
+            stale = [(slot, owner) for slot in slots.values()]
+            assert room.reclaim(edit, store._vault.slabs, stale) == 0
+        assert store.usage().used == 2 * SLOT
+        audit(store)
+
+
+RESERVING = """
+store._vault.reserve({key(n): SLOT for n in range(2)})
+say("reserved")
+wait()
+"""
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="kill -9 while a wiped tier's files are removed",
+    outcome="the next to open removes them",
+)
+def test_files_of_a_wiped_tier_go_without_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+    (tmp_path / "index.seal").write_bytes(b"another")
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "remove_gone", lambda self: None)
+        with opened(tmp_path) as store:
+            assert get(store, keys(0)) == [False]
+            put(store, keys(1))
+    assert len(list(tmp_path.glob("slab-*.gone"))) == 1
+    with opened(tmp_path) as store:
+        assert get(store, keys(0, 1)) == [False, True]
+        assert list(tmp_path.glob("*.gone")) == []
+
+
+def test_damage_that_shows_after_the_lock_is_let_go(tmp_path: Path) -> None:
+    """In what opening reads last: the tier starts empty, as where it shows at once."""
+    with opened(tmp_path) as store:
+        put(store, keys(0, 1))
+        index = store._vault.index
+        with index._env.begin(write=True) as txn:
+            txn.put(b"no slot", b"", db=index._tables["free"])
+    with opened(tmp_path) as store:
+        assert get(store, keys(0)) == [False]
+        assert put(store, keys(0)) == [True]
+        audit(store)

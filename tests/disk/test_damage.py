@@ -1,0 +1,301 @@
+"""Killed processes, cut files, flipped bits, failing writes: fewer hits, never a wrong block."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from tests.support.disk_audit import (
+    PAYLOAD,
+    SLOT,
+    audit,
+    get,
+    key,
+    keys,
+    open_disk,
+    opened,
+    put,
+    slab_path,
+)
+from tiers.disk.rows import label
+from tiers.disk.slab import PAGE
+from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
+
+pytestmark = pytest.mark.usefixtures("mode")
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a flipped bit in a slab record",
+    outcome="a miss; the block is dropped and can be stored again",
+)
+@pytest.mark.parametrize("offset", [20, 500, PAGE, SLOT // 2, PAGE + PAYLOAD - 1])
+def test_a_flipped_bit_is_a_miss_and_the_block_goes(tmp_path: Path, offset: int) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0, 1, 2))
+        slot = store._vault.index.find([label(key(1))])[0].slot.number  # type: ignore[union-attr]
+        with slab_path(tmp_path).open("r+b") as slab:
+            slab.seek(slot * SLOT + offset)
+            byte = slab.read(1)[0]
+            slab.seek(-1, os.SEEK_CUR)
+            slab.write(bytes([byte ^ 4]))
+        assert get(store, keys(0, 1, 2)) == [True, False, True]
+        assert store.peek(keys(0, 1, 2)) == [True, False, True]
+        audit(store)
+        assert put(store, keys(1)) == [True]
+        assert get(store, keys(1)) == [True]
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a record in another block's slot",
+    outcome="a miss; the block is dropped",
+)
+def test_a_record_in_anothers_slot_is_a_miss(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0, 1))
+        data = slab_path(tmp_path).read_bytes().ljust(2 * SLOT, b"\0")
+        slab_path(tmp_path).write_bytes(data[SLOT : 2 * SLOT] + data[:SLOT])
+        assert get(store, keys(0, 1)) == [False, False]
+        audit(store)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="an older record of the same key comes back",
+    outcome="a miss",
+)
+def test_an_older_record_of_the_same_key_is_a_miss(tmp_path: Path) -> None:
+    from tiers.testing import Memory
+
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+        old = slab_path(tmp_path).read_bytes()
+        store.drop(keys(0))
+        assert store.put(Memory(keys(0), PAYLOAD).fill(version=1).blocks) == [True]
+        slab_path(tmp_path).write_bytes(old)
+        assert get(store, keys(0)) == [False]
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="slab file truncated while open",
+    outcome="misses for what is gone; stores go on",
+)
+def test_a_slab_cut_while_open_is_a_miss(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0, 1, 2, 3))
+        os.truncate(slab_path(tmp_path), SLOT + SLOT // 2)
+        hits = get(store, keys(0, 1, 2, 3))
+        assert sum(hits) == 1
+        assert store.peek(keys(0, 1, 2, 3)) == hits
+        assert put(store, keys(0, 1, 2, 3)) == [True] * 4
+        assert get(store, keys(0, 1, 2, 3)) == [True] * 4
+        audit(store)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="slab file truncated or missing at open",
+    outcome="the tier starts empty",
+)
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_slab_cut_while_closed_empties_the_tier(tmp_path: Path, damage: str) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0, 1, 2))
+    if damage == "cut":
+        os.truncate(slab_path(tmp_path), 2 * SLOT)
+    else:
+        slab_path(tmp_path).unlink()
+    with opened(tmp_path) as store:
+        assert store.usage().blocks == 0
+        assert put(store, keys(0, 1)) == [True, True]
+        assert get(store, keys(0, 1, 2)) == [True, True, False]
+        audit(store)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="index file of garbage, or truncated",
+    outcome="the tier starts empty",
+)
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("damage", ["garbage", "cut", "short"])
+def test_a_damaged_index_empties_the_tier(tmp_path: Path, damage: str, sealed: bool) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0, 1, 2))
+    index = tmp_path / "index.mdb"
+    if not sealed:
+        (tmp_path / "index.seal").unlink()
+    if damage == "garbage":
+        index.write_bytes(random.Random(7).randbytes(65536))
+    else:
+        os.truncate(index, 3 * 4096 if damage == "cut" else 100)
+    with opened(tmp_path) as store:
+        assert get(store, keys(0, 1, 2)) == [False] * 3
+        assert put(store, keys(0, 1, 2)) == [True] * 3
+        audit(store)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="index of another kvtiers version",
+    outcome="refused at open, by name; the files stay",
+)
+def test_an_index_of_another_format_is_left_alone(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+    (tmp_path / "index.seal").unlink()  # as whoever changes the index does
+    with lmdb.open(str(tmp_path / "index.mdb"), subdir=False, max_dbs=8) as env:
+        meta = env.open_db(b"meta")
+        with env.begin(db=meta, write=True) as txn:
+            txn.put(b"format", b"kvtiers index 99")
+    with pytest.raises(TierUnusable, match=r"format 'kvtiers index 99'.*this version"):
+        open_disk(tmp_path)
+    assert slab_path(tmp_path).stat().st_size > 0
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="index file of another LMDB version",
+    outcome="refused at open, by name; the files stay",
+)
+def test_an_index_of_another_lmdb_is_left_alone(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+    (tmp_path / "index.seal").unlink()
+    index = tmp_path / "index.mdb"
+    content = bytearray(index.read_bytes())
+    for meta in (0, 4096):  # a magic number, then the data format's version
+        content[meta + 20 : meta + 24] = (7).to_bytes(4, "little")
+    index.write_bytes(content)
+    with pytest.raises(TierNotOpen, match=r"index.mdb"):
+        open_disk(tmp_path)
+    assert index.read_bytes() == content
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="another program's LMDB file",
+    outcome="refused at open, by name; the file stays",
+)
+def test_another_programs_index_is_left_alone(tmp_path: Path) -> None:
+    index = str(tmp_path / "index.mdb")
+    with lmdb.open(index, subdir=False, mode=0o600) as env, env.begin(write=True) as txn:
+        txn.put(b"theirs", b"precious")
+    with pytest.raises(TierUnusable, match="another program"):
+        open_disk(tmp_path)
+    with lmdb.open(str(tmp_path / "index.mdb"), subdir=False) as env, env.begin() as txn:
+        assert txn.get(b"theirs") == b"precious"
+
+
+@contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    """No write of this process gets beyond so many bytes of a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="some writes of a batch fail",
+    outcome="those blocks are not stored; nothing leaks",
+)
+def test_writes_that_fail_cost_their_own_blocks_only(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(*range(8)))
+        with file_limit(4 * SLOT):
+            answers = put(store, keys(*range(10, 18)))
+        assert sum(answers) == 4
+        assert get(store, keys(*range(10, 18))) == answers
+        assert store.usage().used == 4 * SLOT
+        audit(store)
+        assert all(put(store, keys(*range(20, 28))))
+        audit(store)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="the slab file can not grow",
+    outcome="stores evict; growth resumes when it can",
+)
+def test_a_tier_that_can_not_grow_evicts(tmp_path: Path) -> None:
+    with opened(tmp_path, slots=100) as store:
+        with file_limit(6 * SLOT):
+            for n in range(20):
+                assert put(store, keys(n)) == [True]
+            assert get(store, keys(18, 19, 0)) == [True, True, False]
+            audit(store)
+        assert all(put(store, keys(*range(20, 30))))
+        assert store.usage().blocks == 16
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="every slab read and write fails",
+    outcome="misses; works again when the device does; nothing leaks",
+)
+def test_a_broken_slab_leaks_no_slot(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(*range(8)))
+        handle = store._vault.slabs[SLOT]._handle
+        kept = os.dup(handle)
+        broken = os.open("/dev/full", os.O_RDWR)
+        os.dup2(broken, handle)
+        with pytest.raises((TierFull, TierUnavailable)):
+            put(store, keys(10, 11, 12))
+        with pytest.raises(TierUnavailable):
+            get(store, keys(10, 11, 12)) if any(store.peek(keys(10))) else put(store, keys(13))
+        os.dup2(kept, handle)
+        os.close(kept)
+        os.close(broken)
+        assert put(store, keys(20)) == [True]
+        audit(store)
+        assert put(store, keys(*range(30, 38))) == [True] * 8
+        audit(store)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="no room in the index",
+    outcome="blocks are declined until some are dropped",
+)
+def test_a_full_index_declines_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiers.disk import opening
+    from tiers.disk.index import Index
+
+    monkeypatch.setattr(opening, "Index", partial(Index, map_bytes=20 * 4096))
+    with opened(tmp_path, slots=3000) as store:
+        with pytest.raises(TierFull):
+            for n in range(600):
+                put(store, [key(n) + bytes(80)], 1000)
+        assert put(store, [key(0) + bytes(80)], 1000) == [True]
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="the folder is removed while open",
+    outcome="loads go on from the open files; a restart begins empty",
+)
+def test_a_folder_removed_under_the_store_kills_nothing(tmp_path: Path) -> None:
+    store = open_disk(tmp_path / "t")
+    put(store, keys(0, 1))
+    shutil.rmtree(tmp_path / "t")
+    assert get(store, keys(0, 1, 2)) == [True, True, False]
+    put(store, keys(3))
+    store.close()
+    with opened(tmp_path / "t") as store:
+        assert get(store, keys(0)) == [False]

@@ -1,0 +1,217 @@
+"""A device that fills, turns read-only or stalls: stores resume with it, without a restart."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.disk.test_open import run_mounted
+from tests.support.disk_audit import MODE, PAYLOAD, audit, get, keys, open_disk, opened, put
+from tiers.disk.slab import Slab
+from tiers.testing import Memory
+
+WAIT_S = 60.0
+"""How long a test waits for what should come at once."""
+
+FULL = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+store = open_disk(path / "tier", slots=1000)
+assert all(put(store, keys(0, 1, 2, 3)))
+taken = 0
+with open(path / "other", "wb", buffering=0) as other:
+    try:
+        while True:
+            taken += other.write(bytes(4096))
+    except OSError:
+        pass
+assert taken > 0
+failed = 0
+for n in range(10, 60):
+    try:
+        failed += not put(store, keys(n))[0]
+    except (TierFull, TierUnavailable):
+        failed += 1
+    get(store, keys(0, 1, 2, 3, n))
+assert store.usage().blocks <= 4
+with ThreadPoolExecutor(200) as threads:  # more readers than LMDB had to remember before
+    barrier = threading.Barrier(200)
+    def read(n):
+        barrier.wait()
+        return store.peek(keys(n))
+    list(threads.map(read, range(200)))
+try:
+    open_disk(path / "new")
+except TierNotOpen as error:
+    assert "No space left" in str(error), error
+else:
+    raise SystemExit("opened")
+(path / "other").unlink()
+for n in range(60, 160):
+    assert put(store, keys(n)) == [True], n
+assert store.usage().blocks >= 100
+assert get(store, keys(*range(60, 160))) == [True] * 100
+audit(store)
+store.close()
+store = open_disk(path / "tier", slots=1000)
+assert get(store, keys(*range(60, 160))) == [True] * 100
+store.close()
+"""
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="the file system has no byte left, and later has",
+    outcome="loads go on; blocks are not stored, or replace older ones; stores resume",
+)
+@pytest.mark.parametrize("mode", ["buffered none", "buffered sync"])
+def test_a_disk_that_fills_and_empties(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MODE, mode)
+    run_mounted(f'mount -t tmpfs -o size=24m,mode=700 none "{tmp_path}"', FULL, tmp_path)
+
+
+READ_ONLY = """
+import subprocess
+mount = path / "mount"
+mount.mkdir()
+subprocess.run(["mount", "-o", "loop,errors=remount-ro", str(path / "image"), mount], check=True)
+tier = mount / "tier"
+store = open_disk(tier, slots=100)
+assert all(put(store, keys(0, 1, 2)))
+
+def attribute(flag):
+    subprocess.run(["chattr", flag, tier / "index.mdb", *tier.glob("slab-*")], check=True)
+
+def changes_fail(n):
+    for change in (lambda: put(store, keys(n)), lambda: store.drop(keys(0))):
+        try:
+            change()
+        except TierUnavailable:
+            continue
+        raise SystemExit("a change succeeded")
+    assert put(store, keys(0, 1)) == [True, True]  # held already
+    store.touch(keys(0))
+    assert get(store, keys(0, 1, 2, n)) == [True, True, True, False]
+
+attribute("+i")  # no process can write to these files now, open or not
+changes_fail(10)
+changes_fail(11)
+attribute("-i")
+assert all(put(store, keys(10, 11, 12)))
+assert all(get(store, keys(0, 1, 2, 10, 11, 12)))
+audit(store)
+subprocess.run(["mount", "-o", "remount,abort", mount])  # as after an error of the device
+changes_fail(20)
+store.close()
+subprocess.run(["umount", mount], check=True)
+subprocess.run(["mount", "-o", "loop", str(path / "image"), mount], check=True)
+store = open_disk(tier, slots=100)
+hits = get(store, keys(0, 1, 2, 10, 11, 12))
+assert put(store, keys(20)) == [True]
+audit(store)
+store.close()
+subprocess.run(["umount", mount], check=True)
+"""
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="the path turns read-only while it is open",
+    outcome="loads go on, stores fail; stores resume when it can be written again",
+)
+@pytest.mark.parametrize("mode", ["buffered none", "direct sync"])
+def test_a_path_that_turns_read_only(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MODE, mode)
+    image = f'"{tmp_path}/image"'
+    run_mounted(f"truncate -s 32M {image} && mkfs.ext4 -q {image}", READ_ONLY, tmp_path)
+
+
+class Stall:
+    """Reads or writes of slabs that wait until they are let go."""
+
+    def __init__(self, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = threading.Event()
+        self.over = threading.Event()
+        original = getattr(Slab, verb)
+
+        def stalled(*args: object) -> object:
+            self.begun.set()
+            assert self.over.wait(WAIT_S)
+            return original(*args)
+
+        self._patch = monkeypatch
+        monkeypatch.setattr(Slab, verb, stalled)
+
+    def only_those_begun(self) -> None:
+        """Let new reads and writes through; those that wait go on waiting."""
+        self._patch.undo()
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a slow disk: loads and stores take long",
+    outcome="lookups answer from the index meanwhile; other blocks load; nothing is lost",
+)
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_slow_disk_holds_up_no_lookup(
+    tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as store, opened(tmp_path) as scheduler, ThreadPoolExecutor(1) as aside:
+        put(store, keys(0, 1, 2))
+        stall = Stall(verb, monkeypatch)
+        slow = aside.submit(get if verb == "read" else put, store, keys(1 if verb == "read" else 3))
+        assert stall.begun.wait(WAIT_S)
+        stall.only_those_begun()
+        assert scheduler.peek(keys(0, 1, 2, 3)) == [True, True, True, False]
+        scheduler.touch(keys(0))
+        assert scheduler.usage().blocks == 3
+        assert get(store, keys(0, 2)) == [True, True]
+        assert put(store, keys(5)) == [True]
+        scheduler.close()
+        stall.over.set()
+        assert slow.result(WAIT_S) == [True]
+        audit(store)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a block is evicted, and its slot written again, while a slow load is under way",
+    outcome="a miss, never the other block",
+)
+def test_a_load_overtaken_by_an_eviction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, slots=4) as store, ThreadPoolExecutor(1) as aside:
+        put(store, keys(0, 1, 2, 3))
+        stall = Stall("read", monkeypatch)
+        slow = aside.submit(get, store, keys(0))
+        assert stall.begun.wait(WAIT_S)
+        stall.only_those_begun()
+        assert all(put(store, keys(10, 11, 12, 13)))
+        stall.over.set()
+        assert slow.result(WAIT_S) == [False]
+        assert get(store, keys(10, 11, 12, 13)) == [True] * 4
+        audit(store)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="the store is closed while a load hangs on the disk",
+    outcome="the close returns; the load ends when the disk does, and then the folder is let go",
+)
+def test_a_close_waits_for_no_hung_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_disk(tmp_path)
+    put(store, keys(0))
+    stall = Stall("read", monkeypatch)
+    with ThreadPoolExecutor(1) as aside:
+        slow = aside.submit(store.get, Memory(keys(0), PAYLOAD).blocks)
+        assert stall.begun.wait(WAIT_S)
+        store.close()
+        stall.over.set()
+        assert slow.result(WAIT_S) == [True]
+    assert (tmp_path / "index.seal").exists()

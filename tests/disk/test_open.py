@@ -1,0 +1,273 @@
+"""What the disk tier says when it can't be used, and how it leaves its folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from spec.offloading import StoreContext
+from tests.support.disk_audit import (
+    PAYLOAD,
+    SLOT,
+    child_environment,
+    get,
+    keys,
+    open_disk,
+    opened,
+    put,
+)
+from tiers.disk.spec import DiskSpec
+from tiers.errors import TierNotOpen, TierUnusable
+
+
+def refused(path: Path, match: str, capacity: int = 8 * SLOT, shares: int = 1) -> None:
+    spec = DiskSpec(path=path, capacity=capacity)
+    with pytest.raises((TierUnusable, TierNotOpen), match=match) as caught:
+        spec.open(StoreContext(PAYLOAD, shares))
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a file where the folder should be",
+    outcome="refused at open; the file stays",
+)
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "tier").write_text("mine")
+    refused(tmp_path / "tier", "is a file; name a folder")
+    refused(tmp_path / "tier" / "below", "can't be made")
+    assert (tmp_path / "tier").read_text() == "mine"
+
+
+@pytest.mark.fault(tier="disk", fault="a folder that can not be made", outcome="refused at open")
+def test_a_place_where_nothing_can_be_made() -> None:
+    refused(Path("/proc/kvtiers"), "can't be made")
+    refused(Path("/sys"), "others|belongs|written")
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a symbolic link as the folder, or in it",
+    outcome="refused at open; nothing is written through it",
+)
+def test_links_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    refused(tmp_path / "link", "symbolic link")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    refused(tmp_path / "dangling", "symbolic link")
+    (tmp_path / "real" / "index.mdb").symlink_to(tmp_path / "victim")
+    refused(tmp_path / "real", "index.mdb is a symbolic link")
+    assert not (tmp_path / "victim").exists()
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a link in place of any of the tier's files",
+    outcome="refused at open; nothing is written through it",
+)
+def test_links_in_place_of_files(tmp_path: Path) -> None:
+    with opened(tmp_path / "tier") as store:
+        put(store, keys(0))
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    names = [file.name for file in (tmp_path / "tier").iterdir() if file.is_file()]
+    assert {"index.mdb", "index.mdb-lock", "index.seal", "lock"} < set(names)
+    for name in [*names, "index.draft"]:
+        file, kept = tmp_path / "tier" / name, tmp_path / "kept"
+        if file.exists():
+            file.rename(kept)
+        file.symlink_to(victim)
+        with pytest.raises(TierUnusable, match=f"{name} is a symbolic link"):
+            open_disk(tmp_path / "tier")
+        file.unlink()
+        if kept.exists():
+            kept.rename(file)
+    assert victim.read_bytes() == b"precious"
+    with opened(tmp_path / "tier") as store:
+        assert get(store, keys(0)) == [True]
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a file of the tier that others may read, or that belongs to another user",
+    outcome="refused at open",
+)
+@pytest.mark.parametrize("name", ["index.mdb", "index.seal", "slab-65536.dat", "lock"])
+def test_files_that_are_not_the_tiers_alone(tmp_path: Path, name: str) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+    (tmp_path / name).chmod(0o644)
+    refused(tmp_path, f"{name} has mode 0644.*chmod it to 0600")
+    (tmp_path / name).chmod(0o600)
+    if os.geteuid() == 0:
+        os.chown(tmp_path / name, 12345, 12345)
+        refused(tmp_path, f"{name} is a symbolic link or belongs to another user")
+        os.chown(tmp_path / name, 0, 0)
+    with opened(tmp_path) as store:
+        assert get(store, keys(0)) == [True]
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a folder that other users can write to",
+    outcome="refused at open",
+)
+def test_a_folder_that_others_can_write_to(tmp_path: Path) -> None:
+    (tmp_path / "tier").mkdir()
+    (tmp_path / "tier").chmod(0o777)
+    refused(tmp_path / "tier", "mode 0777")
+
+
+@pytest.mark.fault(tier="disk", fault="another user's folder", outcome="refused at open")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_another_users_folder(tmp_path: Path) -> None:
+    (tmp_path / "tier").mkdir()
+    os.chown(tmp_path / "tier", 12345, 12345)
+    refused(tmp_path / "tier", "belongs to user 12345")
+
+
+def test_a_capacity_below_one_block(tmp_path: Path) -> None:
+    refused(tmp_path / "tier", f"set at least {SLOT}B", capacity=SLOT - 1)
+    refused(tmp_path / "tier", f"set at least {4 * SLOT}B", capacity=3 * SLOT, shares=4)
+    assert not (tmp_path / "tier").exists()
+
+
+MOUNTED = """
+import sys
+from pathlib import Path
+from tests.support.disk_audit import open_disk, put, get, keys, audit, SLOT
+from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
+path = Path(sys.argv[1])
+"""
+
+
+def run_mounted(mount: str, body: str, path: Path) -> None:
+    """Run Python after a mount that only it sees."""
+    code = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" -c "$1" "$2"']
+    if subprocess.run([*code[:2], "true"], capture_output=True).returncode != 0:
+        pytest.skip("this user can't mount anything")
+    subprocess.run(
+        [*code, sys.executable, MOUNTED + body, str(path)],
+        env=child_environment(),
+        check=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a read-only file system at open",
+    outcome="refused at open; nothing is lost",
+)
+def test_a_read_only_mount(tmp_path: Path) -> None:
+    store = open_disk(tmp_path)
+    put(store, keys(0))
+    store.close()
+    body = """
+for where in (path, path / "below"):
+    try:
+        open_disk(where)
+    except TierNotOpen as error:
+        assert "Read-only file system" in str(error), error
+    else:
+        raise SystemExit("opened")
+"""
+    run_mounted(f'mount --bind -r "{tmp_path}" "{tmp_path}"', body, tmp_path)
+    store = open_disk(tmp_path)
+    assert get(store, keys(0)) == [True]
+    store.close()
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a full file system",
+    outcome="stores evict their own; nothing leaks",
+)
+def test_a_full_file_system(tmp_path: Path) -> None:
+    body = """
+store = open_disk(path / "tier", slots=1000)
+for n in range(400):
+    assert put(store, keys(n)) == [True], n
+held = store.usage().blocks
+assert 10 < held < 300, held
+assert get(store, keys(399, 0)) == [True, False]
+audit(store)
+(path / "other").write_bytes(bytes(7 << 20))  # somebody else takes what was left for the index
+for n in range(400, 500):
+    assert put(store, keys(n)) == [True], n
+stored = 0
+for n in range(300):  # another size must grow: the tier shrinks until the disk has room again
+    try:
+        stored += put(store, [bytes([n % 256]) * 40], 1000)[0]
+    except TierFull:
+        audit(store)
+assert stored > 50, stored
+audit(store)
+store.close()
+"""
+    run_mounted(f'mount -t tmpfs -o size=20m,mode=700 none "{tmp_path}"', body, tmp_path)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="the process forks with the tier open",
+    outcome="the child is refused; the parent goes on",
+)
+def test_a_forked_child_is_refused(tmp_path: Path) -> None:
+    store = open_disk(tmp_path)
+    put(store, keys(0))
+    child = os.fork()
+    if child == 0:
+        refusals = 0
+        for verb in (
+            lambda: store.peek(keys(0)),
+            lambda: get(store, keys(0)),
+            lambda: put(store, keys(1)),
+            lambda: store.touch(keys(0)),
+            lambda: open_disk(tmp_path),
+        ):
+            try:
+                verb()
+            except TierUnusable as error:
+                refusals += "forked" in str(error)
+        store.close()
+        os._exit(refusals)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    assert get(store, keys(0)) == [True]
+    assert len(list((tmp_path / "owners").iterdir())) == 1
+    store.close()
+
+
+def test_only_the_user_can_read_the_files(tmp_path: Path) -> None:
+    store = open_disk(tmp_path / "tier")
+    put(store, keys(0))
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "tier").rglob("*")}
+    assert modes.pop("owners") == 0o700
+    assert set(modes.values()) == {0o600}
+    assert (tmp_path / "tier").stat().st_mode & 0o777 == 0o700
+    store.close()
+
+
+def test_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.chdir(tmp_path)
+    assert DiskSpec(path=Path("~/kv"), capacity=1).path == Path("/home/someone/kv")
+    assert DiskSpec(path=Path("a/../b"), capacity=1).path == tmp_path / "b"
+
+
+@pytest.mark.parametrize("path", ["", "~nobody-of-that-name/kv", "a\0b", 5])
+def test_paths_that_mean_nothing(path: object) -> None:
+    with pytest.raises(ValidationError):
+        DiskSpec.model_validate({"type": "disk", "capacity": "1GiB", "path": path})
+
+
+def test_the_spec_needs_no_lmdb() -> None:
+    code = "import sys, tiers.disk.spec; raise SystemExit('lmdb' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -1,0 +1,161 @@
+"""The seal on a closed index: damage that LMDB would walk into empties the tier instead."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.disk_audit import audit, child_environment, get, key, keys, opened, put
+from tiers.disk.rows import label
+from tiers.errors import TierUnavailable
+
+pytestmark = pytest.mark.usefixtures("mode")
+
+FUZZ = """
+import random, shutil, sys
+from pathlib import Path
+from tests.support.disk_audit import audit, get, keys, opened, put
+master, folder, seed, rounds = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:])
+chance = random.Random(seed)
+content = (master / "index.mdb").read_bytes()
+for _ in range(rounds):
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(master, folder)
+    damaged = bytearray(content)
+    for _ in range(chance.choice((1, 1, 2, 8))):
+        damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+    (folder / "index.mdb").write_bytes(damaged)
+    with opened(folder, 32) as store:
+        assert not any(get(store, keys(*range(40))))
+        assert any(put(store, keys(*range(30, 40))))
+        assert all(get(store, keys(*range(30, 40))))
+        audit(store)
+"""
+
+
+def fuzz(tmp_path: Path, rounds: int) -> None:
+    """In a process of its own, so that its death is seen."""
+    with opened(tmp_path / "master", 32) as store:
+        put(store, keys(*range(30)))
+        store.drop(keys(3, 4, 5))
+    where = [tmp_path / "master", tmp_path / "folder"]
+    done = subprocess.run(
+        [sys.executable, "-c", FUZZ, *map(str, [*where, 17, rounds])],
+        env=child_environment(),
+        timeout=500,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="flipped bits in a closed index",
+    outcome="the tier starts empty; no crash",
+)
+@pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
+def test_bits_flipped_in_a_closed_index(tmp_path: Path) -> None:
+    fuzz(tmp_path, 15)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.fault(
+    tier="disk",
+    fault="flipped bits in a closed index, a thousand times",
+    outcome="the tier starts empty; no crash",
+)
+@pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
+def test_bits_flipped_in_a_closed_index_a_thousand_times(tmp_path: Path) -> None:
+    fuzz(tmp_path, 1000)
+
+
+@pytest.mark.fault(
+    tier="disk", fault="a damaged or missing seal", outcome="the tier starts empty; or goes on"
+)
+def test_a_damaged_seal_counts_and_a_missing_one_does_not(tmp_path: Path) -> None:
+    seal = tmp_path / "index.seal"
+    for content, kept in ((None, True), (b"", False), (b"0" * 32, False)):
+        with opened(tmp_path) as store:
+            put(store, keys(0))
+            assert not seal.exists()
+        if content is None:
+            seal.unlink()
+        else:
+            seal.write_bytes(content)
+        with opened(tmp_path) as store:
+            assert get(store, keys(0)) == [kept]
+
+
+@pytest.mark.fault(
+    tier="disk", fault="LMDB's lock file of garbage", outcome="set up anew; nothing is lost"
+)
+def test_a_garbage_lock_file(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+    lock = tmp_path / "index.mdb-lock"
+    lock.write_bytes(random.Random(3).randbytes(lock.stat().st_size))
+    with opened(tmp_path) as store:
+        assert get(store, keys(0)) == [True]
+        assert put(store, keys(1)) == [True]
+
+
+def test_the_last_process_out_seals(tmp_path: Path) -> None:
+    seal = tmp_path / "index.seal"
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(tmp_path)],
+        env=child_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdin is not None and other.stdout is not None
+    assert other.stdout.readline() == "open\n"
+    with opened(tmp_path) as store:
+        assert get(store, keys(0)) == [True]
+    assert not seal.exists(), "the other one still changes the index"
+    other.communicate("\n", timeout=60)
+    assert other.returncode == 0
+    assert seal.exists()
+    with opened(tmp_path) as store:
+        assert get(store, keys(0, 1)) == [True, True]
+
+
+OTHER = """
+import sys
+from pathlib import Path
+from tests.support.disk_audit import keys, opened, put
+with opened(Path(sys.argv[1])) as store:
+    put(store, keys(0))
+    print("open", flush=True)
+    input()
+    put(store, keys(1))
+"""
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="damage in the index that shows while it is open",
+    outcome="the verbs that meet it fail; the tier starts empty at the next open",
+)
+def test_damage_found_while_open_is_not_kept(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0, 1, 2))
+        index = store._vault.index
+        with index._env.begin(write=True) as txn:
+            txn.put(label(key(1)), b"a row of another length", db=index._tables["blocks"])
+        for _ in range(2):
+            with pytest.raises(TierUnavailable, match="damaged"):
+                get(store, keys(0, 1))
+        assert get(store, keys(0, 2)) == [True, True]
+    with opened(tmp_path) as store:
+        assert store.usage().blocks == 0
+        assert put(store, keys(0, 1)) == [True, True]
+        audit(store)
+    with opened(tmp_path) as store:
+        assert get(store, keys(0, 1)) == [True, True]

@@ -1,0 +1,285 @@
+"""What a process does for a folder in the background, and that it does it in short steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from spec.offloading import StoreContext
+from tests.support.disk_audit import (
+    SLOT,
+    Other,
+    allocated,
+    audit,
+    fill_index,
+    get,
+    key,
+    keys,
+    open_disk,
+    opened,
+    put,
+    settled,
+)
+from tiers.disk import upkeep, vault
+from tiers.disk.edit import Edit
+from tiers.disk.rows import label
+from tiers.disk.spec import DiskSpec
+from tiers.disk.store import DiskStore
+
+SHORT_S = 0.02
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The most often that one transaction did each of these."""
+    most: Counter[str] = Counter()
+    here: dict[int, Counter[str]] = {}
+
+    def watch(name: str) -> None:
+        original = getattr(Edit, name)
+
+        def counting(edit: Edit, *args: object) -> object:
+            mine = here.setdefault(id(edit._txn), Counter())
+            mine[name] += 1
+            most[name] = max(most[name], mine[name])
+            return original(edit, *args)
+
+        monkeypatch.setattr(Edit, name, counting)
+
+    for name in ("retire", "renew"):
+        watch(name)
+    save = Edit.save_state
+
+    def saving(edit: Edit) -> None:
+        here.pop(id(edit._txn), None)
+        save(edit)
+
+    monkeypatch.setattr(Edit, "save_state", saving)
+    return most
+
+
+def stamp(store: DiskStore, name: bytes) -> int:
+    (found,) = store._vault.index.find([label(name)])
+    return 0 if found is None else found.stamp
+
+
+TOUCHING = """
+from tiers.disk import upkeep
+upkeep.EVERY_S = 0.02
+store = open_disk(path, slots=64)
+hot = keys(*range(1000, 1008))
+say("touches")
+import threading
+while True:
+    store.touch(hot)
+    threading.Event().wait(0.005)
+"""
+
+
+@pytest.mark.parametrize("by", ["another process", "this process"])
+def test_what_is_touched_alone_outlives_what_is_stored(
+    tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler's process touches and never stores; a worker's process stores."""
+    monkeypatch.setattr(upkeep, "EVERY_S", SHORT_S)
+    store = open_disk(tmp_path, slots=64)
+    hot = keys(*range(1000, 1008))
+    assert all(put(store, hot))
+    toucher = None
+    if by == "another process":
+        toucher = Other(TOUCHING, tmp_path)
+        assert toucher.hear() == "touches"
+    for first in range(0, 320, 32):
+        put(store, keys(*range(first, first + 32)))
+        newest = stamp(store, key(first))
+        if toucher is None:
+            store.touch(hot)
+        while stamp(store, hot[-1]) < newest:
+            assert store.has(hot) == [True] * 8, "evicted: no touch has reached the index"
+            time.sleep(0.005)
+    assert get(store, hot) == [True] * 8
+    if toucher is not None:
+        toucher.kill()
+    audit(store)
+    store.close()
+
+
+def test_no_edit_writes_all_uses_down(tmp_path: Path, counted: Counter[str]) -> None:
+    """A put after very many loads waits for some of their uses, not for all."""
+    fill_index(tmp_path, 3000)
+    store = DiskSpec(path=tmp_path, capacity=3000 * 8192).open(StoreContext(4096))
+    with store._vault.upkeep.held_back():
+        store.touch(keys(*range(3000)))
+        counted.clear()
+        put(store, keys(5000), 4096)
+    while store._vault._uses:
+        time.sleep(0.005)
+    assert 0 < counted["renew"] <= vault.USES_AT_ONCE + 2
+    before = stamp(store, key(0))
+    for _ in range(100):
+        store.touch(keys(0, 1, 2))
+    store.close()
+    with opened(tmp_path) as store:
+        assert stamp(store, key(0)) - before <= 30, (
+            "each was renewed by every edit, not by every use"
+        )
+
+
+def test_uses_that_are_left_are_written_at_the_close(tmp_path: Path) -> None:
+    store = open_disk(tmp_path, slots=4)
+    put(store, keys(3, 2, 1, 0))
+    with store._vault.upkeep.held_back():
+        for _ in range(10_000):
+            store.touch(keys(3))
+        store.touch(keys(1))
+    store.close()
+    with opened(tmp_path, slots=4) as store:
+        put(store, keys(4, 5))
+        assert store.has(keys(0, 1, 2, 3)) == [False, True, False, True]
+
+
+READING = """
+store = open_disk(path)
+with store._vault.index._env.begin() as txn:
+    txn.get(b"a key")
+    say("reads")
+    wait()
+"""
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="kill -9 while a process reads the index",
+    outcome="the others clear its reader; the index does not grow",
+)
+def test_a_reader_that_died_holds_no_page_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "EVERY_S", SHORT_S)
+    with opened(tmp_path, slots=64) as store:
+        put(store, keys(*range(64)))
+        dead = Other(READING, tmp_path)
+        assert dead.hear() == "reads"
+        dead.kill()
+        environment = store._vault.index._env
+        grown, pages = 0, environment.info()["last_pgno"]
+        # It grows until the reader is cleared, and then, but for a few pages, no more.
+        for batch in range(600):
+            put(store, keys(*range(64 * (batch % 2), 64 * (batch % 2) + 64)))
+            now = environment.info()["last_pgno"]
+            grown = 0 if now > pages else grown + 1
+            pages = now
+            if grown == 60:
+                return
+        pytest.fail("the index grows without end")
+
+
+def test_a_tier_shrinks_in_steps(tmp_path: Path, counted: Counter[str]) -> None:
+    fill_index(tmp_path, 3000)
+    counted.clear()
+    spec = DiskSpec(path=tmp_path, capacity=500 * 8192)
+    store = spec.open(StoreContext(4096))
+    assert store.usage().capacity == 500 * 8192
+    assert put(store, keys(5000), 4096) == [True], "what is stored meanwhile replaces"
+    settled(store)
+    assert counted["retire"] <= 256
+    assert [n for n in range(3000) if store.has([key(n)])[0]] == list(range(2501, 3000))
+    audit(store)
+    store.close()
+
+
+def test_another_size_waits_until_the_tier_has_shrunk(tmp_path: Path) -> None:
+    """It evicts no more than a few blocks of other sizes meanwhile, and takes no space."""
+    fill_index(tmp_path, 3000)
+    store = DiskSpec(path=tmp_path, capacity=3000 * 8192).open(StoreContext(4096))
+    vault = store._vault
+    with vault.upkeep.held_back():
+        vault.resize(500 * 8192)
+        before = store.usage()
+        with pytest.raises(Exception, match="no slot could be freed"):
+            put(store, keys(5000), 60_000)
+        assert before.blocks - 20 < store.usage().blocks < before.blocks
+    settled(store)
+    assert put(store, keys(5000), 60_000) == [True]
+    audit(store)
+    store.close()
+
+
+KILLED = """
+from tiers.disk.slab import Slab
+import os, signal
+store = open_disk(path, slots=2000)
+def die(slab, number):
+    allocate(slab, 0, 200)  # what a commit that never came would have counted
+    os.kill(os.getpid(), signal.SIGKILL)
+put(store, keys(*range(400)), 4096)
+store.drop(keys(*range(399)))
+allocate, Slab.allocate = Slab.allocate, die
+put(store, keys(5000), 4096)
+"""
+
+
+def test_space_behind_free_slots_is_given_back_in_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiers.disk.room._PUNCHED_AT_ONCE", 30)
+    child = Other(KILLED, tmp_path)
+    assert child.hear() == ""
+    child.kill()
+    assert allocated(tmp_path) > 150 * 8192
+    store = open_disk(tmp_path, slots=2000)
+    while allocated(tmp_path) > store.usage().used:
+        time.sleep(0.005)
+    assert store.has([key(399)]) == [True]
+    store.close()
+
+
+def test_a_close_finds_no_step_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is closed when `close` returns, whatever the background does just then."""
+    monkeypatch.setattr(upkeep, "EVERY_S", 0.0)
+    others = set(threading.enumerate())
+    for _ in range(30):
+        store = open_disk(tmp_path, slots=4)
+        store.touch(keys(0))
+        store.close()
+        assert (tmp_path / "index.seal").exists()
+    while set(threading.enumerate()) - others:
+        time.sleep(0.005)  # each ends by itself
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="the disk hangs in what is done in the background, while the store is closed",
+    outcome="the close returns; the folder is let go when the disk answers",
+)
+def test_a_close_does_not_wait_for_a_step_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "EVERY_S", SHORT_S)
+    monkeypatch.setattr(upkeep, "_CLOSE_WAIT_S", 0.1)
+    begun, over = threading.Event(), threading.Event()
+    store = open_disk(tmp_path)
+    original = Edit.renew
+
+    def hanging(edit: Edit, name: bytes) -> None:
+        if threading.current_thread().name == "kvtiers-disk-upkeep":
+            begun.set()
+            assert over.wait(60)
+        original(edit, name)
+
+    monkeypatch.setattr(Edit, "renew", hanging)
+    put(store, keys(0))
+    store.touch(keys(0))
+    assert begun.wait(60)
+    store.close()
+    assert not (tmp_path / "index.seal").exists()
+    over.set()
+    while not (tmp_path / "index.seal").exists():
+        time.sleep(0.005)
+    with opened(tmp_path) as store:
+        assert get(store, keys(0)) == [True]
+        assert store.usage().used == SLOT

@@ -1,0 +1,86 @@
+"""The load policy `cheapest` over real tiers: whatever it chooses, every answer is right."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spec.chain import ChainSpec
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, drive, redis
+from tests.support.servers import RedisServer
+from tiers.engine.replay import ReplayEngine, answer
+
+PROMPT = list(range(50))
+"""Twelve full blocks, and two tokens more."""
+
+MakeEngine = Callable[..., ReplayEngine]
+
+
+class WildClock:
+    """A clock that jumps, so that nothing can be foreseen and all is chosen now and then."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._time = 0.0
+
+    def __call__(self) -> float:
+        self._time += self._random.choice([0.0, 1e-6, 1e-4, 1e-3, 0.01])
+        return self._time
+
+
+def cheapest_of(*tiers: dict[str, object], min_tokens: int = 4) -> ChainSpec:
+    return chain_of(*tiers, load="cheapest", cheapest={"min_tokens": min_tokens})
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_answers_stay_right_whatever_is_chosen(
+    engine: MakeEngine, tmp_path: Path, shared_server: RedisServer, world_size: int
+) -> None:
+    chain = cheapest_of(
+        cpu(12 * world_size),
+        disk(tmp_path, f"{160 * world_size}KiB"),
+        redis(shared_server, tmp_path),
+    )
+    made = engine(
+        chain,
+        num_blocks=24,
+        prefix_caching=False,
+        world_size=world_size,
+        now=WildClock(world_size),
+    )
+    for seed in range(2):
+        drive(made, seed, abort=0.3 * seed, world_size=world_size)
+    counted = made.stats.data
+    assert {tier for tier, c in counted.items() if c.get("loaded_tokens")} == set(counted)
+    assert sum(c.get("passed_over", 0) for c in counted.values()) > 0
+    assert counted["disk"]["prefill_tokens_per_second"] > 0
+    assert counted["disk"]["load_tokens_per_second"] > 0
+
+
+def test_a_prefix_that_is_quicker_to_load_is_loaded(engine: MakeEngine, tmp_path: Path) -> None:
+    """Every look at the clock takes a second, so that a step does; loads take real time."""
+    looks = itertools.count()
+    chain = cheapest_of(cpu(), disk(tmp_path))
+    made = engine(chain, prefix_caching=False, now=lambda: float(next(looks)))
+
+    def ask(prompt: list[int]) -> int:
+        request = made.generate(prompt, 1)
+        made.settle()
+        assert request.output == answer(MODEL, prompt, 1)
+        return request.loaded_tokens
+
+    assert ask(PROMPT) == 0
+    assert ask(PROMPT) == 48
+    assert ask([*PROMPT[:40], *range(90, 100)]) == 40
+
+
+def test_a_prefix_shorter_than_the_least_is_computed(engine: MakeEngine, tmp_path: Path) -> None:
+    made = engine(cheapest_of(cpu(), disk(tmp_path), min_tokens=20), prefix_caching=False)
+    made.generate(PROMPT, 1)
+    made.settle()
+    other = [*PROMPT[:16], *range(90, 120)]
+    assert made.generate(other, 1).loaded_tokens == 0

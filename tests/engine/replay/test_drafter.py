@@ -1,0 +1,75 @@
+"""An engine with an EAGLE or MTP drafter computes the last block of each prefix that it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.engine.replay.test_sharing import POLICIES, PREFIX, add, ended, fill, hits
+from tests.support.replay_chains import SLOT, chain_of, cpu, disk
+from tiers.engine.replay import ReplayEngine, ReplayModel, answer
+from tiers.engine.replay.scheduler import Status
+
+MakeEngine = Callable[..., ReplayEngine]
+MODELS = [
+    ReplayModel(),
+    ReplayModel(windows=(None, 14, 7)),
+    ReplayModel(windows=(14,)),
+]
+
+
+@pytest.fixture(params=MODELS, ids=["plain", "hybrid", "windows"])
+def drafting(
+    request: pytest.FixtureRequest, engine: MakeEngine, tmp_path: Path
+) -> Callable[..., ReplayEngine]:
+    """Makes an engine with a drafter, of a model."""
+    model: ReplayModel = request.param
+
+    def make(load: str) -> ReplayEngine:
+        tiers = [cpu(20), disk(tmp_path, "8MiB")]
+        chain = chain_of(*tiers, load=load, staging=400 * SLOT)
+        return engine(chain, model=model, num_blocks=600, drops_last=True)
+
+    return make
+
+
+@pytest.mark.parametrize("load", POLICIES)
+@pytest.mark.parametrize("prompt", [[*PREFIX, 1], PREFIX], ids=["more", "full blocks"])
+def test_a_block_that_the_engine_leaves_out_of_its_own_hits_is_not_loaded_back(
+    drafting: Callable[..., ReplayEngine], load: str, prompt: list[int]
+) -> None:
+    made = drafting(load)
+    made.generate(prompt, 2)
+    made.settle()
+    warm = made.generate(prompt, 2)
+    assert warm.output == answer(made.model, prompt, 2)
+    assert warm.loaded_tokens == 0
+    assert hits(made) == 0
+
+
+@pytest.mark.parametrize("load", POLICIES[:3])  # cheapest leaves more out, to measure computing
+def test_what_is_loaded_ends_one_block_before_what_a_tier_has(
+    drafting: Callable[..., ReplayEngine], load: str
+) -> None:
+    made = drafting(load)
+    fill(made)
+    request = add(made, 1)
+    ended(made, [request])
+    assert request.loaded_tokens == len(PREFIX) - made.model.block_tokens
+
+
+def test_requests_at_once_do_not_wait_for_what_they_then_load_themselves(
+    drafting: Callable[..., ReplayEngine],
+) -> None:
+    made = drafting("first")
+    fill(made)
+    requests = [add(made, n) for n in range(8)]
+    made.step()
+    loading = sum(request.status is Status.LOADING for request in requests)
+    ended(made, requests)
+    if made.model.windows == (None,):
+        assert loading == 1 and 15 <= hits(made) <= 15 + 7, "a block each, at most"
+    else:
+        assert loading == 8, "its windows end where the load does, one block too late"

@@ -1,0 +1,305 @@
+"""KVTiersConnector against vLLM's base class, and vLLM's connectors as its children."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import Counter, Gauge, Histogram
+
+pytestmark = pytest.mark.vllm
+
+LEFT_TO_THE_BASE = {
+    "role": "what vLLM passed to the constructor, kept by the base",
+    "has_connector_metadata": "asks whether bind_connector_metadata was called, which calls super",
+}
+"""Public members that we neither implement nor forward, and why that is right."""
+
+EXAMPLE = {"kv_connector": "ExampleConnector"}
+NIXL = {"kv_connector": "NixlConnector"}
+OURS = {
+    "kv_connector": "KVTiersConnector",
+    "kv_connector_module_path": "tiers.engine.vllm",
+    "kv_connector_extra_config": {"chain": {"version": 1, "tiers": []}},
+}
+
+
+def config_of(*connectors: dict[str, Any], **transfer: Any) -> Any:
+    from vllm.config import KVTransferConfig
+
+    return SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVTiersConnector",
+            kv_role="kv_both",
+            engine_id="parent",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"connectors": list(connectors)},
+            **transfer,
+        )
+    )
+
+
+def members(base: type) -> dict[str, Any]:
+    return {n: getattr(base, n) for n in dir(base) if not n.startswith("_") and n != "register"}
+
+
+def test_every_member_of_the_base_class_is_ours() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+    from tiers.engine.vllm import KVTiersConnector
+
+    theirs = members(KVConnectorBase_V1) | members(SupportsHMA)
+    ours = {
+        name
+        for cls in KVTiersConnector.__mro__
+        if cls.__module__.startswith("tiers.")
+        for name in vars(cls)
+    }
+    missing = theirs.keys() - ours - LEFT_TO_THE_BASE.keys()
+    assert not missing, f"neither implemented nor knowingly left to the base: {sorted(missing)}"
+    assert LEFT_TO_THE_BASE.keys() <= theirs.keys() - ours, "the list names what is not left"
+
+
+def test_every_member_takes_what_vllm_passes() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from tiers.engine.vllm import KVTiersConnector
+
+    for name, theirs in members(KVConnectorBase_V1).items():
+        if callable(theirs):
+            parameters = inspect.signature(theirs).parameters
+            ours = inspect.signature(getattr(KVTiersConnector, name)).parameters
+            assert list(ours) == list(parameters), name
+
+
+def test_every_member_that_acts_reaches_the_children() -> None:
+    """What the adapter hands on, the MultiConnector behind it hands on to each child."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from tiers.connector.contract.connector import Connector
+    from tiers.connector.multi.connector import MultiConnector
+
+    by_class = {
+        name
+        for name, member in members(KVConnectorBase_V1).items()
+        if inspect.ismethod(member)  # class methods: vLLM calls them without an object
+    }
+    needed = members(KVConnectorBase_V1).keys() - by_class - {"role"}
+    assert needed <= set(dir(Connector))
+    forwarded = {n for cls in MultiConnector.__mro__[:2] for n in vars(cls)}
+    assert needed - forwarded <= {"has_connector_metadata"}
+
+
+def test_children_are_configured_as_their_entries_say() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+    from tiers.engine.vllm_children import child_configs
+
+    own = {**EXAMPLE, "engine_id": "own", "kv_role": "kv_producer", "name": "archive"}
+    parent = config_of(EXAMPLE, own, EXAMPLE)
+    children = child_configs(parent)
+    assert [child.name for child in children] == [
+        "ExampleConnector",
+        "archive",
+        "ExampleConnector-2",
+    ]
+    assert all(child.cls is ExampleConnector for child in children)
+    transfers = [child.vllm_config.kv_transfer_config for child in children]
+    assert [t.engine_id for t in transfers] == ["parent", "own", "parent"]
+    assert [t.kv_role for t in transfers] == ["kv_both", "kv_producer", "kv_both"]
+    assert {t.kv_load_failure_policy for t in transfers} == {"recompute"}
+    assert parent.kv_transfer_config.kv_connector == "KVTiersConnector", "the parent's is its own"
+
+
+def test_a_list_of_connectors_may_say_which_of_them_serves() -> None:
+    from tiers.engine.vllm import configured_chain
+    from tiers.engine.vllm_children import load_policy
+
+    def config(**extra: Any) -> Any:
+        made = config_of(EXAMPLE, OURS)
+        made.kv_transfer_config.kv_connector_extra_config.update(extra)
+        return made
+
+    assert configured_chain(config(load="longest")) is None
+    assert load_policy(config()) == "first"
+    assert load_policy(config(load="longest")) == "longest"
+    for wrong in ("stitched", "fastest", ["first"], None):
+        with pytest.raises(ValueError, match="first or longest"):
+            load_policy(config(load=wrong))
+    with pytest.raises(ValueError, match="loads"):
+        configured_chain(config(loads="longest"))
+
+
+def test_two_children_of_one_name_are_refused() -> None:
+    from tiers.engine.vllm_children import child_configs
+
+    with pytest.raises(ValueError, match=r"connectors\[1\].name: connectors\[0\] has this name"):
+        child_configs(config_of({**EXAMPLE, "name": "x"}, {**EXAMPLE, "name": "x"}))
+
+
+def test_layouts_must_agree_and_a_conflict_names_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+    from tiers.engine.vllm import KVTiersConnector
+
+    def asks(vllm_config: Any) -> str | None:
+        return vllm_config.kv_transfer_config.kv_connector_extra_config.get("layout")
+
+    monkeypatch.setattr(ExampleConnector, "get_required_kvcache_layout", staticmethod(asks))
+
+    def child(layout: str | None) -> dict[str, Any]:
+        return {**EXAMPLE, "kv_connector_extra_config": {"layout": layout}}
+
+    required = KVTiersConnector.get_required_kvcache_layout
+    assert required(config_of(child(None))) is None
+    assert required(config_of(child(None), child("HND"), child("HND"))) == "HND"
+    with pytest.raises(ValueError, match="ExampleConnector: HND, ExampleConnector-2: NHD"):
+        required(config_of(child("HND"), child("NHD")))
+
+
+def test_one_child_that_works_layer_by_layer_needs_piecewise_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+    from tiers.engine.vllm import KVTiersConnector
+
+    monkeypatch.setattr(
+        ExampleConnector,
+        "requires_piecewise_for_cudagraph",
+        staticmethod(lambda extra: extra.get("layers", False)),
+    )
+    requires = KVTiersConnector.requires_piecewise_for_cudagraph
+    layers = {**EXAMPLE, "kv_connector_extra_config": {"layers": True}}
+    assert not requires({"chain": "/chain.yaml"})
+    assert not requires({"connectors": [EXAMPLE]})
+    assert requires({"connectors": [EXAMPLE, layers]})
+
+
+def nixl_stats(duration: float) -> Any:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlKVConnectorStats
+
+    stats = NixlKVConnectorStats()
+    stats.data["transfer_duration"].append(duration)
+    stats.data["post_duration"].append(0.1)
+    stats.data["bytes_transferred"].append(1 << 20)
+    stats.data["num_descriptors"].append(4)
+    return stats
+
+
+def counted(**names: Any) -> Any:
+    """What an interval counted: two tiers of ours and children of one class."""
+    from tiers.connector.contract.stats import TierStats
+    from tiers.engine.vllm_stats import MultiKVConnectorStats
+
+    whole = MultiKVConnectorStats()
+    inner = MultiKVConnectorStats({"cpu": {"hits": 2.0}})
+    whole.add("ours", inner, None)
+    whole.add("also-ours", MultiKVConnectorStats({"cpu": {"hits": 3.0}}), None)
+    whole.add("tiers", TierStats({"disk": {"hits": 1.0}}), None)
+    for name in ("left", "right"):
+        whole.add(name, nixl_stats(1.0), {"kv_connector": "NixlConnector"})
+    return whole
+
+
+def test_stats_cross_processes_and_names_keep_them_apart() -> None:
+    from tiers.engine.vllm import KVTiersConnector
+
+    whole = counted()
+    rebuilt = KVTiersConnector.build_kv_connector_stats(whole.to_dict())
+    assert rebuilt.to_dict() == whole.to_dict()
+    assert type(rebuilt["left"]) is type(whole["left"])
+    more = rebuilt.aggregate(counted())
+    assert more["ours/cpu"] == {"hits": 4.0}
+    assert more["also-ours/cpu"] == {"hits": 6.0}
+    assert more["left"].data["transfer_duration"] == [1.0, 1.0]
+    line = more.reduce()
+    assert line["disk.hits"] == 2.0
+    assert line["right"]["Num successful transfers"] == 2
+    more.reset()
+    assert more.is_empty() and not whole.is_empty()
+
+
+def test_stats_from_live_objects_and_from_vllms_own_form() -> None:
+    from tiers.engine.vllm import KVTiersConnector
+
+    build = KVTiersConnector.build_kv_connector_stats
+    assert build(None).is_empty() and build({}).is_empty()
+    live = nixl_stats(2.0)
+    assert build({"NixlConnector": live})["NixlConnector"] is live
+    plain = build({"NixlConnector": live.to_dict(), "ExampleConnector": {"data": {"x": [1]}}})
+    assert plain["NixlConnector"].data["transfer_duration"] == [2.0]
+    assert list(plain.data) == ["NixlConnector"], "a connector without stats is left out"
+    with pytest.raises(ValueError, match="UnknownConnector"):
+        build({"UnknownConnector": {"data": {"x": [1]}}})
+
+
+def inner_maker(entry: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": entry["kv_connector"], "kv_connector_module_path": None}
+
+
+def vllms_own(tiers: dict[str, Any]) -> Any:
+    """What vLLM's MultiConnector makes of the stats of one of ours."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
+
+    from tiers.engine.vllm_stats import MultiKVConnectorStats
+
+    return multi_connector.MultiKVConnectorStats({"KVTiersConnector": MultiKVConnectorStats(tiers)})
+
+
+def test_metrics_are_registered_once_whatever_the_children() -> None:
+    from prometheus_client import CollectorRegistry
+
+    from tiers.engine.vllm import KVTiersConnector
+
+    registry = CollectorRegistry()
+
+    def typed(cls: type) -> Any:
+        return lambda **kwargs: cls(registry=registry, **kwargs)
+
+    inner = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {
+            "connectors": [{"kv_role": "kv_both", **child} for child in (OURS, NIXL)]
+        },
+    }
+    children = [{**NIXL, "name": "left"}, {**NIXL, "name": "right"}, OURS, OURS, EXAMPLE, inner]
+    metrics = KVTiersConnector.build_prom_metrics(
+        config_of(*children),
+        {kind: typed(kind) for kind in (Counter, Gauge, Histogram)},
+        ["engine"],
+        {0: ["0"]},
+    )
+    whole = counted()
+    whole.add("MultiConnector", vllms_own({"tape": {"hits": 7.0}}), inner_maker(inner))
+    metrics.observe(whole.to_dict())
+    hits = {
+        sample.labels["tier"]: sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name == "vllm:kvtiers_hits_total"
+    }
+    assert hits == {"ours/cpu": 2.0, "also-ours/cpu": 3.0, "disk": 1.0, "tape": 7.0}
+    transfers = [
+        sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name == "vllm:nixl_bytes_transferred_count"
+    ]
+    assert transfers == [2.0], "both children of the class count"
+
+
+def test_events_become_vllms_own_with_the_tiers_name() -> None:
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+    from tiers.connector.contract.messages import BlockEvent
+    from tiers.engine.vllm import _as_vllm
+
+    stored = _as_vllm(BlockEvent("disk", True, (b"a" * 32, b"b" * 32), 16))
+    assert isinstance(stored, BlockStored)
+    assert (stored.medium, stored.block_size, len(stored.block_hashes)) == ("disk", 16, 2)
+    removed = _as_vllm(BlockEvent("cpu", False, (b"a" * 32,), 16))
+    assert isinstance(removed, BlockRemoved)
+    assert (removed.medium, removed.block_hashes) == ("cpu", stored.block_hashes[:1])

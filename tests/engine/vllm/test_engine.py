@@ -1,0 +1,215 @@
+"""A real vLLM engine over real tiers: the same tokens as without them, whatever served."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.plugin_packages import write_package
+from tests.support.tiny_vllm import Run, documents
+
+pytestmark = pytest.mark.vllm
+
+CPU = {"type": "cpu", "capacity": "64MiB"}
+PROMPTS = [(prompt, 8) for prompt in documents(4, 600)]
+ONE_BY_ONE = [[prompt] for prompt in PROMPTS]
+"""Four prompts of 18 full blocks each, of which an engine of 40 blocks keeps two."""
+COMPLETE = 4 * 18 * 32
+
+
+def disk(path: Path, **more: Any) -> dict[str, Any]:
+    return {"type": "disk", "capacity": "64MiB", "path": str(path), **more}
+
+
+SHARED = documents(3, 300)
+CONCURRENT = [(SHARED[i % 3] + [i + 3] * 40, 60) for i in range(16)]
+"""Sixteen prompts on three prefixes, which run at once in far fewer blocks than they need."""
+IN_PROCESS = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+"""Scheduler and worker in one process, which also starts sooner."""
+
+
+@pytest.fixture(scope="module")
+def plain(run_vllm: Callable[..., Run]) -> Run:
+    """What the engine answers without a chain: the prompts, then the concurrent ones one by one."""
+    run = run_vllm(ONE_BY_ONE + [[request] for request in CONCURRENT], **IN_PROCESS)
+    assert len({tuple(batch[0]) for batch in run.tokens}) == 20, "the prompts must matter"
+    return run
+
+
+@pytest.fixture(scope="module")
+def answers(plain: Run) -> list[list[list[int]]]:
+    """The answers to the prompts, one by one."""
+    return plain.tokens[:4]
+
+
+def test_eviction_restart_and_replica(
+    run_vllm: Callable[..., Run],
+    answers: list[list[list[int]]],
+    tmp_path: Path,
+    shared_server: Any,
+) -> None:
+    """Each tier serves in turn; two of them are of one type."""
+    redis = {"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path), "ttl": "1h"}
+    disks = [disk(tmp_path / name, name=name) for name in ("fast", "slow")]
+
+    first = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis])
+    assert first.tokens == answers * 2
+    assert first.loaded() == {"cpu": COMPLETE}
+    assert {first.count(t, "stored_blocks") for t in ("cpu", "fast", "slow", "redis")} == {72}
+
+    restarted = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis], **IN_PROCESS)
+    assert restarted.tokens == answers * 2
+    assert restarted.loaded() == {"fast": COMPLETE, "cpu": COMPLETE}, "promoted on the first load"
+
+    replica = run_vllm(ONE_BY_ONE, [CPU, disk(tmp_path / "there"), redis], **IN_PROCESS)
+    assert replica.tokens == answers
+    assert replica.loaded() == {"redis": COMPLETE}
+    assert replica.count("disk", "stored_blocks") == 72, "promoted to the disk as well"
+
+
+def test_concurrent_requests_and_preemption(
+    run_vllm: Callable[..., Run], plain: Run, tmp_path: Path
+) -> None:
+    run = run_vllm(
+        [CONCURRENT, CONCURRENT],
+        [CPU, disk(tmp_path / "disk")],
+        num_gpu_blocks_override=34,
+        **IN_PROCESS,
+    )
+    assert run.preemptions > 0, "the engine was meant to run out of blocks"
+    assert sum(run.loaded().values()) > 0
+    expected = [batch[0] for batch in plain.tokens[4:]]
+    assert run.tokens == [expected, expected]
+
+
+def test_hundreds_of_requests_with_aborts_in_too_little_kv(
+    run_vllm: Callable[..., Run], plain: Run, tmp_path: Path, shared_server: Any
+) -> None:
+    requests = CONCURRENT * 19
+    redis = {"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path)}
+    tiers = [{"type": "cpu", "capacity": "2MiB"}, disk(tmp_path / "disk"), redis]
+    few = {"num_gpu_blocks_override": 34, "abort": 100, **IN_PROCESS}
+    run = run_vllm([requests], tiers, load="cheapest", **few)
+    assert run.count("cpu", "load_tokens_per_second") > 0
+    assert run.count("cpu", "prefill_tokens_per_second") > 0
+    assert run.preemptions > 0
+    assert sum(run.loaded().values()) > 0
+    whole = 0
+    for number, tokens in enumerate(run.tokens[0]):
+        (expected,) = plain.tokens[4 + number % len(CONCURRENT)]
+        assert tokens == expected[: len(tokens)], f"request {number}"
+        whole += len(tokens) == len(expected)
+    assert whole >= len(requests) - 100
+
+
+def test_unusable_tiers_are_reported_and_the_others_serve(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path, server: Any
+) -> None:
+    server.kill()
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("not a folder")
+    tiers = [
+        {"type": "cpu", "capacity": "4KiB", "name": "tiny"},
+        {"type": "disk", "capacity": "64MiB", "path": "/proc/kvtiers", "name": "read-only"},
+        disk(in_the_way / "tier", name="blocked"),
+        {"type": "disk", "capacity": "4KiB", "path": str(tmp_path / "small"), "name": "small"},
+        {"type": "redis", "url": server.url, "timeout": "500ms", "name": "down"},
+        disk(tmp_path / "good", name="good"),
+    ]
+    run = run_vllm(ONE_BY_ONE * 2, tiers, **IN_PROCESS)
+    assert run.tokens == answers * 2
+    assert run.loaded() == {"good": COMPLETE}
+    for name in ("tiny", "read-only", "blocked", "small"):
+        assert re.search(f"tier '?{name}'? is unusable", run.log)
+    assert "tier down: reads are down" in run.log
+
+
+def test_two_worker_processes_hold_a_share_each(run_vllm: Callable[..., Run]) -> None:
+    run = run_vllm(
+        ONE_BY_ONE * 2, [CPU], tensor_parallel_size=2, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    )
+    assert run.tokens[:4] == run.tokens[4:]
+    assert run.loaded() == {"cpu": COMPLETE}
+
+
+def test_a_damaged_disk_never_changes_an_answer(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    here = disk(tmp_path / "disk")
+    run_vllm(ONE_BY_ONE, [here], **IN_PROCESS)
+    for slab in (tmp_path / "disk").glob("**/slab-*"):
+        with slab.open("r+b") as file:
+            for position in range(5096, slab.stat().st_size, 500_000):
+                file.seek(position)
+                file.write(b"wrong KV")
+    run = run_vllm(ONE_BY_ONE, [here], **IN_PROCESS)
+    assert run.tokens == answers
+    assert run.count("disk", "load_failures") > 0
+    assert 0 < run.loaded()["disk"] < COMPLETE
+
+
+def test_a_policy_that_fails_requests_for_a_tier_is_refused() -> None:
+    from tiers.engine.vllm import configured_chain
+
+    transfer = SimpleNamespace(
+        kv_load_failure_policy="fail", kv_connector_extra_config={"chain": "/chain.yaml"}
+    )
+    with pytest.raises(ValueError, match='"kv_load_failure_policy": "recompute"'):
+        configured_chain(SimpleNamespace(kv_transfer_config=transfer))
+
+
+PLUGIN = """
+from spec.offloading import StoreSpec
+
+class Store:
+    def has(self, keys): return [True for key in keys]
+    def put(self, blocks): return [True for block in blocks]
+    def get(self, blocks):
+        for _, payload in blocks: payload[:] = bytes(len(payload))
+        return [True for block in blocks]
+    def drop(self, keys): pass
+    def close(self): raise KeyError("closed")
+    def peek(self, keys): raise SystemExit("a plugin exits")
+    def touch(self, keys): pass
+
+class LiarSpec(StoreSpec):
+    hit_source = "device"
+    def open(self, site): return Store()
+
+class RaiserSpec(StoreSpec):
+    def open(self, site): raise ArithmeticError("no such tape")
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="any",
+    fault="plugins that lie and raise stand before the cpu tier, in a real engine",
+    outcome="the same tokens; the cpu tier serves; each is named with its package",
+)
+def test_plugins_that_lie_and_raise(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    package = write_package(tmp_path, "oddtapes", PLUGIN, liar="LiarSpec", raiser="RaiserSpec")
+    tiers = [{"type": "liar"}, {"type": "raiser"}, CPU]
+    run = run_vllm(ONE_BY_ONE * 2, tiers, path=[str(package)], **IN_PROCESS)
+    assert run.tokens == answers * 2
+    assert run.loaded() == {"cpu": COMPLETE}
+    assert run.count("liar", "damaged_blocks") > 0
+    assert "raiser (package oddtapes): open raised ArithmeticError: no such tape" in run.log
+
+
+@pytest.mark.faults
+def test_a_cpu_tier_larger_than_the_machine_is_refused_by_name_and_the_disk_serves(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    tiers = [{"type": "cpu", "capacity": "1TiB"}, disk(tmp_path)]
+    run = run_vllm(ONE_BY_ONE * 2, tiers, **IN_PROCESS)
+    assert run.tokens == answers * 2
+    assert run.loaded() == {"disk": COMPLETE}
+    assert "tier 'cpu' is unusable" in run.log and "1TiB on this host" in run.log

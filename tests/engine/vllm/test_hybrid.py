@@ -1,0 +1,101 @@
+"""Models with attention windows in a real vLLM: the same tokens, and no block of use is missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_vllm import GEMMA, MISTRAL, WINDOW, Run, documents
+
+pytestmark = pytest.mark.vllm
+
+CPU = {"type": "cpu", "capacity": "64MiB"}
+LONG = [[(prompt, 8)] for prompt in documents(3, 600)]
+SHARED = documents(3, 300)
+CONCURRENT = [(SHARED[i % 3] + [i + 3] * 40, 40) for i in range(16)]
+BLOCKS = 18
+"""Full blocks of a long prompt."""
+
+
+@pytest.fixture(scope="module")
+def run_windowed(
+    run_vllm: Callable[..., Run], tiny_model: Callable[..., Path]
+) -> Callable[..., Run]:
+    """Run an engine of a model, in chunks that are about as long as its windows."""
+
+    def run(model: dict[str, Any], batches: Any, tiers: Any = None, **more: Any) -> Run:
+        options = {
+            "max_model_len": 704,
+            "max_num_batched_tokens": 128,
+            "num_gpu_blocks_override": 80,
+            "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            **more,
+        }
+        return run_vllm(batches, tiers, model=str(tiny_model(model)), **options)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def answers(run_windowed: Callable[..., Run]) -> list[list[list[int]]]:
+    """What Gemma answers without a chain."""
+    return run_windowed(GEMMA, [*LONG, *([one] for one in CONCURRENT)]).tokens
+
+
+def test_several_groups_come_back_from_every_tier(
+    run_windowed: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    """Windowed layers are stored as they are computed, and loaded only at a prefix's end."""
+    tiers = [CPU, disk(tmp_path)]
+    first = run_windowed(GEMMA, LONG * 2, tiers, enable_prefix_caching=False)
+    assert first.tokens == answers[:3] * 2
+    assert first.loaded() == {"cpu": len(LONG) * BLOCKS * 32}
+    assert first.count("disk", "stored_blocks") == len(LONG) * BLOCKS * 3
+    in_windows = -(-(WINDOW - 1) // 32)
+    assert first.count("cpu", "loaded_blocks") == len(LONG) * (BLOCKS + 2 * in_windows)
+
+    damage_some(tmp_path)
+    restarted = run_windowed(GEMMA, [*LONG, CONCURRENT, CONCURRENT], tiers)
+    assert restarted.tokens[:3] == answers[:3]
+    assert restarted.count("disk", "load_failures") > 0, restarted.tiers
+    expected = [batch[0] for batch in answers[3:]]
+    assert restarted.tokens[3:] == [expected, expected]
+    assert sum(restarted.loaded().values()) > 0
+
+
+@pytest.mark.faults
+def test_requests_are_preempted_and_aborted_in_too_little_kv(
+    run_windowed: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    tiers = [{"type": "cpu", "capacity": "2MiB"}, disk(tmp_path)]
+    few = {"num_gpu_blocks_override": 56, "abort": 30}
+    run = run_windowed(GEMMA, [CONCURRENT * 6], tiers, load="stitched", **few)
+    assert run.preemptions > 0
+    assert sum(run.loaded().values()) > 0
+    for number, tokens in enumerate(run.tokens[0]):
+        (expected,) = answers[3 + number % len(CONCURRENT)]
+        assert tokens == expected[: len(tokens)], f"request {number}"
+
+
+def test_windows_only(run_windowed: Callable[..., Run], tmp_path: Path) -> None:
+    plain = run_windowed(MISTRAL, LONG)
+    run = run_windowed(MISTRAL, LONG * 2, [CPU, disk(tmp_path)], enable_prefix_caching=False)
+    assert run.tokens == plain.tokens * 2
+    assert run.loaded() == {"cpu": len(LONG) * BLOCKS * 32}
+    assert run.count("cpu", "loaded_blocks") == len(LONG) * -(-(WINDOW - 1) // 32)
+
+
+def disk(folder: Path) -> dict[str, Any]:
+    return {"type": "disk", "path": str(folder / "disk"), "capacity": "64MiB"}
+
+
+def damage_some(folder: Path) -> None:
+    """Change some bytes in the middle of what the disk tier holds: 6 MB of its capacity."""
+    for slab in (folder / "disk").glob("slab-*"):
+        with slab.open("r+b") as file:
+            for position in range(500_000, 2_500_000, 30_000):
+                file.seek(position)
+                file.write(b"\xff\xee\xdd")

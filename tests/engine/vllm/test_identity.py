@@ -1,0 +1,91 @@
+"""A real vLLM engine: whose KV it takes for its own, and what it does until it knows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.tiny_vllm import Run, documents
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = [[(prompt, 4)] for prompt in documents(3, 300)]
+COMPLETE = 3 * 9 * 32
+
+
+def disk(path: Path) -> dict[str, object]:
+    return {"type": "disk", "capacity": "64MiB", "path": str(path)}
+
+
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="any",
+    fault="a processor packs KV in another way than the one that stored it",
+    outcome="nothing is shared",
+)
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX")
+def test_a_processor_without_amx_takes_no_kv_of_one_that_has_it(
+    run_vllm: Callable[..., Run], tmp_path: Path
+) -> None:
+    options = {"dtype": "bfloat16", "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+    first = run_vllm(PROMPTS, [disk(tmp_path)], **options)
+    assert first.count("disk", "stored_blocks") == COMPLETE / 32
+    other = run_vllm(PROMPTS, [disk(tmp_path)], before={"start": ["without_amx"]}, **options)
+    assert other.loaded() == {}
+    assert other.count("disk", "stored_blocks") == COMPLETE / 32
+    again = run_vllm(PROMPTS, [disk(tmp_path)], **options)
+    assert again.loaded() == {"disk": COMPLETE} and again.tokens == first.tokens
+
+
+@contextmanager
+def held(lock: Path) -> Iterator[int]:
+    """Another process, by its number, that holds the lock of a file's digest."""
+    lock.parent.mkdir(parents=True, mode=0o700)
+    code = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); "
+        "fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="disk",
+    fault="identifying the weights takes longer than starting, in a real engine",
+    outcome="it serves meanwhile; the tier joins when it is done",
+)
+@pytest.mark.parametrize("multiprocessing", ["0", "1"])
+def test_an_engine_serves_while_its_weights_are_identified(
+    run_vllm: Callable[..., Run], tiny_llama: Path, tmp_path: Path, multiprocessing: str
+) -> None:
+    status = (tiny_llama / "model.safetensors").stat()
+    lock = tmp_path / "kvtiers" / "weights" / f"{status.st_dev:x}-{status.st_ino:x}.lock"
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": multiprocessing, "XDG_CACHE_HOME": str(tmp_path)}
+    while time.time() - status.st_ctime < 3:
+        time.sleep(0.1)  # until the digest of the file is one that is kept
+    with held(lock) as process:
+        run = run_vllm(
+            [*PROMPTS * 2, *PROMPTS * 4],
+            [disk(tmp_path / "disk")],
+            before={str(len(PROMPTS) * 2): ["end", process]},
+            env=env,
+            enable_prefix_caching=False,
+        )
+    assert run.tokens == run.tokens[:3] * 6
+    assert run.cached[:6] == [[0]] * 6, "nothing was loaded before"
+    assert run.cached[-3:] == [[288]] * 3, "and then it was"
+    assert run.log.count("are being identified") == run.log.count("join now") == 1
+    assert list(lock.parent.glob("*-*[!k]")), "what was read is kept"

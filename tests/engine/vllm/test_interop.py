@@ -1,0 +1,96 @@
+"""Our connectors and vLLM's in one engine: the same tokens, and both of them load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_vllm import Run, documents
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = [(prompt, 8) for prompt in documents(4, 600)]
+ONE_BY_ONE = [[prompt] for prompt in PROMPTS]
+"""Four prompts of 18 full blocks each, of which an engine of 40 blocks keeps two."""
+COMPLETE = 4 * 18 * 32
+IN_PROCESS = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+
+
+def transfer(connector: str, connectors: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+
+
+def tiers(*chain: dict[str, Any], **more: Any) -> dict[str, Any]:
+    spec = {"version": 1, "staging": "64MiB", "tiers": list(chain)}
+    return {
+        "kv_connector": "KVTiersConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"chain": spec},
+        **more,
+    }
+
+
+def cpu(capacity: str = "64MiB") -> dict[str, Any]:
+    return {"type": "cpu", "capacity": capacity}
+
+
+def disk(path: Path) -> dict[str, Any]:
+    return {"type": "disk", "capacity": "64MiB", "path": str(path)}
+
+
+@pytest.fixture(scope="module")
+def answers(run_vllm: Callable[..., Run]) -> list[list[list[int]]]:
+    """The answers to the prompts, one by one, without any connector."""
+    return run_vllm(ONE_BY_ONE, **IN_PROCESS).tokens
+
+
+def test_vllms_example_connector_is_a_child_of_ours(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    """It loads within the step and knows whole prompts only; our tiers load beside the steps."""
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
+    }
+    (tmp_path / "example").mkdir()
+    both = transfer("KVTiersConnector", [tiers(disk(tmp_path / "disk"), name="ours"), example])
+    options: dict[str, Any] = {"async_scheduling": False, **IN_PROCESS}
+    first = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=both, **options)
+    assert first.tokens == answers * 2
+    assert first.loaded() == {"ours/disk": COMPLETE}
+    assert len(list((tmp_path / "example").iterdir())) == 4, "it stored them too"
+
+    alone = transfer("KVTiersConnector", [tiers(cpu(), name="ours"), example])
+    second = run_vllm(ONE_BY_ONE, kv_transfer_config=alone, **options)
+    assert second.tokens == answers
+    assert [batch[0] for batch in second.cached] == [18 * 32] * 4, "all came from the example"
+    assert second.loaded() == {}
+    assert second.count("ours/cpu", "stored_blocks") == 0, "what it loads is not proven in time"
+
+
+def test_two_of_ours_are_children_of_vllms_multi_connector(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    """The first is too small for a whole prompt: it must not hide what the other has of it."""
+    pair = [tiers(cpu("512KiB")), tiers(disk(tmp_path / "disk"))]
+    run = run_vllm(
+        ONE_BY_ONE * 2, kv_transfer_config=transfer("MultiConnector", pair), **IN_PROCESS
+    )
+    assert run.tokens == answers * 2
+    assert run.count("disk", "stored_blocks") == 72
+    assert run.count("cpu", "stored_blocks") >= 72
+    assert sum(run.loaded().values()) == COMPLETE
+    again = run_vllm(ONE_BY_ONE, kv_transfer_config=transfer("MultiConnector", pair), **IN_PROCESS)
+    assert again.tokens == answers
+    # vLLM's connector hands on what the first child's workers say alone: the other chain learns of
+    # its own with the first step, after the first prompt was looked up.
+    assert again.loaded() == {"disk": COMPLETE * 3 // 4}

@@ -1,0 +1,206 @@
+"""Our tiers under vLLM's own OffloadingConnector, which dies of a load that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_vllm import GEMMA, Run, documents
+from tiers.connector.contract.messages import WorkerHandshake
+from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
+from tiers.connector.hosted.tier import HostedTier
+from tiers.cpu.spec import CpuSpec
+
+pytestmark = pytest.mark.vllm
+
+CPU = {"type": "cpu", "capacity": "64MiB"}
+ONE_BY_ONE = [[(prompt, 8)] for prompt in documents(4, 600)]
+"""Four prompts of 18 full blocks each, of which an engine of 40 blocks keeps two."""
+ALL = [[18 * 32]] * 4
+"""Tokens of each prompt that were cached."""
+NONE = [[0]] * 4
+IN_PROCESS = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+
+
+def hosted(*tiers: dict[str, Any], **chain: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "KVTiersOffloadingSpec",
+            "spec_module_path": "tiers.engine.vllm_offloading",
+            "chain": {"version": 1, "staging": "3MiB", "tiers": list(tiers), **chain},
+        },
+    }
+
+
+def disk(path: Path) -> dict[str, Any]:
+    return {"type": "disk", "capacity": "64MiB", "path": str(path)}
+
+
+@pytest.fixture(scope="module")
+def answers(run_vllm: Callable[..., Run]) -> list[list[list[int]]]:
+    """The answers to the prompts, one by one, without any connector."""
+    return run_vllm(ONE_BY_ONE, **IN_PROCESS).tokens
+
+
+def test_host_memory_serves_what_the_engine_evicted(
+    run_vllm: Callable[..., Run],
+) -> None:
+    """In two worker processes, whose memory the scheduler's process shares."""
+    two = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+    run = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=hosted(CPU), **two)
+    assert run.tokens[:4] == run.tokens[4:]
+    assert run.cached == NONE + ALL
+
+
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="disk",
+    fault="vLLM's own connector hosts the tiers; a slab is damaged, the engine restarted",
+    outcome="misses; every token is right",
+)
+def test_disk_serves_a_restarted_engine_and_damage_is_a_miss(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    """Staging has room for 48 blocks: each prompt of 18 pushes out another's."""
+    here = hosted(disk(tmp_path / "disk"))
+    first = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=here, **IN_PROCESS)
+    assert first.tokens == answers * 2
+    assert first.cached == NONE + ALL
+
+    again = run_vllm(ONE_BY_ONE, kv_transfer_config=here, **IN_PROCESS)
+    assert again.tokens == answers
+    assert again.cached == ALL
+
+    for slab in (tmp_path / "disk").glob("**/slab-*"):
+        with slab.open("r+b") as file:
+            for position in range(5096, slab.stat().st_size, 500_000):
+                file.seek(position)
+                file.write(b"wrong KV")
+    damaged = run_vllm(ONE_BY_ONE, kv_transfer_config=here, **IN_PROCESS)
+    assert damaged.tokens == answers
+    assert 0 < sum(tokens for (tokens,) in damaged.cached) < 4 * 18 * 32
+
+
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="redis",
+    fault="vLLM's own connector hosts the tiers; Redis is dead",
+    outcome="misses; every token is right",
+)
+def test_redis_serves_another_engine_and_a_dead_one_is_a_miss(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], server: Any
+) -> None:
+    here = hosted(CPU, {"type": "redis", "url": server.url, "timeout": "500ms"})
+    run_vllm(ONE_BY_ONE, kv_transfer_config=here, **IN_PROCESS)
+    again = run_vllm(ONE_BY_ONE, kv_transfer_config=here, **IN_PROCESS)
+    assert (again.tokens, again.cached) == (answers, ALL)
+    server.kill()
+    alone = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=here, **IN_PROCESS)
+    assert (alone.tokens, alone.cached) == (answers * 2, NONE + ALL)
+    assert "tier redis: reads are down" in alone.log
+
+
+@pytest.mark.faults
+def test_a_model_with_windows_has_a_block_of_each_group(
+    run_vllm: Callable[..., Run], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Each group's blocks are copied apart; a restarted engine finds what its windows need."""
+    prompts = [[(prompt, 8)] for prompt in documents(2, 600)]
+    options: dict[str, Any] = {
+        "model": str(tiny_model(GEMMA)),
+        "max_model_len": 704,
+        "num_gpu_blocks_override": 80,
+        **IN_PROCESS,
+    }
+    plain = run_vllm(prompts, **options)
+    here = hosted(CPU, disk(tmp_path / "disk"))
+    first = run_vllm(prompts, kv_transfer_config=here, **options)
+    again = run_vllm(prompts, kv_transfer_config=here, **options)
+    assert first.tokens == again.tokens == plain.tokens
+    assert (first.cached, again.cached) == ([[0]] * 2, [[18 * 32]] * 2)
+
+
+def test_events_are_what_vllm_publishes(tmp_path: Path) -> None:
+    """Of blocks that came to host memory and to the store, and that went for others."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+        OffloadingEventsTracker,
+    )
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, ReqContext, make_offload_key
+
+    from tiers.engine.vllm_offloading import HostedManager
+
+    handshake = WorkerHandshake(0, b"rank-0----------", 4096)
+    worker = create_region("engine", handshake, 2, pin=False, folder=tmp_path)
+    region = attach_region("engine", 0, tmp_path)
+    tier = HostedTier([region], CpuSpec(capacity=1).residency, None, events=True)
+    manager = HostedManager(tier, None)
+    hashes = [bytes([number]) * 32 for number in range(3)]
+    for number, block in enumerate(hashes):
+        context = ReqContext(f"request-{number}")
+        keys = [make_offload_key(block, 0)]
+        spec = manager.prepare_store(keys, context).store_spec
+        worker.mark(spec.slots[0], worker.ended(spec.slots[0]) + 1, stamp(spec.keys[0]))
+        manager.complete_store(set(keys), context)
+    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
+    told = [
+        (type(one).__name__, one.medium, one.block_hashes[0])
+        for one in tracker.take_events(manager.take_events())
+    ]
+    first, second, third = map(maybe_convert_block_hash, hashes)
+    assert told == [
+        ("BlockStored", "CPU", first),
+        ("BlockStored", "CPU", second),
+        ("BlockRemoved", "CPU", first),
+        ("BlockStored", "CPU", third),
+    ]
+    manager.shutdown()
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("chain", "prompt_only"), [({}, True), ({"store": "all"}, False), ({"store": "prompt"}, True)]
+)
+def test_the_chain_decides_whether_answers_are_stored(
+    chain: dict[str, Any], prompt_only: bool
+) -> None:
+    """Where it says so; else it is as vLLM's connector has it."""
+    from tiers.engine.vllm_offloading import KVTiersOffloadingSpec
+
+    assert KVTiersOffloadingSpec(config_of(hosted(CPU, **chain))).offload_prompt_only is prompt_only
+
+
+def config_of(transfer: dict[str, Any]) -> Any:
+    """As vLLM gives it to a spec."""
+    return SimpleNamespace(
+        extra_config=transfer["kv_connector_extra_config"],
+        enable_kv_cache_events=True,
+        groups=(),
+        cache=SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=1),
+    )
+
+
+def test_a_store_is_refused_whose_engine_takes_new_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its facts name those that it starts with, and nothing says when it has others."""
+    from tiers.engine import vllm_offloading
+
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=None),
+        lora_config=None,
+        weight_transfer_config=SimpleNamespace(backend="nccl"),
+    )
+    monkeypatch.setattr(vllm_offloading, "get_current_vllm_config", lambda: engine)
+    monkeypatch.setattr(vllm_offloading, "config_facts", lambda *_: {})
+    alone = vllm_offloading.KVTiersOffloadingSpec(config_of(hosted(CPU)))
+    assert alone._facts([])
+    spec = vllm_offloading.KVTiersOffloadingSpec(config_of(hosted(CPU, disk(tmp_path))))
+    with pytest.raises(ValueError, match="weight_transfer_config"):
+        spec._facts([])

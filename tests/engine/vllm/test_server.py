@@ -1,0 +1,131 @@
+"""A real vLLM server over a chain: what it shows in /metrics, its log and its events is true."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.tiny_vllm import documents
+from tests.support.vllm_server import VllmServer
+from tiers.host.memory import slot_stride
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = documents(4, 600)
+"""Of 18 full blocks each; the engine's own 40 blocks keep two of them."""
+BLOCK_BYTES = 4 * 2 * 2 * 32 * 32 * 4
+"""Layers, K and V, heads, their size, tokens per block, float32."""
+PATIENCE = 60.0
+"""Seconds after which what does not come is missing: protection from hanging."""
+
+
+@pytest.fixture(scope="module")
+def served(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """A server that was asked for four prompts, then for one that its cpu tier still holds, and
+    for one that only its disk tier does."""
+    folder = tmp_path_factory.mktemp("server")
+    chain = folder / "chain.yaml"
+    tiers = [
+        {"type": "cpu", "capacity": 3 * 18 * slot_stride(BLOCK_BYTES)},
+        {"type": "disk", "capacity": "64MiB", "path": str(folder / "disk"), "name": "ssd"},
+    ]
+    chain.write_text(yaml.safe_dump({"version": 1, "staging": "64MiB", "tiers": tiers}))
+    server = VllmServer(tiny_llama, chain, folder / "log")
+    try:
+        answers = [server.complete(prompt, 8) for prompt in PROMPTS]
+        assert len(set(map(tuple, answers))) == 4, "the prompts must matter"
+        assert [server.complete(PROMPTS[i], 8) for i in (1, 0)] == [answers[1], answers[0]]
+        settle(server)
+        yield server
+    finally:
+        server.close()
+
+
+def settle(server: VllmServer) -> None:
+    """Let steps tell of all transfers; they are of requests too short to have a block."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        server.complete([5, 6, 7], 1)
+        metrics = server.metrics()
+        under_way = [metrics[f"vllm:kvtiers_{verb}_jobs"] for verb in ("loading", "storing")]
+        if under_way == [{"cpu": 0, "ssd": 0}] * 2:
+            return
+        assert time.monotonic() < deadline, "transfers do not end"
+
+
+def test_metrics_agree_with_what_was_done(served: VllmServer) -> None:
+    metrics = served.metrics()
+
+    def ours(name: str) -> dict[str, float]:
+        return metrics[f"vllm:kvtiers_{name}"]
+
+    loaded = ours("loaded_tokens_total")
+    assert 0 < loaded["cpu"] <= 18 * 32 and loaded["ssd"] == 18 * 32
+    assert sum(loaded.values()) == metrics["vllm:external_prefix_cache_hits_total"][""]
+    assert ours("lookups_total") == {"cpu": 6, "ssd": 5}, "the cpu tier's hit ends one"
+    assert ours("hits_total") == {"cpu": 1, "ssd": 1}
+    assert ours("stored_blocks_total") == {"cpu": 5 * 18, "ssd": 4 * 18}, "one was promoted"
+    assert ours("evictions_total")["cpu"] == 2 * 18
+    assert set(ours("load_failures_total").values()) == {0}
+
+
+def test_histograms_agree_with_the_counters(served: VllmServer) -> None:
+    metrics = served.metrics()
+
+    def ours(name: str) -> dict[str, float]:
+        return metrics[f"vllm:kvtiers_{name}"]
+
+    assert ours("lookup_seconds_count") == ours("lookups_total")
+    assert ours("load_seconds_count") == ours("load_size_bytes_count") == {"cpu": 1, "ssd": 1}
+    assert ours("store_seconds_count") == {"cpu": 5, "ssd": 4}
+    for name in ("lookup_seconds_sum", "load_seconds_sum", "store_seconds_sum"):
+        assert all(0 < seconds < PATIENCE for seconds in ours(name).values())
+    for verb, past in (("load", "loaded"), ("store", "stored")):
+        size = ours(f"{verb}_size_bytes_sum")
+        assert size == ours(f"{past}_bytes_total")
+        assert size == {t: n * BLOCK_BYTES for t, n in ours(f"{past}_blocks_total").items()}
+
+
+def test_the_engines_log_line_names_the_tiers(served: VllmServer) -> None:
+    expected = f"ssd.loaded_tokens={18 * 32}"
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        lines = [li for li in served.log.read_text().splitlines() if "KV Transfer metrics" in li]
+        if any(expected in line for line in lines):
+            break
+        assert time.monotonic() < deadline, lines
+        time.sleep(0.2)
+    assert any("cpu.load_seconds_mean=" in line for line in lines)
+
+
+def test_a_subscriber_learns_which_tier_holds_what(served: VllmServer) -> None:
+    deadline = time.monotonic() + PATIENCE
+    removed = 0
+    while removed < 2 * 18:
+        assert time.monotonic() < deadline, served.events
+        time.sleep(0.05)
+        removed = sum(
+            len(event["block_hashes"])
+            for event in list(served.events)
+            if event["type"] == "BlockRemoved" and event["medium"] == "cpu"
+        )
+    held: dict[str, set[int]] = {"GPU": set(), "cpu": set(), "ssd": set()}
+    for event in list(served.events):
+        if event["type"] == "BlockStored":
+            held[event["medium"]] |= set(event["block_hashes"])
+            assert event["block_size"] == 32
+        elif event["type"] == "BlockRemoved":
+            held[event["medium"]] -= set(event["block_hashes"])
+    assert len(held["ssd"]) == 4 * 18 and len(held["cpu"]) == 3 * 18
+    assert held["cpu"] < held["ssd"] and held["GPU"] < held["ssd"], "blocks have one name"
+
+
+def test_our_log_lines_look_like_the_engines(served: VllmServer) -> None:
+    """Level, process and time are in each, and what is below a warning is there too."""
+    lines = [line for line in served.log.read_text().splitlines() if "io is" in line]
+    assert lines, "what a tier chose at start is in the log"
+    assert all(" pid=" in line and " INFO " in line for line in lines), lines

@@ -1,0 +1,32 @@
+"""A child that loads within the step and fails: recomputed, and nothing of it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.engine.vllm.test_interop import IN_PROCESS, ONE_BY_ONE, answers, cpu, tiers, transfer
+from tests.support.tiny_vllm import Run
+
+__all__ = ["answers"]  # the fixture
+
+pytestmark = pytest.mark.vllm
+
+
+def test_what_it_loses_is_computed_and_never_stored(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    """Of ours, the cpu tier is too small for all prompts, so it would store them again."""
+    failing = {
+        "kv_connector": "FailingExample",
+        "kv_connector_module_path": "failing_example",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    both = transfer("KVTiersConnector", [failing, tiers(cpu("2MiB"), name="ours")])
+    run = run_vllm(ONE_BY_ONE * 3, kv_transfer_config=both, async_scheduling=False, **IN_PROCESS)
+    assert run.log.count("Recovered from KV load failure") == 8, "all of both later rounds fail"
+    assert run.tokens == answers * 3
+    assert run.loaded() == {}, "the first child serves"
+    assert run.count("ours/cpu", "stored_blocks") == 4 * 18, "those computed in the first round"

@@ -1,0 +1,224 @@
+"""The remote tier over a link to a real server that drips, breaks off or falls silent in a reply,
+and values there that have another length than a block's.
+
+The times only keep a broken build from hanging; no test measures speed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.redis_verbs import PAYLOAD, get, name, opened, put
+from tests.support.servers import RedisServer
+from tests.support.topologies import Link
+from tiers.block import HEADER_BYTES
+from tiers.errors import TierUnavailable
+from tiers.remote.store import RedisStore
+from tiers.store import Block
+from tiers.testing import Memory, make_key
+
+HANG_LIMIT = 20.0
+TIMEOUT = "500ms"
+DRIP = 0.05
+"""Seconds a byte: far within the timeout, and an hour for a block."""
+
+
+def unavailable_within_limit(store: RedisStore, verb: str, key: bytes) -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "has": lambda: store.has([key] * 50),
+        "put": lambda: put(store, *(make_key() for _ in range(50))),
+        "get": lambda: get(store, key),
+        "drop": lambda: store.drop([make_key() for _ in range(50)]),
+    }
+    ended = threading.Event()
+
+    def work() -> None:
+        with pytest.raises(TierUnavailable):
+            calls[verb]()
+        ended.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    assert ended.wait(HANG_LIMIT), "held for as long as the server drips, or not unavailable"
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="replies that drip, for each verb",
+    outcome="misses after the timeout; joins again by itself",
+)
+@pytest.mark.parametrize("verb", ["has", "put", "get", "drop"])
+def test_a_server_that_drips_its_replies_holds_no_verb(
+    shared_server: RedisServer, verb: str
+) -> None:
+    key = make_key()
+    with Link(shared_server) as link, opened(link.url, timeout=TIMEOUT) as store:
+        put(store, key)
+        link.drip = DRIP
+        unavailable_within_limit(store, verb, key)
+        link.heal()
+        assert get(store, key) == [True]
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="a greeting that drips",
+    outcome="misses after the timeout",
+)
+def test_a_server_that_drips_its_greeting_holds_no_verb(shared_server: RedisServer) -> None:
+    with Link(shared_server) as link:
+        # What it says to a client that greets it: an error of 70 bytes and some +OK.
+        link.drip = 0.4
+        with opened(link.url.replace("/0", "/900"), timeout=TIMEOUT) as store:
+            unavailable_within_limit(store, "has", make_key())
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="a reply that breaks off or falls silent in the middle",
+    outcome="misses; the rest of it is never taken for another reply",
+)
+@pytest.mark.parametrize("fault", ["cut_after", "stall_after"])
+@pytest.mark.parametrize("passed", [0, 3, 200, HEADER_BYTES + 5000])
+def test_a_reply_that_ends_in_the_middle_spoils_none_after_it(
+    shared_server: RedisServer, fault: str, passed: int
+) -> None:
+    keys = [make_key() for _ in range(4)]
+    with Link(shared_server) as link, opened(link.url, timeout=TIMEOUT) as store:
+        put(store, *keys)
+        connections = link.accepted
+        setattr(link, fault, passed)
+        with pytest.raises(TierUnavailable):
+            get(store, *keys)
+        link.heal()
+        # The rest of the old replies may still come: on a connection that nobody reads.
+        assert get(store, make_key(), *reversed(keys)) == [False] + [True] * 4
+        assert store.has([make_key(), keys[0]]) == [False, True]
+        assert link.accepted == connections + 1
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="replies fall silent after some of a batch's blocks",
+    outcome="the blocks that arrived are served, the others are misses",
+)
+def test_blocks_that_arrived_before_the_server_fell_silent_are_kept(
+    shared_server: RedisServer,
+) -> None:
+    keys = [make_key() for _ in range(20)]
+    with Link(shared_server) as link, opened(link.url, timeout=TIMEOUT) as store:
+        put(store, *keys)
+        link.stall_after = 10 * (HEADER_BYTES + PAYLOAD + 20)
+        hits = get(store, *keys)
+        assert 5 < sum(hits) <= 10 and hits == sorted(hits, reverse=True)
+        with pytest.raises(TierUnavailable):
+            get(store, *keys)
+        link.heal()
+        assert get(store, *keys) == [True] * 20
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="the answer to a store is lost",
+    outcome="whole blocks are stored, or none",
+)
+@pytest.mark.parametrize("fault", ["cut_after", "stall_after"])
+def test_a_store_whose_answer_is_lost_leaves_whole_blocks_or_none(
+    shared_server: RedisServer, fault: str
+) -> None:
+    keys = [make_key() for _ in range(40)]
+    with Link(shared_server) as link, opened(link.url, timeout=TIMEOUT) as store:
+        store.has([make_key()])
+        setattr(link, fault, 0)
+        with pytest.raises(TierUnavailable):
+            put(store, *keys)
+        link.heal()
+        assert get(store, *keys) == store.has(keys)
+        assert put(store, *keys) == [True] * 40
+        assert get(store, *keys) == [True] * 40
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="a stranger's value of another length",
+    outcome="a miss; no memory but the block's own is touched",
+)
+@pytest.mark.parametrize(
+    "length",
+    [0, HEADER_BYTES, HEADER_BYTES + PAYLOAD - 1, HEADER_BYTES + PAYLOAD + 1, 10 << 20],
+)
+def test_a_value_of_another_length_is_a_miss_and_touches_nothing_else(
+    shared_server: RedisServer, length: int
+) -> None:
+    before, bad, after = make_key(), make_key(), make_key()
+    client = shared_server.client()
+    with opened(shared_server.url, timeout="10s") as store:
+        put(store, before, bad, after)
+        value = client.get(name(bad))
+        assert isinstance(value, bytes)
+        client.set(name(bad), (value * (1 + length // len(value)))[:length])
+        around = bytearray(b"\xa5" * (3 * PAYLOAD))
+        middle = memoryview(around)[PAYLOAD : 2 * PAYLOAD]
+        memory = Memory([before, after], PAYLOAD)
+        first, last = memory.blocks
+        assert store.get([first, Block(bad, middle), last]) == [True, False, True]
+        assert memory.holds(0)
+        assert memory.holds(1)
+        assert around[:PAYLOAD] == around[2 * PAYLOAD :] == b"\xa5" * PAYLOAD
+        assert store.has([before, bad, after]) == [True, False, True]
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="keys deleted between lookup and load",
+    outcome="misses",
+)
+def test_what_is_evicted_between_has_and_get_is_a_miss(shared_server: RedisServer) -> None:
+    keys = [make_key() for _ in range(5)]
+    with opened(shared_server.url, timeout=TIMEOUT) as store:
+        put(store, *keys)
+        assert all(store.has(keys))
+        shared_server.client().delete(name(keys[1]), name(keys[4]))
+        assert get(store, *keys) == [True, False, True, True, False]
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="server killed while it answers",
+    outcome="misses; joins again by itself",
+)
+def test_a_server_killed_while_it_answers_is_unavailable(server: RedisServer) -> None:
+    keys = [make_key() for _ in range(200)]
+    with opened(server.url, timeout="10s") as store:
+        put(store, *keys)
+        memory = Memory(keys, PAYLOAD)
+        killer = threading.Timer(0.002, server.kill)
+        killer.start()
+        with pytest.raises(TierUnavailable):
+            while True:  # of the batch that it is killed in, what has arrived is kept
+                hits = store.get(memory.blocks)
+                assert all(memory.holds(index) for index, hit in enumerate(hits) if hit)
+        killer.join()
+        server.start()
+        assert get(store, *keys) == [False] * 200
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="a server that is no Redis",
+    outcome="misses",
+)
+def test_a_server_that_speaks_another_language_is_unavailable() -> None:
+    import http.server
+
+    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    try:
+        url = f"redis://127.0.0.1:{web.server_port}"
+        with opened(url, timeout=TIMEOUT) as store, pytest.raises(TierUnavailable):
+            store.has([make_key()])
+    finally:
+        web.shutdown()
+        web.server_close()

@@ -1,0 +1,143 @@
+"""The remote tier as a user of a real server's access control list; its secret, which is nowhere
+shown."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec.offloading import StoreContext
+from tests.support.redis_verbs import PAYLOAD, opened
+from tests.support.servers import RedisServer, binaries
+from tiers.errors import TierUnavailable, TierUnusable
+from tiers.remote.spec import RedisSpec
+from tiers.remote.store import RedisStore
+from tiers.testing import Memory, make_key
+from tiers.wrappers.guard import guard
+
+SECRET = "s3same-0pen"
+NEEDED = ("~kvtiers:*", "+get", "+set", "+exists", "+pexpire", "+unlink")
+"""All that the tier may be allowed to do."""
+
+
+@pytest.fixture(scope="module")
+def guarded_server() -> Iterator[RedisServer]:
+    """A server that lets nobody in but `engine`, who may do what the tier needs."""
+    with RedisServer(binaries()["valkey"], password="the-operators") as server:
+        client: Any = server.client()
+        client.execute_command("ACL", "SETUSER", "engine", "on", f">{SECRET}", *NEEDED)
+        yield server
+
+
+@pytest.fixture(params=["env", "file"])
+def password(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> dict[str, str]:
+    monkeypatch.setenv("OUR_SECRET", SECRET)
+    (tmp_path / "secret").write_text(f"{SECRET}\n")
+    return {
+        "env": {"env": "OUR_SECRET"},
+        "file": {"file": str(tmp_path / "secret")},
+    }[request.param]
+
+
+def exercise(store: RedisStore) -> None:
+    keys = [make_key() for _ in range(5)]
+    assert store.put(Memory(keys, PAYLOAD).fill().blocks) == [True] * 5
+    memory = Memory(keys, PAYLOAD)
+    assert store.get(memory.blocks) == [True] * 5
+    assert all(memory.holds(index) for index in range(5))
+    store.drop(keys)
+    assert store.has(keys) == [False] * 5
+
+
+def test_a_user_who_may_do_little_is_enough(
+    guarded_server: RedisServer, password: dict[str, str]
+) -> None:
+    place = f"127.0.0.1:{guarded_server.port}"
+    with opened(f"redis://{place}", username="engine", password=password, ttl="1h") as store:
+        exercise(store)
+    with opened(f"redis://engine:{SECRET}@{place}") as store:
+        exercise(store)
+
+
+def test_the_password_of_a_server_without_users(password: dict[str, str]) -> None:
+    with (
+        RedisServer(binaries()["valkey"], password=SECRET) as server,
+        opened(f"redis://127.0.0.1:{server.port}", password=password) as store,
+    ):
+        exercise(store)
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="a user who may not do what is needed",
+    outcome="the tier is down, and the log says which command",
+)
+def test_a_user_who_may_not_store_is_told(guarded_server: RedisServer) -> None:
+    client: Any = guarded_server.client()
+    client.execute_command("ACL", "SETUSER", "reader", "on", f">{SECRET}", "~kvtiers:*", "+exists")
+    url = f"redis://reader:{SECRET}@127.0.0.1:{guarded_server.port}"
+    with opened(url) as store:
+        assert store.has([make_key()]) == [False]
+        with pytest.raises(TierUnavailable, match=r"(?i)no permissions.*'set'"):
+            store.put(Memory([make_key()], PAYLOAD).fill().blocks)
+
+
+@pytest.mark.parametrize("fault", ["wrong password", "no such user", "dead server", "no redis"])
+@pytest.mark.fault(
+    tier="redis",
+    fault="wrong password, unknown user, dead server",
+    outcome="misses; no log and no error shows the password",
+)
+def test_no_fault_shows_the_password(
+    guarded_server: RedisServer,
+    password: dict[str, str],
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    client: Any = guarded_server.client()
+    client.execute_command("ACL", "SETUSER", "other", "on", ">another")
+    user = {"wrong password": "other", "no such user": "nobody"}.get(fault, "engine")
+    port = 1 if fault == "dead server" else guarded_server.port
+    scheme = "redis+sentinel" if fault == "no redis" else "redis"
+    url = f"{scheme}://127.0.0.1:{port}" + ("/main" if fault == "no redis" else "")
+    with opened(url, username=user, password=password) as store:
+        with pytest.raises(TierUnavailable) as caught:
+            store.has([make_key()])
+        guarded = guard(store, "remote")
+        assert guarded.has([make_key()]) == [False]
+        assert not guarded.is_up
+        trace = "".join(traceback.format_exception(caught.value))
+        shown = f"{caught.value!r} {trace} {store!r} {vars(store)!r} {caplog.text}"
+        assert "remote: reads are down" in caplog.text
+        assert SECRET not in shown
+
+
+def test_a_secret_that_is_gone_when_the_tier_opens_is_said_without_it(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(SECRET)
+    settings = {"url": "redis://cache", "password": {"file": str(tmp_path / "secret")}}
+    spec = RedisSpec.model_validate(settings)
+    (tmp_path / "secret").unlink()
+    with pytest.raises(TierUnusable, match=r"let the file .* be read") as caught:
+        spec.open(StoreContext(payload_bytes=PAYLOAD))
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"url": "redis://me:pw@cache", "username": "me"}, "the URL names a user or password"),
+        ({"url": "redis://:pw@cache", "password": {"env": "HOME"}}, "the URL names a user or"),
+        ({"url": "redis://cache", "username": "me"}, "add password"),
+    ],
+)
+def test_one_login_at_a_time(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        RedisSpec.model_validate(settings)

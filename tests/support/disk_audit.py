@@ -1,0 +1,177 @@
+"""What the disk tests share: opening, filling, and a full check of the books against the disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from spec.offloading import StoreContext
+from tiers.disk.rows import Slot, label
+from tiers.disk.slab import slot_bytes
+from tiers.disk.spec import DiskSpec
+from tiers.disk.store import DiskStore
+from tiers.testing import Memory
+
+PAYLOAD = 60_000
+SLOT = slot_bytes(PAYLOAD)
+
+
+MODE = "KVTIERS_TEST_DISK_MODE"
+"""Environment variable, for child processes too: io and durability, like "direct none"."""
+
+
+def open_disk(path: Path, slots: int = 8, payload: int = PAYLOAD) -> DiskStore:
+    """A store with room for so many slots of `PAYLOAD`, in the mode of the environment."""
+    io, durability = os.environ.get(MODE, "auto none").split()
+    settings = {"path": path, "capacity": slots * SLOT, "io": io, "durability": durability}
+    return DiskSpec.model_validate(settings).open(StoreContext(payload))
+
+
+@contextmanager
+def opened(path: Path, slots: int = 8) -> Iterator[DiskStore]:
+    """`open_disk`, closed at the end."""
+    store = open_disk(path, slots)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def key(number: int) -> bytes:
+    return f"namespace-16-byt{number:08d}".encode()
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+def put(store: DiskStore, wanted: Sequence[bytes], payload: int = PAYLOAD) -> list[bool]:
+    return store.put(Memory(wanted, payload).fill().blocks)
+
+
+def get(store: DiskStore, wanted: Sequence[bytes], payload: int = PAYLOAD) -> list[bool]:
+    """Load; every hit is checked byte for byte."""
+    memory = Memory(wanted, payload)
+    hits = store.get(memory.blocks)
+    assert all(memory.holds(i) for i, hit in enumerate(hits) if hit), "a wrong block was served"
+    return hits
+
+
+def slab_path(path: Path, payload: int = PAYLOAD) -> Path:
+    return path / f"slab-{slot_bytes(payload)}.dat"
+
+
+def allocated(path: Path) -> int:
+    """Disk space behind the slab files in bytes, but for what the file system's own lists take."""
+    found = [file.stat() for file in path.glob("slab-*.dat")]
+    return sum(max(0, stat.st_blocks * 512 - 8192) for stat in found)
+
+
+def audit(store: DiskStore) -> None:
+    """Every slot is in exactly one state, every row has its counterpart, and the sums agree."""
+    vault = store._vault
+    with vault.index.edit(b"auditor of slots") as edit:
+        blocks = edit._txn.cursor(edit._tables["blocks"]).iternext(values=False)
+        entries = {block: edit.entry(block) for block in list(blocks)}
+        live = [entry.slot for entry in entries.values() if entry is not None]
+        reserved, free = list(edit.reservations()), edit.free()
+        every = [Slot(size, n) for size, count in edit.lengths().items() for n in range(count)]
+        assert Counter(live + reserved + free) == Counter(every)
+        recency = edit._txn.cursor(edit._tables["recency"])
+        stamps = {block: int.from_bytes(stamp, "big") for stamp, block in recency}
+        assert stamps == {block: entry.stamp for block, entry in entries.items() if entry}
+        assert edit.used == sum(slot.size for slot in live + reserved) <= edit.capacity
+        assert allocated(vault.path) <= edit.used
+
+
+def child_environment() -> dict[str, str]:
+    """For a Python that can import what we can, and the tests."""
+    found = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
+
+
+def run_child(*args: object) -> subprocess.Popen[str]:
+    """Start `disk_child.py` in a process of its own."""
+    child = Path(__file__).with_name("disk_child.py")
+    return subprocess.Popen(
+        [sys.executable, str(child), *map(str, args)],
+        env=child_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+class Other:
+    """Another process on a folder: runs Python until it says a word, and goes on when told to."""
+
+    def __init__(self, code: str, *args: object, within: Sequence[str] = ()) -> None:
+        """`code` finds `args` in `args` and what this file has; it calls `say` and `wait`."""
+        self._process = subprocess.Popen(
+            [*within, sys.executable, "-c", _OTHER + code, *map(str, args)],
+            env=child_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def hear(self) -> str:
+        """The next word it says; "" if it has ended."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def tell(self) -> None:
+        """Let it go on from where it waits."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+        self._process.communicate()
+
+    def end(self) -> None:
+        """Let it end, which it must do in order."""
+        self._process.communicate("\n", timeout=120)
+        assert self._process.returncode == 0
+
+
+_OTHER = """
+import os, sys
+from pathlib import Path
+from tests.support.disk_audit import *
+args = sys.argv[1:]
+path = Path(args[0])
+say = lambda word: print(word, flush=True)
+wait = sys.stdin.readline
+"""
+
+
+def fill_index(path: Path, count: int, payload: int = 4096) -> None:
+    """A closed tier whose index names so many blocks that nobody wrote, `key(n)` the n-th used."""
+    size = slot_bytes(payload)
+    capacity = f"{count * size}B"
+    store = DiskSpec.model_validate({"path": path, "capacity": capacity}).open(
+        StoreContext(payload)
+    )
+    vault = store._vault
+    for start in range(0, count, 1000):
+        with vault.edit() as edit:
+            for number in range(start, min(count, start + 1000)):
+                edit.publish(label(key(number)), edit.claim(size), payload, bytes(16))
+    vault.slabs[size]  # makes the file
+    os.truncate(path / f"slab-{size}.dat", count * size)
+    store.close()
+
+
+def settled(store: DiskStore) -> DiskStore:
+    """The store, once the tier has shrunk to its capacity."""
+    while (usage := store.usage()).used > (usage.capacity or 0):
+        time.sleep(0.01)
+    return store

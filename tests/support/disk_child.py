@@ -1,0 +1,94 @@
+"""A process that uses a disk tier until it is killed, or dies at a point, or for so many rounds."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tests.support.disk_audit import get, key, open_disk, put
+from tiers.disk import room, seal, slab
+from tiers.disk.edit import Edit
+from tiers.disk.slab import slot_bytes
+from tiers.errors import TierFull
+
+PAYLOADS = (60_000, 9_000)
+NUMBERS = 120
+
+
+def payload_of_number(number: int) -> int:
+    return PAYLOADS[number % 2]
+
+
+def churn(path: Path, seed: int, rounds: int) -> None:
+    """Put, get, touch and drop at random, with both payload lengths."""
+    chance = random.Random(seed)
+    store = open_disk(path, slots=16)
+    print("ready", flush=True)
+    for _ in range(rounds):
+        odd = chance.randrange(2)
+        some = [key(2 * n + odd) for n in chance.sample(range(NUMBERS // 2), 6)]
+        with suppress(TierFull):  # others may have every slot reserved just now
+            put(store, some, PAYLOADS[odd])
+        get(store, some[:4], PAYLOADS[odd])
+        store.touch(some[4:])
+        if chance.random() < 0.2:
+            store.drop(some[:2])
+    store.close()
+
+
+POINTS = {
+    "slab write": (os, "pwritev"),
+    "allocation": (os, "posix_fallocate"),
+    "punch": (slab, "punch"),
+    "eviction": (room, "give_back"),
+    "claim": (Edit, "claim"),
+    "publish": (Edit, "publish"),
+    "commit": (Edit, "save_state"),
+    "seal": (seal, "put"),
+    "seal written": (Path, "rename"),
+}
+"""Where `die` ends a process: a name and what holds it."""
+
+
+def die(path: Path, point: str, count: int) -> None:
+    """Die halfway through the `count`th call at a point, or the first if it is at the close."""
+    where, name = POINTS[point]
+    original = getattr(where, name)
+    left = count if where not in (seal, Path) else 1
+
+    def dying(*args: object) -> object:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            if name == "pwritev":
+                half = args[1][-1]  # type: ignore[index]
+                original(args[0], [*args[1][:-1], half[: len(half) // 2]], args[2])  # type: ignore[index]
+            elif count % 2 and where not in (seal,):
+                original(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+
+    setattr(where, name, dying)
+    churn(path, count, 40)
+
+
+def reserve(path: Path) -> None:
+    """Take slots and never settle them: what a process killed while it writes leaves."""
+    store = open_disk(path)
+    store._vault.reserve({key(900): slot_bytes(60_000), key(901): slot_bytes(60_000)})
+    print("ready", flush=True)
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "churn":
+        churn(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    elif sys.argv[1] == "die":
+        die(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    else:
+        reserve(Path(sys.argv[2]))

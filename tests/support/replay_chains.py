@@ -1,0 +1,106 @@
+"""Chains of small tiers, and workloads for the replay engine to run over them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from spec.chain import ChainSpec
+from spec.load import load_chain
+from spec.offloading import StoreContext
+from tests.support.servers import RedisServer
+from tiers.connector.contract.block_groups import GROUP_BYTES
+from tiers.disk.store import DiskStore
+from tiers.engine.replay import ReplayEngine, ReplayModel, answer
+
+MODEL = ReplayModel()
+SLOT = 4096
+"""Bytes of host pool that one of the model's small blocks takes."""
+
+
+def chain_of(*tiers: dict[str, Any], **more: Any) -> ChainSpec:
+    return load_chain({"version": 1, "staging": 64 * SLOT, "tiers": list(tiers), **more})
+
+
+def cpu(blocks: int = 64, **more: Any) -> dict[str, Any]:
+    return {"type": "cpu", "capacity": blocks * SLOT, **more}
+
+
+def disk(path: Path, capacity: str = "1MiB", **more: Any) -> dict[str, Any]:
+    return {"type": "disk", "path": str(path), "capacity": capacity, **more}
+
+
+def redis(server: RedisServer, space: object, **more: Any) -> dict[str, Any]:
+    # A busy machine must not make misses of hits that a test counts on.
+    patient = {"timeout": "30s", **more}
+    return {"type": "redis", "url": server.url, "key_prefix": str(space), **patient}
+
+
+def close(engine: ReplayEngine) -> None:
+    """Let transfers end; nothing may be left of the requests. Then shut down."""
+    if engine.closed:
+        return
+    engine.settle()
+    assert engine.scheduler.pool.num_free == engine.num_blocks
+    for child in engine.connector.children if engine.connector else ():
+        scheduler = child.scheduler
+        assert not scheduler.reqs_being_loaded and not scheduler.blocks_being_stored
+        assert scheduler.slots_pinned == 0
+    engine.close()
+
+
+def workload(seed: int, count: int = 60) -> list[tuple[list[int], int]]:
+    """Prompts that share prefixes, and how many tokens to answer."""
+    rng = random.Random(seed)
+    roots = [[rng.randrange(1000) for _ in range(rng.randrange(5, 60))] for _ in range(6)]
+    return [
+        (
+            rng.choice(roots) + [rng.randrange(1000) for _ in range(rng.randrange(1, 10))],
+            rng.randrange(1, 8),
+        )
+        for _ in range(count)
+    ]
+
+
+def drive(engine: ReplayEngine, seed: int, abort: float = 0.0, world_size: int = 1) -> None:
+    """Run a workload, several requests at once; every answer that ends must be right."""
+    rng = random.Random(seed)
+    requests = []
+    for prompt, max_tokens in workload(seed):
+        requests.append((engine.add(prompt, max_tokens), prompt))
+        for _ in range(rng.randrange(3)):
+            engine.step()
+        if rng.random() < abort:
+            engine.scheduler.abort(rng.choice(requests)[0].request_id)
+    engine.run()
+    for request, prompt in requests:
+        expected = answer(MODEL, prompt, request.max_tokens, world_size)
+        assert request.output == expected[: len(request.output)], request.request_id
+        if not abort:
+            assert len(request.output) == request.max_tokens
+
+
+def names(engine: ReplayEngine, hashes: Iterable[bytes], group: int = 0) -> list[bytes]:
+    """What stores call these blocks, of all ranks."""
+    suffix = group.to_bytes(GROUP_BYTES, "little")
+    said = [worker.handshake().metadata[-1].namespace for worker in engine.workers]
+    return [space + block_hash + suffix for space in said for block_hash in hashes]
+
+
+def drop_from_disk(folder: Path, keys: list[bytes]) -> None:
+    """Take blocks out of a disk tier, behind the engine's back."""
+    store = DiskStore(folder, 1 << 20, StoreContext(MODEL.payload_bytes))
+    assert all(store.has(keys)), "nothing to drop"
+    store.drop(keys)
+    store.close()
+
+
+def damage_disk(folder: Path) -> None:
+    """Change bytes of every block that a disk tier holds."""
+    for slab in folder.glob("slab-*"):
+        with slab.open("r+b") as file:
+            for position in range(4184, slab.stat().st_size, SLOT):
+                file.seek(position)
+                file.write(b"\xff\xee\xdd")

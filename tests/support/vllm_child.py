@@ -1,0 +1,160 @@
+"""Runs real vLLM engines, each in a process of its own: a job as a line of JSON on stdin, its
+results to a file, its exit status as a line on stdout.
+
+The job: `engine` (arguments of LLM), `batches` (each a list of requests that run at once; a
+request is `[prompt_token_ids, max_tokens]` and perhaps the color of an image, three numbers, and
+the uuid that a client gives it, or None; more sampling parameters may come last), `result` and
+`log` (files to write), `env`, and perhaps `path` (folders with more modules), `abort` (how many
+requests of each batch are aborted, at random moments), `before` (for the number of a batch, or
+`start`, the function of `damage` that is called before it, and its arguments) and `told` (for the
+number of a batch, the methods of LLM that are called before it, and their arguments). The result:
+per batch and request its tokens and the tokens that came from any cache, and the tiers' counters.
+
+vLLM is imported once, which takes as long as an engine's start, and each job is a fork of that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from tests.support import damage
+
+
+def main() -> None:
+    import vllm.v1.engine.core
+    import vllm.v1.engine.llm_engine  # noqa: F401 - what all jobs would import
+
+    for line in iter(sys.stdin.readline, ""):
+        job = json.loads(line)
+        if (process := os.fork()) == 0:
+            log = os.open(job["log"], os.O_WRONLY | os.O_CREAT, 0o600)
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(log, stream.fileno())
+            os.environ.update(job["env"])
+            sys.path[:0] = job.get("path", [])
+            run(job)
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+
+
+def run(job: dict[str, Any]) -> None:
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    before = job.get("before", {})
+    if change := before.get("start"):
+        getattr(damage, change[0])(*change[1:])
+    llm = LLM(**job["engine"])
+    batches = []
+    for number, batch in enumerate(job["batches"]):
+        if change := before.get(str(number)):
+            settle(llm)
+            getattr(damage, change[0])(*change[1:])
+        for method, arguments in job.get("told", {}).get(str(number), ()):
+            settle(llm)
+            assert getattr(llm, method)(**arguments) is not False, method
+        requests = [
+            (
+                TokensPrompt(prompt_token_ids=tokens, **image(*more[:2])),
+                SamplingParams(
+                    max_tokens=max_tokens,
+                    temperature=0,
+                    detokenize=False,
+                    ignore_eos=True,
+                    **(more[2] if more[2:] else {}),
+                ),
+            )
+            for tokens, max_tokens, *more in batch
+        ]
+        if job.get("abort"):
+            batches.append(with_aborts(llm.llm_engine, requests, job["abort"]))
+            continue
+        prompts, params = zip(*requests, strict=True)
+        outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
+        batches.append([shown(output) for output in outputs])
+    settle(llm)
+    result = {
+        "batches": batches,
+        "tiers": counters(llm),
+        "preemptions": total(llm, "vllm:num_preemptions"),
+        "external_hits": total(llm, "vllm:external_prefix_cache_hits"),
+    }
+    llm.llm_engine.engine_core.shutdown()
+    Path(job["result"]).write_text(json.dumps(result))
+
+
+def image(color: list[int] | None = None, uuid: str | None = None) -> dict[str, Any]:
+    """What a prompt has of an image."""
+    if color is None:
+        return {}
+    picture = Image.new("RGB", (28, 28), tuple(color))
+    named = {"multi_modal_uuids": {"image": [uuid]}} if uuid else {}
+    return {"multi_modal_data": {"image": picture}, **named}
+
+
+def settle(llm: Any) -> None:
+    """Let stores under way end, each at its tier's deadline: counters come with steps, and a busy
+    machine's last stores end after the last request's."""
+    from vllm import SamplingParams, TokensPrompt
+
+    late = time.monotonic() + 30
+    nothing = SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True)
+    while time.monotonic() < late and any(t.get("storing_jobs") for t in counters(llm).values()):
+        llm.generate([TokensPrompt(prompt_token_ids=[3])], [nothing], use_tqdm=False)
+
+
+def shown(output: Any) -> dict[str, Any]:
+    stats = output.metrics
+    return {
+        "tokens": list(output.outputs[0].token_ids),
+        "cached": output.num_cached_tokens,
+        "ttft": 0.0 if stats is None else stats.first_token_latency,
+    }
+
+
+def with_aborts(engine: Any, requests: list[Any], aborts: int) -> list[dict[str, Any]]:
+    """Add requests while others run, and abort some; an aborted one shows what it had said."""
+    rng = random.Random(0)
+    results: dict[str, dict[str, Any]] = {}
+    names: dict[str, str] = {}
+    doomed = {str(i) for i in rng.sample(range(len(requests)), aborts)}
+    waiting = list(enumerate(requests))
+    while waiting or engine.has_unfinished_requests():
+        for _ in range(rng.randrange(4)):
+            if waiting:
+                number, (prompt, params) = waiting.pop(0)
+                names[str(number)] = engine.add_request(str(number), prompt, params) or str(number)
+        for output in engine.step():
+            results[output.request_id] = shown(output)
+        for name in [n for n in doomed & names.keys() if rng.random() < 0.1]:
+            doomed.discard(name)
+            engine.abort_request([name])
+    nothing: dict[str, Any] = {"tokens": [], "cached": 0, "ttft": 0.0}
+    return [results.get(str(number), nothing) for number in range(len(requests))]
+
+
+def counters(llm: Any) -> dict[str, dict[str, float]]:
+    """The chain's counters as vLLM's metrics show them: `{tier: {counter: value}}`."""
+    prefix = "vllm:kvtiers_"
+    tiers: dict[str, dict[str, float]] = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith(prefix) and hasattr(metric, "value"):
+            name = metric.name.removeprefix(prefix)
+            tiers.setdefault(metric.labels["tier"], {})[name] = metric.value
+    return tiers
+
+
+def total(llm: Any, name: str) -> float:
+    """One of the engine's own counters."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+
+
+if __name__ == "__main__":
+    main()

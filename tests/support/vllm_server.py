@@ -1,0 +1,145 @@
+"""vLLM's OpenAI server over a chain of tiers, in a process of its own, and what it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from tests.support.servers import free_port
+from tests.support.tiny_vllm import BLOCK_TOKENS
+
+START_LIMIT = 240.0
+"""Seconds after which a server that does not answer is given up: protection from hanging."""
+API_SERVER = "vllm.entrypoints.openai.api_server"
+SAMPLE = re.compile(r"^(\S+?)\{(.*)\} (\S+)$")
+
+
+class VllmServer:
+    """A running server; `close` ends it. `events` gathers what it has published."""
+
+    def __init__(self, model: Path, chain: Path, log: Path) -> None:
+        self.model = model
+        self.log = log
+        self.events: list[dict[str, Any]] = []
+        self._port = free_port()
+        self._context = zmq.Context()
+        # The publisher connects to whom an address names: so the listener is there before it.
+        socket = self._context.socket(zmq.SUB)
+        socket.subscribe(b"")
+        self._events_port = socket.bind_to_random_port("tcp://127.0.0.1")
+        threading.Thread(target=self._listen, args=(socket,), daemon=True).start()
+        config = subprocess.run(
+            [str(Path(sys.executable).with_name("kvtiers")), "config", str(chain)],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", API_SERVER, *self._arguments(config.stdout)],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    "VLLM_CPU_KVCACHE_SPACE": "1",
+                    "HF_HUB_OFFLINE": "1",
+                    "VLLM_NO_USAGE_STATS": "1",
+                    "VLLM_LOG_STATS_INTERVAL": "1",
+                },
+            )
+        self._wait_until_it_answers()
+
+    def _arguments(self, transfer: str) -> list[str]:
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://127.0.0.1:{self._events_port}",
+        }
+        options = {
+            "model": self.model,
+            "host": "127.0.0.1",
+            "port": self._port,
+            "dtype": "float32",
+            "block-size": BLOCK_TOKENS,
+            "max-model-len": 1024,
+            "num-gpu-blocks-override": 40,
+            "kv-transfer-config": transfer,
+            "kv-events-config": json.dumps(events),
+        }
+        named = [f"--{name}={value}" for name, value in options.items()]
+        return [*named, "--skip-tokenizer-init", "--enforce-eager"]
+
+    def _listen(self, socket: zmq.Socket[bytes]) -> None:
+        with socket, contextlib.suppress(zmq.ContextTerminated):
+            while True:
+                *_, batch = socket.recv_multipart()
+                self.events += msgspec.msgpack.decode(batch)[1]
+
+    def _wait_until_it_answers(self) -> None:
+        deadline = time.monotonic() + START_LIMIT
+        while True:
+            try:
+                self._get("/health")
+                return
+            except OSError:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self.close()
+                    raise RuntimeError(f"no server: {self.log.read_text()[-6000:]}") from None
+                time.sleep(0.2)
+
+    def _get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """The tokens that the server answers."""
+        body = {
+            "model": str(self.model),
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            choice = json.load(answer)["choices"][0]
+        return [int(token) for token in choice["token_ids"]]
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """All of `/metrics` but the buckets of histograms: name, tier (or nothing) to value."""
+        found: dict[str, dict[str, float]] = defaultdict(dict)
+        for line in self._get("/metrics").splitlines():
+            sample = SAMPLE.match(line)
+            if sample and not sample[1].endswith("_bucket"):
+                tier = re.search(r'tier="(.*?)"', sample[2])
+                found[sample[1]][tier[1] if tier else ""] = float(sample[3])
+        return found
+
+    def close(self) -> None:
+        """End the server."""
+        self._process.terminate()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._context.term()

@@ -1,0 +1,1 @@
+"""Threads, counters and rates."""

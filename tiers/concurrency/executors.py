@@ -1,0 +1,58 @@
+"""Threads that may leave the engine's compute cores to it, where there are others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_NODES = Path("/sys/devices/system/node")
+_BINDS = "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"
+"""What has OpenMP bind threads, of the standard, GNU's and Intel's; nothing but the environment
+tells whether it does."""
+_BINDS_NOT = {"", "false", "none", "disabled"}
+
+
+def io_executor(count: int, name: str) -> ThreadPoolExecutor:
+    """At most so many threads, named `kvtiers-NAME_N`, spread out."""
+    return ThreadPoolExecutor(
+        count, thread_name_prefix=f"kvtiers-{name}", initializer=widen_affinity
+    )
+
+
+def widen_affinity() -> None:
+    """Let the calling thread run on cores, too, that OpenMP keeps its process's first thread from.
+
+    An engine on the CPU has OpenMP bind its worker's first thread to the cores that compute, and
+    a thread inherits that: what it does would be taken from the engine, beside cores kept free
+    for it. The worker's parent is not bound, so its cores, of the NUMA nodes that the worker is
+    on, are those that the operator meant. What binds a whole process holds.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None or not hasattr(os, "sched_setaffinity"):
+        return
+    if not any(os.environ.get(name, "").lower() not in _BINDS_NOT for name in _BINDS):
+        return
+    try:
+        ours = os.sched_getaffinity(0)
+        near = os.sched_getaffinity(parent.pid) & _same_nodes(ours)
+        if ours < near:
+            os.sched_setaffinity(0, near)
+    except (OSError, ValueError):
+        # The parent has ended, or /sys tells nothing: as bound as before, it works as well.
+        return
+
+
+def _same_nodes(cores: set[int]) -> set[int]:
+    """All cores of the NUMA nodes that have some of these. Raises OSError and ValueError."""
+    nodes = [_listed(file.read_text()) for file in _NODES.glob("node[0-9]*/cpulist")]
+    # A kernel that knows no nodes has one.
+    known = nodes or [set(range(os.cpu_count() or 1))]
+    return set[int]().union(*(node for node in known if node & cores))
+
+
+def _listed(text: str) -> set[int]:
+    """The kernel's list of numbers and ranges, such as `0-3,8`. Raises ValueError."""
+    spans = [span.split("-") for span in text.strip().split(",") if span]
+    return {core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)}

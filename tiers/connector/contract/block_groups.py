@@ -1,0 +1,129 @@
+"""Parts: which paged blocks make up one block of a request, over a model's KV cache groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tiers.connector.contract.coverage import COMPLETE, MISSING, NO_WINDOW
+from tiers.connector.contract.engine import EngineInfo
+
+GROUP_BYTES = 2
+
+
+class GroupBlock(NamedTuple):
+    """One paged block of every block: number `offset` of its group's `per_block`.
+
+    `tokens`: in the paged block. `window`: tokens its attention looks back; None: all of them.
+    """
+
+    group: int
+    offset: int
+    per_block: int
+    tokens: int
+    window: int | None
+
+
+class BlockGroups:
+    """The parts of a block, in the order of their keys.
+
+    A block is the smallest number of tokens that is whole in every group. Of an ordinary model,
+    with one group, it is one paged block and has one part.
+    """
+
+    def __init__(self, engine: EngineInfo) -> None:
+        self.block_tokens = engine.block_tokens
+        self._hash_tokens = engine.hash_tokens
+        self._hash_bytes = 0
+        self._parts = [
+            GroupBlock(index, offset, self.block_tokens // group.tokens, group.tokens, group.window)
+            for index, group in enumerate(engine.kv_groups)
+            for offset in range(self.block_tokens // group.tokens)
+        ]
+        reach = [max(1, p.window - 1) for p in self._parts if p.window is not None]
+        self.window = -(-max(reach, default=0) // self.block_tokens)
+        # Counted from before the block that is dropped.
+        self.window += int(engine.drops_last and self.window > 0)
+        """Blocks before the end of a prefix of which every part is needed; 0: no windows."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every block is one paged block, without a window: the ordinary model's."""
+        return len(self._parts) == 1 and self._parts[0].window is None
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def keys(self, hashes: Sequence[bytes], blocks: range, mark: bytes) -> list[bytes]:
+        """The keys of all parts of these blocks: the engine's hash, the group, and `mark`, which
+        is what else they depend on.
+
+        `hashes` are the request's, one per `hash_tokens` tokens, up to the last block at least.
+        """
+        if not blocks:
+            return []
+        self._hash_bytes = len(hashes[0])
+        step = self.block_tokens // self._hash_tokens
+        of_each: list[list[bytes]] = []
+        for part in self._parts:
+            end = part.group.to_bytes(GROUP_BYTES, "little") + mark
+            at = (part.offset + 1) * part.tokens // self._hash_tokens - 1
+            ours = hashes[blocks.start * step + at : blocks.stop * step : step]
+            of_each.append([block_hash + end for block_hash in ours])
+        if len(of_each) == 1:
+            return of_each[0]
+        return [key for block in zip(*of_each, strict=True) for key in block]
+
+    def hash_of(self, key: bytes) -> tuple[bytes, int]:
+        """The engine's hash and the group in a key made here."""
+        group = key[self._hash_bytes : self._hash_bytes + GROUP_BYTES]
+        return key[: self._hash_bytes], int.from_bytes(group, "little")
+
+    def held(self, parts: Sequence[bool]) -> Sequence[int]:
+        """How much is held of each block, given which of all its parts are."""
+        if not self.window:
+            size = len(self)
+            return (
+                parts
+                if size == 1
+                else [
+                    NO_WINDOW if all(parts[i : i + size]) else MISSING
+                    for i in range(0, len(parts), size)
+                ]
+            )
+        return [
+            self._level(parts[start : start + len(self)])
+            for start in range(0, len(parts), len(self))
+        ]
+
+    def _level(self, parts: Sequence[bool]) -> int:
+        if all(parts):
+            return COMPLETE
+        body = (has for has, part in zip(parts, self._parts, strict=True) if part.window is None)
+        return NO_WINDOW if all(body) else MISSING
+
+    def paged(self, tables: Sequence[Sequence[int]], block: int) -> list[int]:
+        """The paged block of each part of a block, in a request's block tables, one per group."""
+        return [tables[part.group][block * part.per_block + part.offset] for part in self._parts]
+
+    def blocks_in(self, tables: Sequence[Sequence[int]]) -> int:
+        """Blocks of which the block tables have every part."""
+        return min(len(tables[part.group]) // part.per_block for part in self._parts)
+
+    def kept(self, block: int, computed: int) -> list[bool]:
+        """Whether the engine keeps each part of a block once so many tokens are computed.
+
+        It gives a windowed part away when the window of the next token no longer reaches it.
+        """
+        start = block * self.block_tokens
+        return [
+            part.window is None
+            or start + (part.offset + 1) * part.tokens > computed - part.window + 1
+            for part in self._parts
+        ]
+
+    def written(self, tables: Sequence[Sequence[int]], computed: int) -> Iterator[int]:
+        """Paged blocks that a step writes which begins with so many tokens computed."""
+        for part in self._parts:
+            if part.offset == 0:
+                yield from tables[part.group][computed // part.tokens :]

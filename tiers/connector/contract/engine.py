@@ -1,0 +1,104 @@
+"""What a connector must know of its engine."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from tiers.connector.contract.media import MediaMarks, NoMedia
+from tiers.connector.contract.protocols import Request
+
+
+class Role(enum.Enum):
+    """Which half of a connector an object is."""
+
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class KVGroup(NamedTuple):
+    """Layers that share a block table: one KV cache group of the engine.
+
+    `tokens`: per paged block. `window`: how many tokens attention looks back, its own included;
+    None: all. The engine keeps what a window reaches, and no more.
+    """
+
+    tokens: int
+    window: int | None = None
+
+
+def no_mark(request: Request) -> bytes:
+    """For engines whose block hashes say all that a request's KV depends on."""
+    return b""
+
+
+MOMENT = 0.2
+"""Seconds that a start waits for late facts: tiers of small models are there from the beginning."""
+
+
+class LateFacts(Protocol):
+    """Facts of a worker that are not there when it is made."""
+
+    def known(self, seconds: float = 0.0) -> Mapping[str, str] | None:
+        """The facts; None: they are not known yet, also after waiting for so many seconds.
+
+        Asked by one thread, for the first time when the paged KV is registered.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a connector must know of its engine.
+
+    `facts`: everything but layout and rank that makes KV interchangeable (see `namespace`).
+    `block_tokens`: tokens per block, whole in every group. `hash_tokens`: tokens per entry of
+    `Request.block_hashes`. `num_blocks`: blocks in each worker's paged KV. `rank`: of this worker,
+    0 in the scheduler. `kv_events`: whether the engine takes events; none are kept for one that
+    does not. `caches_prefixes`: whether requests find in its paged KV what others computed or
+    loaded. `drops_last`: whether it computes the last block of a prefix that it finds, for a
+    drafter that needs what computing leaves behind. `groups`: its KV cache groups; none named:
+    one, of full attention. `mark`: what a request's KV depends on beside its block hashes and its
+    media, in at most 16 bytes. `media`: marks of requests with images and the like, which block
+    hashes have by names only. `step_tokens`: what one step computes at most; 0: not known.
+    `weights_change`: whether it is made to take other weights while it runs, so that its facts do
+    not name them. `late_facts`: more facts, on a worker; a tier whose blocks others may find opens
+    once they are known. `host`: where this process is, by a name that tells hosts, and containers
+    with file systems of their own, apart; empty: not known. `ranks_here`: ranks that share this
+    host's memory, those of the engine's replicas too; 0: all of this engine.
+    """
+
+    facts: Mapping[str, str]
+    block_tokens: int
+    hash_tokens: int
+    num_blocks: int
+    rank: int = 0
+    world_size: int = 1
+    kv_events: bool = False
+    caches_prefixes: bool = True
+    drops_last: bool = False
+    groups: tuple[KVGroup, ...] = ()
+    mark: Callable[[Request], bytes] = no_mark
+    step_tokens: int = 0
+    weights_change: bool = False
+    media: MediaMarks = NoMedia()  # noqa: RUF009 - it has no state
+    late_facts: LateFacts | None = None
+    host: str = ""
+    ranks_here: int = 0
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """Its groups, one at least."""
+        return self.groups or (KVGroup(self.block_tokens),)
+
+    @property
+    def all_or_nothing_loads(self) -> bool:
+        """Whether a load that fails in part is of no use at all.
+
+        An engine can't tell which request a paged block is of where it has several groups. And
+        what precedes a block that failed can't end a prefix where attention has a window, since
+        its own window was not loaded.
+        """
+        return len(self.kv_groups) > 1 or any(g.window is not None for g in self.kv_groups)

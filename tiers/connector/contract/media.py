@@ -1,0 +1,83 @@
+"""What a request's KV owes to images, audio and whatever else its prompt has beside tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from tiers.connector.contract.protocols import Request
+
+MARK_BYTES = 16
+
+
+@dataclass
+class MediaMark:
+    """What a request's media add to its keys. `shared`: False from the moment on at which it is
+    open what its KV was computed from; then nothing of it may be stored.
+
+    `steps`: for each medium the place of its first token and the mark of all blocks that end
+    behind it, up to the next one's. Blocks before the first medium are those of its tokens alone.
+    """
+
+    steps: list[tuple[int, bytes]] = field(default_factory=list)
+    shared: bool = True
+
+    def spans(self, blocks: range, block_tokens: int) -> Iterator[tuple[range, bytes]]:
+        """These blocks in runs of one mark each."""
+        start, mark = blocks.start, b""
+        for token, following in self.steps:
+            first = min(token // block_tokens, blocks.stop)
+            if first > start:
+                yield range(start, first), mark
+                start = first
+            mark = following
+        if start < blocks.stop:
+            yield range(start, blocks.stop), mark
+
+
+def joined(of_request: bytes, of_media: bytes) -> bytes:
+    """One mark of at most `MARK_BYTES` of a request's own and its media's."""
+    if not of_media:
+        return of_request
+    return hashlib.blake2b(of_request + of_media, digest_size=MARK_BYTES).digest()
+
+
+class MediaMarks(Protocol):
+    """Marks of requests with media; for all tiers of an engine, on the scheduler's thread."""
+
+    def expect(self, request: Request) -> None:
+        """A request has come: begin to find out what its media are."""
+        ...
+
+    def ready(self, request: Request) -> bool:
+        """Whether `of` answers at once."""
+        ...
+
+    def of(self, request: Request) -> MediaMark:
+        """Its mark; waits for the rest of the work where that is not done yet."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request has finished, in all tiers."""
+        ...
+
+
+class NoMedia:
+    """For engines whose prompts are tokens alone."""
+
+    def expect(self, request: Request) -> None:
+        """Nothing is to be found out."""
+
+    def ready(self, request: Request) -> bool:
+        """Always."""
+        return True
+
+    def of(self, request: Request) -> MediaMark:
+        """None."""
+        return MediaMark()
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept."""

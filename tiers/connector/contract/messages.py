@@ -1,0 +1,152 @@
+"""What an engine and a connector say to each other.
+
+The shapes are vLLM's, written down as protocols, so that its scheduler and runner (or the replay
+engine) can pass their own objects unchanged. A connector has one role: the SCHEDULER half decides,
+the WORKER half moves bytes. `OffloadingConnectorMetadata` crosses to every worker once per step,
+`OffloadingWorkerMetadata` crosses back; both are plain dataclasses that pickle.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tiers.connector.contract.stats import Measures, merge
+from tiers.wrappers.guard import Health
+
+
+@dataclass(frozen=True)
+class WorkerHandshake:
+    """What a worker says of itself, before the first request or soon after.
+
+    `namespace`: digest under which its blocks are known; empty for a tier whose blocks only this
+    engine finds. `payload_bytes`: bytes of one block.
+    `host`: see `EngineInfo`. `slots`: how many it has; None: as many as the chain asks for.
+    `lacks`: why it has no memory for the host tiers; empty: it has.
+    """
+
+    rank: int
+    namespace: bytes
+    payload_bytes: int
+    host: str = ""
+    slots: int | None = None
+    lacks: str = ""
+
+
+class StoreItem(NamedTuple):
+    """One block to store: its key, its slot, and the paged block to gather the slot's bytes from.
+
+    `source` is None where another connector of the chain gathers the slot, or did so earlier.
+    """
+
+    key: bytes
+    slot: int
+    source: int | None
+
+
+class LoadItem(NamedTuple):
+    """One block to load into paged block `target`; `slot` holds it, None: ask the store."""
+
+    key: bytes
+    target: int
+    slot: int | None
+
+
+@dataclass(frozen=True)
+class StoreJob:
+    """Blocks of one request on their way into a tier. `generation`: that of their keys."""
+
+    job_id: int
+    items: list[StoreItem]
+    generation: bytes = b""
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """Blocks of one request on their way to the engine, within so many seconds. `generation`:
+    that of their keys."""
+
+    job_id: int
+    request_id: str
+    items: list[LoadItem]
+    seconds: float = math.inf
+    generation: bytes = b""
+
+
+@dataclass
+class OffloadingConnectorMetadata:
+    """One step's orders to the workers of one tier.
+
+    `jobs_to_flush`: store jobs whose paged blocks are about to be overwritten.
+    `idle`: the step computes nothing, so a worker may wait a moment for its transfers.
+    """
+
+    reqs_to_load: list[LoadJob] = field(default_factory=list)
+    reqs_to_store: list[StoreJob] = field(default_factory=list)
+    jobs_to_flush: list[int] = field(default_factory=list)
+    idle: bool = False
+
+
+@dataclass
+class JobResult:
+    """How a job ended: on how many ranks, which of its items failed on any of them, and how many
+    seconds moving them took on the slowest. `lost`: items that the tier was asked for and has no
+    more; others that failed it may well have, when there is time."""
+
+    ranks: int
+    failed: set[int]
+    seconds: float = 0.0
+    lost: set[int] = field(default_factory=set)
+
+
+@dataclass
+class OffloadingWorkerMetadata:
+    """What the workers of one tier finished since the last step, and, where that has changed,
+    whether the tier works for each rank."""
+
+    jobs: dict[int, JobResult] = field(default_factory=dict)
+    handshakes: dict[int, WorkerHandshake] = field(default_factory=dict)
+    health: dict[int, Health] = field(default_factory=dict)
+    unusable: str | None = None
+    measures: Measures = field(default_factory=dict)
+
+    def aggregate(self, other: OffloadingWorkerMetadata) -> OffloadingWorkerMetadata:
+        """Fold another rank's metadata into this one, which is returned."""
+        for job_id, theirs in other.jobs.items():
+            ours = self.jobs.setdefault(job_id, JobResult(0, set()))
+            ours.ranks += theirs.ranks
+            ours.failed |= theirs.failed
+            ours.lost |= theirs.lost
+            ours.seconds = max(ours.seconds, theirs.seconds)
+        self.handshakes.update(other.handshakes)
+        self.health.update(other.health)
+        self.unusable = self.unusable or other.unusable
+        merge(self.measures, other.measures)
+        return self
+
+
+@dataclass
+class TransferResults:
+    """Requests whose transfers ended on a worker; failed loads are among the received ones too."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class BlockEvent:
+    """Blocks of one KV cache group that a tier now holds (`stored`), or no longer holds.
+
+    `hashes`: the engine's own. `block_tokens`: per block of the group. `group`: None, where the
+    model has one only. Tiers that drop blocks
+    elsewhere (a disk shared by processes, a server with a time to live) say so only when a load
+    finds it out.
+    """
+
+    tier: str
+    stored: bool
+    hashes: tuple[bytes, ...]
+    block_tokens: int
+    group: int | None = None

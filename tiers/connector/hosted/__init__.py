@@ -1,0 +1,1 @@
+"""A tier under vLLM's own OffloadingConnector."""

@@ -1,0 +1,181 @@
+"""SlotRegion: one worker's host slots, in memory that the scheduler's process sees as well.
+
+An engine whose own connector hosts a tier asks for blocks that are in host memory already, so the
+scheduler's side must bring them there: it fills the very slots that workers scatter from.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+from tiers.connector.contract.messages import WorkerHandshake
+from tiers.errors import TierUnusable
+from tiers.host.memory import ALIGNMENT, SlotMemory, slot_stride
+
+FOLDER = Path("/dev/shm")
+"""Memory that processes of one host share by name."""
+
+_PREFIX = "kvtiers-"
+
+_MARK = struct.Struct("<Q16s8x")
+"""Per slot: how many of the worker's transfers have ended, and a digest of the key it holds."""
+
+_NAME = struct.Struct("<16s16s")
+"""At the end of the last page: the worker's namespace, and its stamp; zeros, until it is known."""
+
+
+def stamp(key: bytes) -> bytes:
+    """What a worker writes beside a slot when all of a block's bytes are in it."""
+    return hashlib.blake2b(key, digest_size=16).digest()
+
+
+class SlotRegion:
+    """Slots, a mark for each, and at the end who made them; a file until the other side has it.
+
+    The worker makes it and alone writes marks. Whoever the scheduler's bookkeeping gives a slot
+    to writes its bytes: the worker that gathers, or the scheduler's threads that fetch.
+    """
+
+    def __init__(self, file: int, handshake: WorkerHandshake, num_slots: int, pin: bool) -> None:
+        self.handshake = handshake
+        """Without the namespace, which may come later."""
+        self.memory = SlotMemory(num_slots, handshake.payload_bytes, pin, file=file)
+        _, marks, size = _sizes(num_slots, handshake.payload_bytes)
+        self._map = mmap.mmap(file, size, flags=mmap.MAP_SHARED)
+        self._marks = memoryview(self._map)[marks : marks + num_slots * _MARK.size]
+        self._name = memoryview(self._map)[size - _NAME.size : size]
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots there are."""
+        return self.memory.rows.shape[0]
+
+    @property
+    def namespace(self) -> bytes:
+        """Digest under which the worker's blocks are known; empty until the worker knows it."""
+        name, its_stamp = _NAME.unpack(self._name)
+        return bytes(name) if its_stamp == stamp(name) else b""
+
+    def name(self, namespace: bytes) -> None:
+        """Say the worker's namespace, on the worker's side."""
+        _NAME.pack_into(self._name, 0, namespace, stamp(namespace))
+
+    def ended(self, slot: int) -> int:
+        """How many transfers to or from the slot the worker has ended."""
+        count: int = _MARK.unpack_from(self._marks, slot * _MARK.size)[0]
+        return count
+
+    def holds(self, slot: int, key: bytes) -> bool:
+        """Whether the worker says that the slot's bytes are the whole of this block."""
+        return bool(_MARK.unpack_from(self._marks, slot * _MARK.size)[1] == stamp(key))
+
+    def mark(self, slot: int, ended: int, held: bytes) -> None:
+        """Write a slot's mark; `held` is the stamp of its key, or empty."""
+        _MARK.pack_into(self._marks, slot * _MARK.size, ended, held)
+
+    def count_end(self, slot: int) -> None:
+        """Note that one more transfer has ended, which left the slot as it was."""
+        ended, held = _MARK.unpack_from(self._marks, slot * _MARK.size)
+        self.mark(slot, ended + 1, held)
+
+    def clear(self, slots: Iterable[int]) -> None:
+        """Note that these slots hold nothing until a gather into them has ended."""
+        for slot in slots:
+            self.mark(slot, self.ended(slot), b"")
+
+    def close(self) -> None:
+        """Unpin. The memory goes back with the last view of it, in the last process."""
+        self.memory.close()
+
+
+def create_region(
+    engine_id: str, handshake: WorkerHandshake, num_slots: int, pin: bool, folder: Path = FOLDER
+) -> SlotRegion:
+    """Make a worker's region, all of its memory at once. Raises TierUnusable for lack of it."""
+    path = folder / _file_name(engine_id, handshake.rank)
+    _remove_abandoned(folder)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise TierUnusable(
+            f"another engine on this machine starts with engine_id {engine_id!r}; leave it out, "
+            "or give each its own"
+        ) from error
+    # The lock is held as long as the memory is mapped, and tells others that it is not abandoned.
+    fcntl.flock(file, fcntl.LOCK_SH)
+    about, _, size = _sizes(num_slots, handshake.payload_bytes)
+    text = json.dumps([num_slots, handshake.rank, handshake.payload_bytes])
+    region: SlotRegion | None = None
+    try:
+        os.posix_fallocate(file, 0, size)
+        os.pwrite(file, text.encode().ljust(ALIGNMENT - _NAME.size), about)
+        region = SlotRegion(file, handshake, num_slots, pin)
+        if handshake.namespace:
+            region.name(handshake.namespace)
+        return region
+    except OSError as error:
+        raise TierUnusable(
+            f"{num_slots} slots need {size} bytes in {folder} and got {error.strerror}; give "
+            "that file system more room, or the chain's host memory less"
+        ) from error
+    finally:
+        if region is None:
+            path.unlink()
+        os.close(file)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the memory of engines that were killed while they started."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue  # gone, or another user's
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file).st_uid == os.getuid():
+                path.unlink(missing_ok=True)
+        except OSError:
+            continue  # in use
+        finally:
+            os.close(file)
+
+
+def attach_region(engine_id: str, rank: int, folder: Path = FOLDER) -> SlotRegion:
+    """Share the region of a worker, and take its name away. Raises TierUnusable."""
+    path = folder / _file_name(engine_id, rank)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise TierUnusable(
+            f"worker {rank} has no memory in {folder} that this process can share "
+            f"({error.strerror}): a hosted tier needs all workers on the scheduler's machine"
+        ) from error
+    try:
+        if os.fstat(file).st_uid != os.getuid():
+            raise TierUnusable(f"{path} belongs to another user")
+        size = os.fstat(file).st_size
+        text = os.pread(file, ALIGNMENT - _NAME.size, size - ALIGNMENT)
+        num_slots, rank, payload = json.loads(text)
+        return SlotRegion(file, WorkerHandshake(rank, b"", payload), num_slots, pin=False)
+    finally:
+        os.close(file)
+        path.unlink()
+
+
+def _file_name(engine_id: str, rank: int) -> str:
+    return f"{_PREFIX}{hashlib.blake2b(engine_id.encode(), digest_size=8).hexdigest()}-{rank}"
+
+
+def _sizes(num_slots: int, payload_bytes: int) -> tuple[int, int, int]:
+    """Where the last page (who made it) and the marks begin, and the size of it all, in bytes."""
+    marks = num_slots * slot_stride(payload_bytes)
+    about = marks + slot_stride(num_slots * _MARK.size)
+    return about, marks, about + ALIGNMENT

@@ -1,0 +1,1 @@
+"""Several connectors behind the contract of one."""

@@ -1,0 +1,1 @@
+"""Which tier serves which block of a request."""

@@ -1,0 +1,1 @@
+"""The load policy that compares loading with computing."""

@@ -1,0 +1,151 @@
+"""Load policies: which connectors of a chain serve a request, and which blocks each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from tiers.connector.contract.coverage import COMPLETE, NO_WINDOW, WAVE, usable
+
+Shares = dict[int, list[range]]
+"""Blocks of one request that each child loads: child to ranges of block indexes, in order."""
+
+Holds = Callable[[range], Sequence[int] | None]
+"""How much of each of these blocks of the request a child can load (see `contract.coverage`);
+None: it is still looking."""
+
+
+class Choice(NamedTuple):
+    """The child that serves, how many tokens, and whether beside the steps.
+
+    `tokens` None: a child is still looking, ask again. `child` None: nobody serves, or several
+    do, each its `shares`. `probed`: the child that loads only to be measured. `passed`: children
+    that have tokens which are computed since that is faster. `seconds`: until the end of the
+    prompt, where that is estimated. `computed`: tokens that precede those of the choice.
+    """
+
+    child: int | None
+    tokens: int | None
+    is_async: bool
+    shares: Shares | None = None
+    probed: int | None = None
+    passed: tuple[int, ...] = ()
+    seconds: float = 0.0
+    computed: int = 0
+
+
+NOBODY = Choice(None, 0, False)
+LATER = Choice(None, None, False)
+
+
+def first(answers: Iterable[tuple[int | None, bool]]) -> Choice:
+    """The first child, in load-priority order, that has tokens.
+
+    Answers are taken lazily: children below the one that serves are not asked. A child that is
+    still looking holds back only those below it; they are asked all the same, so that lookups of
+    several children run at once.
+    """
+    looking = False
+    for child, (tokens, is_async) in enumerate(answers):
+        if tokens is None:
+            looking = True
+        elif tokens > 0 and not looking:
+            return Choice(child, tokens, is_async)
+    return LATER if looking else NOBODY
+
+
+def longest(answers: Iterable[tuple[int | None, bool]], loadable: int) -> Choice:
+    """The child with the longest prefix; of several, the one of the highest load priority.
+
+    A child that is still looking is waited for, unless one has all `loadable` tokens already:
+    then nobody below it is asked.
+    """
+    best, looking = NOBODY, False
+    for child, (tokens, is_async) in enumerate(answers):
+        if tokens is None:
+            looking = True
+        elif tokens > (best.tokens or 0):
+            best = Choice(child, tokens, is_async)
+        if best.tokens and best.tokens >= loadable:
+            return best
+    return LATER if looking else best
+
+
+class Stitch(NamedTuple):
+    """A prefix in which each block has the child of the highest load priority that holds it.
+
+    `stop`: the block behind its last. `looking`: a child that has not answered yet might make it
+    longer.
+    """
+
+    shares: Shares
+    stop: int
+    looking: bool
+
+
+def stitched(children: dict[int, Holds], blocks: range, window: int = 0) -> Stitch:
+    """Stitch a prefix of `blocks` from the `children`, which are in load-priority order.
+
+    A child is asked only where those above it leave a gap, and nobody is asked beyond a gap that
+    all of them leave. One that is still looking holds nothing so far; it is worth waiting for only
+    where such a gap ends the prefix. The last `window` blocks come from children that hold them
+    whole.
+    """
+    bodies: list[int | None] = []
+    wholes: list[int | None] = []
+    looking = False
+    for start in range(blocks.start, blocks.stop, WAVE):
+        wave = range(start, min(start + WAVE, blocks.stop))
+        body: list[int | None] = [None] * len(wave)
+        whole = list(body)
+        waited = False
+        for child, holds in children.items():
+            if None not in (whole if window else body):
+                break
+            held = holds(wave)
+            if held is None:
+                waited = True
+                continue
+            body = _fill(body, child, [much > 0 for much in held])
+            whole = _fill(whole, child, [much == COMPLETE for much in held])
+        gap = _gap(body)
+        bodies += body[:gap]
+        wholes += whole[:gap]
+        looking = waited if not window else looking or waited
+        if gap < len(wave):
+            break
+    count = usable([COMPLETE if one is not None else NO_WINDOW for one in wholes], window)
+    if count == len(blocks):
+        looking = False
+    tail = max(0, count - window)
+    owners = [one for one in bodies[:tail] + wholes[tail:count] if one is not None]
+    return Stitch(_runs(owners, blocks.start), blocks.start + count, looking)
+
+
+def _fill(found: list[int | None], child: int, has: Sequence[bool]) -> list[int | None]:
+    pairs = zip(found, has, strict=True)
+    return [child if holds and one is None else one for one, holds in pairs]
+
+
+def _gap(found: Sequence[int | None]) -> int:
+    return found.index(None) if None in found else len(found)
+
+
+def _runs(owners: Sequence[int], block: int) -> Shares:
+    shares: Shares = {}
+    for owner, run in groupby(owners):
+        stop = block + len(list(run))
+        shares.setdefault(owner, []).append(range(block, stop))
+        block = stop
+    return shares
+
+
+def clip(shares: Shares, count: int) -> Shares:
+    """The shares of the first `count` blocks alone; children that are left with none are out."""
+    stop = min((ranges[0].start for ranges in shares.values()), default=0) + count
+    clipped = {
+        child: [range(r.start, min(r.stop, stop)) for r in ranges if r.start < stop]
+        for child, ranges in shares.items()
+    }
+    return {child: ranges for child, ranges in clipped.items() if ranges}

@@ -1,0 +1,216 @@
+"""Chooser: asks the children of a chain what they have of a request, and chooses who loads it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from spec.chain import LoadPolicy
+from tiers.connector.contract.connector import Connector
+from tiers.connector.contract.protocols import Request, SchedulerOutput
+from tiers.connector.policy.cheapest.cheapest import Cheapest
+from tiers.connector.policy.choice import LATER, NOBODY, Choice, clip, first, longest, stitched
+from tiers.connector.policy.loaders import BlockLoader, TimedLoader
+from tiers.connector.policy.request_limits import RequestLimits, read_limits
+
+logger = logging.getLogger(__name__)
+
+
+class _Question(NamedTuple):
+    """What is asked for a request: at most `loadable` tokens, in whole blocks, from `computed`.
+
+    `asked`: children that have been, so far.
+    """
+
+    request: Request
+    computed: int
+    loadable: int
+    limits: RequestLimits
+    asked: set[int]
+
+
+class Chooser:
+    """The load policy of a chain, within the limits that a request sets itself.
+
+    A child that is no `BlockLoader` (another connector of the engine) loads the whole prefix it
+    reports or nothing. So it never shares a request: `stitched` gives it one alone where it has
+    more than our tiers together, and one with more than `max_load_tokens` does not serve. Nor is
+    it known how long its loads take: `cheapest` lets it serve where it has more than our tiers
+    are to load.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Connector],
+        names: Sequence[str],
+        load: LoadPolicy,
+        block_tokens: int,
+        *,
+        cheapest: Cheapest | None = None,
+        window: int = 0,
+        drops_last: bool = False,
+    ) -> None:
+        """`cheapest`: what decides under the load policy of that name. `window`: blocks at the
+        end of a prefix that must be whole (see `BlockGroups`). `drops_last`: see `EngineInfo`."""
+        self._children = tuple(zip(names, children, strict=True))
+        self._cheapest = cheapest
+        self._load = load
+        self._block_tokens = block_tokens
+        self._window = window
+        self._dropped = int(drops_last)
+        self._limits: dict[str, RequestLimits] = {}
+        # The engine's own connectors; ours, and chains of ours, know what they failed to load.
+        self._foreign = {
+            index: child
+            for index, child in enumerate(children)
+            if not isinstance(child, BlockLoader) and not getattr(child, "limits_requests", False)
+        }
+        self._loading: dict[str, int] = {}
+        self._failed: dict[str, set[int]] = {}
+
+    def choose(self, request: Request, num_computed_tokens: int) -> Choice:
+        """Who loads what of the tokens beyond the computed ones.
+
+        Each of the engine's own connectors is asked before a request begins, whoever serves: some
+        take it as the news that a request begins anew, and would else store from blocks that it
+        no longer has.
+        """
+        failed = self._loading.pop(request.request_id, None)
+        if failed is not None:
+            self._failed.setdefault(request.request_id, set()).add(failed)
+        asked: set[int] = set()
+        choice = self._choose(request, num_computed_tokens, asked)
+        if choice.tokens is not None:
+            for index in self._foreign.keys() - asked:
+                self._foreign[index].get_num_new_matched_tokens(request, num_computed_tokens)
+        return choice
+
+    def _choose(self, request: Request, num_computed_tokens: int, asked: set[int]) -> Choice:
+        limits = self._limits_of(request)
+        loadable = request.num_tokens - num_computed_tokens
+        if limits.max_load_tokens is not None:
+            loadable = min(loadable, limits.max_load_tokens)
+        loadable -= loadable % self._block_tokens
+        question = _Question(request, num_computed_tokens, loadable, limits, asked)
+        if limits.max_load_tokens is not None and loadable <= 0:
+            return NOBODY
+        if self._load == "first":
+            return first(self._answers(question))
+        if self._load == "longest":
+            return longest(self._answers(question), loadable)
+        if self._cheapest is not None:
+            return self._choose_cheapest(self._cheapest, question)
+        return self._stitch(question)
+
+    def decided(self, request_id: str, choice: Choice) -> None:
+        """The engine begins the request as it was chosen."""
+        if self._cheapest is None:
+            return
+        self._cheapest.decided(request_id, choice)
+        for index in choice.passed:
+            _, child = self._children[index]
+            assert isinstance(child, TimedLoader)
+            child.note(passed_over=1)
+
+    def step_ended(self, number: int | None) -> None:
+        """The results of a step are here; `number` as `Cheapest` gave it."""
+        if self._cheapest is None or not self._cheapest.step_ended(number):
+            return
+        each = self._cheapest.prefill.seconds_per_token
+        for _, child in self._children:
+            if isinstance(child, TimedLoader) and each:
+                child.note(prefill_tokens_per_second=1 / each)
+
+    def loads(self, request_id: str, child: int) -> None:
+        """A child begins to load a request beside the steps.
+
+        If that leaves the request nothing, it is chosen for again without having run. One of the
+        engine's own connectors that is told of no failure would say the same again, for ever.
+        """
+        if child in self._foreign:
+            self._loading[request_id] = child
+
+    def runs(self, output: SchedulerOutput) -> None:
+        """These requests have what they run with."""
+        for request_id in [one for one in self._loading if one in output.num_scheduled_tokens]:
+            del self._loading[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept for a request."""
+        self._loading.pop(request_id, None)
+        self._failed.pop(request_id, None)
+        self._limits.pop(request_id, None)
+        if self._cheapest is not None:
+            self._cheapest.forget(request_id)
+
+    def _limits_of(self, request: Request) -> RequestLimits:
+        limits = self._limits.get(request.request_id)
+        if limits is None:
+            limits, problem = read_limits(request)
+            self._limits[request.request_id] = limits
+            if problem is not None:
+                logger.warning(
+                    "request %s has limits that are ignored: %.300r", request.request_id, problem
+                )
+        return limits
+
+    def _answers(
+        self, question: _Question, but: Iterable[int] = ()
+    ) -> Iterator[tuple[int | None, bool]]:
+        """What each child has, asked one by one; those that may not load, or in `but`: nothing."""
+        but = {*but, *self._failed.get(question.request.request_id, ())}
+        for index, (name, child) in enumerate(self._children):
+            # A chain within this one knows its own tiers.
+            limits_itself = getattr(child, "limits_requests", False)
+            if (limits_itself or question.limits.may_load(name)) and index not in but:
+                question.asked.add(index)
+                yield self._ask(child, question)
+            else:
+                yield 0, False
+
+    def _ask(self, child: Connector, question: _Question) -> tuple[int | None, bool]:
+        request, computed, loadable, limits, _ = question
+        tokens, is_async = child.get_num_new_matched_tokens(request, computed)
+        if tokens is None or limits.max_load_tokens is None or tokens <= loadable:
+            return tokens, is_async
+        return (loadable, is_async) if isinstance(child, BlockLoader) else (0, False)
+
+    def _choose_cheapest(self, cheapest: Cheapest, question: _Question) -> Choice:
+        cheapest.prefill.expect(question.request)
+        answers = list(self._answers(question))
+        choice = cheapest.choose(question.request.request_id, answers, self._blocks(question))
+        others = [(0, False) if i in cheapest.meters else a for i, a in enumerate(answers)]
+        alone = longest(others, question.loadable)
+        if choice.tokens is None or alone.tokens is None:
+            return LATER
+        return alone if alone.tokens > choice.tokens else choice
+
+    def _blocks(self, question: _Question) -> range:
+        start, rest = divmod(question.computed, self._block_tokens)
+        return range(start, start + (0 if rest else question.loadable // self._block_tokens))
+
+    def _stitch(self, question: _Question) -> Choice:
+        size = self._block_tokens
+        blocks = self._blocks(question)
+        loaders = {
+            index: child
+            for index, (name, child) in enumerate(self._children)
+            if isinstance(child, BlockLoader) and question.limits.may_load(name)
+        }
+        found = stitched(
+            {index: partial(child.holds, question.request) for index, child in loaders.items()},
+            blocks,
+            self._window,
+        )
+        count = max(0, found.stop - blocks.start - self._dropped)
+        tokens = count * size
+        if tokens < question.loadable:
+            ours = [i for i, (_, c) in enumerate(self._children) if isinstance(c, BlockLoader)]
+            alone = longest(self._answers(question, but=ours), question.loadable)
+            if alone.tokens is None or (found.looking and alone.tokens < question.loadable):
+                return LATER
+            if alone.tokens > tokens:
+                return alone
+        return Choice(None, tokens, True, clip(found.shares, count)) if tokens else NOBODY

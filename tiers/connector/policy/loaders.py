@@ -1,0 +1,48 @@
+"""What a load policy asks of a connector that shares loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from tiers.connector.contract.protocols import Blocks, Request
+from tiers.connector.policy.cheapest.load_cost import LoadCost
+from tiers.connector.policy.shared_load import SharedLoad
+
+
+@runtime_checkable
+class BlockLoader(Protocol):
+    """Capability, scheduler role: a connector that can load any blocks of a request.
+
+    The contract knows only leading prefixes; the load policy `stitched` asks this of each tier.
+    """
+
+    def holds(self, request: Request, blocks: range) -> Sequence[int] | None:
+        """How much of each of these blocks of the request could be loaded (see `coverage`).
+
+        None: ask again later.
+        """
+        ...
+
+    def load_blocks(
+        self, request: Request, blocks: Blocks, ranges: Sequence[range], shared: SharedLoad
+    ) -> None:
+        """As `update_state_after_alloc`, and load these ranges of blocks, which it holds."""
+        ...
+
+
+@runtime_checkable
+class TimedLoader(BlockLoader, Protocol):
+    """Capability, scheduler role: how long the connector's loads take is measured.
+
+    The load policy `cheapest` asks this of each tier.
+    """
+
+    @property
+    def load_cost(self) -> LoadCost:
+        """What is known of its loads."""
+        ...
+
+    def note(self, **measures: float) -> None:
+        """Add to its stats what the policy counts and measures."""
+        ...

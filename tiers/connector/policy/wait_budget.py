@@ -1,0 +1,64 @@
+"""WaitBudget: how long each request may yet wait for the tiers, all of them together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+LOOKUP_SECONDS = 1.0
+"""How long a request waits for a lookup at most, however patient it is."""
+
+
+class WaitBudget:
+    """What each request has left of `max_wait` seconds; used by the scheduler's thread alone.
+
+    A lookup may take half of them, so that a tier that never answers leaves time to load from one
+    that does. What an engine's own step takes while a lookup is under way is not counted: a lookup
+    is charged with what it may take at most.
+    """
+
+    def __init__(self, now: Callable[[], float], max_wait: float = math.inf) -> None:
+        self.lookup_seconds = min(LOOKUP_SECONDS, max_wait / 2)
+        self._now = now
+        self._max_wait = max_wait
+        self._spent: dict[str, float] = {}
+        self._looking: dict[str, float] = {}
+        self._loading: dict[str, float] = {}
+
+    def left(self, request_id: str) -> float:
+        """Seconds."""
+        since = self._loading.get(request_id)
+        loading = 0.0 if since is None else self._now() - since
+        return self._max_wait - self._spent.get(request_id, 0.0) - loading
+
+    def looks(self, request_id: str) -> None:
+        """A tier is asked and has no answer yet."""
+        self._looking.setdefault(request_id, self._now())
+
+    def found(self, request_id: str) -> None:
+        """The lookup has ended."""
+        since = self._looking.pop(request_id, None)
+        if since is not None:
+            self._charge(request_id, min(self._now() - since, self.lookup_seconds))
+
+    def loads(self, request_id: str) -> None:
+        """A load begins that the request waits for, its own or another's."""
+        self._loading.setdefault(request_id, self._now())
+
+    def loads_now(self, request_id: str) -> bool:
+        """Whether that load is under way."""
+        return request_id in self._loading
+
+    def loaded(self, request_id: str) -> None:
+        """The load has ended in all tiers, or is not waited for any longer."""
+        since = self._loading.pop(request_id, None)
+        if since is not None:
+            self._charge(request_id, self._now() - since)
+
+    def _charge(self, request_id: str, seconds: float) -> None:
+        self._spent[request_id] = self._spent.get(request_id, 0.0) + seconds
+
+    def forget(self, request_id: str) -> None:
+        """The request has finished."""
+        for kept in (self._spent, self._looking, self._loading):
+            kept.pop(request_id, None)

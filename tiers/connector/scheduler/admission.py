@@ -1,0 +1,67 @@
+"""Admission: which of the blocks that a tier lacks are stored in it, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from spec.offloading import OffloadingSpec, StoreSpec
+from tiers.connector.scheduler.intake import Intake
+
+COUNTED = 1 << 18
+"""Blocks whose requests are counted; beyond it the oldest counts are forgotten."""
+BURST = 3600.0
+"""Seconds whose part of a write budget may be spent at once."""
+
+
+class Admission:
+    """A tier's rules of what is stored; used by the scheduler's thread alone.
+
+    What it answers is None, or the name of the counter (see `stats`) for what is not stored.
+    `now` gives seconds, never going back. `alone`: whether the chain has no other tier, which this
+    one could starve of slots when it lags behind. `intake` counts what comes of it all.
+    """
+
+    def __init__(self, spec: OffloadingSpec, now: Callable[[], float], alone: bool = False) -> None:
+        store = spec if isinstance(spec, StoreSpec) else None
+        self.queue = store.queue if store is not None else None
+        self.is_up = True
+        self.share = 1.0 if alone else 0.5
+        """Of all slots, what the tier's stores under way may hold."""
+        self.intake = Intake(spec, now)
+        self._store_after = spec.store_after
+        self._budget = store.write_budget if store is not None else None
+        self._now = now
+        self._counts: dict[bytes, int] = {}
+        self._left = (self._budget or 0.0) * BURST
+        self._since = now()
+
+    def refuses(self, key: bytes, size: int) -> str | None:
+        """Ask for a block of `size` bytes that the tier lacks: once per request, and again where it
+        was admitted and found no room."""
+        if not self.is_up:
+            return "store_dropped_down"
+        if not self._is_touched_enough(key):
+            return "store_deferred"
+        return None if self._can_pay(size) else "store_dropped_budget"
+
+    def _is_touched_enough(self, key: bytes) -> bool:
+        if self._store_after == 1:
+            return True
+        count = self._counts.pop(key, 0) + 1
+        self._counts[key] = count
+        if len(self._counts) > COUNTED:
+            del self._counts[next(iter(self._counts))]
+        return count >= self._store_after
+
+    def _can_pay(self, size: int) -> bool:
+        if self._budget is None:
+            return True
+        now, before = self._now(), self._since
+        self._since = now
+        self._left = min(self._budget * BURST, self._left + (now - before) * self._budget)
+        return self._left >= size
+
+    def stores(self, key: bytes, size: int) -> None:
+        """The block is on its way; when it goes again, it has to be asked for anew."""
+        self._counts.pop(key, None)
+        self._left -= size

@@ -1,0 +1,86 @@
+"""Clearing: drops a store's blocks in the background, a few at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+
+from tiers.concurrency.executors import io_executor
+from tiers.connector.contract.generation import space_of
+from tiers.store import Clear, TierStore, capability
+
+
+class Clearing:
+    """What one engine gives up of a store. Asked by the scheduler's thread, done on its own, so
+    that no lookup waits for it.
+
+    Of a generation that is over it drops the blocks of this engine: nobody else makes their keys.
+    Those without a generation stay: replicas, and this engine after a restart, have the same keys.
+    """
+
+    STEP = 256
+    """Blocks that are dropped at once."""
+    PAUSE = 0.005
+    """Seconds between two steps, for other threads and for who else stores."""
+    DEADLINE = 10.0
+    """Seconds that closing waits for what is to be dropped."""
+    REMEMBERED = 1 << 18
+    """Keys of the generation remembered where the store can't be cleared of one by its name; of
+    more, the oldest are left to the store's eviction or time to live."""
+
+    def __init__(self, store: TierStore, namespaces: Sequence[bytes]) -> None:
+        self._store = store
+        self._namespaces = namespaces
+        self._stored: deque[bytes] = deque(maxlen=self.REMEMBERED)
+        self._under_way: list[Future[None]] = []
+        self._is_closing = threading.Event()
+        self._thread = io_executor(1, "clear")
+
+    def stored(self, key: bytes, generation: bytes) -> None:
+        """Note what is to go with its generation."""
+        if generation and capability(self._store, Clear) is None:
+            self._stored.append(key)
+
+    def drop(self, keys: Iterable[bytes], generation: bytes) -> None:
+        """Drop these blocks of a generation."""
+        spaces = [space_of(namespace, generation) for namespace in self._namespaces]
+        self._begin(partial(self._drop, spaces, list(keys)))
+
+    def clear(self, generation: bytes) -> None:
+        """Drop what this engine has stored in a generation, which is over."""
+        if not generation:
+            return
+        keys = list(self._stored)
+        self._stored.clear()
+        store = capability(self._store, Clear)
+        if store is None:
+            self.drop(keys, generation)
+            return
+        for namespace in self._namespaces:
+            space = space_of(namespace, generation)
+            self._begin(partial(self._clear_space, store, space))
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        self._under_way = [future for future in self._under_way if not future.done()]
+        self._under_way.append(self._thread.submit(work))
+
+    def _drop(self, spaces: Sequence[bytes], keys: Sequence[bytes]) -> None:
+        for start in range(0, len(keys), self.STEP):
+            some = keys[start : start + self.STEP]
+            self._store.drop([space + key for space in spaces for key in some])
+            if self._is_closing.wait(self.PAUSE):
+                return
+
+    def _clear_space(self, store: Clear, space: bytes) -> None:
+        while store.clear(space) and not self._is_closing.wait(self.PAUSE):
+            pass
+
+    def close(self, generation: bytes) -> None:
+        """Drop what is to be dropped, the engine's last generation too, as far as time allows."""
+        self.clear(generation)
+        wait(self._under_way, self.DEADLINE)
+        self._is_closing.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)

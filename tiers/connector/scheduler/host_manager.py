@@ -1,0 +1,142 @@
+"""A tier as the scheduler sees it: what it holds, and what goes in and out.
+
+Two kinds: `HostManager` keeps blocks in the host pool, `StoreManager` (`store_manager.py`) asks a
+store. Used by the scheduler's thread alone; nothing in them waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tiers.connector.contract.coverage import WAVE
+from tiers.host.slots import Residency, SlotPool
+from tiers.wrappers.guard import Health
+from tiers.wrappers.residency import health_of
+
+LOOK_BACK = 64
+"""Blocks before those that a step stored among which one that is kept is looked for."""
+
+
+class HostManager:
+    """A tier whose blocks stay in the host pool."""
+
+    completes_on_gather = True
+
+    def __init__(self, residency: Residency, pool: SlotPool) -> None:
+        self.on_evict: Callable[[bytes], None] | None = None
+        self._residency = residency
+        self._pool = pool
+        residency.on_evict = self._evicted
+
+    def _evicted(self, key: bytes) -> None:
+        if self.on_evict is not None:
+            self.on_evict(key)
+
+    def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int:
+        """Count leading resident blocks."""
+        start, wave = 0, WAVE
+        while start < len(keys):
+            slots = self._residency.find_all(keys[start : start + wave])
+            if None in slots:
+                return start + slots.index(None)
+            start, wave = start + wave, 4 * wave
+        return len(keys)
+
+    def held(self, request_id: str, first: int, keys: Sequence[bytes], count: int) -> list[bool]:
+        """Look each of them up."""
+        return [slot is not None for slot in self._residency.find_all(keys[:count])]
+
+    def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Take a reference on each resident slot, so that eviction passes it by."""
+        slots = self._residency.touch(keys)
+        for slot in slots:
+            if slot is not None:
+                self._pool.retain(slot)
+        return slots
+
+    def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
+        """Give the references back."""
+        for slot in slots:
+            if slot is not None:
+                self._pool.release(slot)
+
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        """Want what is not resident, as long as the tier works."""
+        if not self.health().writes:
+            return [False] * len(keys)
+        return [slot is None for slot in self._residency.touch(keys)]
+
+    def heads(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
+        """Ask the residency."""
+        return nearest_heads(self._residency, prefix, numbers)
+
+    def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
+        """Make a gathered block resident, if there is room."""
+        if stored:
+            self._residency.admit(key, slot, None if head is None else self._residency.find(head))
+        return self._residency.find(key) is not None
+
+    def settle(self, keys: Sequence[bytes]) -> None:
+        """Each block was put before its head as it came."""
+
+    def discard(self, key: bytes) -> None:
+        """Stop keeping the block."""
+        self._residency.discard(key)
+
+    def drop(self, key: bytes, generation: bytes) -> None:
+        """Its slot goes with the store's reference."""
+
+    def give_up(self, keys: Sequence[bytes]) -> None:
+        """Stop keeping them."""
+        for key in keys:
+            self._residency.discard(key)
+
+    def reset(self) -> list[bytes]:
+        """Stop keeping all blocks; the slot of one that is being loaded goes when that ends."""
+        return self._residency.clear()
+
+    def clear(self, generation: bytes) -> None:
+        """None is kept by now."""
+
+    def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """Answers come from memory."""
+
+    def health(self) -> Health:
+        """Memory works; a plugin's bookkeeping may not."""
+        return health_of(self._residency)
+
+    def slots_kept(self) -> int:
+        """One for each resident block."""
+        return len(self._residency)
+
+    def forget_request(self, request_id: str) -> None:
+        """Nothing is kept per request."""
+
+    def close(self) -> None:
+        """The pool goes with the connector."""
+
+
+def nearest_heads(
+    residency: Residency, prefix: Sequence[bytes], numbers: Sequence[int]
+) -> dict[bytes, bytes]:
+    """For keys of a prefix, by their numbers in order: the nearest one before each that is kept.
+
+    It looks back, a little, from each that does not follow another, and leaves out where it finds
+    none.
+    """
+    heads: dict[bytes, bytes] = {}
+    head, last = None, -1
+    for number in numbers:
+        if number > last + 1:
+            head = _nearest(residency, prefix, number)
+        if head is not None:
+            heads[prefix[number]] = head
+        last = number
+    return heads
+
+
+def _nearest(residency: Residency, prefix: Sequence[bytes], before: int) -> bytes | None:
+    for index in range(before - 1, max(-1, before - 1 - LOOK_BACK), -1):
+        if residency.find(prefix[index]) is not None:
+            return prefix[index]
+    return None

@@ -1,0 +1,124 @@
+"""Jobs: one tier's loads and stores, from their order to the end on the last rank."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from tiers.connector.contract.generation import Generation
+from tiers.connector.contract.messages import JobResult, LoadItem, LoadJob, StoreItem, StoreJob
+from tiers.connector.policy.shared_load import SharedLoad
+from tiers.connector.scheduler.requests import RequestState
+
+
+@dataclass(kw_only=True)
+class _Pending:
+    """A job that some ranks have not ended. `failed`, `lost`: items, as of `JobResult`."""
+
+    ranks_left: int
+    failed: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    seconds: float = 0.0
+
+
+@dataclass(kw_only=True)
+class PendingLoad(_Pending):
+    """A load under way: the `blocks` of the request that it brings, in which of them each of its
+    items is, and what load it is a part of."""
+
+    job: LoadJob
+    blocks: list[int]
+    of_block: list[int]
+    shared: SharedLoad
+
+
+@dataclass(kw_only=True)
+class PendingStore(_Pending):
+    """A store under way, of a request of this tenant: of which of its keys, by their `numbers`.
+    `at_once`: of all that it has so far."""
+
+    job: StoreJob
+    tenant: str
+    state: RequestState
+    numbers: list[int]
+    at_once: bool
+
+
+class Jobs:
+    """The jobs under way; used by the scheduler's thread alone."""
+
+    def __init__(self, ranks: int, generation: Generation) -> None:
+        self._ranks = ranks
+        self._generation = generation
+        self._ids = itertools.count()
+        self._loading: dict[int, PendingLoad] = {}
+        self._storing: dict[int, PendingStore] = {}
+
+    def __len__(self) -> int:
+        return len(self._loading) + len(self._storing)
+
+    def load(
+        self,
+        request_id: str,
+        items: list[LoadItem],
+        seconds: float,
+        *,
+        blocks: list[int],
+        of_block: list[int],
+        shared: SharedLoad,
+    ) -> LoadJob:
+        """Begin a load, which may take so many seconds."""
+        job = LoadJob(next(self._ids), request_id, items, seconds, self._generation.tag)
+        self._loading[job.job_id] = PendingLoad(
+            ranks_left=self._ranks, job=job, blocks=blocks, of_block=of_block, shared=shared
+        )
+        return job
+
+    def store(
+        self, items: dict[int, StoreItem], tenant: str, state: RequestState, at_once: bool
+    ) -> StoreJob:
+        """Begin to store these blocks of a request, each by the number of its key."""
+        job = StoreJob(next(self._ids), list(items.values()), self._generation.tag)
+        self._storing[job.job_id] = PendingStore(
+            ranks_left=self._ranks,
+            job=job,
+            tenant=tenant,
+            state=state,
+            numbers=list(items),
+            at_once=at_once,
+        )
+        return job
+
+    def end(self, job_id: int, result: JobResult) -> PendingLoad | PendingStore | None:
+        """Take in what some ranks say of a job; the job, if these were the last."""
+        under_way: dict[int, PendingLoad] | dict[int, PendingStore]
+        under_way = self._loading if job_id in self._loading else self._storing
+        one = under_way.get(job_id)
+        if one is None:
+            return None
+        one.failed |= result.failed
+        one.lost |= result.lost
+        one.seconds = max(one.seconds, result.seconds)
+        one.ranks_left -= result.ranks
+        return under_way.pop(job_id) if one.ranks_left <= 0 else None
+
+    @property
+    def requests_loading(self) -> set[str]:
+        """Requests with a load under way."""
+        return {one.job.request_id for one in self._loading.values()}
+
+    @property
+    def any_loading(self) -> bool:
+        """Whether there is a load."""
+        return bool(self._loading)
+
+    def gauges(self, block_bytes: int) -> dict[str, float]:
+        """How many there are, and of how many bytes, over all ranks (see `stats`)."""
+        loading = [len(one.job.items) for one in self._loading.values()]
+        storing = [len(one.job.items) for one in self._storing.values()]
+        return {
+            "loading_jobs": float(len(loading)),
+            "loading_bytes": float(sum(loading) * block_bytes),
+            "storing_jobs": float(len(storing)),
+            "storing_bytes": float(sum(storing) * block_bytes),
+        }

@@ -1,0 +1,254 @@
+"""A tier behind a store, as the scheduler sees it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from tiers.concurrency.executors import io_executor
+from tiers.connector.contract.coverage import WAVE
+from tiers.connector.contract.generation import Generation, space_of
+from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
+from tiers.connector.scheduler.clearing import Clearing
+from tiers.connector.scheduler.lookups import Lookup, Peeked, leading
+from tiers.connector.scheduler.recent_keys import RecentKeys
+from tiers.connector.scheduler.unfound import UnfoundKeys
+from tiers.store import LocalIndex, TierStore, Touch, capability
+from tiers.wrappers.guard import HEALTHY, Guarded, Health
+
+
+class StoreManager:
+    """A tier behind a store, asked on this thread where it answers from memory, else behind it.
+
+    `namespaces`: one per rank; a block is held only where every rank's part is.
+    """
+
+    completes_on_gather = False
+    RECENT = 1 << 18
+    """Keys remembered as held, so that neither is a store behind a network offered them again, nor
+    an index asked: 2 microseconds a key where it has a million, 16 ms for 128k tokens."""
+    RECENT_SECONDS = 60.0
+    """How long they are at most; then an offer renews a time to live, or replaces what was
+    evicted."""
+    LOOKUP_LIFETIME = 0.5
+    """Seconds for which an answer holds while its request waits to run."""
+
+    def __init__(
+        self,
+        store: TierStore,
+        namespaces: Sequence[bytes],
+        generation: Generation,
+        clock: Callable[[], float] = time.monotonic,
+        lookup_deadline: float = LOOKUP_SECONDS,
+    ) -> None:
+        """`generation`: of the keys that it is given. `lookup_deadline`: seconds after which a
+        lookup under way counts as a miss."""
+        self.on_evict: Callable[[bytes], None] | None = None
+        self._lookup_deadline = lookup_deadline
+        self._store = store
+        self._clearing = Clearing(store, namespaces)
+        self._namespaces = namespaces
+        self._generation = generation
+        self._clock = clock
+        self._recent = RecentKeys(self.RECENT, self.RECENT_SECONDS, clock)
+        self._peeked: dict[str, Peeked] = {}
+        self._lookups: dict[str, Lookup] = {}
+        self._touching: Future[None] | None = None
+        name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
+        self._unfound = UnfoundKeys(name)
+        self._thread = io_executor(1, "lookup")
+
+    @property
+    def _index(self) -> LocalIndex | None:
+        # Asked each time: a store that is opened late has it from then on.
+        return capability(self._store, LocalIndex)
+
+    def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int | None:
+        """Count leading held blocks, or begin to find out."""
+        if (index := self._index) is not None:
+            return self._peek_prefix(index, request_id, first, keys)
+        if not self.health().reads:
+            return 0
+        lookup = self._look_up(request_id, first, keys)
+        if lookup.answer.done():
+            return lookup.count_from(first)
+        return None if self._is_waited_for(lookup) else 0
+
+    def held(
+        self, request_id: str, first: int, keys: Sequence[bytes], count: int
+    ) -> list[bool] | None:
+        """Look up `count` of them in the index, or begin to find out about all."""
+        if (index := self._index) is not None:
+            return self._on_all_ranks(index.peek, keys[:count])
+        if not self.health().reads:
+            return [False] * count
+        lookup = self._look_up(request_id, first, keys)
+        if not lookup.answer.done():
+            return None if self._is_waited_for(lookup) else [False] * count
+        skipped = first - lookup.first
+        held = lookup.answer.result()[0][skipped : skipped + count]
+        return held + [False] * (count - len(held))
+
+    def _look_up(self, request_id: str, first: int, keys: Sequence[bytes]) -> Lookup:
+        """What the store is or was asked about `keys`, leading ones at least; begun if need be."""
+        lookup = self._lookups.get(request_id)
+        now = self._clock()
+        if lookup is None or lookup.first > first or now > lookup.until:
+            answer = self._thread.submit(self._ask, list(keys))
+            lookup = self._lookups[request_id] = Lookup(first, answer, now)
+        elif lookup.answer.done() and lookup.until == math.inf:
+            # From when it is heard: an engine whose steps take longer would else ask for ever.
+            lookup = lookup._replace(until=now + self.LOOKUP_LIFETIME)
+            self._lookups[request_id] = lookup
+        return lookup
+
+    def _is_waited_for(self, lookup: Lookup) -> bool:
+        return self._clock() < lookup.asked + self._lookup_deadline
+
+    def _peek_prefix(
+        self, index: LocalIndex, request_id: str, first: int, keys: Sequence[bytes]
+    ) -> int:
+        """Look keys up until one is missing. A request that waits for room is asked for in every
+        step: for a while it is told what it was told before."""
+        peeked = self._peeked.get(request_id)
+        now = self._clock()
+        if peeked is None or peeked[:2] != (first, len(keys)) or now > peeked.until:
+            count, wave, held = 0, WAVE, [True]
+            while all(held) and count < len(keys):
+                held = self._look(index.peek, keys[count : count + wave])
+                count, wave = count + leading(held), 4 * wave
+            peeked = Peeked(first, len(keys), count, now + self.LOOKUP_LIFETIME)
+            self._peeked[request_id] = peeked
+        return peeked.found
+
+    def _ask(self, keys: list[bytes]) -> tuple[list[bool], int]:
+        held = self._look(self._store.has, keys)
+        return held, leading(held)
+
+    def _spaces(self) -> list[bytes]:
+        return [space_of(namespace, self._generation.tag) for namespace in self._namespaces]
+
+    def _look(
+        self, has: Callable[[Sequence[bytes]], list[bool]], keys: Sequence[bytes]
+    ) -> list[bool]:
+        held = self._on_all_ranks(has, keys)
+        if self.health().reads_up:
+            self._unfound.asked(keys, held)
+        return held
+
+    def _on_all_ranks(
+        self, has: Callable[[Sequence[bytes]], list[bool]], keys: Sequence[bytes]
+    ) -> list[bool]:
+        ranks = [has([space + key for key in keys]) for space in self._spaces()]
+        if len(ranks) == 1:
+            return ranks[0]
+        return [all(held) for held in zip(*ranks, strict=True)]
+
+    def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Stores keep their blocks elsewhere; one that goes before it is read is a miss."""
+        self._recent.add(keys)
+        return [None] * len(keys)
+
+    def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
+        """Nothing was pinned."""
+
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        """Want what is not known to be held; the store itself skips what it turns out to have."""
+        held = self._recent.known(keys)
+        index = self._index
+        if index is not None and not all(held):
+            unknown = [key for key, has in zip(keys, held, strict=True) if not has]
+            peeked = self._on_all_ranks(index.peek, unknown)
+            found = {key for key, has in zip(unknown, peeked, strict=True) if has}
+            self._recent.add(found)
+            held = [has or key in found for key, has in zip(keys, held, strict=True)]
+        self._note_used([key for key, has in zip(keys, held, strict=True) if has], index)
+        return [not has for has in held]
+
+    def _note_used(self, keys: Sequence[bytes], index: LocalIndex | None) -> None:
+        touch = capability(self._store, Touch)
+        if touch is None:
+            return
+        # All ranks' parts of a block together, since it goes with the first of them that does.
+        spaces = self._spaces()
+        names = [space + key for key in keys for space in spaces]
+        if index is not None:
+            touch.touch(names)
+        elif self._touching is None or self._touching.done():
+            # One at a time: what is used while a store takes its time is used again, or matters
+            # little.
+            self._touching = self._thread.submit(touch.touch, names)
+
+    def heads(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
+        """None: the store itself decides what goes."""
+        return {}
+
+    def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
+        """Remember what is held now."""
+        if stored:
+            self._recent.add((key,))
+            self._clearing.stored(key, self._generation.tag)
+            self._unfound.stored(key)
+        return stored
+
+    def settle(self, keys: Sequence[bytes]) -> None:
+        """Touch them all: to the store what came with the last step counts as used last."""
+        self._note_used(keys, self._index)
+
+    def discard(self, key: bytes) -> None:
+        """Forget that the block is held."""
+        self._recent.discard(key)
+        self._unfound.lost(key)
+
+    def drop(self, key: bytes, generation: bytes) -> None:
+        """Drop it, in the background; not what has no generation, which others may use."""
+        if generation:
+            self._clearing.drop((key,), generation)
+
+    def give_up(self, keys: Sequence[bytes]) -> None:
+        """Drop them, in the background, from a shared store too: they were this engine's."""
+        for key in keys:
+            self.discard(key)
+        self._clearing.drop(keys, self._generation.tag)
+
+    def reset(self) -> list[bytes]:
+        """Forget all answers."""
+        self._recent.clear()
+        self._unfound.reset()
+        self._peeked.clear()
+        self._lookups.clear()
+        return []
+
+    def clear(self, generation: bytes) -> None:
+        """Drop the blocks of a generation that is over, in the background."""
+        self._clearing.clear(generation)
+
+    def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """Begin to ask a store behind a network, so that its answer is there in time."""
+        if self._index is None and request_id not in self._lookups and self.health().reads:
+            self._look_up(request_id, 0, keys)
+
+    def health(self) -> Health:
+        """What its guard says of reads; writes are the workers'."""
+        if not isinstance(self._store, Guarded):
+            return HEALTHY
+        return self._store.health._replace(writes=True, writes_up=True)
+
+    def slots_kept(self) -> int:
+        """None: blocks are kept elsewhere."""
+        return 0
+
+    def forget_request(self, request_id: str) -> None:
+        """Drop the request's lookup; one under way ends unread."""
+        self._peeked.pop(request_id, None)
+        lookup = self._lookups.pop(request_id, None)
+        if lookup is not None:
+            lookup.answer.cancel()
+
+    def close(self) -> None:
+        """Close the store, once what nobody can find again is dropped, as far as time allows."""
+        self._clearing.close(self._generation.tag)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._store.close()

@@ -1,0 +1,1 @@
+"""A worker's half of one tier: it moves the bytes."""

@@ -1,0 +1,220 @@
+"""The worker's half of the host pool, shared by all tiers of a chain: one gather feeds them all."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import xxhash
+
+from spec.fields import format_size
+from tiers.block import namespace
+from tiers.connector.contract.copier import Copier, Copy, OpenCopier
+from tiers.connector.contract.engine import MOMENT, EngineInfo
+from tiers.connector.contract.messages import StoreItem, WorkerHandshake
+from tiers.connector.contract.pool_size import PoolSize
+from tiers.errors import TierUnusable
+from tiers.host.memory import SlotMemory, slot_stride
+from tiers.host.prefault import Prefault
+from tiers.host.spare_memory import spare_memory
+
+logger = logging.getLogger(__name__)
+
+KEPT_FREE = 16
+"""The part of the memory that can be had which is not taken: others need some, later, too."""
+
+
+class HostSlots:
+    """One worker's slots, their copier, and what each slot holds.
+
+    Slots are handed out by the scheduler, which never gives away one that is still referenced
+    here; so a slot's entries below have one writer at a time and need no lock.
+    """
+
+    def __init__(
+        self, engine: EngineInfo, size: PoolSize, open_copier: OpenCopier, root: Path = Path("/")
+    ) -> None:
+        """`root`: where the system tells of its memory (see `spare_memory`)."""
+        self.engine = engine
+        self._size = size
+        self._open_copier = open_copier
+        self._root = root
+        self._lacks = ""
+        self._users = 0
+        self._copier: Copier | None = None
+        self._memory: SlotMemory | None = None
+        self._prefault: Prefault | None = None
+        self._holds: dict[int, bytes] = {}
+        self._gathers: dict[int, Copy] = {}
+        self._seals: dict[int, bytes] = {}
+        self._namespace: bytes | None = None
+        self._began: float | None = None
+
+    def open(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Take the engine's paged KV; the first tier of the chain to call this does the work."""
+        self._users += 1
+        if self._copier is not None:
+            return
+        self._copier = self._open_copier(kv_caches, self.engine.num_blocks)
+        self._memory = memory = self._allocate(self._copier.pin)
+        self._say_less()
+        rows = memory.rows
+        if len(rows) and not self._copier.pin:  # what is pinned is there already
+            self._prefault = Prefault(rows.data_ptr(), rows.nbytes)
+
+    def _allocate(self, pin: bool) -> SlotMemory:
+        """The slots' memory, or less, where it can't be had; the hello says what is lacking."""
+        for size in (self._size, *self._size.smaller()):
+            slots = size.slots(self.payload_bytes)
+            try:
+                self._check_room(slots, pin)
+                return SlotMemory(slots, self.payload_bytes, pin, check=self._check_step)
+            except (TierUnusable, OSError) as error:
+                self._lacks = self._lacks or self._describe(slots, str(error))
+        return SlotMemory(0, self.payload_bytes, pin=False)
+
+    def _say_less(self) -> None:
+        """A host tier is refused for what is lacking; where there is none, nobody else tells."""
+        if self._lacks and not self._size.capacity and self.engine.rank == 0:
+            logger.warning(
+                "blocks on their way have %d slots only: %s", len(self.memory.rows), self._lacks
+            )
+
+    def _check_room(self, slots: int, pin: bool) -> None:
+        need, ranks = slots * slot_stride(self.payload_bytes), self._ranks_here
+        spare = spare_memory(self._root)
+        # Of memory that is pinned now, others may have theirs already; what is not, comes later.
+        if need * (1 if pin else ranks) > spare - spare // KEPT_FREE:
+            raise TierUnusable(f"{format_size(spare)} can be had, a sixteenth of which stays free")
+
+    def _check_step(self, size: int) -> None:
+        if size > spare_memory(self._root):
+            raise TierUnusable("it was used up while it was pinned")
+
+    @property
+    def _ranks_here(self) -> int:
+        return self.engine.ranks_here or self.engine.world_size
+
+    def _describe(self, slots: int, why: str) -> str:
+        ranks = self._ranks_here
+        need = format_size(slots * slot_stride(self.payload_bytes) * ranks)
+        return (
+            f"capacity and staging are {need} on this host, of {ranks} rank(s), which is more than "
+            f"its memory or its control group's limit allows ({why}); lower them"
+        )
+
+    @property
+    def copier(self) -> Copier:
+        """The copier; only once the paged KV is registered."""
+        assert self._copier is not None, "register_kv_caches comes first"
+        return self._copier
+
+    @property
+    def memory(self) -> SlotMemory:
+        """The slots' bytes; only once the paged KV is registered."""
+        assert self._memory is not None, "register_kv_caches comes first"
+        return self._memory
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one block on this rank."""
+        return self.copier.payload_bytes
+
+    def handshake(self) -> WorkerHandshake:
+        """What the scheduler must know of this worker, for a tier that only this engine finds."""
+        return self._handshake(b"")
+
+    def shared_hello(self, may_wait: bool = False) -> WorkerHandshake | None:
+        """The same for a tier whose blocks others find, by the worker's namespace.
+
+        None: the engine's late facts are not known yet. With `may_wait` the first call, of all
+        tiers', waits a moment for them. Called by the engine's thread.
+        """
+        if self._namespace is None:
+            late = self._late_facts(MOMENT if may_wait and self._began is None else 0.0)
+            if late is None:
+                self._say_wait()
+                return None
+            facts = {**self.engine.facts, **late, "layout": self.copier.layout}
+            facts["block_tokens"] = str(self.engine.block_tokens)
+            self._namespace = namespace(facts, self.engine.rank, self.engine.world_size)
+            self._say_known()
+        return self._handshake(self._namespace)
+
+    def _handshake(self, space: bytes) -> WorkerHandshake:
+        rank, host, slots = self.engine.rank, self.engine.host, len(self.memory.rows)
+        return WorkerHandshake(rank, space, self.payload_bytes, host, slots, self._lacks)
+
+    def _late_facts(self, seconds: float) -> Mapping[str, str] | None:
+        late = self.engine.late_facts
+        return {} if late is None else late.known(seconds)
+
+    def _say_wait(self) -> None:
+        if self._began is None:
+            self._began = time.monotonic()
+            if self.engine.rank == 0:
+                logger.info(
+                    "the model's weights are being identified, beside the engine's work. Until "
+                    "that is done, nothing is stored in, or loaded from, tiers that others share"
+                )
+
+    def _say_known(self) -> None:
+        if self._began is not None and self.engine.rank == 0:
+            logger.info(
+                "the tiers that others share join now, %.1f s after the engine's memory was there",
+                time.monotonic() - self._began,
+            )
+
+    def gather(self, items: Sequence[StoreItem]) -> Copy | None:
+        """Begin filling the slots whose bytes no one has gathered yet."""
+        fresh = [item for item in items if item.source is not None]
+        if not fresh:
+            return None
+        slots = [item.slot for item in fresh]
+        blocks = [item.source for item in fresh if item.source is not None]
+        if self._prefault is not None:
+            # The scheduler hands slots out from the first on, so the last is how far it has come.
+            self._prefault.used((max(slots) + 1) * self.memory.rows.stride(0))
+        for item in fresh:
+            self._holds.pop(item.slot, None)
+            self._seals.pop(item.slot, None)
+        copy = self.copier.gather(blocks, self.memory.rows, slots)
+        for item in fresh:
+            self._gathers[item.slot] = copy
+            self._holds[item.slot] = item.key
+        return copy
+
+    def settle(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
+        """Wait for gathers of these slots; True for each that then holds its key's block.
+
+        A slot that another tier should have gathered and did not is False, never stale bytes.
+        """
+        for slot, key in zip(slots, keys, strict=True):
+            gather = self._gathers.get(slot)
+            if gather is not None and self._holds.get(slot) == key:
+                gather.wait()
+                # One that failed stays, for the other tiers to learn of.
+                self._gathers.pop(slot, None)
+        return [self._holds.get(s) == k for s, k in zip(slots, keys, strict=True)]
+
+    def seal(self, slots: Sequence[int]) -> None:
+        """Remember the checksums of these slots, whose gathers are settled."""
+        for slot in slots:
+            if slot not in self._seals:
+                self._seals[slot] = xxhash.xxh3_128_digest(self.memory.payload(slot))
+
+    def is_intact(self, slot: int) -> bool:
+        """Whether the slot is sealed, and its bytes are still those."""
+        return self._seals.get(slot) == xxhash.xxh3_128_digest(self.memory.payload(slot))
+
+    def close(self) -> None:
+        """Give back memory and threads once the last tier of the chain is closed."""
+        self._users -= 1
+        if self._users == 0 and self._copier is not None:
+            self._copier.close()
+            if self._prefault is not None:
+                self._prefault.close()
+            self.memory.close()

@@ -1,0 +1,250 @@
+"""Loading: one tier's blocks on their way back to a worker's engine, each load within its time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import NamedTuple
+
+from tiers.concurrency.executors import io_executor
+from tiers.concurrency.rate_limit import RateLimit
+from tiers.connector.contract.generation import space_of
+from tiers.connector.contract.messages import LoadItem, LoadJob
+from tiers.connector.worker.host_slots import HostSlots
+from tiers.errors import TierUnusable
+from tiers.host.memory import SlotMemory, slot_stride
+from tiers.store import Block
+from tiers.wrappers.guard import Guarded
+
+logger = logging.getLogger(__name__)
+
+LOADERS = 2
+"""Loads under way at once."""
+WAVE_BYTES = 32 << 20
+"""What a loader copies at once, and the host memory through which it passes stores' blocks."""
+IDLE_WAIT = 0.002
+"""Seconds that a step with nothing to compute may wait for a load, rather than spin."""
+
+_Numbered = list[tuple[int, LoadItem]]
+
+
+class Ended(NamedTuple):
+    """A load that is over: which of its items did not arrive, which of those the tier has no more,
+    and how many seconds it took. `damaged`: blocks of the host pool that were not as sealed."""
+
+    job: LoadJob
+    failed: set[int]
+    lost: set[int]
+    seconds: float
+    in_time: bool
+    damaged: int
+
+
+class _Load:
+    """A load under way. What is not copied when it is ended never will be."""
+
+    def __init__(self, job: LoadJob) -> None:
+        self.job = job
+        self.began = time.monotonic()
+        self.until = self.began + job.seconds
+        self.seconds = job.seconds
+        """What moving the blocks took, once that is known."""
+        self.damaged = 0
+        self._lost: set[int] = set()
+        self._arrived: set[int] = set()
+        self._is_over = False
+        # Held during copies into the engine's memory: it may reuse a load's blocks once that is
+        # ended, which so can't happen between the look at `_is_over` and the copy.
+        self._lock = threading.Lock()
+
+    def miss(self, wave: _Numbered, held: Sequence[bool]) -> None:
+        """Note which items of a wave were asked for in vain."""
+        with self._lock:
+            self._lost.update(i for (i, _), ok in zip(wave, held, strict=True) if not ok)
+
+    def bring(self, indexes: Sequence[int], copy: Callable[[], None]) -> bool:
+        """Copy these items, unless the load is over; whether it was not."""
+        with self._lock:
+            if self._is_over:
+                return False
+            copy()
+            self._arrived.update(indexes)
+            return True
+
+    def end(self) -> tuple[set[int], set[int]]:
+        """End it; the items that did not arrive, and those of them that were asked for in vain.
+        Waits for no more than a copy."""
+        with self._lock:
+            self._is_over = True
+            failed = set(range(len(self.job.items))) - self._arrived
+            return failed, self._lost & failed
+
+
+class Loading:
+    """The loads of one tier on one worker; asked by the engine's thread, done on threads of its
+    own. `verify`: whether blocks of the host pool are loaded only if they are as they were sealed.
+    """
+
+    def __init__(self, tier: str, host: HostSlots, throttle: RateLimit, verify: bool) -> None:
+        self._tier = tier
+        self._host = host
+        self._store: Guarded | None = None
+        self._namespace = b""
+        self._verify = verify
+        self._throttle = throttle
+        self._said_late = False
+        self._loads: list[tuple[_Load, Future[None]]] = []
+        self._bounce: list[SlotMemory] = []
+        self._threads = io_executor(LOADERS, f"load-{tier}")
+
+    def open(self) -> None:
+        """Take memory to pass stores' blocks through, once the paged KV is registered. Raises
+        TierUnusable where it can't be had."""
+        payload, copier = self._host.payload_bytes, self._host.copier
+        rows = min(64, max(1, WAVE_BYTES // slot_stride(payload)))
+        # A load that first had to be given its memory would take twice as long.
+        self._bounce = []
+        try:
+            for _ in range(LOADERS):
+                self._bounce.append(SlotMemory(rows, payload, copier.pin, touch=True))
+        except (TierUnusable, OSError) as error:
+            raise TierUnusable(f"there is no memory to load its blocks through: {error}") from error
+
+    def serve(self, store: Guarded, namespace: bytes) -> None:
+        """Load from this store from now on, under the worker's namespace."""
+        self._namespace = namespace
+        self._store = store
+
+    def begin(self, jobs: Sequence[LoadJob]) -> None:
+        """Begin loads, each behind what the engine has told its device so far."""
+        for job in jobs:
+            load, fence = _Load(job), self._host.copier.fence()
+            self._loads.append((load, self._threads.submit(self._run, load, fence)))
+
+    def _run(self, load: _Load, fence: object) -> None:
+        began = time.perf_counter()
+        self._bring(load, fence)
+        load.seconds = time.perf_counter() - began
+
+    def _bring(self, load: _Load, fence: object) -> None:
+        numbered = list(enumerate(load.job.items))
+        resident = [pair for pair in numbered if pair[1].slot is not None]
+        stored = [pair for pair in numbered if pair[1].slot is None]
+        if resident:
+            self._bring_resident(load, resident, fence)
+        if not stored or self._store is None:
+            return
+        # A thread runs one load at a time, so there is a bounce for each.
+        bounce = self._bounce.pop()
+        try:
+            self._bring_stored(load, self._store, bounce, stored, fence)
+        finally:
+            self._bounce.append(bounce)
+
+    def _bring_resident(self, load: _Load, items: _Numbered, fence: object) -> None:
+        memory = self._host.memory
+        # In waves, since whoever ends the load waits for the copy under way.
+        step = max(1, WAVE_BYTES // memory.rows.stride(0))
+        for start in range(0, len(items), step):
+            wave = items[start : start + step]
+            slots = [item.slot for _, item in wave if item.slot is not None]
+            held = self._held(load, wave, slots)
+            load.miss(wave, held)
+            if not self._bring_wave(load, memory, slots, wave, held, fence):
+                return
+
+    def _held(self, load: _Load, items: _Numbered, slots: Sequence[int]) -> list[bool]:
+        held = self._host.settle(slots, [item.key for _, item in items])
+        if not self._verify:
+            return held
+        intact = [ok and self._host.is_intact(s) for s, ok in zip(slots, held, strict=True)]
+        load.damaged += sum(held) - sum(intact)
+        return intact
+
+    def _bring_stored(
+        self, load: _Load, store: Guarded, bounce: SlotMemory, items: _Numbered, fence: object
+    ) -> None:
+        step = bounce.rows.shape[0]
+        space = space_of(self._namespace, load.job.generation)
+        for start in range(0, len(items), step):
+            wave = items[start : start + step]
+            if not self._throttle.take(len(wave) * self._host.payload_bytes, load.until):
+                return
+            blocks = [
+                Block(space + item.key, bounce.payload(row)) for row, (_, item) in enumerate(wave)
+            ]
+            was_up = store.health.reads
+            got = store.get(blocks)
+            # A tier that failed, or was not asked at all, may have them still.
+            if was_up and store.health.reads:
+                load.miss(wave, got)
+            if not self._bring_wave(load, bounce, range(len(wave)), wave, got, fence):
+                return
+
+    def _bring_wave(
+        self,
+        load: _Load,
+        memory: SlotMemory,
+        rows: Sequence[int],
+        wave: _Numbered,
+        held: Sequence[bool],
+        fence: object,
+    ) -> bool:
+        """Copy what is held of a wave, from its rows; whether all was, and the load goes on."""
+        good = [place for place, ok in enumerate(held) if ok]
+        sources = [rows[place] for place in good]
+        targets = [wave[place][1].target for place in good]
+        copier = self._host.copier
+        goes_on = load.bring(
+            [wave[place][0] for place in good],
+            lambda: copier.scatter(memory.rows, sources, targets, fence),
+        )
+        # The engine uses what precedes the first failed block, and recomputes the rest.
+        return goes_on and all(held)
+
+    def ended(self, idle: bool) -> list[Ended]:
+        """Loads that have ended since the last call, of themselves or for lack of time.
+
+        In a step that is `idle` it waits a moment for one.
+        """
+        if idle and self._loads:
+            wait([future for _, future in self._loads], IDLE_WAIT, FIRST_COMPLETED)
+        now = time.monotonic()
+        over = [(load, f) for load, f in self._loads if f.done() or now >= load.until]
+        self._loads = [pair for pair in self._loads if pair not in over]
+        return [self._end(load, future) for load, future in over]
+
+    def _end(self, load: _Load, future: Future[None]) -> Ended:
+        in_time = future.done()
+        if not in_time:
+            future.cancel()
+        elif (error := future.exception()) is not None:
+            logger.error("tier %r: a load failed on this worker: %s", self._tier, error)
+        failed, lost = load.end()
+        if failed and not in_time:
+            self._say_late(load.job.seconds)
+        return Ended(load.job, failed, lost, load.seconds, in_time, load.damaged)
+
+    def _say_late(self, seconds: float) -> None:
+        if not self._said_late:
+            self._said_late = True
+            logger.warning(
+                "tier %r: a load took longer than the %.3g s it had; what had arrived is used. "
+                "The metric late_loads counts how often",
+                self._tier,
+                seconds,
+            )
+
+    def close(self, drain: float) -> None:
+        """End all loads; wait for their threads for `drain` seconds at most."""
+        self._throttle.stop()
+        for load, future in self._loads:
+            load.end()
+            future.cancel()
+        wait([future for _, future in self._loads], drain)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for bounce in self._bounce:
+            bounce.close()

@@ -1,0 +1,295 @@
+"""The worker half of one tier's connector: moves blocks, beside the engine's own work."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
+from tiers.concurrency.executors import io_executor
+from tiers.concurrency.rate_limit import RateLimit
+from tiers.connector.contract.copier import Copy
+from tiers.connector.contract.generation import space_of
+from tiers.connector.contract.messages import (
+    JobResult,
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+    StoreItem,
+    StoreJob,
+    WorkerHandshake,
+)
+from tiers.connector.contract.stats import Measures, merge
+from tiers.connector.worker.host_slots import HostSlots
+from tiers.connector.worker.loads import Loading
+from tiers.errors import TierUnusable
+from tiers.store import Block, Damages, capability
+from tiers.wrappers.guard import HEALTHY, Guarded
+from tiers.wrappers.opening import open_guarded
+
+logger = logging.getLogger(__name__)
+
+FED_BYTES = 32 << 20
+FED_BLOCKS = 64
+"""What a store is given at once at most: its deadline is for that, however long a prompt is."""
+
+
+class Outcome(NamedTuple):
+    """Which items of a store failed, and what storing the others took, in seconds."""
+
+    failed: set[int]
+    seconds: float
+
+
+@dataclass
+class _Store:
+    job: StoreJob
+    gather: Copy | None
+    future: Future[Outcome]
+
+
+class OffloadingWorker:
+    """One tier, in a worker's process. Called by the engine's thread; transfers run on its own."""
+
+    def __init__(self, tier: OffloadingSpec, host: HostSlots, drain: float) -> None:
+        self.tier = name = tier.tier_name
+        self._spec = spec = tier if isinstance(tier, StoreSpec) else None
+        self._verify = isinstance(tier, HostSpec) and tier.verify == "always"
+        self._host = host
+        self._drain = drain
+        self._store: Guarded | None = None
+        self._namespace = b""
+        self._handshake: WorkerHandshake | None = None
+        self._joining: Future[None] | None = None
+        self._unusable: str | None = None
+        self._closed = False
+        self._stores: list[_Store] = []
+        self._begun: OffloadingConnectorMetadata | None = None
+        self._ended: dict[int, JobResult] = {}
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._measures: Measures = {}
+        self._said_hello = False
+        self._failures_seen = self._damaged_seen = 0
+        self._health = HEALTHY
+        ranks = host.engine.world_size
+        load_rate = RateLimit(spec.load_rate if spec else None, ranks)
+        self._loading = Loading(name, host, load_rate, self._verify)
+        self._throttle = RateLimit(spec.store_rate if spec else None, ranks)
+        self._writer = io_executor(1, f"store-{name}")
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Take the engine's paged KV and open the tier; one that can't be used is reported."""
+        self._host.open(kv_caches)
+        if self._spec is None:
+            self._handshake = self._host.handshake()
+            return
+        try:
+            self._loading.open()
+        except TierUnusable as error:
+            self._unusable = str(error)
+        handshake = self._host.shared_hello(may_wait=True)
+        if handshake is not None:
+            self._open(self._spec, handshake)
+
+    def _open(self, spec: StoreSpec, handshake: WorkerHandshake) -> None:
+        """Open the store, under the worker's namespace; what is said of it is said afterwards."""
+        self._namespace = handshake.namespace
+        if self._unusable is None:
+            try:
+                site = StoreContext(handshake.payload_bytes, self._host.engine.world_size)
+                store = open_guarded(spec, site)
+                self._loading.serve(store, handshake.namespace)
+                self._store = store
+            except TierUnusable as error:
+                self._unusable = str(error)
+        self._handshake = handshake
+        if self._closed and self._store is not None:
+            self._store.close()  # it came after the worker had waited for it
+
+    def handshake(self) -> WorkerHandshake | None:
+        """What the scheduler must know of this worker; None: the tier is not open yet.
+
+        One whose facts came late is opened beside the steps, since that may take its time.
+        """
+        if self._handshake is None and self._spec is not None:
+            handshake = self._host.shared_hello()
+            if handshake is not None:
+                self._join(self._spec, handshake)
+        return self._handshake
+
+    def _join(self, spec: StoreSpec, handshake: WorkerHandshake) -> None:
+        if self._joining is None:
+            self._joining = self._writer.submit(self._open, spec, handshake)
+        elif self._joining.done() and (error := self._joining.exception()) is not None:
+            # Else the scheduler would wait for this rank without a word.
+            self._unusable = f"it can't be opened: {type(error).__name__}: {error}"
+            self._handshake = handshake
+
+    # -- loading -----------------------------------------------------------------------------
+
+    def start_load_kv(self, meta: OffloadingConnectorMetadata) -> None:
+        """Begin the step's loads."""
+        self._loading.begin(meta.reqs_to_load)
+
+    def get_finished(self, meta: OffloadingConnectorMetadata) -> set[str]:
+        """Requests whose load has ended since the last call, whole or in part."""
+        if meta.idle:
+            # Engines may leave `wait_for_save` out of a step that computes nothing.
+            self.wait_for_save(meta)
+        ended = self._loading.ended(meta.idle)
+        for job, failed, lost, seconds, in_time, damaged in ended:
+            self._note_end(job.job_id, len(job.items), Outcome(failed, seconds), "load")
+            self._ended[job.job_id].lost = lost
+            late = int(bool(failed) and not in_time)
+            merge(self._measures, {"late_loads": late, "damaged_blocks": damaged})
+            if self._host.engine.all_or_nothing_loads:
+                self._failed_requests |= {job.request_id} if failed else set()
+            else:
+                self._failed_blocks |= {job.items[index].target for index in failed}
+        return {load.job.request_id for load in ended}
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Paged blocks that a load left without their KV, since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def get_requests_with_load_errors(self) -> set[str]:
+        """Requests whose load failed, since the last call; where blocks can't be named."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
+    # -- storing -----------------------------------------------------------------------------
+
+    def wait_for_save(self, meta: OffloadingConnectorMetadata) -> None:
+        """Begin the step's stores: fill the slots, then feed the tier from them; never waits."""
+        if meta is self._begun:
+            return
+        self._begun = meta
+        for job in meta.reqs_to_store:
+            gather = self._gather(job)
+            self._stores.append(_Store(job, gather, self._writer.submit(self._put, job)))
+
+    def _gather(self, job: StoreJob) -> Copy | None:
+        try:
+            return self._host.gather(job.items)
+        except (RuntimeError, IndexError) as error:  # a device without memory, no such block
+            # The slots hold nobody's block then, so that the job ends as failed.
+            logger.error("tier %r: blocks can't be gathered: %s", self.tier, error)
+            return None
+
+    def _put(self, job: StoreJob) -> Outcome:
+        slots = [item.slot for item in job.items]
+        began = time.perf_counter()
+        held = self._host.settle(slots, [item.key for item in job.items])
+        good = [i for i, ok in enumerate(held) if ok]
+        if self._verify:
+            self._host.seal([slots[i] for i in good])
+        if self._spec is not None:
+            # The gather is shared with other tiers; only those of host memory have no more to do.
+            began = time.perf_counter()
+            stored = [False] * len(good)
+            if self._store is not None:
+                stored = self._feed(self._store, job, [job.items[i] for i in good])
+            good = [i for i, ok in zip(good, stored, strict=True) if ok]
+        return Outcome(set(range(len(slots))) - set(good), time.perf_counter() - began)
+
+    def _feed(self, store: Guarded, job: StoreJob, items: Sequence[StoreItem]) -> list[bool]:
+        space = space_of(self._namespace, job.generation)
+        memory, size = self._host.memory, self._host.payload_bytes
+        step = max(1, min(FED_BLOCKS, FED_BYTES // size))
+        stored: list[bool] = []
+        for start in range(0, len(items), step):
+            part = items[start : start + step]
+            self._throttle.take(len(part) * size)
+            stored += store.put(
+                [Block(space + item.key, memory.payload(item.slot)) for item in part]
+            )
+        return stored
+
+    def handle_preemptions(self, meta: OffloadingConnectorMetadata) -> None:
+        """Wait for gathers from blocks that this step overwrites."""
+        flush = set(meta.jobs_to_flush)
+        _fence([store for store in self._stores if store.job.job_id in flush])
+
+    def fence_all(self) -> None:
+        """Wait for every gather under way."""
+        _fence(self._stores)
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def _note_end(self, job_id: int, blocks: int, outcome: Outcome, verb: str) -> None:
+        self._ended[job_id] = JobResult(1, outcome.failed, outcome.seconds)
+        good = blocks - len(outcome.failed)
+        size = good * self._host.payload_bytes
+        past = {"load": "loaded", "store": "stored"}[verb]
+        merge(
+            self._measures,
+            {
+                f"{past}_blocks": good,
+                f"{past}_bytes": size,
+                f"{verb}_failures": len(outcome.failed),
+                f"{verb}_seconds": [outcome.seconds] if good else [],
+                f"{verb}_size_bytes": [size] if good else [],
+            },
+        )
+
+    def _outcome(self, store: _Store) -> Outcome:
+        error = store.future.exception()
+        if error is None:
+            return store.future.result()
+        logger.error("tier %r: a store failed on this worker: %s", self.tier, error)
+        return Outcome(set(range(len(store.job.items))), 0.0)
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        """What ended since the last call, and, the first time, who this worker is."""
+        for store in [s for s in self._stores if s.future.done()]:
+            self._note_end(store.job.job_id, len(store.job.items), self._outcome(store), "store")
+            self._stores.remove(store)
+        if self._store is not None:
+            failures = self._store.failures.total
+            merge(self._measures, {"tier_failures": failures - self._failures_seen})
+            self._failures_seen = failures
+            damages = capability(self._store, Damages)
+            # A store that is opened late has counted nothing before.
+            damaged = self._damaged_seen if damages is None else damages.damaged()
+            merge(self._measures, {"damaged_blocks": damaged - self._damaged_seen})
+            self._damaged_seen = damaged
+        meta = OffloadingWorkerMetadata(self._ended, measures=self._measures)
+        health = HEALTHY if self._store is None else self._store.health
+        if health != self._health:
+            self._health = meta.health[self._host.engine.rank] = health
+        handshake = None if self._said_hello else self.handshake()
+        if handshake is not None:
+            meta.handshakes[handshake.rank] = handshake
+            meta.unusable = self._unusable
+            self._said_hello = True
+        self._ended, self._measures = {}, {}
+        said = meta.jobs or meta.handshakes or meta.health or any(meta.measures.values())
+        return meta if said else None
+
+    def close(self) -> None:
+        """Let stores under way end, for `drain` seconds at most, and release the tier."""
+        self._throttle.stop()
+        self._closed = True
+        under_way: list[Future[Any]] = [store.future for store in self._stores]
+        wait([*under_way, self._joining] if self._joining else under_way, self._drain)
+        self._writer.shutdown(wait=False, cancel_futures=True)
+        self._loading.close(self._drain)
+        if self._store is not None:
+            self._store.close()
+        self._host.close()
+
+
+def _fence(stores: Sequence[_Store]) -> None:
+    """Wait for gathers; whoever reads the bytes of one that failed learns of it."""
+    for gather in (store.gather for store in stores if store.gather is not None):
+        try:
+            gather.wait()
+        except (RuntimeError, IndexError) as error:
+            logger.debug("a gather failed: %s", error)

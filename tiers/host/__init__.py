@@ -1,0 +1,1 @@
+"""Host memory: slots, who uses them, and where their bytes are."""

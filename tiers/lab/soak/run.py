@@ -1,0 +1,217 @@
+"""The soak itself: request after request, fault after fault, engine after engine."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from spec.chain import ChainSpec
+from spec.offloading import StoreSpec
+from spec.registry import tier_class
+from tiers.connector.offloading import OffloadingConnector
+from tiers.engine.replay import ReplayEngine, ReplayModel, answer
+from tiers.engine.replay.scheduler import ReplayRequest
+from tiers.lab.soak.faults import Fault, Server, all_faults
+from tiers.lab.soak.sabotage import Sabotaged
+
+MODEL = ReplayModel()
+SLOT = 4096
+AT_ONCE = 12
+"""Requests under way."""
+MAX_WAIT = 0.5
+STUCK_SECONDS = 30.0
+"""A request that takes longer is stuck: for tiers it waits `MAX_WAIT`, and it computes in one."""
+ENGINE_SECONDS = 20.0
+"""How long an engine runs before it is restarted over what the tiers hold."""
+ABORTED = 0.03
+"""Part of the requests that are given up in the middle."""
+
+
+@dataclass
+class Report:
+    """What came of it. All but the first two should be zero; memory should stay about the same.
+
+    `wrong_blocks`: answers that show a wrong block. `leaked_slots`: slots and paged blocks in use
+    when nothing is under way. The last two are measured between the end of the first engine and
+    that of the last, in descriptors and bytes.
+    """
+
+    requests: int = 0
+    faults: int = 0
+    wrong_blocks: int = 0
+    stuck_requests: int = 0
+    leaked_slots: int = 0
+    leaked_fds: int = 0
+    rss_growth_bytes: int = 0
+
+    def is_clean(self) -> bool:
+        """Whether nothing is wrong, stuck or leaked."""
+        return not (
+            self.wrong_blocks or self.stuck_requests or self.leaked_slots or self.leaked_fds
+        )
+
+
+class _Chance:
+    """Injects a fault every `every` seconds or so, and heals it some time later."""
+
+    def __init__(self, faults: list[Fault], every: float, rng: random.Random) -> None:
+        self.counts: Counter[str] = Counter()
+        self._faults = faults
+        self._every = every
+        self._random = rng
+        self._next = time.monotonic() + every
+        self._open: dict[str, tuple[float, Callable[[], None]]] = {}
+
+    def act(self) -> None:
+        now = time.monotonic()
+        for name, (until, heal) in list(self._open.items()):
+            if now >= until:
+                heal()
+                del self._open[name]
+        if now < self._next:
+            return
+        self._next = now + self._random.expovariate(1 / self._every)
+        fault = self._random.choice(self._faults)
+        # One at a time of each place, so that mending one does not mend another.
+        place = fault.name.split()[0]
+        if place in self._open:
+            return
+        fault.inject()
+        self.counts[fault.name] += 1
+        if fault.heal is not None:
+            self._open[place] = (now + self._random.uniform(0.2, 2 * self._every), fault.heal)
+
+    def heal_all(self) -> None:
+        for _, heal in self._open.values():
+            heal()
+        self._open.clear()
+
+
+class _Asked(NamedTuple):
+    request: ReplayRequest
+    prompt: list[int]
+    since: float
+
+
+class Soak:
+    """Runs for some time; `say` is told how it goes, now and then."""
+
+    def __init__(
+        self,
+        prompts: Iterator[list[int]],
+        server: Server,
+        folder: Path,
+        every: float,
+        seed: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.report = Report()
+        self._prompts = prompts
+        self._random = random.Random(seed)
+        self._say = say
+        disk = tier_class("disk").model_validate(
+            {"type": "disk", "path": str(folder / "disk"), "capacity": 3000 * 2 * SLOT}
+        )
+        assert isinstance(disk, StoreSpec)
+        sabotaged = Sabotaged.model_validate({"type": "disk", "inner": disk, "deadline": "400ms"})
+        redis = {
+            "type": "redis",
+            "url": f"redis://127.0.0.1:{server.port}",
+            "timeout": "300ms",
+            "deadline": "2s",
+        }
+        cpu = {"type": "cpu", "capacity": 150 * SLOT, "verify": "always"}
+        self._chain = ChainSpec.model_validate(
+            {
+                "version": 1,
+                "load": "stitched",
+                "max_wait": f"{MAX_WAIT}s",
+                "staging": 300 * SLOT,
+                "tiers": [cpu, sabotaged, redis],
+            }
+        )
+        faults = all_faults(server, folder / "disk", sabotaged.mood, self._random)
+        self.chance = _Chance(faults, every, self._random)
+
+    def run(self, seconds: float) -> Report:
+        """Soak for so long."""
+        end = time.monotonic() + seconds
+        baseline: tuple[int, int] | None = None
+        while baseline is None or time.monotonic() < end:
+            self._one_engine(min(ENGINE_SECONDS, max(1.0, (end - time.monotonic()) / 2)))
+            gc.collect()
+            now = _open_files(), _resident_bytes()
+            baseline = baseline or now
+            self.report.leaked_fds = max(0, now[0] - baseline[0])
+            self.report.rss_growth_bytes = now[1] - baseline[1]
+            self._say(f"{self.report.requests} requests, {self.report.faults} faults")
+        return self.report
+
+    def _one_engine(self, seconds: float) -> None:
+        engine = ReplayEngine(
+            self._chain, MODEL, num_blocks=400, batch_tokens=1024, prefix_caching=False
+        )
+        end = time.monotonic() + seconds
+        asked: list[_Asked] = []
+        while asked or time.monotonic() < end:
+            while len(asked) < AT_ONCE and time.monotonic() < end:
+                prompt = next(self._prompts)
+                request = engine.add(prompt, self._random.randrange(1, 6))
+                asked.append(_Asked(request, prompt, time.monotonic()))
+            self.chance.act()
+            if not engine.step():
+                time.sleep(0.0005)
+            asked = [one for one in asked if not self._is_over(engine, one)]
+            engine.stats.reset()
+        self.report.faults = self.chance.counts.total()
+        self.chance.heal_all()
+        self._close(engine)
+
+    def _is_over(self, engine: ReplayEngine, one: _Asked) -> bool:
+        """Whether the request has ended, or is ended: given up, or stuck."""
+        if one.request.request_id not in engine.scheduler.requests:
+            self.report.requests += 1
+            right = answer(MODEL, one.prompt, one.request.max_tokens)
+            self.report.wrong_blocks += one.request.output != right
+            return True
+        waited = time.monotonic() - one.since
+        if waited > STUCK_SECONDS:
+            self.report.stuck_requests += 1
+        elif self._random.random() > ABORTED / 50:
+            return False
+        engine.scheduler.abort(one.request.request_id)
+        self.report.requests += 1
+        return True
+
+    def _close(self, engine: ReplayEngine) -> None:
+        """Let transfers end and see what is left."""
+        try:
+            engine.settle()
+        except RuntimeError:
+            self.report.stuck_requests += 1
+        assert engine.connector is not None
+        tiers = [
+            c.scheduler for c in engine.connector.children if isinstance(c, OffloadingConnector)
+        ]
+        leaked = engine.num_blocks - engine.scheduler.pool.num_free
+        leaked += sum(tier.slots_pinned for tier in tiers)
+        resident = tiers[0].blocks_held
+        leaked += tiers[0].pool.in_use - resident
+        self.report.leaked_slots += leaked
+        engine.close()
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
