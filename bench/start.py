@@ -4,7 +4,7 @@
 
 Makes a Llama of random weights of that size on disk, and starts engines on it in turn: without a
 chain, with a disk tier and no digest kept, and with the digest kept. A start ends when the engine
-could take its first request. `--before FOLDER` starts engines with another checkout of kvtiers, too.
+could take its first request. `--before FOLDER` starts engines with another checkout, too.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ class StoreContext:
     """What a store is told of the engine when it is opened.
 
     `payload_bytes`: length of every block's payload, in bytes.
-    `shares`: how many processes of this engine (ranks) hold a part of the tier each.
+    `num_ranks`: how many processes of this engine (ranks) hold a part of the tier each.
     """
 
     payload_bytes: int
-    shares: int = 1
+    num_ranks: int = 1
 
 
 class OffloadingSpec(BaseModel):

@@ -171,7 +171,7 @@ def test_an_open_that_gives_no_store_is_that_tier_s_failure() -> None:
 )
 def test_what_may_pass_is_tried_again(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     store = opened(raising(error))
-    assert "plugin (package test_reopening) is unusable for now" in caplog.text
+    assert "plugin (package tests) is unusable for now" in caplog.text
     assert store.has([make_key()]) == [False]
     OPEN[:] = [Store]
     until(lambda: store.has([make_key()]) == [False] and store.health.reads_up)
@@ -250,7 +250,7 @@ def test_a_close_that_hangs_holds_up_nobody(
     store = opened(Hanging)
     with caplog.at_level(logging.WARNING):
         store.close()
-    assert "plugin (package test_reopening): not closed after 0.1 s" in caplog.text
+    assert "plugin (package tests): not closed after 0.1 s" in caplog.text
     go_on.set()
 
 

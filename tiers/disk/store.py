@@ -55,10 +55,10 @@ class DiskStore:
     ) -> None:
         """Open the folder. Raises TierUnusable."""
         size = slot_bytes(site.payload_bytes)
-        if capacity < size * site.shares:
+        if capacity < size * site.num_ranks:
             raise TierUnusable(
                 f"{path}: capacity {format_size(capacity)} is less than one block of each of "
-                f"{site.shares} process(es); set at least {size * site.shares}B"
+                f"{site.num_ranks} process(es); set at least {size * site.num_ranks}B"
             )
         self._vault = vaults.acquire(path, capacity, access)
         self._closed = False
