@@ -220,7 +220,7 @@ class KVTiersConnector(WorkerMembers):
         self._chain.on_new_request(request)
 
     def disable_store(self, request: Request) -> None:
-        """No member of vLLM's: an outer connector of ours calls it (see `Connector.withhold`)."""
+        """No member of vLLM's: an outer connector of ours calls it (see `Connector.disable_store`)."""
         self._chain.disable_store(request)
 
     def get_external_cache_hit_sources(

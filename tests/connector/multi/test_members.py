@@ -40,7 +40,7 @@ FAN_OUT: dict[str, tuple[Any, ...]] = {
     "request_finished": (REQUEST, [1, 2]),
     "request_finished_all_groups": (REQUEST, ([1, 2], [3])),
     "reset_cache": (),
-    "withhold": (REQUEST,),
+    "disable_store": (REQUEST,),
 }
 """Members that every child is called with, and arguments."""
 
@@ -293,8 +293,8 @@ def test_what_is_loaded_within_a_step_is_not_stored_by_others(
     scripts[1].answers["get_num_new_matched_tokens"] = (32, False)
     multi.get_num_new_matched_tokens(REQUEST, 0)
     multi.update_state_after_alloc(REQUEST, "blocks", 32)
-    assert [call for call in calls if call[1] == "withhold"] == [
-        (name, "withhold", REQUEST) for name in "abc"
+    assert [call for call in calls if call[1] == "disable_store"] == [
+        (name, "disable_store", REQUEST) for name in "abc"
     ]
 
 

@@ -170,7 +170,7 @@ class MultiConnector(MultiWorker):
         """None of our own children stores it; others have no such member."""
 
         def disable_store(child: Connector) -> None:
-            if hasattr(child, "withhold"):
+            if hasattr(child, "disable_store"):
                 child.disable_store(request)
 
         self.for_each(disable_store)
