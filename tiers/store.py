@@ -132,6 +132,15 @@ class Measured(Protocol):
         ...
 
 
+@runtime_checkable
+class Described(Protocol):
+    """Capability: the store tells how it works, for the log line of its opening."""
+
+    def describe(self) -> str:
+        """Name the place of its blocks and the way to them, in a few words without a secret."""
+        ...
+
+
 def capability(store: TierStore, kind: type[Capability]) -> Capability | None:
     """The store as one that has a capability, or None if it has not. Ask each time: a store that
     is opened late has its capabilities from then on. A wrapper answers for what it is around.
@@ -199,6 +208,10 @@ class StoreWrapper:
     def usage(self) -> Usage:
         """As the store, if it is Measured."""
         return self._inner_as(Measured).usage()
+
+    def describe(self) -> str:
+        """As the store, if it is Described."""
+        return self._inner_as(Described).describe()
 
 
 def each(verb: str, answers: object, count: int) -> list[bool]:

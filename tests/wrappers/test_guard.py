@@ -12,7 +12,17 @@ from spec.offloading import StoreContext
 from tests.support.servers import RedisServer
 from tiers.errors import RecordError, TierFull, TierUnavailable, TierUnusable
 from tiers.remote.spec import RedisSpec
-from tiers.store import Block, Clear, LocalIndex, Measured, TierStore, Touch, Usage, capability
+from tiers.store import (
+    Block,
+    Clear,
+    Described,
+    LocalIndex,
+    Measured,
+    TierStore,
+    Touch,
+    Usage,
+    capability,
+)
 from tiers.testing import Memory, make_key
 from tiers.wrappers.guard import Guarded, Health, guard
 
@@ -81,7 +91,9 @@ class Clearing(Store):
 
 
 class Everything(Peeking, Touching, Measuring, Clearing):
-    pass
+    def describe(self) -> str:
+        self._answer("describe", 0)
+        return "here"
 
 
 @pytest.fixture
@@ -104,6 +116,8 @@ def ask_all(guarded: Guarded) -> None:
         assert guarded.clear(KEY[:2]) is False, "what fails is not tried for ever"
     if capability(guarded, Measured):
         assert guarded.usage().blocks == 0
+    if capability(guarded, Described):
+        assert guarded.describe() == ""
 
 
 def test_what_works_goes_through_unchanged() -> None:
@@ -113,6 +127,7 @@ def test_what_works_goes_through_unchanged() -> None:
     assert guarded.get(Memory([KEY], 8).blocks) == [True]
     assert capability(guarded, LocalIndex) and guarded.peek([KEY]) == [True]
     assert capability(guarded, Measured) and guarded.usage() == Usage(3, 30, 300)
+    assert capability(guarded, Described) and guarded.describe() == "here"
     assert guarded.is_up
     assert guarded.failures.total == 0
 
@@ -148,9 +163,9 @@ def test_a_full_tier_or_a_bad_record_is_a_miss_and_no_more(error: Exception) -> 
     store.error = error
     guarded = guard(store, "t")
     ask_all(guarded)
-    assert len(store.asked) == 8
+    assert len(store.asked) == 9
     assert guarded.is_up
-    assert guarded.failures.by_kind() == {type(error).__name__: 8}
+    assert guarded.failures.by_kind() == {type(error).__name__: 9}
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(1)])

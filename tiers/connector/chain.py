@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from spec.chain import ChainSpec
@@ -22,6 +23,7 @@ from tiers.connector.offloading import OffloadingConnector
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.wait_budget import WaitBudget
 from tiers.connector.scheduler.admission import Admission
+from tiers.connector.scheduler.announcing import Announcer
 from tiers.connector.scheduler.host_manager import HostManager
 from tiers.connector.scheduler.hosts import is_local, refuse_several
 from tiers.connector.scheduler.manager import TierManager
@@ -56,7 +58,8 @@ def open_chain(
     engine = replace(engine, facts={**engine.facts, "salt": chain.salt})
     size = PoolSize.of(chain, engine)
     if role is Role.SCHEDULER:
-        pool = _ChainPool(size)
+        announcer = Announcer(chain)
+        pool = _ChainPool(size, announcer)
         # One for all tiers: each would else gather a block for itself, after a reset.
         keeps = chain.on_reset == "keep"
         generation = Generation(lasts=keeps, is_own=engine.weights_change and not keeps)
@@ -68,7 +71,7 @@ def open_chain(
                     tier.tier_name,
                     engine,
                     _manager_opener(
-                        tier, pool, generation, wait_budget.lookup_seconds, engine.host
+                        tier, pool, generation, wait_budget.lookup_seconds, engine.host, announcer
                     ),
                     chain.promote,
                     generation,
@@ -117,14 +120,16 @@ def _identity(chain: ChainSpec) -> str:
 class _ChainPool:
     """The chain's slots; made when the first tier learns how large a block is."""
 
-    def __init__(self, size: PoolSize) -> None:
+    def __init__(self, size: PoolSize, announcer: Announcer) -> None:
         self._size = size
+        self._announcer = announcer
         self._pool: SlotPool | None = None
 
     def open(self, payload_bytes: int, handshakes: Sequence[WorkerHandshake]) -> SlotPool:
         if self._pool is None:
             made = [handshake.slots for handshake in handshakes if handshake.slots is not None]
             self._pool = SlotPool(min([self._size.slots(payload_bytes), *made]))
+            self._announcer.chain(payload_bytes, len(handshakes), self._pool.num_slots)
         return self._pool
 
 
@@ -134,6 +139,7 @@ def _manager_opener(
     generation: Generation,
     lookup_deadline: float,
     host: str,
+    announcer: Announcer,
 ) -> OpenManager:
     def open_manager(
         handshakes: Sequence[WorkerHandshake], in_step: bool
@@ -151,11 +157,14 @@ def _manager_opener(
                     f"capacity {format_size(tier.capacity)} over {len(handshakes)} rank(s) is less "
                     f"than one block of {format_size(payload)}"
                 )
-            return HostManager(open_residency(tier, pool, slots), pool), pool
+            residency = open_residency(tier, pool, slots)
+            announcer.host(tier, slots)
+            return HostManager(residency, pool), pool
         if isinstance(tier, StoreSpec):
             if is_local(tier, None):
                 refuse_several(handshakes, host)
-            store = open_guarded(tier, StoreContext(payload, len(handshakes)), in_step)
+            site = StoreContext(payload, len(handshakes))
+            store = open_guarded(tier, site, in_step, partial(announcer.store, tier))
             try:
                 if is_local(tier, store):
                     refuse_several(handshakes, host)

@@ -181,7 +181,7 @@ class Slabs:
 
     def __init__(self, folder: Path, direct: bool = False) -> None:
         self._folder = folder
-        self._direct = direct
+        self.is_direct = direct
         self._open: dict[int, Slab] = {}
         self._lock = threading.Lock()
 
@@ -192,7 +192,7 @@ class Slabs:
             if slab is None:
                 path = self._folder / f"slab-{size}.dat"
                 fresh = not path.exists()
-                slab = self._open[size] = Slab(path, size, self._direct)
+                slab = self._open[size] = Slab(path, size, self.is_direct)
                 if fresh:
                     sync_folder(self._folder)
             return slab

@@ -39,7 +39,7 @@ class _Load(NamedTuple):
 
 
 class DiskStore:
-    """A TierStore in a folder, with LocalIndex, Touch, Clear and Measured.
+    """A TierStore in a folder, with every capability of `tiers.store`.
 
     Stores of one process on one folder share what is open (see `vault`); processes share the
     index. The capacity bounds the disk space of all slots, live and being written; the last
@@ -85,6 +85,11 @@ class DiskStore:
         """Count live blocks, and the bytes of live and reserved slots, over all processes."""
         with self._vault.in_use() as vault:
             return vault.index.usage()
+
+    def describe(self) -> str:
+        """Name the folder, the chosen I/O mode and the durability."""
+        io = "direct" if self._vault.slabs.is_direct else "buffered"
+        return f"{self._vault.path}, io {io}, durability {self._vault.access.durability}"
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Forget blocks and give their disk space back."""

@@ -44,6 +44,7 @@ class RedisStore:
                 f"must fit in a Redis value of {MAX_VALUE_BYTES}"
             )
         self._payload_bytes = payload_bytes
+        self._place = str(spec.url)
         self._encoder = Encoder(spec.codec, spec.tier_name)
         self._damaged = LockedCounter()
         self._prefix = spec.key_prefix.encode() + b":"
@@ -97,6 +98,10 @@ class RedisStore:
     def damaged(self) -> int:
         """Values that were not the record they should be."""
         return self._damaged.total
+
+    def describe(self) -> str:
+        """Name the server; its password is left out."""
+        return self._place
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Forget these keys, for everyone who shares the server."""

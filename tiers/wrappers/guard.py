@@ -21,6 +21,7 @@ from tiers.store import (
     Capability,
     Clear,
     Damages,
+    Described,
     LocalIndex,
     Measured,
     StoreWrapper,
@@ -173,6 +174,10 @@ class Guarded(StoreWrapper):
     def usage(self) -> Usage:
         """As the store; nothing held while the tier is left alone."""
         return self._look(self._usage, Usage(0, 0, None))
+
+    def describe(self) -> str:
+        """As the store; nothing while the tier is left alone."""
+        return self._look(lambda: str(self._inner_as(Described).describe()), "")
 
     def _usage(self) -> Usage:
         found: object = self._inner_as(Measured).usage()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from spec.encryption import EncryptionSpec, others_can_read, read_keys
@@ -25,21 +26,33 @@ STEP_SECONDS = 1.0
 _VERBS = ("has", "put", "get", "drop", "close")
 
 
-def open_guarded(spec: StoreSpec, site: StoreContext, in_step: bool = False) -> Guarded:
+def open_guarded(
+    spec: StoreSpec,
+    site: StoreContext,
+    in_step: bool = False,
+    announce: Callable[[TierStore], None] | None = None,
+) -> Guarded:
     """Open a tier's store; the caller owns it. Raises TierUnusable.
 
     One that can't be opened for now is opened by the verbs, when its breaker lets them try; one
     that takes long to open joins when it is open. `in_step`: the engine waits meanwhile, which it
-    may only for a moment.
+    may only for a moment. `announce` is called with the open store, on the thread that opened it.
     """
     name = label(spec)
+
+    def open_store() -> TierStore:
+        store = _open(spec, site)
+        if announce is not None:
+            announce(store)
+        return store
+
     opening: Opening | None = None
     try:
-        opening = Opening(lambda: _open(spec, site))
+        opening = Opening(open_store)
         store = opening.result(STEP_SECONDS if in_step else max(OPEN_SECONDS, spec.deadline))
     except (TierNotOpen, TierUnavailable, OSError) as error:
         logger.error("tier %s is unusable for now, and tried again: %s", name, error)
-        store = Reopening(lambda: _open(spec, site), opening)
+        store = Reopening(open_store, opening)
     except TierUnusable:
         raise
     except Exception as error:

@@ -126,6 +126,10 @@ def test_a_subscriber_learns_which_tier_holds_what(served: VllmServer) -> None:
 
 def test_our_log_lines_look_like_the_engines(served: VllmServer) -> None:
     """Level, process and time are in each, and what is below a warning is there too."""
-    lines = [line for line in served.log.read_text().splitlines() if "io is" in line]
+    log = served.log.read_text().splitlines()
+    lines = [line for line in log if "io is" in line]
     assert lines, "what a tier chose at start is in the log"
+    opened = [line for line in log if "is open, load priority" in line]
+    assert ["'cpu'" in opened[0], "'ssd'" in opened[1], len(opened)] == [True, True, 2], opened
+    lines += opened + [line for line in log if "chain of 2 tier(s)" in line]
     assert all(" pid=" in line and " INFO " in line for line in lines), lines
