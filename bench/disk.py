@@ -21,8 +21,8 @@ from bench.disk_peers import VllmFiles
 from bench.main import Scale
 from bench.report import Case, Measure
 from bench.squeezed import BATCHES, Squeezed
-from tiers.disk.access import takes_direct
-from tiers.disk.spec import Io
+from tiers.disk.access import Io
+from tiers.disk.direct_io import supports_direct
 
 FILES = "file per block"
 
@@ -58,7 +58,7 @@ def _all(scale: Scale) -> Generator[Case, None, None]:
     count, size = (8, 64 << 10) if scale.smoke else (64, 2 << 20)
     probe = scale.folder / "probe"
     probe.touch()
-    direct = takes_direct(probe)
+    direct = supports_direct(probe)
     parts: list[Callable[[Bench], Iterator[Case]]] = [_buffered, _others, _synced, _cold]
     parts += [_direct] if direct else []
     for part in [*parts, partial(_more_than_memory, direct=direct)]:

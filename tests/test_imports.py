@@ -38,17 +38,19 @@ KNOW_VLLM = {
 }
 
 
-def imports(path: Path, only_at_import: bool = False) -> Iterator[str]:
-    """Dotted names that a module imports when it runs, those for type checkers left out.
+def imports(path: Path, only_at_import: bool = False, for_types: bool = False) -> Iterator[str]:
+    """Dotted names that a module imports, also in functions unless `only_at_import`, and those for
+    type checkers alone if `for_types`.
 
     `from a import b` gives a.b, since b may be a module.
     """
-    yield from _imports(ast.parse((ROOT / path).read_text()), only_at_import)
+    yield from _imports(ast.parse((ROOT / path).read_text()), only_at_import, for_types)
 
 
-def _imports(node: ast.AST, only_at_import: bool) -> Iterator[str]:
+def _imports(node: ast.AST, only_at_import: bool, for_types: bool) -> Iterator[str]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        is_for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        if is_for_types and not for_types:
             continue
         if only_at_import and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -57,7 +59,7 @@ def _imports(node: ast.AST, only_at_import: bool) -> Iterator[str]:
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, "imports are absolute here"
             yield from (f"{child.module}.{alias.name}" for alias in child.names)
-        yield from _imports(child, only_at_import)
+        yield from _imports(child, only_at_import, for_types)
 
 
 ROOMS: dict[str, set[str]] = {
@@ -130,12 +132,15 @@ def may_import(importer: str, imported: str) -> bool:
 
 
 def imported_modules() -> dict[str, set[str]]:
-    """Our modules and those of ours that each imports when it is imported itself."""
+    """Our modules and those of ours that each imports when it is imported itself, or names in its
+    annotations alone."""
     names = {str(m.with_suffix("")).replace("/", ".").removesuffix(".__init__") for m in MODULES}
     graph: dict[str, set[str]] = {}
     for module in MODULES:
         name = str(module.with_suffix("")).replace("/", ".").removesuffix(".__init__")
-        found = (n if n in names else n.rpartition(".")[0] for n in imports(module, True))
+        found = (
+            n if n in names else n.rpartition(".")[0] for n in imports(module, True, for_types=True)
+        )
         graph[name] = {one for one in found if one in names and one != name}
     return graph
 

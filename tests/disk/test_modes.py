@@ -14,7 +14,7 @@ import pytest
 from spec.offloading import StoreContext
 from tests.disk.test_open import run_mounted
 from tests.support.disk_audit import MODE, SLOT, audit, key, keys, open_disk, put, slab_path
-from tiers.disk.access import choose_direct
+from tiers.disk.direct_io import choose_direct
 from tiers.disk.slab import PAGE
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiers.disk import seal
-from tiers.disk.access import Access, choose_direct
+from tiers.disk.access import Access
+from tiers.disk.direct_io import choose_direct
 from tiers.disk.failures import Damaged, translated
 from tiers.disk.folder import Folder
 from tiers.disk.index import Index

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from spec.fields import ByteSize
 from spec.offloading import StoreContext, StoreSpec
+from tiers.disk.access import Access, Durability, Io
 
 if TYPE_CHECKING:
     from tiers.disk.store import DiskStore
@@ -32,9 +33,6 @@ def _absolute(path: Path) -> Path:
 
 FolderPath = Annotated[Path, BeforeValidator(_named), AfterValidator(_absolute)]
 """A folder: `~` stands for the home folder, a relative path starts at the working directory."""
-
-Io = Literal["auto", "direct", "buffered"]
-Durability = Literal["none", "batch", "sync"]
 
 
 class DiskSpec(StoreSpec):
@@ -75,7 +73,6 @@ class DiskSpec(StoreSpec):
         Raises TierUnusable when the folder can't be used as it is, or holds less than one block
         of every share.
         """
-        from tiers.disk.access import Access
         from tiers.disk.store import DiskStore
 
         return DiskStore(self.path, self.capacity, site, Access(self.io, self.durability))

@@ -12,7 +12,7 @@ from spec.fields import format_size
 from spec.offloading import StoreContext
 from tiers.block import expect, pack_header, parse_header, verify
 from tiers.concurrency.counter import LockedCounter
-from tiers.disk.access import Access
+from tiers.disk.access import DEFAULT_ACCESS, Access
 from tiers.disk.rows import Entry, Slot, label, label_start
 from tiers.disk.slab import slot_bytes
 from tiers.disk.vault import THREADS, Vault, require_own
@@ -27,7 +27,6 @@ Outcome = TypeVar("Outcome")
 
 
 _CLEARED_AT_ONCE = 256
-DEFAULT_ACCESS = Access()
 
 
 class _Load(NamedTuple):

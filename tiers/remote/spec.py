@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -10,11 +11,15 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from spec.fields import Duration
 from spec.offloading import StoreContext, StoreSpec
 from spec.secret import Secret, SecretField
-from tiers.remote.tls import TlsSpec
+from tiers.remote.tls import TlsSpec, context_of
 from tiers.remote.url import RedisUrl, RedisUrlField
 
 if TYPE_CHECKING:
+    from ssl import SSLContext
+
     from tiers.remote.store import RedisStore
+
+logger = logging.getLogger(__name__)
 
 
 class RedisSpec(StoreSpec):
@@ -87,17 +92,41 @@ class RedisSpec(StoreSpec):
         Raises TierUnusable when a block is larger than a Redis value can be, or when the password
         or a file of TLS can't be read.
         """
+        from tiers.codec import Encoder
         from tiers.errors import TierUnusable
+        from tiers.remote.pools import Way
         from tiers.remote.store import RedisStore
 
         try:
-            return RedisStore(self, site.payload_bytes)
+            way = Way(self._url_with_login(), self._tls_context())
         except ValueError as error:
             raise TierUnusable(str(error)) from None
+        return RedisStore(
+            way,
+            site.payload_bytes,
+            Encoder(self.codec, self.tier_name),
+            key_prefix=self.key_prefix,
+            timeout=self.timeout,
+            ttl=self.ttl,
+        )
 
-    def resolved_url(self) -> RedisUrl:
-        """The URL with the user and password that the other keys name. Raises ValueError."""
+    def _url_with_login(self) -> RedisUrl:
+        """The URL with the user and password of `username` and `password`. Raises ValueError."""
         if self.password is None:
             return self.url
         secret = SecretStr(self.password.reveal())
         return replace(self.url, username=self.username, password=secret)
+
+    def _tls_context(self) -> SSLContext | None:
+        """What connections are wrapped in, or None. Raises ValueError for an unreadable file."""
+        if not self.url.is_tls:
+            return None
+        tls = self.tls or TlsSpec()
+        if not tls.verify:
+            logger.warning(
+                "tier %s: tls.verify is false: anybody on the network path to %s can pose as the "
+                "server, and read and change blocks",
+                self.tier_name,
+                self.url,
+            )
+        return context_of(tls)

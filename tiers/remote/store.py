@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from tiers.block import HEADER_BYTES, expect, pack_header, verify
 from tiers.codec import CODECS, Encoder, decode
@@ -14,12 +13,8 @@ from tiers.errors import RecordError, TierUnavailable, TierUnusable
 from tiers.remote.bulk import Record, Wanted
 from tiers.remote.pools import Way
 from tiers.remote.stream import Deadline
-from tiers.remote.tls import TlsSpec, context_of
 from tiers.remote.wire import Wire
 from tiers.store import Block
-
-if TYPE_CHECKING:
-    from tiers.remote.spec import RedisSpec
 
 _log = logging.getLogger(__name__)
 
@@ -36,19 +31,28 @@ class RedisStore:
     `timeout` and a moment more for each block (`wire.EACH`) and each byte (`wire.SLOWEST`).
     """
 
-    def __init__(self, spec: RedisSpec, payload_bytes: int) -> None:
-        """Raises TierUnusable, or ValueError where a secret or a file of TLS can't be read."""
+    def __init__(
+        self,
+        way: Way,
+        payload_bytes: int,
+        encoder: Encoder,
+        *,
+        key_prefix: str,
+        timeout: float,
+        ttl: float | None,
+    ) -> None:
+        """`timeout` and `ttl` are in seconds. Connects to nothing. Raises TierUnusable."""
         if HEADER_BYTES + payload_bytes > MAX_VALUE_BYTES:
             raise TierUnusable(
                 f"blocks of {payload_bytes} bytes; with a header of {HEADER_BYTES} bytes they "
                 f"must fit in a Redis value of {MAX_VALUE_BYTES}"
             )
         self._payload_bytes = payload_bytes
-        self._place = str(spec.url)
-        self._encoder = Encoder(spec.codec, spec.tier_name)
+        self._place = str(way.url)
+        self._encoder = encoder
         self._damaged = LockedCounter()
-        self._prefix = spec.key_prefix.encode() + b":"
-        self._wire = Wire(_way(spec), spec.timeout, spec.ttl)
+        self._prefix = key_prefix.encode() + b":"
+        self._wire = Wire(way, timeout, ttl)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Say for each key whether the server has a value for it now."""
@@ -130,18 +134,3 @@ class RedisStore:
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [self._prefix + key for key in keys]
-
-
-def _way(spec: RedisSpec) -> Way:
-    url = spec.resolved_url()
-    if not url.is_tls:
-        return Way(url, None)
-    tls = spec.tls or TlsSpec()
-    if not tls.verify:
-        _log.warning(
-            "tier %s: tls.verify is false: whoever is on the way to %s can pass for it, and read "
-            "and change blocks",
-            spec.tier_name,
-            url,
-        )
-    return Way(url, context_of(tls))
