@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.replay.test_hybrid import HYBRID
 from tests.engine.replay.test_sharing import POLICIES, PREFIX, add, ended, fill, hits
-from tests.support.replay_chains import SLOT, chain_of, cpu, disk
+from tests.support.replay_chains import SLOT, chain_of, cpu, disk, drop_from_disk, names
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 from tiers.engine.replay.scheduler import Status
 
@@ -58,6 +59,22 @@ def test_what_is_loaded_ends_one_block_before_what_a_tier_has(
     request = add(made, 1)
     ended(made, [request])
     assert request.loaded_tokens == len(PREFIX) - made.model.block_tokens
+
+
+def test_windows_are_whole_before_the_block_that_is_left_out(
+    engine: MakeEngine, tmp_path: Path
+) -> None:
+    """Block 11 of 16 has lost a windowed part, which a load that ends with block 14 reaches."""
+    chain = chain_of(disk(tmp_path, "8MiB"), staging=400 * SLOT)
+    one = engine(chain, model=HYBRID, num_blocks=600, drops_last=True)
+    hashes = fill(one).block_hashes
+    gone = names(one, [hashes[11]], group=1)
+    one.close()
+    drop_from_disk(tmp_path, gone)
+    two = engine(chain, model=HYBRID, num_blocks=600, drops_last=True)
+    request = add(two, 1)
+    ended(two, [request])
+    assert request.loaded_tokens == 10 * HYBRID.block_tokens
 
 
 def test_requests_at_once_do_not_wait_for_what_they_then_load_themselves(
