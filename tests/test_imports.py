@@ -33,6 +33,8 @@ KNOW_VLLM = {
     "tiers/engine/vllm_stats.py": "a part of it: stats and metrics",
     "tiers/engine/vllm_worker.py": "a part of it: what workers call",
     "tiers/engine/vllm_offloading.py": "our tiers under a connector of vLLM's own",
+    "tiers/engine/vllm_hosted_manager.py": "a part of that: what vLLM's scheduler calls",
+    "tiers/engine/vllm_hosted_worker.py": "a part of that: what vLLM's workers call",
     "tiers/engine/plugin.py": "registers the adapter, in a process that is vLLM's own",
     "tiers/lab/demo/worker.py": "is the user of vLLM in the demo",
 }

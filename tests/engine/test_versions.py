@@ -30,13 +30,15 @@ def of_ours(cls: type) -> dict[str, Any]:
 def classes() -> dict[str, type]:
     """Our class for each of vLLM's that it derives from."""
     from tiers.engine import vllm, vllm_offloading, vllm_stats
+    from tiers.engine.vllm_hosted_manager import HostedManager
+    from tiers.engine.vllm_hosted_worker import HostedWorker
 
     return {
         "KVConnectorBase_V1": vllm.KVTiersConnector,
         "KVConnectorStats": vllm_stats.MultiKVConnectorStats,
         "KVConnectorPromMetrics": vllm_stats.KVTiersPromMetrics,
-        "OffloadingManager": vllm_offloading.HostedManager,
-        "OffloadingWorker": vllm_offloading.HostedWorker,
+        "OffloadingManager": HostedManager,
+        "OffloadingWorker": HostedWorker,
         "OffloadingSpec": vllm_offloading.KVTiersOffloadingSpec,
     }
 

@@ -134,7 +134,7 @@ def test_events_are_what_vllm_publishes(tmp_path: Path) -> None:
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
     from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, ReqContext, make_offload_key
 
-    from tiers.engine.vllm_offloading import HostedManager
+    from tiers.engine.vllm_hosted_manager import HostedManager
 
     handshake = WorkerHandshake(0, b"rank-0----------", 4096)
     worker = create_region("engine", handshake, 2, pin=False, folder=tmp_path)

@@ -1,0 +1,48 @@
+"""Which chains vLLM's OffloadingConnector can host, and the tiers of such a chain."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from spec.chain import ChainSpec
+from spec.offloading import HostSpec, StoreSpec
+from spec.registry import tier_class
+from tiers.connector.contract.pool_size import STAGING
+
+UNHOSTED = {"store_after", "queue", "store_rate", "load_rate", "write_budget", "verify"}
+"""Settings of a tier that decide about loads and stores: here vLLM decides about those."""
+
+
+def hosted_tiers(chain: ChainSpec) -> tuple[HostSpec, StoreSpec | None]:
+    """Return the host tier of `chain` and its store, or None without one.
+
+    A chain without a host tier gets one of its `staging` size. Raises ValueError, naming the
+    setting, for a chain that vLLM's OffloadingConnector can't host.
+    """
+    hosts = [tier for tier in chain.tiers if isinstance(tier, HostSpec)]
+    stores = [tier for tier in chain.tiers if isinstance(tier, StoreSpec)]
+    if len(hosts) > 1 or len(stores) > 1:
+        raise ValueError(
+            "vLLM's OffloadingConnector hosts at most one cpu tier and one store; the chain has "
+            f"{', '.join(tier.tier_name for tier in chain.tiers)}. Use KVTiersConnector for all."
+        )
+    if chain.tenants or "max_wait" in chain.model_fields_set:
+        raise ValueError(
+            "the chain has tenants or max_wait, which vLLM's OffloadingConnector does not obey; "
+            "leave them out, or use KVTiersConnector"
+        )
+    if chain.on_reset != "forget":
+        raise ValueError(
+            "the chain has on_reset: keep, but a reset ends the transfers of vLLM's "
+            "OffloadingConnector; leave it out, or use KVTiersConnector"
+        )
+    for tier in chain.tiers:
+        unhosted = tier.model_dump(include=UNHOSTED, exclude_defaults=True)
+        if unhosted:
+            raise ValueError(
+                f"tier {tier.tier_name!r} has {', '.join(unhosted)}, which vLLM's "
+                "OffloadingConnector does not obey; leave that out, or use KVTiersConnector"
+            )
+    capacity = chain.staging or STAGING
+    staging = tier_class("cpu").model_validate({"type": "cpu", "capacity": capacity})
+    return hosts[0] if hosts else cast(HostSpec, staging), stores[0] if stores else None
