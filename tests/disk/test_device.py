@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk.test_open import run_mounted
 from tests.support.disk_audit import MODE, PAYLOAD, audit, get, keys, open_disk, opened, put
+from tests.support.disk_mounts import run_mounted
 from tiers.disk.slab import Slab
 from tiers.testing import Memory
 

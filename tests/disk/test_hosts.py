@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk.test_open import refused, run_mounted
 from tests.support.disk_audit import Other, get, key, keys, open_disk, opened, put
+from tests.support.disk_mounts import refused, run_mounted
 from tiers.disk import mounts, owner
 from tiers.disk.owner import Host, Owner
 from tiers.errors import TierNotOpen, TierUnusable

@@ -12,8 +12,8 @@ from typing import ClassVar
 import pytest
 
 from spec.offloading import StoreContext
-from tests.disk.test_open import run_mounted
 from tests.support.disk_audit import MODE, SLOT, audit, key, keys, open_disk, put, slab_path
+from tests.support.disk_mounts import run_mounted
 from tiers.disk.direct_io import choose_direct
 from tiers.disk.slab import PAGE
 from tiers.disk.spec import DiskSpec

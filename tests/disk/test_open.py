@@ -10,26 +10,17 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from spec.offloading import StoreContext
 from tests.support.disk_audit import (
-    PAYLOAD,
     SLOT,
-    child_environment,
     get,
     keys,
     open_disk,
     opened,
     put,
 )
+from tests.support.disk_mounts import refused, run_mounted
 from tiers.disk.spec import DiskSpec
-from tiers.errors import TierNotOpen, TierUnusable
-
-
-def refused(path: Path, match: str, capacity: int = 8 * SLOT, shares: int = 1) -> None:
-    spec = DiskSpec(path=path, capacity=capacity)
-    with pytest.raises((TierUnusable, TierNotOpen), match=match) as caught:
-        spec.open(StoreContext(PAYLOAD, shares))
-    assert str(path) in str(caught.value)
+from tiers.errors import TierUnusable
 
 
 @pytest.mark.fault(
@@ -136,28 +127,6 @@ def test_a_capacity_below_one_block(tmp_path: Path) -> None:
     refused(tmp_path / "tier", f"set at least {SLOT}B", capacity=SLOT - 1)
     refused(tmp_path / "tier", f"set at least {4 * SLOT}B", capacity=3 * SLOT, shares=4)
     assert not (tmp_path / "tier").exists()
-
-
-MOUNTED = """
-import sys
-from pathlib import Path
-from tests.support.disk_audit import open_disk, put, get, keys, audit, SLOT
-from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
-path = Path(sys.argv[1])
-"""
-
-
-def run_mounted(mount: str, body: str, path: Path) -> None:
-    """Run Python after a mount that only it sees."""
-    code = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" -c "$1" "$2"']
-    if subprocess.run([*code[:2], "true"], capture_output=True).returncode != 0:
-        pytest.skip("this user can't mount anything")
-    subprocess.run(
-        [*code, sys.executable, MOUNTED + body, str(path)],
-        env=child_environment(),
-        check=True,
-        timeout=60,
-    )
 
 
 @pytest.mark.fault(

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.disk_audit import audit, child_environment, get, key, keys, opened, put
+from tests.support.disk_audit import Other, audit, get, key, keys, opened, put, run_code
 from tiers.disk.rows import label
 from tiers.errors import TierUnavailable
 
 pytestmark = pytest.mark.usefixtures("mode")
 
 FUZZ = """
-import random, shutil, sys
-from pathlib import Path
-from tests.support.disk_audit import audit, get, keys, opened, put
-master, folder, seed, rounds = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:])
+import random, shutil
+master, folder, seed, rounds = path, Path(args[1]), *map(int, args[2:])
 chance = random.Random(seed)
 content = (master / "index.mdb").read_bytes()
 for _ in range(rounds):
@@ -43,14 +39,7 @@ def fuzz(tmp_path: Path, rounds: int) -> None:
         put(store, keys(*range(30)))
         store.drop(keys(3, 4, 5))
     where = [tmp_path / "master", tmp_path / "folder"]
-    done = subprocess.run(
-        [sys.executable, "-c", FUZZ, *map(str, [*where, 17, rounds])],
-        env=child_environment(),
-        timeout=500,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    run_code(FUZZ, *where, 17, rounds, timeout=500)
 
 
 @pytest.mark.fault(
@@ -107,33 +96,22 @@ def test_a_garbage_lock_file(tmp_path: Path) -> None:
 
 def test_the_last_process_out_seals(tmp_path: Path) -> None:
     seal = tmp_path / "index.seal"
-    other = subprocess.Popen(
-        [sys.executable, "-c", OTHER, str(tmp_path)],
-        env=child_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert other.stdin is not None and other.stdout is not None
-    assert other.stdout.readline() == "open\n"
+    other = Other(OTHER, tmp_path)
+    assert other.hear() == "open"
     with opened(tmp_path) as store:
         assert get(store, keys(0)) == [True]
     assert not seal.exists(), "the other one still changes the index"
-    other.communicate("\n", timeout=60)
-    assert other.returncode == 0
+    other.end()
     assert seal.exists()
     with opened(tmp_path) as store:
         assert get(store, keys(0, 1)) == [True, True]
 
 
 OTHER = """
-import sys
-from pathlib import Path
-from tests.support.disk_audit import keys, opened, put
-with opened(Path(sys.argv[1])) as store:
+with opened(path) as store:
     put(store, keys(0))
-    print("open", flush=True)
-    input()
+    say("open")
+    wait()
     put(store, keys(1))
 """
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from spec.chain import ChainSpec
-from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu
-from tests.support.slow_store import LONG, STORES, SlowSpec, SlowStore, ask, measured
+from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, measured
+from tests.support.slow_store import LONG, STORES, SlowSpec, SlowStore, ask
 from tiers.connector.contract.generation import Generation
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.worker.host_slots import HostSlots

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from spec.chain import ChainSpec
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk, drive
-from tests.support.slow_store import SlowSpec, SlowStore, measured
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, drive, measured
+from tests.support.slow_store import SlowSpec, SlowStore
 from tiers.engine.replay import ReplayEngine, answer
 
 MakeEngine = Callable[..., ReplayEngine]

@@ -10,8 +10,8 @@ import pytest
 
 from spec.chain import ChainSpec
 from spec.offloading import StoreContext, StoreSpec
-from tests.support.replay_chains import MODEL, SLOT, cpu
-from tests.support.slow_store import LONG, ask, measured
+from tests.support.replay_chains import MODEL, SLOT, cpu, measured
+from tests.support.slow_store import LONG, ask
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierNotOpen

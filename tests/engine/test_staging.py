@@ -11,8 +11,8 @@ import pytest
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
-from tests.support.replay_chains import MODEL, SLOT
-from tests.support.slow_store import LONG, SlowSpec, SlowStore, ask, measured
+from tests.support.replay_chains import MODEL, SLOT, measured
+from tests.support.slow_store import LONG, SlowSpec, SlowStore, ask
 from tiers.connector.scheduler.intake import AGAIN, WINDOW
 from tiers.engine.replay import ReplayEngine, ReplayModel
 

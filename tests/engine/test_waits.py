@@ -11,8 +11,8 @@ import pytest
 
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
-from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu
-from tests.support.slow_store import LONG, SlowSpec, SlowStore, ask, measured
+from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, measured
+from tests.support.slow_store import LONG, SlowSpec, SlowStore, ask
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay import ReplayEngine, answer
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import mmap
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.clock import wait_for
 from tiers.host.memory import SlotMemory
 from tiers.host.prefault import AHEAD, Prefault
 
@@ -30,21 +30,18 @@ def memory() -> SlotMemory:
     return SlotMemory((AHEAD >> 20) + 64, SLOT, pin=False)
 
 
-def wait_for(prefault: Prefault, done: int) -> None:
-    deadline = time.monotonic() + 20
-    while prefault.done < done:
-        if not prefault._thread.is_alive():
-            pytest.skip("this kernel has no MADV_POPULATE_WRITE")
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def wait_until_given(prefault: Prefault, done: int) -> None:
+    wait_for(lambda: prefault.done >= done or not prefault._thread.is_alive())
+    if prefault.done < done:
+        pytest.skip("this kernel has no MADV_POPULATE_WRITE")
 
 
 def test_pages_are_given_ahead_of_use_and_no_further(memory: SlotMemory) -> None:
     prefault = Prefault(memory.rows.data_ptr(), memory.rows.shape[0] * SLOT)
-    wait_for(prefault, AHEAD)
+    wait_until_given(prefault, AHEAD)
     assert AHEAD <= resident(memory) < memory.rows.shape[0] * SLOT
     prefault.used(64 * SLOT)
-    wait_for(prefault, AHEAD + 64 * SLOT)
+    wait_until_given(prefault, AHEAD + 64 * SLOT)
     prefault.close()
     prefault.close()
 

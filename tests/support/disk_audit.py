@@ -107,6 +107,19 @@ def run_child(*args: object) -> subprocess.Popen[str]:
     )
 
 
+def run_code(code: str, *args: object, within: Sequence[str] = (), timeout: float = 60) -> None:
+    """Run Python in another process to its end; its failure is the test's. For what `code` finds
+    see `Other`; `within` is a command that runs the command which follows it."""
+    done = subprocess.run(
+        [*within, sys.executable, "-c", _OTHER + code, *map(str, args)],
+        env=child_environment(),
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 class Other:
     """Another process on a folder: runs Python until it says a word, and goes on when told to."""
 
@@ -146,6 +159,7 @@ _OTHER = """
 import os, sys
 from pathlib import Path
 from tests.support.disk_audit import *
+from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
 args = sys.argv[1:]
 path = Path(args[0])
 say = lambda word: print(word, flush=True)

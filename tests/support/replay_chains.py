@@ -16,6 +16,8 @@ from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 
 MODEL = ReplayModel()
+HYBRID = ReplayModel(windows=(None, 14, 7))
+WINDOWS = ReplayModel(windows=(14,))
 SLOT = 4096
 """Bytes of host pool that one of the model's small blocks takes."""
 
@@ -36,6 +38,13 @@ def redis(server: RedisServer, space: object, **more: Any) -> dict[str, Any]:
     # A busy machine must not make misses of hits that a test counts on.
     patient = {"timeout": "30s", **more}
     return {"type": "redis", "url": server.url, "key_prefix": str(space), **patient}
+
+
+def measured(engine: ReplayEngine, name: str, tier: str = "slow") -> float:
+    """The value of one of the tier's counters or gauges."""
+    value = engine.stats.data.get(tier, {}).get(name, 0.0)
+    assert not isinstance(value, list), f"{name} is a histogram"
+    return value
 
 
 def close(engine: ReplayEngine) -> None:

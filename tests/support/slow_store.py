@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.replay_chains import MODEL
@@ -77,11 +76,6 @@ class SlowSpec(StoreSpec):
 
 STORES: list[SlowStore] = []
 """What the fixture `store` has made for the test."""
-
-
-def measured(engine: ReplayEngine, name: str, tier: str = "slow") -> Any:
-    """One of the tier's counters or gauges."""
-    return engine.stats.data.get(tier, {}).get(name, 0.0)
 
 
 def ask(engine: ReplayEngine, prompt: Sequence[int] = LONG, salt: str = "") -> ReplayRequest:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from spec.offloading import StoreContext
+from tests.support.clock import Clock
 from tests.support.servers import RedisServer
 from tiers.errors import RecordError, TierFull, TierUnavailable, TierUnusable
 from tiers.remote.spec import RedisSpec
@@ -27,16 +28,6 @@ from tiers.testing import Memory, make_key
 from tiers.wrappers.guard import Guarded, Health, guard
 
 KEY = make_key()
-
-
-class Clock:
-    """Seconds that pass only when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Store:
@@ -98,7 +89,7 @@ class Everything(Peeking, Touching, Measuring, Clearing):
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 def ask_all(guarded: Guarded) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from tiers.connector.contract.connector import Connector
+from tests.support.children import Child
+from tests.support.requests import BLOCKS, IDLE_STEP, FakeRequest
 from tiers.connector.contract.engine import Role
 from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.multi.metadata import (
@@ -15,77 +16,6 @@ from tiers.connector.multi.metadata import (
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
-
-
-@dataclass
-class FakeRequest:
-    request_id: str = "r"
-    num_tokens: int = 8
-    block_hashes: list[bytes] = field(default_factory=list)
-
-
-class Child(Connector):
-    """Answers as it is told to, and writes down each call."""
-
-    def __init__(self, name: str, calls: list[Any]) -> None:
-        super().__init__(Role.SCHEDULER)
-        self.name = name
-        self.calls = calls
-        self.tokens: int | None = 0
-        self.finished: tuple[set[str] | None, set[str] | None] = (None, None)
-        self.saving: tuple[bool, dict[str, Any] | None] = (False, None)
-        self.error: Exception | None = None
-        self.meta: Any = None
-        self.errors: set[int] = set()
-
-    def _note(self, what: str, *args: Any) -> None:
-        self.calls.append((self.name, what, *args))
-        if self.error is not None:
-            raise self.error
-
-    def shutdown(self) -> None:
-        self._note("shutdown")
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        self._note("match", num_computed_tokens)
-        return self.tokens, bool(self.tokens)
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None:
-        self._note("alloc", blocks, tokens)
-
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        return f"orders of {self.name}"
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        self._note("output", connector_output.kv_connector_worker_meta)
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
-        self._note("finished", block_ids)
-        return self.saving
-
-    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
-        self._note("handshake", dict(metadata))
-
-    def register_kv_caches(self, kv_caches: Any) -> None:
-        self._note("register")
-
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        self._note("preempt", kv_connector_metadata)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._note("load", self._metadata)
-
-    def wait_for_save(self) -> None:
-        self._note("save", self._metadata)
-
-    def get_finished(self, finished_req_ids: set[str]) -> Any:
-        return self.finished
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.errors
-
-    def build_connector_worker_meta(self) -> Any:
-        return self.meta
 
 
 @pytest.fixture
@@ -109,11 +39,11 @@ def test_the_serving_child_loads_and_the_others_learn_of_the_blocks(
     children[1].tokens = 16
     assert multi.get_num_new_matched_tokens(FakeRequest(), 32) == (16, True)
     calls.clear()
-    multi.update_state_after_alloc(FakeRequest(), "blocks", 16)
+    multi.update_state_after_alloc(FakeRequest(), BLOCKS, 16)
     assert calls == [
-        ("a", "alloc", "blocks", 0),
-        ("b", "alloc", "blocks", 16),
-        ("c", "alloc", "blocks", 0),
+        ("a", "alloc", BLOCKS, 0),
+        ("b", "alloc", BLOCKS, 16),
+        ("c", "alloc", BLOCKS, 0),
     ]
 
 
@@ -125,14 +55,14 @@ def test_a_later_answer_replaces_an_earlier_choice(
     children[0].tokens, children[2].tokens = 0, 8
     multi.get_num_new_matched_tokens(FakeRequest(), 0)
     calls.clear()
-    multi.update_state_after_alloc(FakeRequest(), "blocks", 8)
+    multi.update_state_after_alloc(FakeRequest(), BLOCKS, 8)
     assert [call[-1] for call in calls] == [0, 0, 8]
 
 
 def test_orders_reach_their_children_in_order(
     multi: MultiConnector, children: list[Child], calls: list[Any]
 ) -> None:
-    orders = multi.build_connector_meta(None)
+    orders = multi.build_connector_meta(IDLE_STEP)
     assert orders.metadata == ("orders of a", "orders of b", "orders of c")
     multi.handle_preemptions(orders)
     assert not multi.has_connector_metadata()
@@ -154,9 +84,9 @@ def test_a_request_is_sent_when_every_saving_child_has_finished(
     for child in children:
         child.saving = (True, None)
     assert multi.request_finished(FakeRequest("r"), [1, 2]) == (True, None)
-    orders = multi.build_connector_meta(None)
+    orders = multi.build_connector_meta(IDLE_STEP)
     assert orders.extra_async_saves == {"r": 2}
-    assert multi.build_connector_meta(None).extra_async_saves == {}, "they travel once"
+    assert multi.build_connector_meta(IDLE_STEP).extra_async_saves == {}, "they travel once"
 
     worker = MultiConnector(Role.WORKER, children)
     worker.bind_connector_metadata(orders)

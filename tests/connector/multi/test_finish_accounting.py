@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.connector.multi.test_connector import Child
+from tests.support.children import Child
 from tiers.connector.contract.engine import Role
 from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.multi.metadata import MultiConnectorMetadata
@@ -25,7 +27,7 @@ REQUESTS = "abcdef"
     st.randoms(use_true_random=False),
 )
 def test_each_request_ends_once_whatever_the_order(
-    under_way: dict[str, tuple[set[int], set[int]]], order: object
+    under_way: dict[str, tuple[set[int], set[int]]], order: Random
 ) -> None:
     """`under_way`: the children that save, and that load, each request."""
     children = [Child(str(number), []) for number in range(CHILDREN)]
@@ -43,10 +45,10 @@ def test_each_request_ends_once_whatever_the_order(
         for what in (0, 1)
         for child in both[what]
     ]
-    order.shuffle(ends)  # type: ignore[attr-defined]
+    order.shuffle(ends)
     told: tuple[list[str], list[str]] = ([], [])
     while ends:
-        step = [ends.pop() for _ in range(min(len(ends), order.randint(1, 5)))]  # type: ignore[attr-defined]
+        step = [ends.pop() for _ in range(min(len(ends), order.randint(1, 5)))]
         for number, child in enumerate(children):
             child.finished = tuple(  # type: ignore[assignment]
                 {name for c, what, name in step if (c, what) == (number, kind)} or None

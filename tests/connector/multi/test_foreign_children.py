@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.connector.policy.test_shared_loads import STEP, BlockTier, FakeRequest, Tier, chain
+from tests.support.children import BlockTier, Tier, chain
+from tests.support.requests import BLOCKS, IDLE_STEP, FakeRequest, first_step
 
 POLICIES = ["first", "longest", "stitched"]
 
@@ -55,8 +55,8 @@ def test_one_that_fails_all_of_a_request_does_not_load_it_again(policy: str) -> 
     multi = chain(foreign, lower, load=policy)
     request = FakeRequest()
     assert multi.get_num_new_matched_tokens(request, 0) == (40, True)
-    multi.update_state_after_alloc(request, None, 40)
-    multi.build_connector_meta(STEP)
+    multi.update_state_after_alloc(request, BLOCKS, 40)
+    multi.build_connector_meta(IDLE_STEP)
     assert multi.get_num_new_matched_tokens(request, 0) == (4, True), "another tier may"
     assert foreign.asked == [("r", 0)] * 2, "it still learns that the request begins"
     assert multi.get_num_new_matched_tokens(FakeRequest("other"), 0) == (40, True)
@@ -70,5 +70,5 @@ def test_one_whose_request_ran_and_was_preempted_loads_it_again(policy: str) -> 
     request = FakeRequest()
     for _ in range(5):
         assert multi.get_num_new_matched_tokens(request, 0) == (40, True)
-        multi.update_state_after_alloc(request, None, 40)
-        multi.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"r": 1}))
+        multi.update_state_after_alloc(request, BLOCKS, 40)
+        multi.build_connector_meta(first_step("r", 40, 1))

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from spec.chain import CheapestSpec
+from tests.support.clock import Clock
+from tests.support.requests import FakeRequest, first_step
 from tiers.connector.policy.cheapest.cheapest import Cheapest
 from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.choice import NOBODY, Choice
@@ -17,59 +19,13 @@ PROMPT = range(64)
 """Blocks of the usual prompt: 1,024 tokens."""
 
 
-class Clock:
-    """A time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.time = 1000.0
-
-    def __call__(self) -> float:
-        return self.time
-
-
-class NewRequest:
-    """A request in its first step."""
-
-    def __init__(self, request_id: str, computed: int) -> None:
-        self.req_id = request_id
-        self.num_computed_tokens = computed
-        self.block_ids = ([],)
-
-
-class Nobody:
-    """No request that ran before."""
-
-    req_ids = num_computed_tokens = new_block_ids = ()
-    resumed_req_ids: frozenset[str] = frozenset()
-
-
-class Step:
-    """A step that computes what a request lacks."""
-
-    scheduled_cached_reqs = Nobody()
-
-    def __init__(self, request_id: str, computed: int, tokens: int) -> None:
-        self.scheduled_new_reqs = [NewRequest(request_id, computed)]
-        self.num_scheduled_tokens = {request_id: tokens}
-
-
-class Request:
-    """A request as the prefill meter sees it."""
-
-    block_hashes = ()
-
-    def __init__(self, request_id: str, num_tokens: int) -> None:
-        self.request_id = request_id
-        self.num_tokens = num_tokens
-
-
 class World:
     """Tiers that hold everything; `links` are their (seconds each time, tokens per second)."""
 
     def __init__(
         self, *links: tuple[float, float], prefill: float = 1000.0, settings: CheapestSpec | None
     ) -> None:
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.links = list(links)
         self.prefill = prefill
         self.meters = {child: LoadCost(self.clock) for child in range(len(links))}
@@ -87,7 +43,7 @@ class World:
         """Seconds that one request takes from its beginning to the end of its prompt."""
         name = f"request-{next(self._requests)}"
         whole = len(blocks) * BLOCK
-        self.policy.prefill.expect(Request(name, whole))
+        self.policy.prefill.expect(FakeRequest(name, whole))
         choice = self.choose(blocks, has)
         self.policy.decided(name, choice)
         tokens = choice.tokens or 0
@@ -95,19 +51,19 @@ class World:
         parts = {child: sum(map(len, ranges)) * BLOCK for child, ranges in shares.items()}
         if choice.child is not None:
             parts = {choice.child: tokens}
-        began = self.clock.time
+        began = self.clock.now
         self._load(parts)
-        step = self.policy.prefill.step_begins(Step(name, tokens, whole - tokens))
-        self.clock.time += (whole - tokens) / self.prefill
+        step = self.policy.prefill.step_begins(first_step(name, tokens, whole - tokens))
+        self.clock.now += (whole - tokens) / self.prefill
         self.policy.step_ended(step)
-        return self.clock.time - began
+        return self.clock.now - began
 
     def _load(self, parts: dict[int, int]) -> None:
         taken = {c: self.links[c][0] + tokens / self.links[c][1] for c, tokens in parts.items()}
         jobs = {child: next(self._jobs) for child in parts}
         for child, tokens in parts.items():
             self.meters[child].began(jobs[child], tokens)
-        self.clock.time += max(taken.values(), default=0.0)
+        self.clock.now += max(taken.values(), default=0.0)
         for child, seconds in taken.items():
             self.meters[child].ended(jobs[child], seconds, whole=True)
 
@@ -116,7 +72,7 @@ class World:
         times = []
         for _ in range(count):
             times.append(self.run())
-            self.clock.time += pause
+            self.clock.now += pause
         return times
 
 
@@ -240,8 +196,8 @@ def test_requests_keep_away_from_a_tier_that_hangs() -> None:
     for _ in range(3):
         made.meters[0].stepped()
         assert made.choose().child == 0, "it may be about to end"
-        made.clock.time += 0.4
-    made.clock.time += 1.0
+        made.clock.now += 0.4
+    made.clock.now += 1.0
     made.meters[0].stepped()
     assert made.choose().child is None
     made.meters[0].ended(-1, 1.0, whole=False)
@@ -273,9 +229,9 @@ def test_lookups_are_waited_for_while_that_can_pay() -> None:
     made.run_many(5)
     assert made.choose(has=[None, 1024]).child == 1, "the other could not be sooner"
     assert made.choose(has=[None, 0]).tokens is None
-    made.clock.time += 0.4
+    made.clock.now += 0.4
     assert made.choose(has=[None, 0]).tokens is None, "computing takes a second"
-    made.clock.time += 0.7
+    made.clock.now += 0.7
     assert made.choose(has=[None, 0]).tokens == 0, "waited long enough"
 
 
@@ -286,7 +242,7 @@ def test_a_tier_whose_lookups_take_longer_than_they_save_is_not_waited_for_again
     for _ in range(100):
         before = waited
         while made.choose(has=[None]).tokens is None:
-            made.clock.time += 0.01
+            made.clock.now += 0.01
             waited = before + 1
         made.policy.decided("asked", NOBODY)
     assert 1 <= waited <= 5
@@ -298,7 +254,7 @@ class Foreign:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
-    def get_num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: FakeRequest, computed: int) -> tuple[int, bool]:
         return self.tokens, True
 
 
@@ -328,7 +284,7 @@ def test_another_connector_serves_where_it_has_more_than_ours_are_to_load(
     made.run_many(3)
     ours = Ours(768, made.meters[0])
     chooser = Chooser([ours, Foreign(tokens)], "ab", "cheapest", BLOCK, cheapest=made.policy)
-    choice = chooser.choose(Request("asked", 1024), 0)
+    choice = chooser.choose(FakeRequest("asked", 1024), 0)
     assert choice.child == child
     chooser.decided("asked", choice)
     assert ours.noted == ({"passed_over": 1} if child is None else {})

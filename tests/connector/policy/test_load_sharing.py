@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 
+from tests.support.requests import FakeRequest
 from tiers.connector.contract.engine import EngineInfo, KVGroup
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.wait_budget import WaitBudget
@@ -13,22 +12,10 @@ from tiers.connector.policy.wait_budget import WaitBudget
 TOKENS = 4
 
 
-@dataclass
-class FakeRequest:
-    """`text`: a letter for each block; two tokens beyond them."""
-
-    request_id: str
-    text: str
-    block_hashes: list[bytes] = field(init=False)
-    num_tokens: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.block_hashes = [
-            self.text[: block + 1].encode() + bytes([half])
-            for block in range(len(self.text))
-            for half in (0, 1)
-        ]
-        self.num_tokens = TOKENS * len(self.text) + 2
+def request_of(request_id: str, text: str) -> FakeRequest:
+    """A request whose blocks are the letters of `text`; it has two tokens beyond them."""
+    halves = [text[: block + 1].encode() + bytes([n]) for block in range(len(text)) for n in (0, 1)]
+    return FakeRequest(request_id, TOKENS * len(text) + 2, halves)
 
 
 class Setting:
@@ -45,11 +32,11 @@ class Setting:
     def begin(self, name: str, text: str, first: int = 0) -> None:
         self.wait_budget.loads(name)
         tokens = (len(text) - first) * TOKENS
-        self.sharing.begins(FakeRequest(name, text), first * TOKENS, tokens)
+        self.sharing.begins(request_of(name, text), first * TOKENS, tokens)
 
     def joins(self, text: str, first: int = 0, found: int | None = None, name: str = "b") -> bool:
         blocks = len(text) - first if found is None else found
-        return self.sharing.joins(FakeRequest(name, text), first * TOKENS, blocks * TOKENS)
+        return self.sharing.joins(request_of(name, text), first * TOKENS, blocks * TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +66,7 @@ def test_what_the_engine_has_already_is_no_part_of_it() -> None:
 
 def test_nobody_waits_for_a_block_that_the_engine_does_not_take_from_its_cache() -> None:
     setting = Setting("p")
-    request = FakeRequest("b", "p")
+    request = request_of("b", "p")
     request.num_tokens = TOKENS  # all of it is that block, whose last token is computed
     assert not setting.sharing.joins(request, 0, TOKENS)
 

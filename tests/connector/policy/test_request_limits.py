@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from tests.support.requests import FakeRequest
 from tiers.connector.policy.request_limits import UNLIMITED, read_limits
-
-
-@dataclass
-class FakeRequest:
-    kv_transfer_params: Any = None
-    request_id: str = "r"
-    num_tokens: int = 8
-    block_hashes: tuple[bytes, ...] = ()
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, ["odd"]])
 def test_a_request_that_says_nothing_has_no_limits(params: Any) -> None:
-    assert read_limits(FakeRequest(params)) == (UNLIMITED, None)
-    assert read_limits(object()) == (UNLIMITED, None), "engines without such parameters"
+    assert read_limits(FakeRequest(kv_transfer_params=params)) == (UNLIMITED, None)
+    other: Any = object()
+    assert read_limits(other) == (UNLIMITED, None), "engines without such parameters"
 
 
 def test_limits_are_read() -> None:
     said = {"max_load_tokens": 12, "tiers": ["cpu", "disk"], "store": False}
-    limits, problem = read_limits(FakeRequest({"kvtiers": said}))
+    limits, problem = read_limits(FakeRequest(kv_transfer_params={"kvtiers": said}))
     assert problem is None
     assert limits.max_load_tokens == 12
     assert limits.tiers == ("cpu", "disk")
@@ -47,6 +40,6 @@ def test_limits_are_read() -> None:
     ],
 )
 def test_malformed_limits_are_none_and_the_problem_is_named(said: Any, named: str) -> None:
-    limits, problem = read_limits(FakeRequest({"kvtiers": said}))
+    limits, problem = read_limits(FakeRequest(kv_transfer_params={"kvtiers": said}))
     assert limits == UNLIMITED
     assert problem is not None and named in problem

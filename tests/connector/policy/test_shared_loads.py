@@ -3,79 +3,23 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from tests.support.children import BlockTier, Tier, chain
+from tests.support.requests import BLOCKS, IDLE_STEP, FakeRequest
 from tiers.connector.contract.engine import Role
-from tiers.connector.contract.messages import TransferResults
 from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.policy.shared_load import SharedLoad
-
-STEP = SimpleNamespace(num_scheduled_tokens={})
-"""A step that runs nobody."""
-
-
-@dataclass
-class FakeRequest:
-    request_id: str = "r"
-    num_tokens: int = 40
-    block_hashes: list[bytes] = field(default_factory=list)
-    kv_transfer_params: dict[str, Any] | None = None
-
-
-class Tier:
-    """A child that can load the blocks marked x; writes down what it is told to load."""
-
-    def __init__(self, held: str | None = "", tokens: int | None = 0) -> None:
-        self.held = held
-        self.tokens = tokens
-        self.loads: list[Any] = []
-        self.ended: set[str] = set()
-
-    def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
-        return self.tokens, bool(self.tokens)
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None:
-        self.loads.append(tokens)
-
-    def build_connector_meta(self, output: Any) -> Any:
-        return None
-
-    def bind_connector_metadata(self, metadata: Any) -> None:
-        pass
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
-        return False, None
-
-    def get_transfer_results(self, finished: set[str]) -> TransferResults:
-        ended, self.ended = self.ended, set()
-        return TransferResults(finished_recving=ended)
-
-
-class BlockTier(Tier):
-    """One that our load policies may ask for any block."""
-
-    def holds(self, request: Any, blocks: range) -> list[bool] | None:
-        return None if self.held is None else [self.held[b : b + 1] == "x" for b in blocks]
-
-    def load_blocks(self, request: Any, blocks: Any, ranges: Sequence[range], shared: Any) -> None:
-        self.loads.append(list(ranges))
-
-
-def chain(*tiers: Tier, load: str = "stitched") -> MultiConnector:
-    return MultiConnector(Role.SCHEDULER, tiers, load=load, block_tokens=4)  # type: ignore[arg-type]
 
 
 def load(multi: MultiConnector, request: FakeRequest, take: int | None = None) -> dict[str, int]:
     """Match and allocate as an engine does; the counts that travel."""
     tokens, is_async = multi.get_num_new_matched_tokens(request, 0)
     assert tokens and is_async
-    multi.update_state_after_alloc(request, None, tokens if take is None else take)
-    return multi.build_connector_meta(STEP).extra_async_loads
+    multi.update_state_after_alloc(request, BLOCKS, tokens if take is None else take)
+    return multi.build_connector_meta(IDLE_STEP).extra_async_loads
 
 
 def test_each_child_loads_its_ranges_and_the_others_nothing() -> None:
@@ -94,13 +38,13 @@ def test_an_engine_that_takes_less_loads_less() -> None:
 def test_a_request_is_received_when_the_last_child_has_ended(times: int) -> None:
     tiers = [BlockTier("x"), BlockTier("xx"), BlockTier("xxx")]
     multi = chain(*tiers)
-    worker = MultiConnector(Role.WORKER, tiers)  # type: ignore[arg-type]
+    worker = MultiConnector(Role.WORKER, tiers)
     for _ in range(times):  # a preempted request is loaded again
         tokens, _ = multi.get_num_new_matched_tokens(FakeRequest(), 0)
-        multi.update_state_after_alloc(FakeRequest(), None, tokens)
-        orders = pickle.loads(pickle.dumps(multi.build_connector_meta(STEP)))
+        multi.update_state_after_alloc(FakeRequest(), BLOCKS, tokens)
+        orders = pickle.loads(pickle.dumps(multi.build_connector_meta(IDLE_STEP)))
         assert orders.extra_async_loads == {"r": 2}
-        assert multi.build_connector_meta(STEP).extra_async_loads == {}, "they travel once"
+        assert multi.build_connector_meta(IDLE_STEP).extra_async_loads == {}, "they travel once"
         multi.request_finished(FakeRequest(), [])  # an abort changes nothing of that
         worker.bind_connector_metadata(orders)
         tiers[1].ended = {"r"}
@@ -114,7 +58,7 @@ def test_a_request_is_received_when_the_last_child_has_ended(times: int) -> None
 def test_a_request_of_one_child_is_received_when_that_has_ended() -> None:
     tiers = [BlockTier("xx"), BlockTier("xx")]
     assert load(chain(*tiers), FakeRequest()) == {}
-    worker = MultiConnector(Role.WORKER, tiers)  # type: ignore[arg-type]
+    worker = MultiConnector(Role.WORKER, tiers)
     tiers[0].ended = {"r"}
     assert worker.get_finished(set()) == (None, {"r"})
 
@@ -154,7 +98,7 @@ def test_blocks_are_of_use_up_to_the_first_that_failed_in_any_tier() -> None:
 
 def test_a_chain_within_a_chain_is_asked_whatever_tiers_a_request_names() -> None:
     inner = chain(BlockTier("xx", tokens=8), BlockTier("xx", tokens=8), load="first")
-    outer = chain(Tier(tokens=12), inner, load="first")  # type: ignore[arg-type]
+    outer = chain(Tier(tokens=12), inner, load="first")
     ask = outer.get_num_new_matched_tokens
     named = {"kvtiers": {"tiers": ["1"]}}  # the names of children that are no tiers are numbers
     assert ask(FakeRequest("a", kv_transfer_params=named), 0) == (8, True)

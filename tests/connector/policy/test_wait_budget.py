@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
+from tests.support.clock import Clock
 from tiers.connector.policy.wait_budget import WaitBudget
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_lookups_and_loads_of_all_tiers_count_together() -> None:

@@ -6,15 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.clock import Clock
 from tiers.connector.scheduler.admission import COUNTED, Admission
 from tiers.disk.spec import DiskSpec
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from tests.support.clock import Clock, wait_for
 from tiers.connector.contract.generation import Generation
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.store import Block
@@ -34,13 +35,6 @@ class Held:
     def close(self) -> None: ...
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def asked() -> Iterator[tuple[StoreManager, Held, Clock]]:
     store, clock = Held(), Clock()
@@ -49,18 +43,15 @@ def asked() -> Iterator[tuple[StoreManager, Held, Clock]]:
     manager.close()
 
 
-def wait_for(store: Held, count: int) -> None:
-    deadline = time.monotonic() + 10
-    while store.asked < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+def wait_for_lookups(store: Held, count: int) -> None:
+    wait_for(lambda: store.asked >= count)
     time.sleep(0.01)  # the answer is there a moment later
 
 
 def test_steps_longer_than_an_answer_holds(asked: tuple[StoreManager, Held, Clock]) -> None:
     manager, store, clock = asked
     manager.expect("request", KEYS)
-    wait_for(store, 1)
+    wait_for_lookups(store, 1)
     clock.now += 0.9
     assert manager.lookup("request", 0, KEYS) == 2
     clock.now += 0.4
@@ -70,9 +61,9 @@ def test_steps_longer_than_an_answer_holds(asked: tuple[StoreManager, Held, Cloc
 def test_an_answer_that_was_heard_grows_old(asked: tuple[StoreManager, Held, Clock]) -> None:
     manager, store, clock = asked
     manager.expect("request", KEYS)
-    wait_for(store, 1)
+    wait_for_lookups(store, 1)
     assert manager.lookup("request", 0, KEYS) == 2
     clock.now += 0.6
     manager.lookup("request", 0, KEYS)
-    wait_for(store, 2)
+    wait_for_lookups(store, 2)
     assert manager.lookup("request", 0, KEYS) == 2

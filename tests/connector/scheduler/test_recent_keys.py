@@ -6,17 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.support.clock import Clock
 from tiers.connector.contract.generation import Generation
 from tiers.connector.scheduler.recent_keys import RecentKeys
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.store import Block
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_keys_are_known_for_half_the_time_at_least_and_all_of_it_at_most() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.replay.test_hybrid import HYBRID
-from tests.engine.replay.test_sharing import POLICIES, PREFIX, add, ended, fill, hits
-from tests.support.replay_chains import SLOT, chain_of, cpu, disk, drop_from_disk, names
+from tests.support.replay_chains import HYBRID, SLOT, chain_of, cpu, disk, drop_from_disk, names
+from tests.support.shared_prefix import POLICIES, PREFIX, add, ended, fill, hits
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 from tiers.engine.replay.scheduler import Status
 

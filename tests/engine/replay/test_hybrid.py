@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.replay_chains import (
+    HYBRID,
     SLOT,
+    WINDOWS,
     chain_of,
     cpu,
     damage_disk,
@@ -18,8 +20,6 @@ from tests.support.replay_chains import (
 )
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 
-HYBRID = ReplayModel(windows=(None, 14, 7))
-WINDOWS = ReplayModel(windows=(14,))
 PROMPT = list(range(50))
 """Twelve full blocks of four tokens; what can be loaded of them ends with the twelfth."""
 STAGING = 256 * SLOT

@@ -9,41 +9,23 @@ from typing import Any
 import pytest
 
 from spec.chain import ChainSpec
-from tests.engine.replay.test_hybrid import HYBRID, WINDOWS
-from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, drop_from_disk, names
-from tests.support.slow_store import SlowSpec, SlowStore, measured
-from tiers.engine.replay import ReplayEngine, ReplayModel, answer
+from tests.support.replay_chains import (
+    HYBRID,
+    SLOT,
+    WINDOWS,
+    chain_of,
+    cpu,
+    disk,
+    drop_from_disk,
+    measured,
+    names,
+)
+from tests.support.shared_prefix import POLICIES, PREFIX, add, ended, fill, hits
+from tests.support.slow_store import SlowSpec, SlowStore
+from tiers.engine.replay import ReplayEngine, ReplayModel
 from tiers.engine.replay.scheduler import ReplayRequest, Status
 
 MakeEngine = Callable[..., ReplayEngine]
-PREFIX = [7 * token % 997 for token in range(16 * MODEL.block_tokens)]
-POLICIES = ["first", "longest", "stitched", "cheapest"]
-
-
-def fill(made: ReplayEngine, salt: str = "") -> ReplayRequest:
-    """Store the prefix, of which the engine itself keeps nothing."""
-    request = made.generate([*PREFIX, 1], 1, salt)
-    made.settle()
-    made.scheduler.pool.forget_all()
-    return request
-
-
-def add(made: ReplayEngine, number: int, salt: str = "") -> ReplayRequest:
-    return made.add([*PREFIX, 1000 + number, 3], 3, salt)
-
-
-def ended(made: ReplayEngine, requests: list[ReplayRequest], world_size: int = 1) -> None:
-    """Run to the end; every answer must be right."""
-    made.run()
-    for request in requests:
-        assert request.output == answer(made.model, request.prompt, 3, world_size)
-    made.settle()
-
-
-def hits(made: ReplayEngine) -> float:
-    """Blocks that requests were to load."""
-    tokens = sum(measures.get("hit_tokens", 0) for measures in made.stats.data.values())  # type: ignore[misc]
-    return float(tokens) / MODEL.block_tokens
 
 
 @pytest.mark.parametrize("load", POLICIES)

@@ -8,49 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_vllm import Run, documents
+from tests.support.tiny_vllm import Run
+from tests.support.vllm_chains import (
+    COMPLETE,
+    IN_PROCESS,
+    ONE_BY_ONE,
+    cpu,
+    disk,
+    tiers,
+    transfer,
+)
 
 pytestmark = pytest.mark.vllm
-
-PROMPTS = [(prompt, 8) for prompt in documents(4, 600)]
-ONE_BY_ONE = [[prompt] for prompt in PROMPTS]
-"""Four prompts of 18 full blocks each, of which an engine of 40 blocks keeps two."""
-COMPLETE = 4 * 18 * 32
-IN_PROCESS = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
-
-
-def transfer(connector: str, connectors: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "kv_connector": connector,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": connectors},
-    }
-
-
-def tiers(*chain: dict[str, Any], **more: Any) -> dict[str, Any]:
-    spec = {"version": 1, "staging": "64MiB", "tiers": list(chain)}
-    return {
-        "kv_connector": "KVTiersConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"chain": spec},
-        **more,
-    }
-
-
-def cpu(capacity: str = "64MiB") -> dict[str, Any]:
-    return {"type": "cpu", "capacity": capacity}
-
-
-def disk(path: Path) -> dict[str, Any]:
-    return {"type": "disk", "capacity": "64MiB", "path": str(path)}
-
-
-@pytest.fixture(scope="module")
-def answers(run_vllm: Callable[..., Run]) -> list[list[list[int]]]:
-    """The answers to the prompts, one by one, without any connector."""
-    return run_vllm(ONE_BY_ONE, **IN_PROCESS).tokens
 
 
 def test_vllms_example_connector_is_a_child_of_ours(

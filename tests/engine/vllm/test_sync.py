@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.vllm.test_interop import IN_PROCESS, ONE_BY_ONE, answers, cpu, tiers, transfer
 from tests.support.tiny_vllm import Run
-
-__all__ = ["answers"]  # the fixture
+from tests.support.vllm_chains import IN_PROCESS, ONE_BY_ONE, cpu, tiers, transfer
 
 pytestmark = pytest.mark.vllm
 
