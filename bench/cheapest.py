@@ -74,7 +74,7 @@ def make_chain(
     """A chain of throttled tiers, all over one store."""
     chain = ChainSpec(
         version=1,
-        load=load,
+        load_policy=load,
         staging=staging,
         tiers=tuple(ThrottledSpec(type="throttled", indexed=tier.indexed) for tier in tiers),
     )

@@ -17,7 +17,7 @@ from bench.main import Scale
 from bench.report import Case, Measure
 from tiers.codec import Encoder, decode
 
-Name = Literal["none", "zstd", "planes", "auto"]
+Name = Literal["none", "zstd", "byteplanes", "auto"]
 
 
 @contextmanager
@@ -27,11 +27,11 @@ def cases(scale: Scale) -> Iterator[Iterator[Case]]:
     of = f"{len(payload) >> 10} KiB of bfloat16"
     yield iter(
         [
-            Case("codec", f"planes, ratio, {of}", "x", _ratio(payload, "planes"),
+            Case("codec", f"byteplanes, ratio, {of}", "x", _ratio(payload, "byteplanes"),
                  peer=_ratio(payload, "zstd"), peer_name="zstd"),
-            Case("codec", f"planes, encode {of}", "GB/s", _encoding(payload, "planes"),
+            Case("codec", f"byteplanes, encode {of}", "GB/s", _encoding(payload, "byteplanes"),
                  peer=_encoding(payload, "zstd"), peer_name="zstd"),
-            Case("codec", f"planes, decode {of}", "GB/s", _decoding(payload, "planes"),
+            Case("codec", f"byteplanes, decode {of}", "GB/s", _decoding(payload, "byteplanes"),
                  peer=_decoding(payload, "zstd"), peer_name="zstd"),
         ]
     )  # fmt: skip

@@ -166,7 +166,7 @@ class Replay:
         self._disk = disk._store
         chain = ChainSpec(
             version=1,
-            load=load,
+            load_policy=load,
             staging=STAGING_BLOCKS * ALIGNMENT,
             tiers=(CpuSpec(name="cpu", capacity=cpu_blocks * ALIGNMENT), disk),
         )
@@ -195,7 +195,7 @@ class Replay:
         """Blocks loaded from each tier since the start; ends the replay."""
         stats = self._chain.get_kv_connector_stats() or TierStats()
         self._chain.shutdown()
-        assert not any(c.get("store_dropped_room") for c in stats.data.values()), (
+        assert not any(c.get("store_dropped_no_slot") for c in stats.data.values()), (
             "staging is too small"
         )
         return {

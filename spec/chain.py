@@ -97,7 +97,7 @@ class ChainSpec(BaseModel):
     tiers: tuple[Annotated[SerializeAsAny[OffloadingSpec], BeforeValidator(_as_spec)], ...] = Field(
         min_length=1, max_length=MAX_TIERS, description="Load priority: the first is tried first."
     )
-    load: LoadPolicy = Field(
+    load_policy: LoadPolicy = Field(
         default="first",
         description="Which tier serves a prefix: the first, in order, that has any of it; the one "
         "that has the longest; stitched, for each block the first that has that block; or "
@@ -152,10 +152,10 @@ class ChainSpec(BaseModel):
     def _go_with_load(
         cls, cheapest: CheapestSpec | None, info: ValidationInfo
     ) -> CheapestSpec | None:
-        load = info.data.get("load")
-        if cheapest is not None and load not in ("cheapest", None):
-            raise ValueError("write load: cheapest, or remove this")
-        return CheapestSpec() if cheapest is None and load == "cheapest" else cheapest
+        policy = info.data.get("load_policy")
+        if cheapest is not None and policy not in ("cheapest", None):
+            raise ValueError("write load_policy: cheapest, or remove this")
+        return CheapestSpec() if cheapest is None and policy == "cheapest" else cheapest
 
     @field_validator("tenants", mode="after")
     @classmethod

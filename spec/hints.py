@@ -1,9 +1,12 @@
-"""What would do: the word that was probably meant, or the list of those that are understood."""
+"""Suggest the word that a wrong one was meant to be, or list the words that are understood."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+RENAMED = {"load": "load_policy", "store_after": "store_threshold", "queue": "max_inflight"}
+"""Keys of a chain's YAML that were renamed, and their names now."""
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

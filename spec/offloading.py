@@ -54,7 +54,7 @@ class OffloadingSpec(BaseModel):
     name: TierName | None = Field(
         default=None, description="Unique name in metrics and logs; defaults to the type."
     )
-    store_after: int = Field(
+    store_threshold: int = Field(
         default=1,
         ge=1,
         le=1000,
@@ -96,7 +96,7 @@ class StoreSpec(OffloadingSpec):
         description="A read or write that takes longer counts as failed, and the tier is left "
         "alone until it works again.",
     )
-    queue: ByteSize | None = Field(
+    max_inflight: ByteSize | None = Field(
         default=None,
         description="Bytes on their way into the tier at most; blocks beyond it are not stored. "
         "Unset: half of the host memory of the chain.",

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from spec.chain import FORMAT_VERSION, MAX_TIERS, ChainSpec, name_clashes
 from spec.document import Document, Loc
 from spec.fields import mask_secrets
-from spec.hints import closest, did_you_mean, one_of
+from spec.hints import RENAMED, closest, did_you_mean, one_of
 from spec.registry import BrokenTierType, UnknownTierType, tier_class, tier_types
 
 MAX_LINES = 50
@@ -93,8 +93,8 @@ def _line(problem: Problem, document: Document, source: str, slips: Mapping[Loc,
     if kind == "missing":
         return problem_line(source, document.line(loc), loc, "nothing", _add_it(loc, document))
     if kind == "extra_forbidden":
-        remedy = f"did you mean {slips[loc][-1]}?" if loc in slips else _known(loc, document)
-        return problem_line(source, document.line(loc), loc, "an unknown key", remedy)
+        found, remedy = _unknown(loc, document, slips)
+        return problem_line(source, document.line(loc), loc, found, remedy)
     if kind == "invalid_key":
         found, shown = f"the key {str(problem['input'])[:60]}", loc[:-1]
     else:
@@ -138,9 +138,15 @@ def _add_it(loc: Loc, document: Document) -> str:
     return f"add {loc[-1]}: {examples[0]}".rstrip(": .")
 
 
-def _known(loc: Loc, document: Document) -> str:
+def _unknown(loc: Loc, document: Document, slips: Mapping[Loc, Loc]) -> tuple[str, str]:
+    """What an unknown key is, and what to write instead."""
     model = _model(loc[:-1], document)
-    return f"use {one_of(model.model_fields)}" if model else "remove it"
+    renamed = RENAMED.get(str(loc[-1]))
+    if model and renamed in model.model_fields:
+        return "a key that was renamed", f"write {renamed}"
+    if loc in slips:
+        return "an unknown key", f"did you mean {slips[loc][-1]}?"
+    return "an unknown key", f"use {one_of(model.model_fields)}" if model else "remove it"
 
 
 def _slips(problems: Iterable[Problem], document: Document) -> Iterator[tuple[Loc, Loc]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiers.codec import CODECS, EVERY, SAMPLES, Encoder, decode
 from tiers.errors import RecordError
 
-NAMES = ("none", "zstd", "planes", "auto")
+NAMES = ("none", "zstd", "byteplanes", "auto")
 
 
 def bf16(elements: int = 4096) -> memoryview:
@@ -39,18 +39,22 @@ def test_what_is_decoded_is_what_was_encoded(name: str, data: bytes) -> None:
     assert back == data
 
 
+def test_a_codec_is_stored_by_its_number() -> None:
+    assert CODECS == {"none": 0, "zstd": 1, "byteplanes": 2}, "records of before are read by these"
+
+
 def test_planes_halve_what_zstd_leaves_of_kv() -> None:
     payload = bf16()
-    sizes = {name: len(Encoder(name).encode(payload)[1]) for name in ("zstd", "planes")}  # type: ignore[arg-type]
-    assert sizes["planes"] < sizes["zstd"] < len(payload)
-    assert len(payload) / sizes["planes"] > 1.3
+    sizes = {name: len(Encoder(name).encode(payload)[1]) for name in ("zstd", "byteplanes")}  # type: ignore[arg-type]
+    assert sizes["byteplanes"] < sizes["zstd"] < len(payload)
+    assert len(payload) / sizes["byteplanes"] > 1.3
 
 
 def test_the_caller_keeps_its_memory_and_its_bytes() -> None:
     payload = bf16()
     before = bytes(payload)
     assert Encoder("none").encode(payload)[1] is payload
-    Encoder("planes").encode(payload)
+    Encoder("byteplanes").encode(payload)
     assert payload == before
 
 
@@ -61,12 +65,12 @@ def test_auto_leaves_noise_alone_and_looks_again() -> None:
     assert 0 < encoder.ratio < 1.15
     assert encoder.encode(kv)[0] == CODECS["none"], "not looked at"
     codecs = [encoder.encode(kv)[0] for _ in range(EVERY + SAMPLES * 8)]
-    assert CODECS["planes"] in codecs
+    assert CODECS["byteplanes"] in codecs
 
 
 def test_auto_takes_planes_for_kv() -> None:
     encoder, kv = Encoder("auto", "redis"), bf16()
-    assert {encoder.encode(kv)[0] for _ in range(SAMPLES * 3)} == {CODECS["planes"]}
+    assert {encoder.encode(kv)[0] for _ in range(SAMPLES * 3)} == {CODECS["byteplanes"]}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,7 @@ def test_auto_takes_planes_for_kv() -> None:
     ],
     ids=["nothing", "no frame", "a bomb", "one plane"],
 )
-@pytest.mark.parametrize("codec", ["zstd", "planes"])
+@pytest.mark.parametrize("codec", ["zstd", "byteplanes"])
 def test_what_does_not_decode_is_refused(codec: str, stored: bytes) -> None:
     payload = memoryview(bytearray(8192))
     with pytest.raises(RecordError):
@@ -94,8 +98,8 @@ def test_unknown_codecs_are_refused() -> None:
 def test_real_bfloat16_comes_back() -> None:
     numbers = torch.randn(100_000, dtype=torch.bfloat16)
     payload = memoryview(bytearray(numbers.view(torch.uint8).numpy().tobytes()))
-    codec, stored = Encoder("planes").encode(payload)
+    codec, stored = Encoder("byteplanes").encode(payload)
     back = bytearray(len(payload))
     decode(codec, stored, memoryview(back))
-    assert codec == CODECS["planes"]
+    assert codec == CODECS["byteplanes"]
     assert torch.equal(torch.frombuffer(back, dtype=torch.bfloat16), numbers)

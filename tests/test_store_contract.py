@@ -65,7 +65,7 @@ class TestRedis(StoreContract):
     shared = True
     persistent = True
     verifies = True
-    codec: ClassVar[Literal["none", "zstd", "planes"]] = "none"
+    codec: ClassVar[Literal["none", "zstd", "byteplanes"]] = "none"
 
     @pytest.fixture(autouse=True)
     def _place(self, shared_server: RedisServer) -> None:
@@ -98,7 +98,7 @@ class TestRedisCompressed(TestRedis):
 class TestRedisInPlanes(TestRedis):
     test_another_process_sees_what_was_put = None  # as above
 
-    codec = "planes"
+    codec = "byteplanes"
 
 
 class TestRedisOverUnixSocket(TestRedis):

@@ -1,6 +1,6 @@
 """How a payload is written into a record: as it is, or compressed without loss.
 
-`planes` is for KV of two bytes an element (bfloat16, float16): the upper bytes hold sign and
+`byteplanes` is for KV of two bytes an element (bfloat16, float16): the upper bytes hold sign and
 exponent, which are much alike, and go through zstd; the lower bytes are noise, and stay as they
 are. Of real KV it makes 1.46 times less where zstd on the whole makes 1.28, and costs 2 s of a core
 per GB (measured on SmolLM2-135M in bfloat16). That pays for a link or device slower than some
@@ -22,7 +22,7 @@ from tiers.errors import RecordError
 
 logger = logging.getLogger(__name__)
 
-CODECS = {"none": 0, "zstd": 1, "planes": 2}
+CODECS = {"none": 0, "zstd": 1, "byteplanes": 2}
 """How a payload can be stored, and the numbers that stand for it in a record's header."""
 
 LEVEL = 1
@@ -37,15 +37,17 @@ WORTH = 1.15
 
 
 class Encoder:
-    """A tier's codec: `none`, `zstd`, `planes`, or `auto`, which takes planes where they pay.
+    """A tier's codec: `none`, `zstd`, `byteplanes`, or `auto`: byteplanes where they pay.
 
     Payloads that a codec does not make smaller are stored as they are. Any thread may encode.
     """
 
-    def __init__(self, codec: Literal["none", "zstd", "planes", "auto"], tier: str = "") -> None:
+    def __init__(
+        self, codec: Literal["none", "zstd", "byteplanes", "auto"], tier: str = ""
+    ) -> None:
         self._tier = tier
         self._auto = codec == "auto"
-        self._codec = "planes" if codec == "auto" else codec
+        self._codec = "byteplanes" if codec == "auto" else codec
         # Of threads that encode at once each must find the counts as the other left them.
         self._lock = threading.Lock()
         self._seen = self._plain = self._packed = 0
@@ -80,11 +82,13 @@ class Encoder:
             # Older samples fade, so that another model's KV is judged by its own.
             self._plain += plain - self._plain // 64
             self._packed += packed - self._packed // 64
-            choice = "planes" if self.ratio >= WORTH else "none"
+            choice = "byteplanes" if self.ratio >= WORTH else "none"
             if self._seen < SAMPLES or choice == self._said:
                 return
             self._said = choice
-        logger.info("tier %r: codec auto takes %s; planes: %.2f", self._tier, choice, self.ratio)
+        logger.info(
+            "tier %r: codec auto takes %s; byteplanes: %.2f", self._tier, choice, self.ratio
+        )
 
 
 def decode(codec: int, stored: Buffer, payload: memoryview) -> None:
@@ -95,7 +99,7 @@ def decode(codec: int, stored: Buffer, payload: memoryview) -> None:
         payload[:] = stored
     elif codec == CODECS["zstd"]:
         payload[:] = _decompress(stored, len(payload))
-    elif codec == CODECS["planes"]:
+    elif codec == CODECS["byteplanes"]:
         _join(stored, payload)
     else:
         raise RecordError(f"unknown codec {codec}")
@@ -155,4 +159,4 @@ def _decompress(stored: Buffer, length: int) -> bytes:
         raise RecordError(f"compressed payload does not decode: {error}") from error
 
 
-_ENCODERS: dict[str, Callable[[memoryview], Buffer]] = {"zstd": _compress, "planes": _split}
+_ENCODERS: dict[str, Callable[[memoryview], Buffer]] = {"zstd": _compress, "byteplanes": _split}

@@ -34,8 +34,13 @@ def tier(text: str) -> str:
 
 BROKEN = [
     Broken("unknown key", tier("{type: disk, capcity: 1GiB, path: /a}"), 4, "tiers[1].capcity", "an unknown key", "did you mean capacity?"),
-    Broken("unlike any key", tier("{type: cpu, capacity: 1GiB, colour: red}"), 4, "tiers[1].colour", "an unknown key", "use one of type, name, store_after, capacity"),
+    Broken("unlike any key", tier("{type: cpu, capacity: 1GiB, colour: red}"), 4, "tiers[1].colour", "an unknown key", "use one of type, name, store_threshold, capacity"),
     Broken("unknown key at the top", f"{HEAD}{CPU}promot: true\n", 4, "promot", "an unknown key", "did you mean promote?"),
+    Broken("renamed load", f"{HEAD}{CPU}load: stitched\n", 4, "load", "a key that was renamed", "write load_policy"),
+    Broken("renamed store_after", tier("{type: cpu, capacity: 1GiB, store_after: 2}"), 4, "tiers[1].store_after", "a key that was renamed", "write store_threshold"),
+    Broken("renamed queue", tier("{type: redis, url: redis://a, queue: 1GiB}"), 4, "tiers[1].queue", "a key that was renamed", "write max_inflight"),
+    Broken("no queue of host memory", tier("{type: cpu, capacity: 1GiB, queue: 1GiB}"), 4, "tiers[1].queue", "an unknown key", "use one of type"),
+    Broken("renamed codec", tier("{type: redis, url: redis://a, codec: planes}"), 4, "tiers[1].codec", "'planes'", "did you mean byteplanes?"),
     Broken("misspelt type key", tier("{tpye: cpu, capacity: 1GiB}"), 4, "tiers[1].tpye", "an unknown key", "did you mean type?"),
     Broken("a rate for a size", tier("{type: cpu, capacity: 200GB/s}"), 4, "tiers[1].capacity", "'200GB/s'", "use one of B, kB, MB, GB, TB, PB, KB, KiB, MiB, GiB, TiB, PiB, like 8GiB"),
     Broken("wrong unit", tier("{type: cpu, capacity: 8Gb}"), 4, "tiers[1].capacity", "'8Gb'", "use one of B, kB,"),
@@ -67,7 +72,7 @@ BROKEN = [
     Broken("other version", f"version: 2\ntiers:\n{CPU}", 1, "version", "2", "this kvtiers understands version 1"),
     Broken("version as text", f"version: '1'\ntiers:\n{CPU}", 1, "version", "'1'", "understands version 1"),
     Broken("no version", f"tiers:\n{CPU}", 1, "version", "nothing", "add version: 1"),
-    Broken("unknown policy", f"{HEAD}{CPU}load: fastest\n", 4, "load", "'fastest'", "first"),
+    Broken("unknown policy", f"{HEAD}{CPU}load_policy: fastest\n", 4, "load_policy", "'fastest'", "first"),
     Broken("promote neither way", f"{HEAD}{CPU}promote: perhaps\n", 4, "promote", "'perhaps'", "use true or false"),
     Broken("salt a number", f"{HEAD}{CPU}salt: 5\n", 4, "salt", "a value not shown here", "write text"),
     Broken("list at the top", CPU, 1, "", "a list", "write version: 1 and tiers: at the top"),

@@ -32,7 +32,7 @@ tiers:
 """
 ALL_SET = """\
 version: 1
-load: first
+load_policy: first
 promote: false
 staging: 1GiB
 salt: team-a
@@ -63,12 +63,12 @@ def test_validate_prints_the_chain_as_it_is_understood(kvtiers: Run, chain: Any)
     assert kvtiers("validate", chain(README)) == (
         0,
         "order  name   type   settings\n"
-        "1      cpu    cpu    capacity 8GiB, verify never, eviction lru, store_after 1\n"
+        "1      cpu    cpu    capacity 8GiB, verify never, eviction lru, store_threshold 1\n"
         "2      disk   disk   capacity 200GiB, path /var/lib/kvtiers, io auto, "
-        "durability none, store_after 1, deadline 10s\n"
+        "durability none, store_threshold 1, deadline 10s\n"
         "3      redis  redis  url redis://cache.internal:6379/0, ttl 1d, timeout 1s, "
-        "key_prefix kvtiers, codec none, store_after 1, deadline 10s\n"
-        "version 1, load first, promote true, store all, max_wait 10s, tenants none, "
+        "key_prefix kvtiers, codec none, store_threshold 1, deadline 10s\n"
+        "version 1, load_policy first, promote true, store all, max_wait 10s, tenants none, "
         "on_reset forget, trust_client_ids false, salt none\n",
         "",
     )
@@ -127,7 +127,7 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
     assert set(schema["properties"]) == {
         "version",
         "tiers",
-        "load",
+        "load_policy",
         "cheapest",
         "promote",
         "store",
@@ -174,7 +174,7 @@ def test_schema_takes_what_validate_takes(chain: Any, text: str) -> None:
         ("ttl: 1d", "ttl: 1"),
         ("ttl: 1d", "ttl: 0s"),
         ("ttl: 1d", "codec: zst"),
-        ("tiers:", "tiers: []\nload: last\nx:"),
+        ("tiers:", "tiers: []\nload_policy: last\nx:"),
     ],
 )
 def test_schema_refuses_what_validate_refuses(

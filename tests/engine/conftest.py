@@ -100,7 +100,7 @@ def run_vllm(
         env = options.pop("env", {})
         extras = ("abort", "before", "path", "told")
         more = {name: options.pop(name) for name in extras if name in options}
-        load = options.pop("load", "first")
+        policy = options.pop("load_policy", "first")
         max_wait = options.pop("max_wait", "10s")
         on_reset = options.pop("on_reset", "forget")
         engine = {
@@ -116,7 +116,7 @@ def run_vllm(
         }
         if tiers is not None:
             chain = name.with_suffix(".yaml")
-            spec = {"version": 1, "staging": "64MiB", "load": load, "tiers": list(tiers)}
+            spec = {"version": 1, "staging": "64MiB", "load_policy": policy, "tiers": list(tiers)}
             spec |= {"max_wait": max_wait, "on_reset": on_reset}
             chain.write_text(yaml.safe_dump(spec))
             engine["kv_transfer_config"] = transfer_config(chain)

@@ -46,7 +46,7 @@ def test_a_load_that_was_too_late_costs_the_cpu_tier_no_block(
     with monkeypatch.context() as patched:
         patched.setattr(HostSlots, "settle", slow)
         request = made.add(LONG, 4)
-        while not measured(made, "late_loads", "cpu"):
+        while not measured(made, "load_timeouts", "cpu"):
             made.step()
         left = scheduler.blocks_held
         made.scheduler.abort(request.request_id)
@@ -63,7 +63,7 @@ def test_blocks_of_a_late_load_still_count_to_their_tenants_quota(
     made.settle()
     store.gets.clear()
     ask(made, salt="small")
-    assert measured(made, "late_loads") == 1
+    assert measured(made, "load_timeouts") == 1
     store.gets.set()
     made.settle()
     ask(made, [7, *LONG], salt="small")

@@ -32,12 +32,14 @@ class ChainMachine(RuleBasedStateMachine):
     """An engine over host memory and two disks, one of which is meddled with."""
 
     @initialize(
-        load=st.sampled_from(["first", "longest", "stitched", "cheapest"]),
+        load_policy=st.sampled_from(["first", "longest", "stitched", "cheapest"]),
         prefix_caching=st.booleans(),
         world_size=st.integers(1, 2),
-        store_after=st.integers(1, 2),
+        store_threshold=st.integers(1, 2),
     )
-    def begin(self, load: str, prefix_caching: bool, world_size: int, store_after: int) -> None:
+    def begin(
+        self, load_policy: str, prefix_caching: bool, world_size: int, store_threshold: int
+    ) -> None:
         self.stack = ExitStack()
         self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
         good, bad = (
@@ -47,11 +49,11 @@ class ChainMachine(RuleBasedStateMachine):
         self.bad = Sabotaged.model_validate(
             {"type": "disk", "name": "bad", "inner": bad, "deadline": "100ms"}
         )
-        kept = cpu(12, verify="always", store_after=store_after)
+        kept = cpu(12, verify="always", store_threshold=store_threshold)
         self.chain = ChainSpec.model_validate(
             {
                 "version": 1,
-                "load": load,
+                "load_policy": load_policy,
                 "max_wait": "200ms",
                 "staging": 24 * SLOT,
                 "tiers": [kept, self.bad, good],

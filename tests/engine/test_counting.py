@@ -26,7 +26,7 @@ def counted(made: ReplayEngine, name: str) -> float:
 def test_a_request_that_waits_for_room_is_looked_up_once(
     engine: MakeEngine, tmp_path: Path, load: str
 ) -> None:
-    chain = chain_of(cpu(400), disk(tmp_path), load=load)
+    chain = chain_of(cpu(400), disk(tmp_path), load_policy=load)
     made = engine(chain, num_blocks=16, prefix_caching=False)
     prompts = [[n, *range(30)] for n in range(12)]
     requests = [made.add(prompt, 20) for prompt in prompts]
@@ -43,7 +43,7 @@ def test_a_request_that_waits_for_room_is_looked_up_once(
 def test_hits_are_those_that_the_engine_counts(
     engine: MakeEngine, tmp_path: Path, load: str
 ) -> None:
-    chain = chain_of(cpu(30), disk(tmp_path), load=load)
+    chain = chain_of(cpu(30), disk(tmp_path), load_policy=load)
     made = engine(chain, num_blocks=24)
     drive(made, seed=5)
     made.settle()
@@ -78,7 +78,7 @@ def test_a_request_that_may_load_nothing_is_not_looked_up_and_yet_stored(
     engine: MakeEngine, store: SlowStore, monkeypatch: pytest.MonkeyPatch, load: str, limit: str
 ) -> None:
     monkeypatch.delattr(SlowStore, "peek")  # else offers for storing are lookups, too
-    made = engine(ChainSpec(version=1, load=load, tiers=(SlowSpec(type="slow"),)))
+    made = engine(ChainSpec(version=1, load_policy=load, tiers=(SlowSpec(type="slow"),)))
     limits: dict[str, Any] = {"max_load_tokens": 0} if limit == "max_load_tokens" else {"tiers": []}
     options: dict[str, Any] = {"kv_transfer_params": {"kvtiers": limits}}
     if limit == "prompt log-probabilities":

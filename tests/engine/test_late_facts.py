@@ -86,7 +86,7 @@ def test_a_tier_that_others_share_joins_when_the_facts_are_known(
     late = Facts()
     engine = make(chain_of(disk(tmp_path)), late, world_size=world_size)
     assert loaded(engine, "disk") == 0 and loaded(engine, "disk") == 0
-    assert not count(engine, "disk", "store_dropped_queue")
+    assert not count(engine, "disk", "store_dropped_inflight")
     assert [r.levelname for r in caplog.records if "being identified" in r.message] == ["INFO"]
     late.are_known = True
     until(engine, "disk")

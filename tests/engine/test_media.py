@@ -198,7 +198,7 @@ def test_what_an_image_was_is_digested_once_while_the_engine_keeps_it() -> None:
 def test_others_run_while_a_requests_images_are_digested(
     engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch, load: str
 ) -> None:
-    made = engine(chain_of(cpu(400), load=load), prefix_caching=False)
+    made = engine(chain_of(cpu(400), load_policy=load), prefix_caching=False)
     prompt = list(range(30))
     made.add(prompt, 2)
     made.run()

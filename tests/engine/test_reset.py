@@ -151,7 +151,9 @@ def test_each_reset_drops_what_this_engine_stored_since_the_one_before(
     folder, client = tmp_path / "disk", shared_server.client()
     tiers = [disk(folder), redis(shared_server, tmp_path)]
     made, sibling = (
-        engine(chain_of(cpu(), *tiers, load="longest"), prefix_caching=False, world_size=ranks)
+        engine(
+            chain_of(cpu(), *tiers, load_policy="longest"), prefix_caching=False, world_size=ranks
+        )
         for _ in range(2)
     )
 

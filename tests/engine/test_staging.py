@@ -64,7 +64,9 @@ def test_what_found_no_room_is_offered_again_while_its_request_runs(
     assert set(request.block_hashes[:100]) <= {
         key[16:][: len(request.block_hashes[0])] for key in store.blocks
     }
-    assert not measured(made, "store_dropped_room") and not measured(made, "store_dropped_queue")
+    assert not measured(made, "store_dropped_no_slot") and not measured(
+        made, "store_dropped_inflight"
+    )
 
 
 def test_what_never_finds_room_is_counted_when_its_request_ends(
@@ -73,7 +75,7 @@ def test_what_never_finds_room_is_counted_when_its_request_ends(
     made = engine(chain(), num_blocks=120, batch_tokens=500, prefix_caching=False)
     store.puts.clear()
     ask(made)
-    assert measured(made, "store_dropped_queue") == 101 - 16
+    assert measured(made, "store_dropped_inflight") == 101 - 16
     store.puts.set()
 
 
@@ -141,7 +143,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     ("settings", "remedy"),
     [
         ({}, "raise staging"),
-        ({"queue": 8 * MODEL.payload_bytes}, "raise its queue, now 4KiB"),
+        ({"max_inflight": 8 * MODEL.payload_bytes}, "raise its max_inflight, now 4KiB"),
         ({"store_rate": "1MB/s"}, "raise staging or its store_rate, now 1MB/s"),
         ({"write_budget": "10kB/day"}, "raise its write_budget, now 10kB/day"),
     ],
@@ -199,7 +201,10 @@ def test_a_tier_that_takes_all_and_one_that_is_chosen_for_says_nothing(
 ) -> None:
     clock = [0.0]
     made = engine(
-        chain(300 * SLOT, store_after=2), num_blocks=120, prefix_caching=False, now=lambda: clock[0]
+        chain(300 * SLOT, store_threshold=2),
+        num_blocks=120,
+        prefix_caching=False,
+        now=lambda: clock[0],
     )
     with caplog.at_level(logging.WARNING):
         for n in range(4):

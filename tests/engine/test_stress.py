@@ -133,7 +133,7 @@ def test_no_token_differs_and_nothing_is_left_behind(tmp_path: Path, setting: st
     model, load, world_size, prefix_caching = SETTINGS[setting]
     chain = ChainSpec(
         version=1,
-        load=load,
+        load_policy=load,
         staging=24 * SLOT,
         tiers=(
             CpuSpec(type="cpu", capacity=16 * SLOT),

@@ -35,7 +35,7 @@ def test_a_load_that_hangs_is_given_up_and_never_arrives_later(
     made.settle()
     store.gets.clear()
     ask(made)
-    assert measured(made, "late_loads") == 1
+    assert measured(made, "load_timeouts") == 1
     # Other requests own the paged blocks now, into which the load would have gone.
     others = [made.add([7 * n + t for t in range(300)], 40) for n in range(1)]
     made.step()
@@ -79,7 +79,7 @@ def test_nobody_is_asked_of_a_tier_whose_reads_hang_until_they_work_again(
     asked = store.asked
     for _ in range(3):
         ask(made)
-    assert measured(made, "late_loads") == 1, "one request has waited, not each"
+    assert measured(made, "load_timeouts") == 1, "one request has waited, not each"
     assert store.asked - asked < 100, "what is asked is whether to store"
     store.gets.set()
     while measured(made, "reads_up") == 0:
@@ -91,13 +91,14 @@ def test_nobody_is_asked_of_a_tier_whose_reads_hang_until_they_work_again(
 @pytest.mark.fault(
     tier="any",
     fault="writes hang",
-    outcome="its queue fills, further blocks are dropped and counted; reads and other tiers go on",
+    outcome="its `max_inflight` fills, further blocks are dropped and counted; reads and other "
+    "tiers go on",
 )
 def test_writes_that_hang_hold_back_neither_answers_nor_reads_nor_other_tiers(
     engine: Callable[..., ReplayEngine], store: SlowStore
 ) -> None:
     made = engine(
-        chain(CpuSpec.model_validate(cpu(400)), queue=8 * MODEL.payload_bytes),
+        chain(CpuSpec.model_validate(cpu(400)), max_inflight=8 * MODEL.payload_bytes),
         num_blocks=120,
         prefix_caching=False,
     )
@@ -105,7 +106,7 @@ def test_writes_that_hang_hold_back_neither_answers_nor_reads_nor_other_tiers(
     store.puts.clear()
     for n in range(8):
         ask(made, [n, *LONG[:80]])
-    assert measured(made, "store_dropped_queue") > 0
+    assert measured(made, "store_dropped_inflight") > 0
     assert measured(made, "storing_bytes") <= 8 * MODEL.payload_bytes
     while measured(made, "writes_up"):
         ask(made, LONG[:4])
@@ -119,7 +120,7 @@ def test_writes_that_hang_hold_back_neither_answers_nor_reads_nor_other_tiers(
 def test_a_tier_is_given_what_two_requests_had(
     engine: Callable[..., ReplayEngine], store: SlowStore
 ) -> None:
-    made = engine(chain(store_after=2), num_blocks=120, prefix_caching=False)
+    made = engine(chain(store_threshold=2), num_blocks=120, prefix_caching=False)
     ask(made)
     assert not store.blocks and measured(made, "store_deferred") == 101
     ask(made)

@@ -30,7 +30,7 @@ def chain(*tiers: dict[str, Any], **more: Any) -> ChainSpec:
 
 def test_the_defaults() -> None:
     made = chain(CPU)
-    assert (made.version, made.load, made.promote, made.salt) == (1, "first", True, "")
+    assert (made.version, made.load_policy, made.promote, made.salt) == (1, "first", True, "")
     assert made.staging is None
 
 
@@ -83,19 +83,28 @@ def test_alike_is_not_the_same() -> None:
 
 def test_cheapest_has_settings_of_its_own() -> None:
     assert chain(CPU).cheapest is None
-    made = chain(CPU, load="cheapest", cheapest={"margin": 0.2})
+    made = chain(CPU, load_policy="cheapest", cheapest={"margin": 0.2})
     assert (made.cheapest.min_tokens, made.cheapest.margin) == (64, 0.2)  # type: ignore[union-attr]
-    assert chain(CPU, load="cheapest").cheapest == CheapestSpec()
+    assert chain(CPU, load_policy="cheapest").cheapest == CheapestSpec()
     assert ChainSpec.model_validate_json(made.model_dump_json()) == made
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"load": "longest", "cheapest": {}}, "cheapest: found an .* write load: cheapest, or rem"),
-        ({"load": "cheapest", "cheapest": {"min_token": 1}}, "did you mean min_tokens"),
-        ({"load": "cheapest", "cheapest": {"margin": -1}}, "cheapest.margin: found -1; input sho"),
-        ({"load": "cheapest", "cheapest": 64}, "cheapest: found 64; write its settings, like"),
+        (
+            {"load_policy": "longest", "cheapest": {}},
+            "cheapest: found an .* write load_policy: cheapest, or rem",
+        ),
+        ({"load_policy": "cheapest", "cheapest": {"min_token": 1}}, "did you mean min_tokens"),
+        (
+            {"load_policy": "cheapest", "cheapest": {"margin": -1}},
+            "cheapest.margin: found -1; input sho",
+        ),
+        (
+            {"load_policy": "cheapest", "cheapest": 64},
+            "cheapest: found 64; write its settings, like",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], says: str) -> None:

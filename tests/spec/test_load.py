@@ -85,7 +85,7 @@ def bomb(form: str) -> str:
 @pytest.mark.parametrize("form", ["{this}: &{this} [{inner}]", "{this}: &{this} {{<<: [{inner}]}}"])
 @pytest.mark.timeout(20)
 def test_anchor_bombs_are_harmless(tmp_path: Path, form: str) -> None:
-    lines = problems(tmp_path, f"version: 1\n{bomb(form)}\nload: *i\nsalt: *i\ntiers: *i\n")
+    lines = problems(tmp_path, f"version: 1\n{bomb(form)}\nload_policy: *i\nsalt: *i\ntiers: *i\n")
     assert lines[0].startswith("chain.yaml:2: a: found an unknown key; use one of version, tiers,")
     assert any(": tiers" in line for line in lines)
     assert max(map(len, lines)) < 300
@@ -128,7 +128,7 @@ def test_a_date_and_a_merge_key_are_plain_text() -> None:
 def test_all_problems_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     text = """\
 version: 1
-load: frist
+load_policy: frist
 tiers:
   - type: cpu
     capcity: 8GiB
@@ -143,7 +143,7 @@ promote: perhaps
 """
     told = problems(tmp_path, text)
     assert [line.split(": found")[0] for line in told] == [
-        "chain.yaml:2: load",
+        "chain.yaml:2: load_policy",
         "chain.yaml:5: tiers[0].capcity",
         "chain.yaml:9: tiers[1].capacity",
         "chain.yaml:11: tiers[2].name",
@@ -236,7 +236,7 @@ TIERS = st.fixed_dictionaries(
 
 @settings(deadline=None, max_examples=150)
 @given(
-    st.dictionaries(st.sampled_from(["version", "load", "salt", "staging", "y"]), VALUES),
+    st.dictionaries(st.sampled_from(["version", "load_policy", "salt", "staging", "y"]), VALUES),
     st.lists(TIERS, max_size=3) | VALUES,
 )
 def test_any_mapping_is_a_chain_or_lines_about_it(

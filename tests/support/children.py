@@ -116,4 +116,4 @@ class BlockTier(Tier):
 
 def chain(*children: Any, load: str = "stitched") -> MultiConnector:
     """The scheduler half of a chain with blocks of four tokens."""
-    return MultiConnector(Role.SCHEDULER, children, load=load, block_tokens=4)
+    return MultiConnector(Role.SCHEDULER, children, load_policy=load, block_tokens=4)

@@ -88,7 +88,7 @@ def open_chain(
         return MultiConnector(
             role,
             children,
-            load=chain.load,
+            load_policy=chain.load_policy,
             cheapest=chain.cheapest,
             now=now,
             wait_budget=wait_budget,

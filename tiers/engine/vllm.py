@@ -131,13 +131,15 @@ def configured_chain(vllm_config: VllmConfig) -> ChainSpec | None:
             "--kv-transfer-config, as `kvtiers config FILE` prints it."
         )
     extra = transfer.kv_connector_extra_config
-    if extra.get("connectors") and set(extra) <= {"connectors", "load"}:
+    if extra.get("connectors") and set(extra) <= {"connectors", "load_policy"}:
         return None
+    if "load" in extra:
+        raise ValueError("kv_connector_extra_config has load, which was renamed: write load_policy")
     if set(extra) != {"chain"}:
         raise ValueError(
             f"kv_connector_extra_config has {sorted(extra)}; it takes one key. chain: the path of "
             "a chain's YAML file, or the chain itself; or connectors: a list of connectors, with "
-            "which load may be given."
+            "which load_policy may be given."
         )
     return load_chain(extra["chain"])
 
@@ -183,7 +185,7 @@ class KVTiersConnector(WorkerMembers):
                 [child.cls(child.vllm_config, role, kv_cache_config) for child in children],
                 names=[child.name for child in children],
                 chain=identity(vllm_config),
-                load=load_policy(vllm_config),
+                load_policy=load_policy(vllm_config),
                 block_tokens=vllm_config.cache_config.block_size,
             )
 
@@ -220,7 +222,7 @@ class KVTiersConnector(WorkerMembers):
         self._chain.on_new_request(request)
 
     def disable_store(self, request: Request) -> None:
-        """No member of vLLM's: an outer connector of ours calls it (see `Connector.disable_store`)."""
+        """An outer connector of ours calls it, not vLLM (see `Connector.disable_store`)."""
         self._chain.disable_store(request)
 
     def get_external_cache_hit_sources(

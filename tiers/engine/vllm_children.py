@@ -99,16 +99,17 @@ def identity(vllm_config: VllmConfig) -> str:
 
 
 def load_policy(vllm_config: VllmConfig) -> LoadPolicy:
-    """Which of the listed connectors serves: `load` beside the list, else `first`.
+    """Which of the listed connectors serves: `load_policy` beside the list, else `first`.
 
     Raises ValueError for a policy that divides requests: vLLM's connectors load all or nothing.
     """
-    load = vllm_config.kv_transfer_config.kv_connector_extra_config.get("load", "first")
-    if load == "first" or load == "longest":
-        return cast(LoadPolicy, load)
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    policy = extra.get("load_policy", "first")
+    if policy == "first" or policy == "longest":
+        return cast(LoadPolicy, policy)
     raise ValueError(
-        f"load is {load!r}; over a list of connectors it is first or longest. A chain among them "
-        "has its own load, which may be any."
+        f"load_policy is {policy!r}; over a list of connectors it is first or longest. A chain "
+        "among them has its own, which may be any."
     )
 
 

@@ -57,9 +57,9 @@ class RedisSpec(StoreSpec):
     key_prefix: Annotated[str, Field(pattern=r"^[!-~]+$", max_length=128)] = Field(
         default="kvtiers", description="Start of every key, before a colon."
     )
-    codec: Literal["none", "zstd", "planes", "auto"] = Field(
+    codec: Literal["none", "zstd", "byteplanes", "auto"] = Field(
         default="none",
-        description="Compression of what is stored, without loss: planes suits bfloat16 and "
+        description="Compression of what is stored, without loss: byteplanes suits bfloat16 and "
         "float16, auto takes it where it pays. For links slower than some 700 MB/s.",
     )
 

@@ -287,4 +287,4 @@ def test_another_connector_serves_where_it_has_more_than_ours_are_to_load(
     choice = chooser.choose(FakeRequest("asked", 1024), 0)
     assert choice.child == child
     chooser.decided("asked", choice)
-    assert ours.noted == ({"passed_over": 1} if child is None else {})
+    assert ours.noted == ({"recompute_preferred": 1} if child is None else {})

@@ -26,7 +26,7 @@ def test_without_rules_all_is_stored(clock: Clock) -> None:
 
 
 def test_a_block_is_stored_when_enough_requests_had_it(clock: Clock) -> None:
-    admission = rules(clock, store_after=3)
+    admission = rules(clock, store_threshold=3)
     assert [admission.refuses(b"key", 1) for _ in range(3)] == ["store_deferred"] * 2 + [None]
     assert admission.refuses(b"key", 1) is None, "it could not be stored then"
     admission.stores(b"key", 1)
@@ -34,7 +34,7 @@ def test_a_block_is_stored_when_enough_requests_had_it(clock: Clock) -> None:
 
 
 def test_counts_are_kept_for_so_many_blocks(clock: Clock) -> None:
-    admission = rules(clock, store_after=2)
+    admission = rules(clock, store_threshold=2)
     admission.refuses(b"old", 1)
     for number in range(COUNTED):
         admission.refuses(number.to_bytes(8, "big"), 1)
@@ -60,6 +60,6 @@ def test_a_write_budget_holds_over_days_and_lets_an_hour_s_worth_pass_at_once(
 
 
 def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
-    admission = rules(clock, store_after=2)
+    admission = rules(clock, store_threshold=2)
     admission.is_up = False
     assert admission.refuses(b"key", 1) == "store_dropped_down"

@@ -29,7 +29,7 @@ def drafting(
 
     def make(load: str) -> ReplayEngine:
         tiers = [cpu(20), disk(tmp_path, "8MiB")]
-        chain = chain_of(*tiers, load=load, staging=400 * SLOT)
+        chain = chain_of(*tiers, load_policy=load, staging=400 * SLOT)
         return engine(chain, model=model, num_blocks=600, drops_last=True)
 
     return make

@@ -52,7 +52,7 @@ def test_answers_are_those_of_an_engine_without_tiers(
         "disk": disk(tmp_path / "disk", "160KiB"),
         "redis": redis(shared_server, tmp_path),
     }
-    chain = chain_of(*(tiers.values() if kind == "all" else [tiers[kind]]), load=load)
+    chain = chain_of(*(tiers.values() if kind == "all" else [tiers[kind]]), load_policy=load)
     made = engine(chain, num_blocks=24, prefix_caching=prefix_caching, processes=processes)
     drive(made, seed=1)
     made.settle()
@@ -210,7 +210,7 @@ def test_more_work_than_the_host_pool_holds(
     chain = chain_of(cpu(2), disk(tmp_path), staging=3 * SLOT)
     made = engine(chain, num_blocks=24)
     drive(made, seed=4)
-    assert sum(c.get("store_dropped_room", 0) for c in made.stats.data.values()) > 0
+    assert sum(c.get("store_dropped_no_slot", 0) for c in made.stats.data.values()) > 0
 
 
 def test_a_chain_whose_every_tier_is_unusable(

@@ -90,7 +90,7 @@ def test_stitched_takes_full_layers_from_one_tier_and_windows_from_another(
     one.close()
     drop_from_disk(tmp_path / "fast", window_parts)
     drop_from_disk(tmp_path / "slow", first_blocks)
-    two = engine(chain_of(fast, slow, load="stitched", staging=STAGING), model=HYBRID)
+    two = engine(chain_of(fast, slow, load_policy="stitched", staging=STAGING), model=HYBRID)
     expect(two, 48)
     tokens = {tier: two.stats[tier]["loaded_tokens"] for tier in ("fast", "slow")}
     assert tokens == {"fast": (12 - REACH) * 4, "slow": REACH * 4}

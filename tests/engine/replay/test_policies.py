@@ -73,7 +73,7 @@ def test_two_tiers_fill_each_others_gaps(
     engine: MakeEngine, tmp_path: Path, world_size: int, processes: bool
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    chain = chain_of(disk(one), disk(two), load="stitched")
+    chain = chain_of(disk(one), disk(two), load_policy="stitched")
     made = engine(chain, prefix_caching=False, world_size=world_size, processes=processes)
     hashes = fill(made)
     drop_from_disk(one, names(made, pick(hashes, ODD)))
@@ -91,7 +91,7 @@ def test_a_small_cpu_tier_over_disk_over_redis(
     processes: bool,
 ) -> None:
     chain = chain_of(
-        cpu(4 * world_size), disk(tmp_path), redis(shared_server, tmp_path), load="stitched"
+        cpu(4 * world_size), disk(tmp_path), redis(shared_server, tmp_path), load_policy="stitched"
     )
     made = engine(chain, prefix_caching=False, world_size=world_size, processes=processes)
     hashes = fill(made)
@@ -108,7 +108,9 @@ def test_a_short_prefix_above_hides_a_longer_one_only_from_first(
     engine: MakeEngine, tmp_path: Path, load: str, expected: int
 ) -> None:
     one = tmp_path / "one"
-    made = engine(chain_of(disk(one), disk(tmp_path / "two"), load=load), prefix_caching=False)
+    made = engine(
+        chain_of(disk(one), disk(tmp_path / "two"), load_policy=load), prefix_caching=False
+    )
     drop_from_disk(one, names(made, fill(made)[1:]))
     assert ask_again(made).loaded_tokens == expected
 
@@ -119,7 +121,7 @@ def test_a_block_that_fails_in_one_of_two_tiers_truncates_what_both_load(
     engine: MakeEngine, tmp_path: Path, damaged: str, world_size: int, processes: bool
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    chain = chain_of(disk(one), disk(two), load="stitched")
+    chain = chain_of(disk(one), disk(two), load_policy="stitched")
     made = engine(chain, prefix_caching=False, world_size=world_size, processes=processes)
     hashes = fill(made)
     drop_from_disk(one, names(made, pick(hashes, [0, 1, 2, 8, 9, 10, 11])))
@@ -139,7 +141,7 @@ def test_a_request_ends_when_every_tier_fails_to_load_it(
     engine: MakeEngine, tmp_path: Path, load: str
 ) -> None:
     folders = [tmp_path / name for name in ("one", "two", "three")]
-    made = engine(chain_of(*map(disk, folders), load=load), prefix_caching=False)
+    made = engine(chain_of(*map(disk, folders), load_policy=load), prefix_caching=False)
     fill(made)
     for folder in folders:
         damage_disk(folder)
@@ -186,7 +188,7 @@ def test_tiers_that_never_load_what_they_promise_are_each_tried_once(
 ) -> None:
     tiers = [LyingSpec(type="lying", name="a"), LyingSpec(type="lying", name="b")]
     honest = DiskSpec(type="disk", path=tmp_path, capacity=1 << 20)
-    chain = ChainSpec(version=1, staging=64 * SLOT, load=load, tiers=(*tiers, honest))
+    chain = ChainSpec(version=1, staging=64 * SLOT, load_policy=load, tiers=(*tiers, honest))
     made = engine(chain, prefix_caching=False, world_size=world_size)
     fill(made)
     request = ask_again(made, world_size)
@@ -213,7 +215,7 @@ def test_aborts_and_preemptions_in_the_middle_of_shared_loads(
         cpu(6 * world_size),
         disk(tmp_path, f"{160 * world_size}KiB"),
         redis(shared_server, tmp_path),
-        load="stitched",
+        load_policy="stitched",
     )
     made = engine(
         chain,
@@ -232,7 +234,7 @@ def test_an_aborted_request_keeps_its_blocks_until_the_last_tier_has_ended(
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     made = engine(
-        chain_of(disk(one), disk(two), load="stitched"),
+        chain_of(disk(one), disk(two), load_policy="stitched"),
         prefix_caching=False,
         open_copier=SlowScatters,
     )
@@ -253,7 +255,7 @@ def test_an_aborted_request_keeps_its_blocks_until_the_last_tier_has_ended(
 def test_preempted_requests_are_loaded_from_several_tiers_again_and_again(
     engine: MakeEngine, tmp_path: Path
 ) -> None:
-    chain = chain_of(cpu(30), disk(tmp_path), load="stitched")
+    chain = chain_of(cpu(30), disk(tmp_path), load_policy="stitched")
     made = engine(chain, num_blocks=24, prefix_caching=False)
     prompts = [[n] * 20 for n in range(8)]
     requests = [made.add(prompt, 40) for prompt in prompts]
@@ -303,7 +305,7 @@ def test_a_tier_that_is_looking_delays_nobody_once_the_others_have_all(
     chain = ChainSpec(
         version=1,
         staging=64 * SLOT,
-        load=load,
+        load_policy=load,
         tiers=(silent, DiskSpec(type="disk", path=tmp_path, capacity=1 << 20)),
     )
     made = engine(chain, prefix_caching=False)
@@ -322,7 +324,7 @@ def test_a_tier_that_is_looking_delays_nobody_once_the_others_have_all(
 @pytest.mark.parametrize("load", ["first", "longest", "stitched"])
 def test_a_request_limits_its_own_loading(engine: MakeEngine, tmp_path: Path, load: str) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    made = engine(chain_of(disk(one), disk(two), load=load), prefix_caching=False)
+    made = engine(chain_of(disk(one), disk(two), load_policy=load), prefix_caching=False)
     drop_from_disk(one, names(made, fill(made)[2:]))
 
     def load_with(**limits: Any) -> int:

@@ -62,7 +62,7 @@ def test_a_shard_that_one_rank_lacks_ends_the_prefix(
 def test_a_shard_damaged_on_one_rank_is_recomputed_on_all_and_others_load_on(
     engine: MakeEngine, tmp_path: Path, rank: int, processes: bool, load: str
 ) -> None:
-    chain = chain_of(disk(tmp_path), load=load)
+    chain = chain_of(disk(tmp_path), load_policy=load)
     made = engine(chain, prefix_caching=False, world_size=2, processes=processes)
     bad = shard(made, rank, fill(made, PROMPT, OTHER)[5])
     assert damage_blocks(tmp_path, bad.__eq__) == 1
@@ -81,7 +81,7 @@ def test_one_of_two_tiers_fails_on_one_rank(
 ) -> None:
     """Each tier has half of the blocks; what the other loaded behind the failed one is no use."""
     one, two = tmp_path / "one", tmp_path / "two"
-    chain = chain_of(disk(one), disk(two), load="stitched")
+    chain = chain_of(disk(one), disk(two), load_policy="stitched")
     made = engine(chain, prefix_caching=False, world_size=2, processes=processes)
     hashes = fill(made, PROMPT, OTHER)
     drop_from_disk(one, names(made, hashes[1::2]))

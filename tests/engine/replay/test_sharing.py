@@ -32,7 +32,7 @@ MakeEngine = Callable[..., ReplayEngine]
 def test_sixteen_requests_of_one_prefix_load_it_once(
     engine: MakeEngine, tmp_path: Path, load: str
 ) -> None:
-    made = engine(chain_of(cpu(40), disk(tmp_path), load=load), num_blocks=400)
+    made = engine(chain_of(cpu(40), disk(tmp_path), load_policy=load), num_blocks=400)
     fill(made)
     requests = [add(made, n) for n in range(16)]
     made.step()
@@ -48,7 +48,7 @@ def test_sixteen_requests_of_one_prefix_load_it_once(
 def test_layers_with_windows_and_ranks(
     engine: MakeEngine, tmp_path: Path, model: ReplayModel, world_size: int
 ) -> None:
-    chain = chain_of(disk(tmp_path, "8MiB"), load="stitched", staging=400 * SLOT)
+    chain = chain_of(disk(tmp_path, "8MiB"), load_policy="stitched", staging=400 * SLOT)
     made = engine(chain, model=model, num_blocks=600, world_size=world_size)
     fill(made)
     requests = [add(made, n) for n in range(8)]
@@ -58,7 +58,7 @@ def test_layers_with_windows_and_ranks(
 
 def test_two_tiers_that_serve_together(engine: MakeEngine, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    made = engine(chain_of(disk(one), disk(two), load="stitched"), num_blocks=400)
+    made = engine(chain_of(disk(one), disk(two), load_policy="stitched"), num_blocks=400)
     hashes = fill(made).block_hashes[:16]
     drop_from_disk(one, names(made, hashes[::2]))
     drop_from_disk(two, names(made, hashes[1::2]))

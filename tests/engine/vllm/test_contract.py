@@ -122,14 +122,16 @@ def test_a_list_of_connectors_may_say_which_of_them_serves() -> None:
         made.kv_transfer_config.kv_connector_extra_config.update(extra)
         return made
 
-    assert configured_chain(config(load="longest")) is None
+    assert configured_chain(config(load_policy="longest")) is None
     assert load_policy(config()) == "first"
-    assert load_policy(config(load="longest")) == "longest"
+    assert load_policy(config(load_policy="longest")) == "longest"
     for wrong in ("stitched", "fastest", ["first"], None):
         with pytest.raises(ValueError, match="first or longest"):
-            load_policy(config(load=wrong))
+            load_policy(config(load_policy=wrong))
     with pytest.raises(ValueError, match="loads"):
         configured_chain(config(loads="longest"))
+    with pytest.raises(ValueError, match="renamed: write load_policy"):
+        configured_chain(config(load="longest"))
 
 
 def test_two_children_of_one_name_are_refused() -> None:

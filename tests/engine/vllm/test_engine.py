@@ -94,7 +94,7 @@ def test_hundreds_of_requests_with_aborts_in_too_little_kv(
     redis = {"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path)}
     tiers = [{"type": "cpu", "capacity": "2MiB"}, disk(tmp_path / "disk"), redis]
     few = {"num_gpu_blocks_override": 34, "abort": 100, **IN_PROCESS}
-    run = run_vllm([requests], tiers, load="cheapest", **few)
+    run = run_vllm([requests], tiers, load_policy="cheapest", **few)
     assert run.count("cpu", "load_tokens_per_second") > 0
     assert run.count("cpu", "prefill_tokens_per_second") > 0
     assert run.preemptions > 0

@@ -72,7 +72,7 @@ def test_requests_are_preempted_and_aborted_in_too_little_kv(
 ) -> None:
     tiers = [{"type": "cpu", "capacity": "2MiB"}, disk(tmp_path)]
     few = {"num_gpu_blocks_override": 56, "abort": 30}
-    run = run_windowed(GEMMA, [CONCURRENT * 6], tiers, load="stitched", **few)
+    run = run_windowed(GEMMA, [CONCURRENT * 6], tiers, load_policy="stitched", **few)
     assert run.preemptions > 0
     assert sum(run.loaded().values()) > 0
     for number, tokens in enumerate(run.tokens[0]):

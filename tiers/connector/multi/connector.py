@@ -41,7 +41,7 @@ class MultiConnector(MultiWorker):
         *,
         names: Sequence[str] | None = None,
         chain: str = "",
-        load: LoadPolicy = "first",
+        load_policy: LoadPolicy = "first",
         block_tokens: int = 1,
         window: int = 0,
         drops_last: bool = False,
@@ -60,7 +60,7 @@ class MultiConnector(MultiWorker):
         super().__init__(role, children, names=names, chain=chain)
         self._block_tokens = block_tokens
         self._cheapest: Cheapest | None = None
-        if load == "cheapest":
+        if load_policy == "cheapest":
             self._cheapest = Cheapest(
                 cheapest or CheapestSpec(),
                 block_tokens,
@@ -71,7 +71,7 @@ class MultiConnector(MultiWorker):
         self._chooser = Chooser(
             self.children,
             self.names,
-            load,
+            load_policy,
             block_tokens,
             window=window,
             drops_last=drops_last,

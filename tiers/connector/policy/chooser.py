@@ -112,7 +112,7 @@ class Chooser:
         for index in choice.passed:
             _, child = self._children[index]
             assert isinstance(child, TimedLoader)
-            child.note(passed_over=1)
+            child.note(recompute_preferred=1)
 
     def step_ended(self, number: int | None) -> None:
         """The results of a step are here; `number` as `Cheapest` gave it."""

@@ -23,12 +23,12 @@ class Admission:
 
     def __init__(self, spec: OffloadingSpec, now: Callable[[], float], alone: bool = False) -> None:
         store = spec if isinstance(spec, StoreSpec) else None
-        self.queue = store.queue if store is not None else None
+        self.max_inflight = store.max_inflight if store is not None else None
         self.is_up = True
         self.share = 1.0 if alone else 0.5
         """Of all slots, what the tier's stores under way may hold."""
         self.intake = Intake(spec, now)
-        self._store_after = spec.store_after
+        self._store_threshold = spec.store_threshold
         self._budget = store.write_budget if store is not None else None
         self._now = now
         self._counts: dict[bytes, int] = {}
@@ -45,13 +45,13 @@ class Admission:
         return None if self._can_pay(size) else "store_dropped_budget"
 
     def _is_touched_enough(self, key: bytes) -> bool:
-        if self._store_after == 1:
+        if self._store_threshold == 1:
             return True
         count = self._counts.pop(key, 0) + 1
         self._counts[key] = count
         if len(self._counts) > COUNTED:
             del self._counts[next(iter(self._counts))]
-        return count >= self._store_after
+        return count >= self._store_threshold
 
     def _can_pay(self, size: int) -> bool:
         if self._budget is None:

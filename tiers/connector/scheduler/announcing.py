@@ -25,7 +25,7 @@ class Announcer:
             "chain of %d tier(s): load policy %s, blocks of %s on each of %d rank(s), %d slots of "
             "host memory on each",
             len(self._chain.tiers),
-            self._chain.load,
+            self._chain.load_policy,
             format_size(payload_bytes),
             ranks,
             slots,

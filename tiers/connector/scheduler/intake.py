@@ -77,19 +77,20 @@ class Intake:
         if reason == "store_dropped_budget" and store is not None and store.write_budget:
             return (
                 f"raise its write_budget, now {format_rate(store.write_budget)}, or keep out with "
-                "store_after: 2 what is asked for only once"
+                "store_threshold: 2 what is asked for only once"
             )
         if reason == "store_failures":
             return (
                 "it did not store the others; look for its errors in this log, and at its capacity "
                 "and the room that it has"
             )
-        if reason == "store_dropped_room" or store is None:
+        if reason == "store_dropped_no_slot" or store is None:
             return "no slot of host memory was free; raise staging"
-        setting = "staging" if store.queue is None else f"its queue, now {format_size(store.queue)}"
+        most = store.max_inflight
+        setting = "staging" if most is None else f"its max_inflight, now {format_size(most)}"
         if store.store_rate is not None:
             setting += f" or its store_rate, now {format_rate(store.store_rate)}"
         return (
             f"it stores more slowly than blocks come; raise {setting}, or keep out with "
-            "store_after: 2 what is asked for only once"
+            "store_threshold: 2 what is asked for only once"
         )

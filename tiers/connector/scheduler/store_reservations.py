@@ -10,7 +10,7 @@ from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.manager import TierManager
 from tiers.host.slots import SlotPool
 
-FOR_ROOM = ("store_dropped_queue", "store_dropped_room")
+FOR_ROOM = ("store_dropped_inflight", "store_dropped_no_slot")
 """Why a block is refused that is offered again."""
 
 
@@ -49,10 +49,10 @@ class StoreReservations:
                 continue
             reason = self.admission.refuses(key, self.block_bytes)
             if reason is None and self.room(manager) <= 0:
-                reason = "store_dropped_queue"
+                reason = "store_dropped_inflight"
             claim = self.pool.claim(key) if reason is None else None
             if claim is None:
-                refused[place] = reason or "store_dropped_room"
+                refused[place] = reason or "store_dropped_no_slot"
                 continue
             self.admission.stores(key, self.block_bytes)
             self.slots_pinned += 1
@@ -66,8 +66,8 @@ class StoreReservations:
             return self.pool.num_slots
         # A tier that lags behind may not hold all slots, or it would starve the others.
         most = max(1, int(self.pool.num_slots * self.admission.share))
-        if self.admission.queue is not None and self.block_bytes:
-            most = min(most, max(1, self.admission.queue // self.block_bytes))
+        if self.admission.max_inflight is not None and self.block_bytes:
+            most = min(most, max(1, self.admission.max_inflight // self.block_bytes))
         return most - self.slots_pinned
 
     def begin(self, jobs: Iterable[StoreJob]) -> None:

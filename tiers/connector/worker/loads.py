@@ -233,7 +233,7 @@ class Loading:
             self._said_late = True
             logger.warning(
                 "tier %r: a load took longer than the %.3g s it had; what had arrived is used. "
-                "The metric late_loads counts how often",
+                "The metric load_timeouts counts how often",
                 self._tier,
                 seconds,
             )

@@ -147,7 +147,7 @@ class OffloadingWorker:
             self._note_end(job.job_id, len(job.items), Outcome(failed, seconds), "load")
             self._ended[job.job_id].lost = lost
             late = int(bool(failed) and not in_time)
-            merge(self._measures, {"late_loads": late, "damaged_blocks": damaged})
+            merge(self._measures, {"load_timeouts": late, "damaged_blocks": damaged})
             if self._host.engine.all_or_nothing_loads:
                 self._failed_requests |= {job.request_id} if failed else set()
             else:

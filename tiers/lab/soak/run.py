@@ -131,7 +131,7 @@ class Soak:
         self._chain = ChainSpec.model_validate(
             {
                 "version": 1,
-                "load": "stitched",
+                "load_policy": "stitched",
                 "max_wait": f"{MAX_WAIT}s",
                 "staging": 300 * SLOT,
                 "tiers": [cpu, sabotaged, redis],
