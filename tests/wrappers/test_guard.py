@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -85,6 +85,26 @@ class Everything(Peeking, Touching, Measuring, Clearing):
     def describe(self) -> str:
         self._answer("describe", 0)
         return "here"
+
+
+class Damaging(Store):
+    found = 0
+
+    def damaged(self) -> int:
+        return self.found
+
+
+class Timer:
+    """A threading.Timer that a test lets ring."""
+
+    daemon = False
+
+    def __init__(self, due: list[Callable[[], None]], call: Callable[[], None]) -> None:
+        self.due = due
+        self.call = call
+
+    def start(self) -> None:
+        self.due.append(self.call)
 
 
 @pytest.fixture
@@ -355,6 +375,38 @@ def test_each_change_of_state_is_logged_once(
     assert len(said) == 4
     assert "nearby: reads are down" in said[0] and "no route" in said[0]
     assert "nearby: reads are up again" in said[1]
+
+
+def test_a_tier_that_flaps_and_damages_is_said_and_then_summed_up(
+    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    minutes: list[Callable[[], None]] = []
+    monkeypatch.setattr(threading, "Timer", lambda seconds, call: Timer(minutes, call))
+    store = Damaging()
+    guarded = guard(store, "nearby", clock=clock)
+    for _ in range(3):
+        store.error = TierUnavailable("no route")
+        guarded.has([KEY])
+        store.error = None
+        clock.now += 1
+        guarded.has([KEY])
+    for found in (2, 2, 5):
+        store.found = found
+        guarded.get(Memory([KEY], 8).blocks)
+    assert [line.split(" (")[0] for line in caplog.messages] == [
+        "tier nearby: reads are down",
+        "tier nearby: reads are up again",
+        "tier nearby: reads are down",
+        "tier nearby: reads are up again",
+        "tier nearby: 2 block(s) were damaged; each is a miss and is computed again",
+    ]
+    caplog.clear()
+    for sum_up in minutes[:]:
+        sum_up()
+    assert caplog.messages == [
+        "tier nearby: 2 more times reads went down or up in the last minute; they are up now",
+        "tier nearby: 3 more blocks were damaged in the last minute",
+    ]
 
 
 def test_close_reaches_a_store_that_is_down_and_only_once() -> None:

@@ -12,6 +12,7 @@ from spec.fields import format_size
 from spec.offloading import StoreContext
 from tiers.block import expect, pack_header, parse_header, verify
 from tiers.concurrency.counter import LockedCounter
+from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.disk.access import DEFAULT_ACCESS, Access
 from tiers.disk.rows import Entry, Slot, label, label_start
 from tiers.disk.slab import slot_bytes
@@ -62,6 +63,10 @@ class DiskStore:
         self._vault = vaults.acquire(path, capacity, access)
         self._closed = False
         self._damaged = LockedCounter()
+        where = f"disk tier {path}"
+        self._failed_writes = RepeatedLog(logger, where, "writes failed")
+        self._failed_reads = RepeatedLog(logger, where, "reads failed")
+        self._failed_drops = RepeatedLog(logger, where, "times damaged blocks stayed")
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Say which blocks are live: microseconds, from the index's mapped memory."""
@@ -147,7 +152,13 @@ class DiskStore:
             held |= vault.settle(list(batch), slots, written)
         failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
         if failed:
-            logger.warning("disk tier %s: %d writes failed: %s", vault.path, len(failed), failed[0])
+            self._failed_writes.log(
+                "disk tier %s: %d write(s) failed: %s",
+                vault.path,
+                len(failed),
+                failed[0],
+                count=len(failed),
+            )
         if not held:
             raise failed[0] if failed else TierFull(f"{vault.path}: no slot could be freed")
         return held
@@ -183,7 +194,13 @@ class DiskStore:
         if failed and len(failed) == len(outcomes):
             raise failed[0]
         if failed:
-            logger.warning("disk tier %s: %d reads failed: %s", vault.path, len(failed), failed[0])
+            self._failed_reads.log(
+                "disk tier %s: %d read(s) failed: %s",
+                vault.path,
+                len(failed),
+                failed[0],
+                count=len(failed),
+            )
 
     def _drop_damaged(
         self, vault: Vault, jobs: Sequence[_Load], outcomes: Sequence[object]
@@ -198,11 +215,11 @@ class DiskStore:
             with vault.translated():
                 dropped = vault.forget(damaged)
         except TierError as error:
-            logger.warning("disk tier %s: damaged blocks stay: %s", vault.path, error)
+            self._failed_drops.log(
+                "disk tier %s: damaged blocks can't be dropped: %s", vault.path, error
+            )
         else:
             self._damaged.count("record", dropped)
-            if dropped:
-                logger.warning("disk tier %s: dropped %d damaged blocks", vault.path, dropped)
 
     def damaged(self) -> int:
         """Records that were not those of the index, and dropped."""

@@ -7,7 +7,6 @@ writes have a breaker each: a disk that takes nothing any more still gives what 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,17 +30,15 @@ from tiers.store import (
     capability,
     each,
 )
+from tiers.wrappers.guard_log import GuardLog
 
 T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
 
 RETRY_AFTER = 1.0
 """Seconds a failed tier is left alone at first; doubled by every trial that fails."""
 
 RETRY_AFTER_MAX = 30.0
 """Seconds a failed tier is left alone at most."""
-
 
 DEADLINE = 10.0
 """Seconds after which a verb that has not returned counts as failed."""
@@ -78,6 +75,8 @@ class Guarded(StoreWrapper):
         self._reads, self._writes = make(), make()
         # What needs no I/O proves nothing of what does; where it fails, that is left alone too.
         self._looks = make()
+        names = {self._reads: "reads", self._writes: "writes", self._looks: "lookups"}
+        self._log = GuardLog(tier_name, names)
         self._damaged = 0
         self._closed = False
 
@@ -125,6 +124,7 @@ class Guarded(StoreWrapper):
             found: object = damages.damaged()
             if type(found) is not int:
                 raise TierError(f"damaged answered a {type(found).__name__}")
+            self._log.damaged(found - self._damaged)
             self._damaged = found
         return got
 
@@ -146,11 +146,7 @@ class Guarded(StoreWrapper):
         closing.join(CLOSE_SECONDS)
         if closing.is_alive():
             self.failures.count("Late")
-            _log.warning(
-                "tier %s: not closed after %g s; the engine goes on without waiting for it",
-                self.tier_name,
-                CLOSE_SECONDS,
-            )
+            self._log.hangs_in_close(CLOSE_SECONDS)
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
         """As the store; False while the tier is left alone."""
@@ -223,7 +219,7 @@ class Guarded(StoreWrapper):
             self._fail(error, breaker, entered)
             return otherwise
         if entered is not None and breaker.succeeded(entered):
-            _log.warning("tier %s: %s are up again", self.tier_name, self._name(breaker))
+            self._log.up(breaker)
         return result
 
     def _fail(self, error: BaseException, breaker: Breaker, entered: Call | None) -> None:
@@ -231,26 +227,13 @@ class Guarded(StoreWrapper):
         if entered is not None and breaker.failed(entered):
             # Where an error of ours came from is no news; a defect's place is.
             trace = None if isinstance(error, KVTiersError) else error
-            self._say_down(breaker, f"{type(error).__name__}: {error}", trace)
+            self._log.down(breaker, f"{type(error).__name__}: {error}", trace)
 
     def _notice_late(self) -> None:
         for breaker in (self._reads, self._writes, self._looks):
             if breaker.notice_late():
                 self.failures.count("Late")
-                self._say_down(breaker, f"no answer after {breaker.deadline:g} s", None)
-
-    def _say_down(self, breaker: Breaker, why: str, trace: BaseException | None) -> None:
-        _log.warning(
-            "tier %s: %s are down (%s); tried again every %g s or more",
-            self.tier_name,
-            self._name(breaker),
-            why,
-            breaker.wait,
-            exc_info=trace,
-        )
-
-    def _name(self, breaker: Breaker) -> str:
-        return {self._reads: "reads", self._writes: "writes"}.get(breaker, "lookups")
+                self._log.down(breaker, f"no answer after {breaker.deadline:g} s", None)
 
 
 def guard(
@@ -272,7 +255,7 @@ def guard(
     a bad record, or a verb that takes longer than `deadline` seconds, also opens a breaker, that of
     reads, of writes, or of lookups in memory: the tier is left alone for `retry_after` seconds,
     then one call tries it; while trials fail the wait doubles up to `retry_after_max`. Going down
-    and coming up are logged once each. All times are in seconds.
+    and coming up are logged; where they repeat, a sum each minute is. All times are in seconds.
     """
     return Guarded(
         store,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tiers.concurrency.executors import io_executor
 from tiers.concurrency.rate_limit import RateLimit
+from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.contract.generation import space_of
 from tiers.connector.contract.messages import LoadItem, LoadJob
 from tiers.connector.worker.host_slots import HostSlots
@@ -96,6 +97,11 @@ class Loading:
         self._verify = verify
         self._throttle = throttle
         self._said_late = False
+        where = f"tier {tier!r}"
+        self._failed_loads = RepeatedLog(
+            logger, where, "loads failed on this worker", logging.ERROR
+        )
+        self._damage_log = RepeatedLog(logger, where, "blocks were damaged in host memory")
         self._loads: list[tuple[_Load, Future[None]]] = []
         self._bounce: list[SlotMemory] = []
         self._threads = io_executor(LOADERS, f"load-{tier}")
@@ -222,8 +228,15 @@ class Loading:
         if not in_time:
             future.cancel()
         elif (error := future.exception()) is not None:
-            logger.error("tier %r: a load failed on this worker: %s", self._tier, error)
+            self._failed_loads.log("tier %r: a load failed on this worker: %s", self._tier, error)
         failed, lost = load.end()
+        if load.damaged:
+            self._damage_log.log(
+                "tier %r: %d block(s) were damaged in host memory; they are computed again",
+                self._tier,
+                load.damaged,
+                count=load.damaged,
+            )
         if failed and not in_time:
             self._say_late(load.job.seconds)
         return Ended(load.job, failed, lost, load.seconds, in_time, load.damaged)

@@ -14,6 +14,7 @@ import torch
 from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.concurrency.executors import io_executor
 from tiers.concurrency.rate_limit import RateLimit
+from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.contract.copier import Copy
 from tiers.connector.contract.generation import space_of
 from tiers.connector.contract.messages import (
@@ -77,6 +78,9 @@ class OffloadingWorker:
         self._said_hello = False
         self._failures_seen = self._damaged_seen = 0
         self._health = HEALTHY
+        self._failed_stores = RepeatedLog(
+            logger, f"tier {name!r}", "stores failed on this worker", logging.ERROR
+        )
         ranks = host.engine.world_size
         load_rate = RateLimit(spec.load_rate if spec else None, ranks)
         self._loading = Loading(name, host, load_rate, self._verify)
@@ -180,7 +184,7 @@ class OffloadingWorker:
             return self._host.gather(job.items)
         except (RuntimeError, IndexError) as error:  # a device without memory, no such block
             # The slots hold nobody's block then, so that the job ends as failed.
-            logger.error("tier %r: blocks can't be gathered: %s", self.tier, error)
+            self._failed_stores.log("tier %r: blocks can't be gathered: %s", self.tier, error)
             return None
 
     def _put(self, job: StoreJob) -> Outcome:
@@ -243,7 +247,7 @@ class OffloadingWorker:
         error = store.future.exception()
         if error is None:
             return store.future.result()
-        logger.error("tier %r: a store failed on this worker: %s", self.tier, error)
+        self._failed_stores.log("tier %r: a store failed on this worker: %s", self.tier, error)
         return Outcome(set(range(len(store.job.items))), 0.0)
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
