@@ -14,12 +14,12 @@ from bench.report import Case, Measure
 from spec.offloading import StoreContext
 from tiers.block import NAMESPACE_BYTES
 from tiers.disk.access import Access
-from tiers.disk.presence import Table
-from tiers.disk.rows import label
+from tiers.disk.fingerprint_index import FingerprintTable
+from tiers.disk.registry import open_folders
+from tiers.disk.rows import index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
-from tiers.disk.vaults import vaults
 
 PAYLOAD = 4096
 _AT_ONCE = 1000
@@ -55,14 +55,14 @@ def _key(number: int) -> bytes:
 def _fill(path: Path, count: int) -> None:
     """Make a tier whose index names blocks that nobody wrote."""
     size = slot_bytes(PAYLOAD)
-    vault = vaults.acquire(path, count * size, Access("buffered"))
+    folder = open_folders.acquire(path, count * size, Access("buffered"))
     for start in range(0, count, _AT_ONCE):
-        with vault.edit() as edit:
+        with folder.edit() as edit:
             for number in range(start, start + _AT_ONCE):
-                edit.publish(label(_key(number)), edit.claim(size), PAYLOAD, bytes(16))
-    vault.slabs[size]  # makes the file
+                edit.publish(index_key(_key(number)), edit.claim(size), PAYLOAD, bytes(16))
+    folder.slabs[size]  # makes the file
     os.truncate(path / f"slab-{size}.dat", count * size)
-    vaults.release(vault)
+    open_folders.release(folder)
 
 
 def _reopen(path: Path, count: int) -> Measure:
@@ -84,13 +84,13 @@ def _memory(path: Path, count: int) -> Measure:
 
     def run() -> float:
         # What the first table of a process loads of torch is not the blocks'.
-        Table(1, [bytes(8)]).has([bytes(16)])
+        FingerprintTable(1, [bytes(8)]).has([bytes(16)])
         gc.collect()
         before = _resident()
         store = _open(path, count)
         for start in range(0, count, _AT_ONCE):
             store.peek([_key(number) for number in range(start, start + _AT_ONCE)])
-        while store._vault.presence.is_renewing:
+        while store._folder.fingerprints._renewing:
             time.sleep(0.01)
         grown = _resident() - before
         store.close()

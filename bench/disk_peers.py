@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench.disk_limits import Lanes, Payloads
-from tiers.disk.vault import THREADS
+from tiers.disk.open_folder import THREADS
 
 
 class FilePerBlock:

@@ -29,7 +29,7 @@ from tiers.connector.contract.messages import OffloadingWorkerMetadata, WorkerHa
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.connector.offloading import OffloadingConnector
 from tiers.cpu.spec import CpuSpec
-from tiers.disk.rows import label
+from tiers.disk.rows import index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
@@ -138,9 +138,9 @@ class Halves:
 def enter(store: DiskStore, prompts: Iterator[Prompt]) -> None:
     """Put prompts into a disk tier's index, without their bytes."""
     for prompt in prompts:
-        with store._vault.edit() as edit:
+        with store._folder.edit() as edit:
             for block_hash in prompt.block_hashes:
-                key = label(NAMESPACE + block_hash + bytes(GROUP_BYTES))
+                key = index_key(NAMESPACE + block_hash + bytes(GROUP_BYTES))
                 edit.publish(key, edit.claim(slot_bytes(PAYLOAD)), PAYLOAD, bytes(16))
 
 

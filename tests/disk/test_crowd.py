@@ -25,7 +25,7 @@ from tests.support.disk_audit import (
     put,
     settled,
 )
-from tiers.disk import locks, room, seal
+from tiers.disk import clean_close, locks, repair
 from tiers.disk.folder import Folder
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen
@@ -35,7 +35,7 @@ from tiers.wrappers.opening import open_guarded
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "WAIT_S", 0.5)
-    monkeypatch.setattr(seal, "CHECK_WAIT_S", 0.5)
+    monkeypatch.setattr(clean_close, "CHECK_WAIT_S", 0.5)
 
 
 @pytest.mark.fault(
@@ -60,13 +60,13 @@ def test_a_lock_that_is_held_is_not_the_end(tmp_path: Path) -> None:
 
 
 CHECKING = """
-from tiers.disk import seal
-digest = seal.digest
+from tiers.disk import clean_close
+digest = clean_close.compute
 def slow(index):
     say("digests")
     wait()
     return digest(index)
-seal.digest = slow
+clean_close.compute = slow
 """
 
 
@@ -100,7 +100,7 @@ def test_another_folder_opens_while_one_is_checked(
 ) -> None:
     """Two tiers of one chain."""
     begun, over = threading.Event(), threading.Event()
-    original = seal.digest
+    original = clean_close.compute
 
     def slow(index: Path) -> bytes:
         begun.set()
@@ -110,7 +110,7 @@ def test_another_folder_opens_while_one_is_checked(
     with opened(tmp_path / "large"):
         pass
     with monkeypatch.context() as patched, ThreadPoolExecutor(1) as threads:
-        patched.setattr(seal, "digest", slow)
+        patched.setattr(clean_close, "compute", slow)
         large = threads.submit(open_disk, tmp_path / "large")
         assert begun.wait(60)
         with ThreadPoolExecutor(1) as others:
@@ -159,7 +159,7 @@ def test_somebody_comes_and_goes_while_the_index_is_checked(
     """What was checked is not what is there once the lock is had: it is checked again."""
     with opened(tmp_path) as store:
         put(store, keys(0))
-    original, calls = seal.digest, 0
+    original, calls = clean_close.compute, 0
 
     def meanwhile(index: Path) -> bytes:
         nonlocal calls
@@ -171,7 +171,7 @@ def test_somebody_comes_and_goes_while_the_index_is_checked(
             (tmp_path / "index.seal").write_bytes(original(index))
         return found
 
-    monkeypatch.setattr(seal, "digest", meanwhile)
+    monkeypatch.setattr(clean_close, "compute", meanwhile)
     with opened(tmp_path) as store:
         assert get(store, keys(0)) == [True]
         assert calls == 2
@@ -235,16 +235,16 @@ def test_what_the_dead_had_reserved_is_freed_once(tmp_path: Path) -> None:
     dead.kill()
     with opened(tmp_path) as store:
         assert store.usage().used == 0
-        _, slots = store._vault.reserve({key(n): SLOT for n in range(2)})
-        with store._vault.edit() as edit:
+        _, slots = store._folder.reserve({key(n): SLOT for n in range(2)})
+        with store._folder.edit() as edit:
             stale = [(slot, owner) for slot in slots.values()]
-            assert room.reclaim(edit, store._vault.slabs, stale) == 0
+            assert repair.reclaim(edit, store._folder.slabs, stale) == 0
         assert store.usage().used == 2 * SLOT
         audit(store)
 
 
 RESERVING = """
-store._vault.reserve({key(n): SLOT for n in range(2)})
+store._folder.reserve({key(n): SLOT for n in range(2)})
 say("reserved")
 wait()
 """
@@ -276,7 +276,7 @@ def test_damage_that_shows_after_the_lock_is_let_go(tmp_path: Path) -> None:
     """In what opening reads last: the tier starts empty, as where it shows at once."""
     with opened(tmp_path) as store:
         put(store, keys(0, 1))
-        index = store._vault.index
+        index = store._folder.index
         with index._env.begin(write=True) as txn:
             txn.put(b"no slot", b"", db=index._tables["free"])
     with opened(tmp_path) as store:

@@ -26,7 +26,7 @@ from tests.support.disk_audit import (
     put,
     slab_path,
 )
-from tiers.disk.rows import label
+from tiers.disk.rows import index_key
 from tiers.disk.slab import PAGE
 from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("mode")
 def test_a_flipped_bit_is_a_miss_and_the_block_goes(tmp_path: Path, offset: int) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0, 1, 2))
-        slot = store._vault.index.find([label(key(1))])[0].slot.number  # type: ignore[union-attr]
+        slot = store._folder.index.find([index_key(key(1))])[0].slot.number  # type: ignore[union-attr]
         with slab_path(tmp_path).open("r+b") as slab:
             slab.seek(slot * SLOT + offset)
             byte = slab.read(1)[0]
@@ -251,7 +251,7 @@ def test_a_tier_that_can_not_grow_evicts(tmp_path: Path) -> None:
 def test_a_broken_slab_leaks_no_slot(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(*range(8)))
-        handle = store._vault.slabs[SLOT]._handle
+        handle = store._folder.slabs[SLOT]._handle
         kept = os.dup(handle)
         broken = os.open("/dev/full", os.O_RDWR)
         os.dup2(broken, handle)

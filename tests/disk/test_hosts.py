@@ -181,7 +181,7 @@ logging.getLogger("tiers").setLevel(logging.INFO)
 store = open_disk(path / "a b" / "tier")
 put(store, keys(0))
 store.close()
-assert "is on tmpfs: its blocks take memory" in said.getvalue()
+assert "is on tmpfs, so its blocks take memory" in said.getvalue()
 """
 
 

@@ -145,7 +145,7 @@ def test_a_sync_that_fails_promises_nothing(
     monkeypatch.setenv(MODE, "buffered sync")
     store = open_disk(tmp_path)
     put(store, keys(*range(8)))
-    handle = store._vault.slabs[SLOT]._handle
+    handle = store._folder.slabs[SLOT]._handle
     kept, sink = os.dup(handle), os.open("/dev/null", os.O_RDWR)
     os.dup2(sink, handle)  # takes every write and can't be synced
     with pytest.raises(TierUnavailable):

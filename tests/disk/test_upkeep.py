@@ -24,9 +24,9 @@ from tests.support.disk_audit import (
     put,
     settled,
 )
-from tiers.disk import upkeep, vault
+from tiers.disk import upkeep, uses
 from tiers.disk.edit import Edit
-from tiers.disk.rows import label
+from tiers.disk.rows import index_key
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
 
@@ -63,7 +63,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def stamp(store: DiskStore, name: bytes) -> int:
-    (found,) = store._vault.index.find([label(name)])
+    (found,) = store._folder.index.find([index_key(name)])
     return 0 if found is None else found.stamp
 
 
@@ -112,13 +112,13 @@ def test_no_edit_writes_all_uses_down(tmp_path: Path, counted: Counter[str]) -> 
     """A put after very many loads waits for some of their uses, not for all."""
     fill_index(tmp_path, 3000)
     store = DiskSpec(path=tmp_path, capacity=3000 * 8192).open(StoreContext(4096))
-    with store._vault.upkeep.held_back():
+    with store._folder.upkeep.held_back():
         store.touch(keys(*range(3000)))
         counted.clear()
         put(store, keys(5000), 4096)
-    while store._vault._uses:
+    while store._folder.uses:
         time.sleep(0.005)
-    assert 0 < counted["renew"] <= vault.USES_AT_ONCE + 2
+    assert 0 < counted["renew"] <= uses.AT_ONCE + 2
     before = stamp(store, key(0))
     for _ in range(100):
         store.touch(keys(0, 1, 2))
@@ -132,7 +132,7 @@ def test_no_edit_writes_all_uses_down(tmp_path: Path, counted: Counter[str]) -> 
 def test_uses_that_are_left_are_written_at_the_close(tmp_path: Path) -> None:
     store = open_disk(tmp_path, slots=4)
     put(store, keys(3, 2, 1, 0))
-    with store._vault.upkeep.held_back():
+    with store._folder.upkeep.held_back():
         for _ in range(10_000):
             store.touch(keys(3))
         store.touch(keys(1))
@@ -144,7 +144,7 @@ def test_uses_that_are_left_are_written_at_the_close(tmp_path: Path) -> None:
 
 READING = """
 store = open_disk(path)
-with store._vault.index._env.begin() as txn:
+with store._folder.index._env.begin() as txn:
     txn.get(b"a key")
     say("reads")
     wait()
@@ -165,7 +165,7 @@ def test_a_reader_that_died_holds_no_page_back(
         dead = Other(READING, tmp_path)
         assert dead.hear() == "reads"
         dead.kill()
-        environment = store._vault.index._env
+        environment = store._folder.index._env
         grown, pages = 0, environment.info()["last_pgno"]
         # It grows until the reader is cleared, and then, but for a few pages, no more.
         for batch in range(600):
@@ -196,9 +196,9 @@ def test_another_size_waits_until_the_tier_has_shrunk(tmp_path: Path) -> None:
     """It evicts no more than a few blocks of other sizes meanwhile, and takes no space."""
     fill_index(tmp_path, 3000)
     store = DiskSpec(path=tmp_path, capacity=3000 * 8192).open(StoreContext(4096))
-    vault = store._vault
-    with vault.upkeep.held_back():
-        vault.resize(500 * 8192)
+    folder = store._folder
+    with folder.upkeep.held_back():
+        folder.resize(500 * 8192)
         before = store.usage()
         with pytest.raises(Exception, match="no slot could be freed"):
             put(store, keys(5000), 60_000)
@@ -226,7 +226,7 @@ put(store, keys(5000), 4096)
 def test_space_behind_free_slots_is_given_back_in_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiers.disk.room._PUNCHED_AT_ONCE", 30)
+    monkeypatch.setattr("tiers.disk.repair._PUNCHED_AT_ONCE", 30)
     child = Other(KILLED, tmp_path)
     assert child.hear() == ""
     child.kill()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spec.offloading import StoreContext
-from tiers.disk.rows import Slot, label
+from tiers.disk.rows import Slot, index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
@@ -75,8 +75,8 @@ def allocated(path: Path) -> int:
 
 def audit(store: DiskStore) -> None:
     """Every slot is in exactly one state, every row has its counterpart, and the sums agree."""
-    vault = store._vault
-    with vault.index.edit(b"auditor of slots") as edit:
+    folder = store._folder
+    with folder.index.edit(b"auditor of slots") as edit:
         blocks = edit._txn.cursor(edit._tables["blocks"]).iternext(values=False)
         entries = {block: edit.entry(block) for block in list(blocks)}
         live = [entry.slot for entry in entries.values() if entry is not None]
@@ -87,7 +87,7 @@ def audit(store: DiskStore) -> None:
         stamps = {block: int.from_bytes(stamp, "big") for stamp, block in recency}
         assert stamps == {block: entry.stamp for block, entry in entries.items() if entry}
         assert edit.used == sum(slot.size for slot in live + reserved) <= edit.capacity
-        assert allocated(vault.path) <= edit.used
+        assert allocated(folder.path) <= edit.used
 
 
 def child_environment() -> dict[str, str]:
@@ -174,12 +174,12 @@ def fill_index(path: Path, count: int, payload: int = 4096) -> None:
     store = DiskSpec.model_validate({"path": path, "capacity": capacity}).open(
         StoreContext(payload)
     )
-    vault = store._vault
+    folder = store._folder
     for start in range(0, count, 1000):
-        with vault.edit() as edit:
+        with folder.edit() as edit:
             for number in range(start, min(count, start + 1000)):
-                edit.publish(label(key(number)), edit.claim(size), payload, bytes(16))
-    vault.slabs[size]  # makes the file
+                edit.publish(index_key(key(number)), edit.claim(size), payload, bytes(16))
+    folder.slabs[size]  # makes the file
     os.truncate(path / f"slab-{size}.dat", count * size)
     store.close()
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.support.disk_audit import get, key, open_disk, put
-from tiers.disk import room, seal, slab
+from tiers.disk import clean_close, slab, slot_allocator
 from tiers.disk.edit import Edit
 from tiers.disk.slab import slot_bytes
 from tiers.errors import TierFull
@@ -45,12 +45,12 @@ POINTS = {
     "slab write": (os, "pwritev"),
     "allocation": (os, "posix_fallocate"),
     "punch": (slab, "punch"),
-    "eviction": (room, "give_back"),
+    "eviction": (slot_allocator, "free"),
     "claim": (Edit, "claim"),
     "publish": (Edit, "publish"),
     "commit": (Edit, "save_state"),
-    "seal": (seal, "put"),
-    "seal written": (Path, "rename"),
+    "digest": (clean_close, "record"),
+    "digest written": (Path, "rename"),
 }
 """Where `die` ends a process: a name and what holds it."""
 
@@ -59,7 +59,7 @@ def die(path: Path, point: str, count: int) -> None:
     """Die halfway through the `count`th call at a point, or the first if it is at the close."""
     where, name = POINTS[point]
     original = getattr(where, name)
-    left = count if where not in (seal, Path) else 1
+    left = count if where not in (clean_close, Path) else 1
 
     def dying(*args: object) -> object:
         nonlocal left
@@ -68,7 +68,7 @@ def die(path: Path, point: str, count: int) -> None:
             if name == "pwritev":
                 half = args[1][-1]  # type: ignore[index]
                 original(args[0], [*args[1][:-1], half[: len(half) // 2]], args[2])  # type: ignore[index]
-            elif count % 2 and where not in (seal,):
+            elif count % 2 and where not in (clean_close,):
                 original(*args)
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args)
@@ -78,9 +78,9 @@ def die(path: Path, point: str, count: int) -> None:
 
 
 def reserve(path: Path) -> None:
-    """Take slots and never settle them: what a process killed while it writes leaves."""
+    """Reserve slots and never commit them: what a process killed while it writes leaves."""
     store = open_disk(path)
-    store._vault.reserve({key(900): slot_bytes(60_000), key(901): slot_bytes(60_000)})
+    store._folder.reserve({key(900): slot_bytes(60_000), key(901): slot_bytes(60_000)})
     print("ready", flush=True)
     time.sleep(600)
 

@@ -1,7 +1,9 @@
 """The disk tier: an LMDB index over slab files of fixed slots.
 
-From the outside in: `store` (the verbs), `vault` and `vaults` (what one process shares per folder),
-`upkeep` (what it does for the folder in the background), `room` (who gets a slot), `index` (the
-transactional index), `slab` (the bytes), `opening`, `owner`, `folder` and `mounts` (how a process
-comes in, who is there, and what the folder may be).
+From the outside in: `store` (the verbs), `registry` and `open_folder` (what one process shares per
+folder), `upkeep` and `uses` (its work in the background), `slot_allocator` (who gets a slot),
+`index`, `edit` and `rows` (the transactional index), `fingerprint_index` (lookups from memory),
+`slab` (the bytes). A process opens a folder by `opening`, with `folder` and `mounts` (what the
+folder may be), `owner` (who has it open), `clean_close` (whether the index is as it was closed) and
+`repair` (what dead processes left).
 """

@@ -1,13 +1,13 @@
-"""The tier's folder: what it must be, what lies in it, and the lock held while it is opened.
+"""The tier's folder: what it must be, which files it holds, and the lock held to open it.
 
 PATH/                 0700 when we make it, everything in it 0600
   index.mdb           LMDB: which key is in which slot
   index.mdb-lock
-  index.seal          its checksum, while no process has it open (see `seal`)
+  index.seal          its digest, while no process has it open (see `clean_close`)
   slab-<bytes>.dat    slots of that many bytes
-  owners/             one locked file per process that has the tier open
-  lock                held for moments, while a process opens or closes the tier
-  *.gone              what was wiped and is yet to be removed
+  owners/             one locked file per process that has the tier open (see `owner`)
+  lock                held briefly, while a process opens or closes the tier
+  *.gone              wiped files that are yet to be removed
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.index = path / "index.mdb"
-        self.seal = path / "index.seal"
+        self.digest = path / "index.seal"
         self.owners = path / "owners"
         self.lock = path / "lock"
         self.one_host = False
-        """Whether no other host can have the folder's file system mounted; see `prepare`."""
+        """Whether no other host can have the folder's file system mounted; set by `prepare`."""
 
     def prepare(self) -> None:
-        """Make the folder, or check the one that is there. Raises TierUnusable."""
+        """Make the folder, or check the one that exists. Raises TierUnusable and TierNotOpen."""
         kind = file_system(self.path)
         require_suitable(self.path, kind)
         self.one_host = kind in ONE_HOST
         if kind in MEMORY:
-            logger.info("disk tier %s is on %s: its blocks take memory", self.path, kind)
+            logger.info("disk tier %s is on %s, so its blocks take memory", self.path, kind)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if not os.path.lexists(self.path):
@@ -87,7 +87,7 @@ class Folder:
         self._check_files()
 
     def _check_files(self) -> None:
-        # A link planted in the folder would have us write where it points.
+        # We would write wherever a planted link points.
         for file in self._files():
             found = file.lstat()
             if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid():
@@ -101,8 +101,9 @@ class Folder:
                 )
 
     def _files(self) -> list[Path]:
-        index = (self.index, Path(f"{self.index}-lock"), self.seal, self.seal.with_suffix(".draft"))
-        fixed = (*index, self.owners, self.lock)
+        index = (self.index, Path(f"{self.index}-lock"))
+        digest = (self.digest, self.digest.with_suffix(".draft"))
+        fixed = (*index, *digest, self.owners, self.lock)
         return [f for f in (*fixed, *self.path.glob("slab-*.dat")) if os.path.lexists(f)]
 
     def _unwritable(self, error: OSError) -> TierNotOpen:
@@ -113,10 +114,10 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder's lock: one process at a time looks at the owners, and comes or goes.
+        """Hold the folder's lock: one process at a time scans the owners, and joins or leaves them.
 
-        Never while something takes time that grows with the tier. Raises TierNotOpen when the lock
-        can't be had in time, TierUnusable when the file system lacks what the tier needs.
+        Do no work in it that grows with the tier. Raises TierNotOpen if the lock can't be had in
+        time, TierUnusable if the file system can't punch holes.
         """
         try:
             lock = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -148,9 +149,9 @@ class Folder:
             )
 
     def wipe(self, why: str) -> None:
-        """Take index and slabs away; only under the lock, and only when no process has them open.
+        """Rename index and slabs away; only under the lock, when no process has them open.
 
-        Removing large files takes a while: that is `remove_gone`'s.
+        `remove_gone` removes them, which takes a while for large files.
         """
         logger.warning("disk tier %s starts empty: %s", self.path, why)
         mark = secrets.token_hex(4)
@@ -159,6 +160,6 @@ class Folder:
                 file.rename(file.with_name(f"{file.name}.{mark}{_GONE}"))
 
     def remove_gone(self) -> None:
-        """Remove what was wiped, by us or by a process that died of it. Raises OSError."""
+        """Remove wiped files, also those of a process that died before it could. Raises OSError."""
         for file in self.path.glob(f"*{_GONE}"):
             file.unlink(missing_ok=True)

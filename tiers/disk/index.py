@@ -1,10 +1,10 @@
-"""The index: which key is in which slot, who was used last, which slots are free. LMDB.
+"""The index, in LMDB: which block is in which slot, which was used last, which slots are free.
 
-What it calls a key is a block's label (see `rows`): as short as it is safe to be, since the index
-is nearly all that a block takes of memory. What changes it is in `edit`.
+A key here is a block's index key (see `rows`), which is as short as is safe: the index is nearly
+all the memory that a block takes. `edit` holds what changes the index.
 
-Commits that are not synced survive the death of a process but not of the machine, which the
-owner files tell (see `owner`).
+A commit that is not synced survives the death of a process but not of the machine; owner files tell
+which of the two happened (see `owner`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import lmdb
 from tiers.block import FORMAT_VERSION
 from tiers.disk.edit import Edit
 from tiers.disk.failures import Damaged
-from tiers.disk.rows import ROW, STATE, WORD, Entry, fields, parse_changes, parse_entry
+from tiers.disk.rows import DIGEST_WORD, ROW, STATE, Entry, fields, parse_changes, parse_entry
 from tiers.errors import TierUnusable
 from tiers.store import Usage
 
@@ -45,18 +45,20 @@ _FORMAT = f"kvtiers index {INDEX_FORMAT}, records {FORMAT_VERSION}".encode()
 
 
 class Snapshot(NamedTuple):
-    """Which blocks were live after row `row` of the log: how many, and the first 8 bytes of the
-    digest of each, in pieces to be read in order."""
+    """The live blocks after row `row` of the log: their number, and their digest words (the first 8
+    bytes of each digest), in pieces."""
 
     row: int
     num_blocks: int
-    words: Iterator[bytes]
+    digest_words: Iterator[bytes]
 
 
 def _allocate_readers(path: Path) -> None:
-    """Put disk space behind LMDB's lock file, which it makes as a hole and writes to as memory: on
-    a full disk one more reader, or the first, would kill the process by SIGBUS. Only while this
-    process has no LMDB on it: closing any handle of the file frees the locks LMDB has on it."""
+    """Allocate disk space for LMDB's lock file, which LMDB makes as a hole and writes as memory.
+
+    Without it, on a full disk, one more reader would kill the process by SIGBUS. Only while this
+    process has no LMDB open on the file: closing any handle of it frees the locks LMDB has on it.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     handle = os.open(f"{path}-lock", flags, 0o600)
     try:
@@ -66,10 +68,10 @@ def _allocate_readers(path: Path) -> None:
 
 
 class Index:
-    """One open LMDB environment. LMDB allows one per file and process: see `vault`.
+    """One open LMDB environment. LMDB allows one per file and process: see `registry`.
 
-    `synced`: a machine that goes down leaves the index as one of the last two commits made it;
-    `lasting`: as the last one did, for which a commit syncs twice.
+    `synced`: after a power cut the index is as one of the last two commits left it. `lasting`: as
+    the last one left it, for which each commit syncs twice.
 
     Its methods raise LMDB's errors; the constructor also Damaged, OSError, and TierUnusable for an
     index of another format.
@@ -134,13 +136,13 @@ class Index:
         return found
 
     def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        """Look keys up."""
+        """Return each key's live block, or None."""
         with self._env.begin(db=self._tables["blocks"]) as txn:
             found = [txn.get(key) for key in keys]
         return [None if data is None else parse_entry(data) for data in found]
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say which keys are live. From mapped memory; waits for nobody."""
+        """Say for each key whether it is live. Reads mapped memory and takes no lock."""
         with self._env.begin(db=self._tables["blocks"]) as txn:
             return [txn.get(key) is not None for key in keys]
 
@@ -157,18 +159,18 @@ class Index:
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """What is live now, for the body alone: its read transaction keeps old pages from reuse."""
+        """What is live now. Keep the body short: its transaction keeps old pages from reuse."""
         with self._env.begin() as txn:
             log = txn.cursor(self._tables["changes"])
             row = fields(ROW, log.key())[0] if log.last() else 0
             blocks = self._tables["blocks"]
             keys = txn.cursor(blocks).iternext(values=False)
-            pieces = iter(lambda: b"".join([key[WORD] for key in islice(keys, _AT_ONCE)]), b"")
+            pieces = iter(lambda: b"".join([k[DIGEST_WORD] for k in islice(keys, _AT_ONCE)]), b"")
             yield Snapshot(row, txn.stat(blocks)["entries"], pieces)
 
     def changes(self, after: int, limit: int) -> list[array[int]] | None:
-        """So many rows of the log at most, the first the one after row `after`: fingerprints in
-        the order of their changes. None if the log is that far no more."""
+        """Return the log's rows after row `after`, `limit` at most: fingerprints in the order of
+        their changes. None if the log no longer goes back to row `after`."""
         with self._env.begin(db=self._tables["changes"]) as txn:
             log = txn.cursor()
             last = fields(ROW, log.key())[0] if log.last() else 0
@@ -188,22 +190,24 @@ class Index:
 
     @contextmanager
     def edit(self, owner: bytes) -> Iterator[Edit]:
-        """One write transaction: all of the body's edits, or none if it raises."""
+        """One write transaction: applies all of the body's changes, or none if the body raises."""
         with self._env.begin(write=True) as txn:
             edit = Edit(txn, self._tables, owner)
             yield edit
             edit.save_state()
 
     def clear_readers(self) -> None:
-        """Take the dead out of LMDB's table of readers, every minute and when the file has grown:
-        pages that a dead process was reading are else never used again. Microseconds."""
+        """Remove dead processes from LMDB's table of readers, every minute and when the file grew.
+
+        Pages that a dead process was reading are never used again otherwise. Takes microseconds.
+        """
         pages, now = self._env.info()["last_pgno"], time.monotonic()
         if pages > self._pages or now > self._checked + READERS_CHECKED_S:
             self._pages, self._checked = pages, now
             self._env.reader_check()
 
     def sync(self) -> None:
-        """Make what is committed survive the machine."""
+        """Sync all commits to the device."""
         self._env.sync(True)
 
     def close(self) -> None:

@@ -51,18 +51,18 @@ def this_host() -> Host:
     return Host(boot, machine, name or _NAMELESS)
 
 
-class Census(NamedTuple):
+class Owners(NamedTuple):
     """Who is there: ids of the living, files of the dead; whether one died with the machine, and
     whether one that did not sync its commits did; why we may not come in, if so."""
 
     alive: frozenset[bytes]
     dead: tuple[Path, ...]
     rebooted: bool
-    torn: bool
+    unsynced_crash: bool
     refusal: str | None
 
 
-def survey(owners: Path, one_host: bool) -> Census:
+def scan_owners(owners: Path, one_host: bool) -> Owners:
     """Look at every owner file. Only under the folder's lock, since a new one is locked late.
 
     `one_host`: two hosts can't have the folder's file system mounted at once, so that an owner of
@@ -71,7 +71,7 @@ def survey(owners: Path, one_host: bool) -> Census:
     us = this_host()
     alive: set[bytes] = set()
     dead: list[Path] = []
-    rebooted = torn = False
+    rebooted = unsynced_crash = False
     refusal = None
     for file in owners.iterdir():
         name = _NAME.match(file.name)
@@ -87,8 +87,8 @@ def survey(owners: Path, one_host: bool) -> Census:
         else:
             dead.append(file)
             rebooted |= other_boot
-            torn |= other_boot and not name["synced"]
-    return Census(frozenset(alive), tuple(dead), rebooted, torn, refusal)
+            unsynced_crash |= other_boot and not name["synced"]
+    return Owners(frozenset(alive), tuple(dead), rebooted, unsynced_crash, refusal)
 
 
 def _is_of(us: Host, name: re.Match[str]) -> bool:

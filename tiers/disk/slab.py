@@ -77,7 +77,7 @@ class Slab:
         if not self._direct:
             parts = [memoryview(header), memoryview(_AFTER_HEADER), payload]
             return self._write(number * self._size, parts)
-        with self._scratch.taken() as slot:
+        with self._scratch.borrow() as slot:
             slot[: len(header)] = header
             whole = _on_pages(payload)
             if not whole:
@@ -90,7 +90,7 @@ class Slab:
             head = bytearray(PAGE)
             self._read(number * self._size, [memoryview(head), payload], PAGE + len(payload))
             return bytes(head[:HEADER_BYTES])
-        with self._scratch.taken() as slot:
+        with self._scratch.borrow() as slot:
             whole = _on_pages(payload)
             parts = [slot[:PAGE], payload] if whole else [slot]
             self._read(number * self._size, parts, PAGE + len(payload))
@@ -123,7 +123,7 @@ class Slab:
         for first, count in _runs(numbers):
             punch(self._handle, first * self._size, count * self._size)
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes that the file system has left for us."""
         found = os.fstatvfs(self._handle)
         return found.f_bavail * found.f_frsize

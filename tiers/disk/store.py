@@ -14,10 +14,10 @@ from tiers.block import expect, pack_header, parse_header, verify
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.disk.access import DEFAULT_ACCESS, Access
-from tiers.disk.rows import Entry, Slot, label, label_start
+from tiers.disk.open_folder import THREADS, OpenFolder, require_own
+from tiers.disk.registry import open_folders
+from tiers.disk.rows import Entry, Slot, index_key, index_key_prefix
 from tiers.disk.slab import slot_bytes
-from tiers.disk.vault import THREADS, Vault, require_own
-from tiers.disk.vaults import vaults
 from tiers.errors import RecordError, TierError, TierFull, TierUnusable
 from tiers.store import Block, Usage
 
@@ -41,7 +41,7 @@ class _Load(NamedTuple):
 class DiskStore:
     """A TierStore in a folder, with every capability of `tiers.store`.
 
-    Stores of one process on one folder share what is open (see `vault`); processes share the
+    Stores of one process on one folder share what is open (see `folder`); processes share the
     index. The capacity bounds the disk space of all slots, live and being written; the last
     store opened on a folder sets it. Blocks of any payload length share the folder.
 
@@ -60,7 +60,7 @@ class DiskStore:
                 f"{path}: capacity {format_size(capacity)} is less than one block of each of "
                 f"{site.num_ranks} process(es); set at least {size * site.num_ranks}B"
             )
-        self._vault = vaults.acquire(path, capacity, access)
+        self._folder = open_folders.acquire(path, capacity, access)
         self._closed = False
         self._damaged = LockedCounter()
         where = f"disk tier {path}"
@@ -70,45 +70,45 @@ class DiskStore:
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Say which blocks are live: microseconds, from the index's mapped memory."""
-        with self._vault.in_use() as vault:
-            return vault.index.has([label(key) for key in keys])
+        with self._folder.in_use() as folder:
+            return folder.index.has([index_key(key) for key in keys])
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
         """Say which blocks are live, of many in less than 0.2 microseconds each: from a table in
         memory that follows the index (see `presence`)."""
-        with self._vault.in_use() as vault:
-            return vault.presence.peek(keys)
+        with self._folder.in_use() as folder:
+            return folder.fingerprints.peek(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count blocks as used now, the first of them most. Reaches the index within seconds, with
         a put or without; recency alone is lost if the process is killed before."""
-        require_own(self._vault)
-        self._vault.note([label(key) for key in keys])
+        require_own(self._folder)
+        self._folder.uses.record([index_key(key) for key in keys])
 
     def usage(self) -> Usage:
         """Count live blocks, and the bytes of live and reserved slots, over all processes."""
-        with self._vault.in_use() as vault:
-            return vault.index.usage()
+        with self._folder.in_use() as folder:
+            return folder.index.usage()
 
     def describe(self) -> str:
         """Name the folder, the chosen I/O mode and the durability."""
-        io = "direct" if self._vault.slabs.is_direct else "buffered"
-        return f"{self._vault.path}, io {io}, durability {self._vault.access.durability}"
+        io = "direct" if self._folder.slabs.is_direct else "buffered"
+        return f"{self._folder.path}, io {io}, durability {self._folder.access.durability}"
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Forget blocks and give their disk space back."""
-        with self._vault.in_use() as vault:
-            vault.drop([label(key) for key in keys])
+        with self._folder.in_use() as folder:
+            folder.drop([index_key(key) for key in keys])
 
     def clear(self, namespace: bytes) -> bool:
         """Forget some of a namespace's blocks, for all processes on the folder; True: call again.
 
         In short edits: other threads and processes store meanwhile.
         """
-        with self._vault.in_use() as vault:
-            labels = vault.index.starting_with(label_start(namespace), _CLEARED_AT_ONCE)
-            vault.drop(labels)
-            return len(labels) == _CLEARED_AT_ONCE
+        with self._folder.in_use() as folder:
+            index_keys = folder.index.starting_with(index_key_prefix(namespace), _CLEARED_AT_ONCE)
+            folder.drop(index_keys)
+            return len(index_keys) == _CLEARED_AT_ONCE
 
     def close(self) -> None:
         """Let go of the folder; the process's last store on it syncs the index. Idempotent.
@@ -119,104 +119,108 @@ class DiskStore:
             return
         self._closed = True
         try:
-            require_own(self._vault)
+            require_own(self._folder)
         except TierUnusable:
             return
-        with self._vault.upkeep.held_back():
-            vaults.release(self._vault)
+        with self._folder.upkeep.held_back():
+            open_folders.release(self._folder)
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """Store blocks. Raises TierFull or TierUnavailable only if none of them is held then."""
         batch: dict[bytes, Block] = {}
-        labels = [label(block.key) for block in blocks]
-        for name, block in zip(labels, blocks, strict=True):
+        index_keys = [index_key(block.key) for block in blocks]
+        for name, block in zip(index_keys, blocks, strict=True):
             batch.setdefault(name, block)
-        with self._vault.in_use() as vault:
-            if all(vault.index.has(list(batch))):
-                vault.note(list(batch))
+        with self._folder.in_use() as folder:
+            if all(folder.index.has(list(batch))):
+                folder.uses.record(list(batch))
                 return [True] * len(blocks)
-            held = self._store(vault, batch)
-        return [name in held for name in labels]
+            held = self._store(folder, batch)
+        return [name in held for name in index_keys]
 
-    def _store(self, vault: Vault, batch: dict[bytes, Block]) -> set[bytes]:
+    def _store(self, folder: OpenFolder, batch: dict[bytes, Block]) -> set[bytes]:
         sizes = {key: slot_bytes(len(block.payload)) for key, block in batch.items()}
-        held, slots = vault.reserve(sizes)
+        held, slots = folder.reserve(sizes)
         outcomes: list[Entry | OSError] = []
         try:
             jobs = [(batch[key], slot) for key, slot in slots.items()]
-            outcomes = self._write_all(vault, jobs)
+            outcomes = self._write_all(folder, jobs)
         finally:
             # Whatever happened, each reserved slot ends as a block or as free space.
             done = zip(slots, outcomes, strict=False)
             written = {key: entry for key, entry in done if isinstance(entry, Entry)}
-            held |= vault.settle(list(batch), slots, written)
+            held |= folder.commit(list(batch), slots, written)
         failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
         if failed:
             self._failed_writes.log(
                 "disk tier %s: %d write(s) failed: %s",
-                vault.path,
+                folder.path,
                 len(failed),
                 failed[0],
                 count=len(failed),
             )
         if not held:
-            raise failed[0] if failed else TierFull(f"{vault.path}: no slot could be freed")
+            raise failed[0] if failed else TierFull(f"{folder.path}: no slot could be freed")
         return held
 
-    def _write_all(self, vault: Vault, jobs: Sequence[tuple[Block, Slot]]) -> list[Entry | OSError]:
-        outcomes = self._spread(lambda job: _write(vault, *job), jobs)
-        if vault.access.durability == "sync":
+    def _write_all(
+        self, folder: OpenFolder, jobs: Sequence[tuple[Block, Slot]]
+    ) -> list[Entry | OSError]:
+        outcomes = self._spread(lambda job: _write(folder, *job), jobs)
+        if folder.access.durability == "sync":
             try:
-                vault.slabs.sync({slot.size for _, slot in jobs})
+                folder.slabs.sync({slot.size for _, slot in jobs})
             except OSError as error:
                 return [error] * len(jobs)  # which of them are on the device, nobody knows
         return outcomes
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
         """Load blocks. Raises TierUnavailable if every block that the index has fails to read."""
-        with self._vault.in_use() as vault:
-            entries = vault.index.find([label(block.key) for block in blocks])
+        with self._folder.in_use() as folder:
+            entries = folder.index.find([index_key(block.key) for block in blocks])
             jobs = [
                 _Load(place, block, entry)
                 for place, (block, entry) in enumerate(zip(blocks, entries, strict=True))
                 if entry is not None and entry.payload_bytes == len(block.payload)
             ]
-            outcomes = self._spread(lambda job: _read(vault, job), jobs)
-            self._report_failures(vault, outcomes)
-            self._drop_damaged(vault, jobs, outcomes)
+            outcomes = self._spread(lambda job: _read(folder, job), jobs)
+            self._report_failures(folder, outcomes)
+            self._drop_damaged(folder, jobs, outcomes)
             done = zip(jobs, outcomes, strict=True)
             loaded = {job.place for job, outcome in done if outcome is None}
-            vault.note([label(blocks[place].key) for place in sorted(loaded)])
+            folder.uses.record([index_key(blocks[place].key) for place in sorted(loaded)])
         return [place in loaded for place in range(len(blocks))]
 
-    def _report_failures(self, vault: Vault, outcomes: Sequence[object]) -> None:
+    def _report_failures(self, folder: OpenFolder, outcomes: Sequence[object]) -> None:
         failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
         if failed and len(failed) == len(outcomes):
             raise failed[0]
         if failed:
             self._failed_reads.log(
                 "disk tier %s: %d read(s) failed: %s",
-                vault.path,
+                folder.path,
                 len(failed),
                 failed[0],
                 count=len(failed),
             )
 
     def _drop_damaged(
-        self, vault: Vault, jobs: Sequence[_Load], outcomes: Sequence[object]
+        self, folder: OpenFolder, jobs: Sequence[_Load], outcomes: Sequence[object]
     ) -> None:
         # A slot that was evicted and written again while we read looks damaged, but then its
         # entry has changed too. The other loads are good even if the index takes no edit now.
         done = zip(jobs, outcomes, strict=True)
-        damaged = {label(job.block.key): job.entry for job, o in done if isinstance(o, RecordError)}
+        damaged = {
+            index_key(job.block.key): job.entry for job, o in done if isinstance(o, RecordError)
+        }
         if not damaged:
             return
         try:
-            with vault.translated():
-                dropped = vault.forget(damaged)
+            with folder.translated():
+                dropped = folder.drop_unchanged(damaged)
         except TierError as error:
             self._failed_drops.log(
-                "disk tier %s: damaged blocks can't be dropped: %s", vault.path, error
+                "disk tier %s: damaged blocks can't be dropped: %s", folder.path, error
             )
         else:
             self._damaged.count("record", dropped)
@@ -234,26 +238,26 @@ class DiskStore:
         def run(lane: int) -> list[Outcome]:
             return [job(item) for item in items[lane::lanes]]
 
-        futures = [self._vault.threads.submit(run, lane) for lane in range(lanes)]
+        futures = [self._folder.threads.submit(run, lane) for lane in range(lanes)]
         wait(futures)
         columns = [future.result() for future in futures]
         return [columns[i % lanes][i // lanes] for i in range(len(items))]
 
 
-def _write(vault: Vault, block: Block, slot: Slot) -> Entry | OSError:
+def _write(folder: OpenFolder, block: Block, slot: Slot) -> Entry | OSError:
     header = pack_header(block.key, len(block.payload), block.payload)
     try:
-        vault.slabs[slot.size].write(slot.number, header, block.payload)
+        folder.slabs[slot.size].write(slot.number, header, block.payload)
     except OSError as error:
         return error
     return Entry(slot, len(block.payload), parse_header(header).checksum, 0)
 
 
-def _read(vault: Vault, job: _Load) -> RecordError | OSError | None:
+def _read(folder: OpenFolder, job: _Load) -> RecordError | OSError | None:
     """Fill the block's payload from its slot; what was wrong, if anything."""
     _, block, entry = job
     try:
-        header = vault.slabs[entry.slot.size].read(entry.slot.number, block.payload)
+        header = folder.slabs[entry.slot.size].read(entry.slot.number, block.payload)
         record = expect(header, block.key, len(block.payload))
         if record.checksum != entry.checksum:
             raise RecordError("the record is another than the index names")

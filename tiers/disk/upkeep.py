@@ -1,7 +1,7 @@
-"""What a process does for a folder beside its verbs, on a thread of its own.
+"""Upkeep: what a process does for a folder in the background, on a thread of its own.
 
-It goes in short steps, each one write transaction at most, with pauses in which other threads and
-processes get theirs.
+It works in short steps of one write transaction at most. In the pauses between them other threads
+and processes get their turn.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from tiers.concurrency.executors import widen_affinity
 from tiers.errors import TierError
 
 EVERY_S = 1.0
-"""Seconds between two rounds: how late a use reaches the index, or a dead reader is noticed."""
+"""Seconds between two rounds: the delay until a use is written, or a dead reader is noticed."""
 
 PAUSE_S = 0.001
-"""Seconds between two steps. LMDB's lock goes to whoever asks first, which would be us again."""
+"""Seconds between two steps. Without it this thread would mostly get LMDB's lock again."""
 
 _CLOSE_WAIT_S = 5.0
 
 logger = logging.getLogger(__name__)
 
-Duty = Callable[[], bool]
-"""Does a step of some work; True if more of it is to be done now."""
+Duty = Callable[[], bool | None]
+"""Does a step of some work; returns True if more of it is to be done now."""
 
 
 class Upkeep:
-    """The thread. A step holds the vault as a verb does, so nothing is closed under it."""
+    """Runs duties in rounds. A step holds the open folder as a verb does, so that nobody closes it
+    meanwhile."""
 
     def __init__(
         self, path: Path, hold: Callable[[], AbstractContextManager[object]], duties: Sequence[Duty]
@@ -39,8 +40,8 @@ class Upkeep:
         self._hold = hold
         self._duties = duties
         self._stopped = threading.Event()
-        # Held by a step, so that whoever closes the tier does not find one under way: it would
-        # be the step that ends last, and closes the folder some time later.
+        # Held during a step. Without it a step could be under way when the tier is closed: then
+        # the step would end last, and close the folder some time after `close` returned.
         self._stepping = threading.Lock()
         self._failing = False
 
@@ -55,7 +56,7 @@ class Upkeep:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Let no step be under way meanwhile, unless one hangs."""
+        """Keep steps from running during the body; a step that hangs is waited for 5 s at most."""
         held = self._stepping.acquire(timeout=_CLOSE_WAIT_S)
         try:
             yield
@@ -70,16 +71,20 @@ class Upkeep:
                 while self._round():
                     self._stopped.wait(PAUSE_S)
             except TierError as error:
-                # Once: verbs that meet the same tell it, too, and are counted.
+                # Said once; verbs that meet the same error are counted.
                 if not self._failing and not self._stopped.is_set():
-                    logger.warning("disk tier %s: upkeep waits: %s", self._path, error)
+                    logger.warning(
+                        "disk tier %s: upkeep failed and is tried again every second: %s",
+                        self._path,
+                        error,
+                    )
                 self._failing = True
             else:
                 self._failing = False
             self._stopped.wait(EVERY_S)
 
     def _round(self) -> bool:
-        """A step of every duty; whether one has more to do."""
+        """Do a step of every duty; return whether any has more to do."""
         more = [self._step(duty) for duty in self._duties]
         return any(more)
 
@@ -88,4 +93,4 @@ class Upkeep:
             if self._stopped.is_set():
                 return False
             with self._hold():
-                return duty()
+                return bool(duty())

@@ -17,7 +17,7 @@ class Scratch:
         self._spare: deque[mmap.mmap] = deque()
 
     @contextmanager
-    def taken(self) -> Iterator[memoryview]:
+    def borrow(self) -> Iterator[memoryview]:
         """Memory for the body alone, of any content."""
         try:
             memory = self._spare.pop()

@@ -56,5 +56,5 @@ class StagedStore(StoreWrapper, ABC):
         size = self._form_bytes
         for start in range(0, len(blocks), self._at_once):
             part = blocks[start : start + self._at_once]
-            with self._scratch.taken() as memory:
+            with self._scratch.borrow() as memory:
                 yield part, [memory[i * size : (i + 1) * size] for i in range(len(part))]

@@ -1,12 +1,12 @@
-"""Which blocks are there, for the engine's thread: a table of fingerprints beside the index.
+"""Lookups for the engine's thread: a table of fingerprints in memory, beside the index.
 
-A lookup in an index of a million blocks walks pages that no cache of the processor has: 1.7 us a
-block, 14 ms for a prompt of 8,192. The table takes one cache line a block, for all blocks of a call
+A lookup in an index of a million blocks walks pages that no processor cache holds: 1.7 us a block,
+14 ms for a prompt of 8,192 blocks. The table reads one cache line a block, for all blocks of a call
 at once: 1 to 2 ms.
 
-It follows the index's log of changes, our own and other processes'. It may be wrong only where two
-fingerprints of 62 bits are equal, and then a load misses or a block is computed again. While there
-is no table, or the log has run ahead of it, the index itself is asked.
+The table follows the index's log of changes, by this process and by others. It is wrong only where
+two fingerprints of 62 bits are equal; then a load misses, or a block is computed again. While there
+is no table, or the log has run too far ahead of it, lookups ask the index itself.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import lmdb
 import xxhash
 
 from tiers.disk.index import Index
-from tiers.disk.rows import ADDED, MARKED, label
+from tiers.disk.rows import ADDED, MARKED, index_key
 
 CELLS = 8
-"""Fingerprints a bucket has room for: one cache line."""
+"""Fingerprints in a bucket: one cache line."""
 
 _FILL = 4
 _FILL_MAX = 6
 _ROWS_AT_ONCE = 8
-_AT_ONCE = 2048  # of more, torch would let threads work and wait for them
+_AT_ONCE = 2048  # for more keys torch would start threads and wait for them
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Table:
-    """Fingerprints: buckets of eight, and a set for what does not fit its bucket.
+class FingerprintTable:
+    """A set of fingerprints: buckets of eight, and a plain set for what does not fit its bucket.
 
-    Made of the first 8 bytes of each of so many labels' digests. 16 bytes a block then, 11 when it
-    should be made anew.
+    Takes 16 bytes a block when it is made, and 11 when it `is_crowded`.
     """
 
     def __init__(self, count: int, words: Iterable[bytes]) -> None:
+        """`words`: the digest words of `count` index keys, in pieces."""
         import torch
 
         self._torch = torch
@@ -60,11 +60,11 @@ class Table:
             self._fill(some & ~ADDED | MARKED, filled)
 
     def _fill(self, some: Tensor, filled: Tensor) -> None:
-        """Add fingerprints behind the `filled` cells of each bucket."""
+        """Add `some` fingerprints after the `filled` cells of each bucket."""
         torch = self._torch
         bucket, order = (some % self._num_buckets).sort()
         some = some[order]
-        # A fingerprint's place among those of its bucket.
+        # The fingerprint's position among those of its bucket.
         place = torch.arange(len(some)) - torch.searchsorted(bucket, bucket)
         cell = filled[bucket] + place
         fits = cell < CELLS
@@ -74,21 +74,21 @@ class Table:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether too many buckets are full."""
+        """Whether so many buckets are full that the table should be made anew."""
         return self.count > _FILL_MAX * self._num_buckets
 
     def apply(self, changes: array[int]) -> None:
-        """Add and remove, in order."""
+        """Apply rows of the log: add and remove fingerprints, in order."""
         for change in changes:
             if change & ADDED:
-                self._put(0, change ^ ADDED)
+                self._replace(0, change ^ ADDED)
                 self.count += 1
             else:
-                self._put(change, 0)
+                self._replace(change, 0)
                 self.count -= 1
 
-    def _put(self, old: int, new: int) -> None:
-        """Let a cell of the bucket that has the one have the other; 0 is no fingerprint."""
+    def _replace(self, old: int, new: int) -> None:
+        """Replace fingerprint `old` by `new` in its bucket; 0 stands for an empty cell."""
         first = (old or new) % self._num_buckets * CELLS
         for cell in range(first, first + CELLS):
             if self._cells[cell] == old:
@@ -100,7 +100,7 @@ class Table:
             self._overflow.discard(old)
 
     def has(self, digests: Sequence[bytes]) -> list[bool]:
-        """Say which are there, by the digests of their labels."""
+        """Say for each digest, of 16 bytes, whether its fingerprint is in the table."""
         torch = self._torch
         words = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int64)
         wanted = words[::2] & ~ADDED | MARKED
@@ -117,31 +117,26 @@ class Table:
         return answers
 
 
-class Presence:
-    """What `peek` asks: the table once there is one, else the index.
+class FingerprintIndex:
+    """Answers `peek`: from the table once there is one, else from the index.
 
-    The first lookup begins the making of a table, by `submit`, on another thread: a second and a
-    half for a million blocks. So does one that finds the log too far ahead, or the table crowded.
-    Raises what `Index.has` does.
+    The first lookup has a table made, by `submit`, on another thread: 1.5 s for a million blocks.
+    So does a lookup that finds the log too far ahead, or the table crowded. Thread-safe. Raises
+    what `Index.has` raises.
     """
 
     def __init__(self, index: Index, submit: Callable[[Callable[[], None]], object]) -> None:
         self._index = index
         self._submit = submit
-        self._table: Table | None = None
+        self._table: FingerprintTable | None = None
         self._row = 0
         self._renewing = False
-        # Held while the table is read or follows the log, so that no lookup sees half of a change
-        # and no row is applied twice; not while a table is made.
+        # Held while the table is read or follows the log: otherwise a lookup could see half of a
+        # change, or a row could be applied twice. Not held while a table is made.
         self._lock = threading.Lock()
 
-    @property
-    def is_renewing(self) -> bool:
-        """Whether a table is being made, or catches up."""
-        return self._renewing
-
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say which keys are live."""
+        """Say for each key whether its block is live."""
         if not keys:
             return []
         with self._lock:
@@ -150,10 +145,11 @@ class Presence:
             if not self._renewing:
                 self._renewing = True
                 self._submit(self._renew)
-        return self._index.has([label(key) for key in keys])
+        return self._index.has([index_key(key) for key in keys])
 
-    def _follow(self, table: Table) -> bool:
-        """Apply the next rows of the log; whether that was all. Gives up a table that can't."""
+    def _follow(self, table: FingerprintTable) -> bool:
+        """Apply the next rows of the log; return whether those were all. Drops a table that can't
+        follow, or is crowded."""
         rows = self._index.changes(self._row, _ROWS_AT_ONCE + 1)
         if rows is None or table.is_crowded:
             self._table = None
@@ -164,16 +160,20 @@ class Presence:
         return len(rows) <= _ROWS_AT_ONCE
 
     def _renew(self) -> None:
-        """Make a table if there is none, and let it catch up."""
+        """Make a table if there is none, and let it catch up with the log."""
         try:
             while self._renewing:
                 if self._table is None:
                     with self._index.snapshot() as live:
-                        table = Table(live.num_blocks, live.words)
+                        table = FingerprintTable(live.num_blocks, live.digest_words)
                     with self._lock:
                         self._table, self._row = table, live.row
                 with self._lock:
                     self._renewing = self._table is None or not self._follow(self._table)
         except lmdb.Error as error:
-            # Left as renewing: the index can't be read, and the lookups that ask it will say so.
-            logger.warning("a disk tier's lookups go by its index: %s", error)
+            # `_renewing` stays set: the index can't be read, and lookups that ask it will say so.
+            logger.warning(
+                "the disk tier can't make its table of fingerprints, so lookups ask its index, "
+                "which is slower: %s",
+                error,
+            )

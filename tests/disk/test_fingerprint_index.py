@@ -15,9 +15,9 @@ import pytest
 from tests.support.disk_audit import get, keys, open_disk, opened, put, run_child
 from tests.support.disk_child import NUMBERS
 from tiers.disk import edit
+from tiers.disk.fingerprint_index import CELLS, FingerprintTable
 from tiers.disk.index import Index, Snapshot
-from tiers.disk.presence import CELLS, Table
-from tiers.disk.rows import ADDED, fingerprint, label
+from tiers.disk.rows import ADDED, fingerprint, index_key
 from tiers.disk.store import DiskStore
 
 WAIT_S = 60.0
@@ -26,13 +26,13 @@ EVERY = keys(*range(300))
 
 def settled(store: DiskStore) -> DiskStore:
     """The store, once it has a table that is up to date."""
-    presence = store._vault.presence
+    fingerprints = store._folder.fingerprints
     deadline = time.monotonic() + WAIT_S
     store.peek(EVERY)
-    while presence.is_renewing:
+    while fingerprints._renewing:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    assert presence._table is not None
+    assert fingerprints._table is not None
     return store
 
 
@@ -45,17 +45,17 @@ def agree(store: DiskStore) -> list[bool]:
 @pytest.mark.parametrize("known", [0, 5000])
 def test_a_table_is_a_set(known: int) -> None:
     chance = random.Random(known)
-    labels = [bytes(8) + chance.randbytes(16) for _ in range(12_000)]
-    live = set(labels[:known])
-    words = b"".join(one[8:16] for one in labels[:known])
+    index_keys = [bytes(8) + chance.randbytes(16) for _ in range(12_000)]
+    live = set(index_keys[:known])
+    words = b"".join(one[8:16] for one in index_keys[:known])
     # Far more than it was made for, so that buckets overflow.
-    table = Table(known, [words[: 8 * 3000], words[8 * 3000 :]] if known else [])
+    table = FingerprintTable(known, [words[: 8 * 3000], words[8 * 3000 :]] if known else [])
     for _ in range(40):
-        some = chance.sample(labels, 400)
+        some = chance.sample(index_keys, 400)
         changes = [fingerprint(one) | (0 if one in live else ADDED) for one in some]
         table.apply(array("q", changes))
         live ^= set(some)
-        assert table.has([one[8:] for one in labels]) == [one in live for one in labels]
+        assert table.has([one[8:] for one in index_keys]) == [one in live for one in index_keys]
         assert table.count == len(live)
     assert len(table._overflow) > CELLS
 
@@ -97,24 +97,24 @@ def test_a_table_that_lost_the_log_is_made_anew(
     monkeypatch.setattr(edit, "_LOG_PAGES", 1)
     with opened(tmp_path, slots=300) as store:
         settled(store)
-        first = store._vault.presence._table
+        first = store._folder.fingerprints._table
         for start in range(0, 300, 2):
             put(store, keys(start, start + 1))
         agree(store)
         settled(store)
-        assert store._vault.presence._table is not first
+        assert store._folder.fingerprints._table is not first
         assert agree(store) == [True] * 300
 
 
 def test_a_crowded_table_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiers.disk.presence._FILL_MAX", 0.7)
+    monkeypatch.setattr("tiers.disk.fingerprint_index._FILL_MAX", 0.7)
     with opened(tmp_path, slots=300) as store:
         settled(store)
         put(store, keys(*range(200)))
-        first = store._vault.presence._table
+        first = store._folder.fingerprints._table
         agree(store)
         assert agree(settled(store))[:200] == [True] * 200
-        assert store._vault.presence._table is not first
+        assert store._folder.fingerprints._table is not first
 
 
 def test_no_lookup_waits_for_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +145,9 @@ def test_two_fingerprints_that_are_one_cost_a_miss(tmp_path: Path) -> None:
     store = open_disk(tmp_path)
     put(store, keys(0))
     settled(store)
-    table = store._vault.presence._table
+    table = store._folder.fingerprints._table
     assert table is not None
-    table.apply(array("q", [fingerprint(label(keys(1)[0])) | ADDED]))
+    table.apply(array("q", [fingerprint(index_key(keys(1)[0])) | ADDED]))
     assert store.peek(keys(0, 1)) == [True, True]
     assert get(store, keys(0, 1)) == [True, False]
     store.close()

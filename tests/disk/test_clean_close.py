@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.disk_audit import Other, audit, get, key, keys, opened, put, run_code
-from tiers.disk.rows import label
+from tiers.disk.rows import index_key
 from tiers.errors import TierUnavailable
 
 pytestmark = pytest.mark.usefixtures("mode")
@@ -124,9 +124,9 @@ with opened(path) as store:
 def test_damage_found_while_open_is_not_kept(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0, 1, 2))
-        index = store._vault.index
+        index = store._folder.index
         with index._env.begin(write=True) as txn:
-            txn.put(label(key(1)), b"a row of another length", db=index._tables["blocks"])
+            txn.put(index_key(key(1)), b"a row of another length", db=index._tables["blocks"])
         for _ in range(2):
             with pytest.raises(TierUnavailable, match="damaged"):
                 get(store, keys(0, 1))

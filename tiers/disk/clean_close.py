@@ -1,0 +1,155 @@
+"""The clean-close digest: a checksum of the index that lies beside it while no process has it open.
+
+LMDB trusts every page: a flipped bit in one can send it anywhere, out of the process's memory too,
+and then the engine dies. So the last process to close the folder cleanly records the digest of the
+index, and the first process to open the folder compares. A process that is killed leaves no digest,
+and none exists while the index is in use: the kernel alone then keeps the written pages right.
+
+Reading a large index takes seconds, so nobody does it under the folder's lock. A comparison counts
+if both files are still the same once the lock is held.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from tiers.disk.folder import Folder
+from tiers.disk.locks import acquire
+from tiers.disk.owner import Owner, scan_owners
+from tiers.disk.slab import sync_folder
+from tiers.errors import TierNotOpen
+
+CHECK_WAIT_S = 30.0
+"""Seconds that opening waits for another process that checks the index: 60 GB at 2 GB/s."""
+
+_TRIES = 3
+_AT_ONCE = 1 << 20
+_CONDEMNED = b"damaged"
+
+
+class State(NamedTuple):
+    """The recorded digest, None if there is none, and the index: its inode, length and age."""
+
+    digest: bytes | None
+    file: tuple[int, int, int] | None
+
+
+class Compared(NamedTuple):
+    """What was compared, and what was wrong with it."""
+
+    state: State
+    wrong: str | None
+
+
+def state(folder: Folder) -> State:
+    """Read what lies in the folder now. Raises OSError."""
+    try:
+        found = folder.digest.read_bytes()
+    except FileNotFoundError:
+        found = None
+    try:
+        stat = folder.index.stat()
+    except FileNotFoundError:
+        return State(found, None)
+    return State(found, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
+@contextmanager
+def compared(folder: Folder) -> Iterator[Compared]:
+    """Compare the index with its digest, without the folder's lock.
+
+    One process at a time does it, and keeps the others waiting for as long as the body runs: the
+    body may remove the digest. Raises TierNotOpen if the wait is too long, and OSError.
+    """
+    try:
+        handle = os.open(folder.digest, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield Compared(state(folder), None)
+        return
+    try:
+        if not acquire(handle, CHECK_WAIT_S):
+            raise TierNotOpen(
+                f"{folder.path}: another process has been checking the tier's index for "
+                f"{CHECK_WAIT_S:.0f} s"
+            )
+        found = state(folder)
+        yield Compared(found, _wrong(folder.index, found))
+    finally:
+        os.close(handle)
+
+
+def _wrong(index: Path, found: State) -> str | None:
+    if found.digest is None:
+        return None
+    if found.digest == _CONDEMNED:
+        return f"{index} was found to be damaged when it was last in use"
+    if found.file is None or found.digest != compute(index):
+        return f"{index} has changed since it was closed"
+    return None
+
+
+def remove(folder: Folder) -> None:
+    """Remove the digest and sync the folder, before the index is changed.
+
+    Without the sync a power cut could bring back the digest of an older index. Raises OSError.
+    """
+    if folder.digest.exists():
+        folder.digest.unlink()
+        sync_folder(folder.path)
+
+
+def condemn(folder: Folder) -> None:
+    """Make the next process that opens the folder wipe it. Raises OSError."""
+    record(folder, _CONDEMNED)
+
+
+def leave(folder: Folder, owner: Owner) -> bool:
+    """Record the digest and give up ownership, if no other process has the folder open.
+
+    The index is closed and synced. Returns whether `owner` has left. The digest is computed without
+    the folder's lock: a process that opens the folder meanwhile finds us there, and no digest. If
+    that process has left again, the digest is computed anew. Raises TierNotOpen and OSError.
+    """
+    digest, then = b"", None
+    for _ in range(_TRIES):
+        with folder.locked():
+            if scan_owners(folder.owners, folder.one_host).alive != {owner.id}:
+                break
+            now = state(folder)
+            if now == then:
+                if not folder.digest.exists():  # a condemned folder stays condemned
+                    record(folder, digest)
+                owner.leave(clean=True)
+                return True
+            then = now
+        digest = compute(folder.index)
+    return False
+
+
+def compute(index: Path) -> bytes:
+    """Compute the digest of a whole index. Raises OSError."""
+    sums = xxhash.xxh3_128()
+    piece = bytearray(_AT_ONCE)
+    with index.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            sums.update(memoryview(piece)[:count])
+    return sums.hexdigest().encode()
+
+
+def record(folder: Folder, content: bytes) -> None:
+    """Write `content` as the folder's digest. Raises OSError."""
+    # It gets its name only when it is whole: a digest cut by a power cut would condemn the index.
+    draft = folder.digest.with_suffix(".draft")
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(handle, content)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    draft.rename(folder.digest)

@@ -1,0 +1,292 @@
+"""What one process has open of a tier's folder, shared by every store on it (see `registry`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import repeat
+
+from tiers.concurrency.executors import io_executor
+from tiers.disk import clean_close, repair, slot_allocator
+from tiers.disk.access import Access
+from tiers.disk.edit import FIRST, Edit
+from tiers.disk.failures import Damaged, translated
+from tiers.disk.fingerprint_index import FingerprintIndex
+from tiers.disk.folder import Folder
+from tiers.disk.index import Index
+from tiers.disk.owner import Owner, Owners
+from tiers.disk.rows import Entry, Slot
+from tiers.disk.slab import Slabs, sync_folder
+from tiers.disk.upkeep import Upkeep
+from tiers.disk.uses import PendingUses
+from tiers.errors import TierError, TierUnavailable, TierUnusable
+
+THREADS = 4
+"""Reads and writes under way at once; 4 to 8 were fastest cold, and warm no slower than one."""
+
+logger = logging.getLogger(__name__)
+
+
+class OpenFolder:
+    """An open folder: index, slabs, this process's owner file, and the I/O threads."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        index: Index,
+        slabs: Slabs,
+        owner: Owner,
+        access: Access,
+        release: Callable[[OpenFolder], None],
+    ) -> None:
+        """`release`: subtracts one holder, and closes this object if it was the last."""
+        self.path = folder.path
+        self._files = folder
+        self.access = access
+        self.index = index
+        self.slabs = slabs
+        self.pid = os.getpid()
+        self.threads = io_executor(THREADS, "disk")
+        self.fingerprints = FingerprintIndex(index, self.threads.submit)
+        self.upkeep = Upkeep(
+            self.path,
+            self.in_use,
+            (self._write_uses, self.index.clear_readers, self._shrink, self._sweep),
+        )
+        self._owner = owner
+        self._release = release
+        self._swept: Slot | None = None
+        self.uses = PendingUses()
+        self._leaked: deque[Slot] = deque()
+        self._condemned = False
+        self.holders = 1
+        self.count_lock = threading.Lock()
+
+    @contextmanager
+    def in_use(self) -> Iterator[OpenFolder]:
+        """Keep the folder open during one verb, and translate what the verb raises."""
+        require_own(self)
+        with self.count_lock:
+            if not self.holders:
+                raise TierUnavailable(f"the disk tier {self.path} is closed")
+            self.holders += 1
+        try:
+            with self.translated():
+                yield self
+        finally:
+            self._release(self)
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Translate what the body raises. Damage condemns the folder: the next process to open it
+        wipes it, whether or not it meets the damage itself."""
+        try:
+            with translated(self.path):
+                yield
+        except Damaged:
+            self._condemn()
+            raise
+
+    def _condemn(self) -> None:
+        if self._condemned:
+            return
+        self._condemned = True
+        logger.error(
+            "disk tier %s: the index is damaged; the next process to open the tier empties it",
+            self.path,
+        )
+        try:
+            clean_close.condemn(self._files)
+        except OSError as error:
+            logger.warning(
+                "disk tier %s: the index can't be marked as damaged: %s", self.path, error
+            )
+
+    @contextmanager
+    def edit(self) -> Iterator[Edit]:
+        """One write transaction, which first writes pending uses and frees leaked slots."""
+        leaked: list[Slot] = []
+        try:
+            with self.index.edit(self._owner.id) as edit:
+                # Only inside the edit, of which there is one at a time: two threads could otherwise
+                # find the deque longer than it is.
+                leaked = [self._leaked.popleft() for _ in repeat(None, len(self._leaked))]
+                for key in self.uses.take():
+                    edit.renew(key)
+                for slot in filter(edit.is_mine, leaked):
+                    slot_allocator.free(edit, self.slabs, slot)
+                yield edit
+        except BaseException:
+            self._leaked.extend(leaked)
+            raise
+
+    def _write_uses(self) -> bool:
+        if self.uses:
+            with self.edit():
+                pass
+        return bool(self.uses)
+
+    def _shrink(self) -> bool:
+        usage = self.index.usage()
+        if usage.capacity is None or usage.used <= usage.capacity:
+            return False
+        with self.edit() as edit:
+            return slot_allocator.shrink(edit, self.slabs)
+
+    def _sweep(self) -> bool:
+        if self._swept is not None:
+            with self.edit() as edit:
+                self._swept = repair.sweep(edit, self.slabs, self._swept)
+        return self._swept is not None
+
+    def resize(self, capacity: int) -> None:
+        """Set the capacity, in bytes, for every process on the folder, and evict the first few
+        blocks beyond it; `upkeep` evicts the rest in steps."""
+        with self.edit() as edit:
+            edit.capacity = capacity
+            slot_allocator.shrink(edit, self.slabs)
+
+    def reserve(self, sizes: dict[bytes, int]) -> tuple[set[bytes], dict[bytes, Slot]]:
+        """Return the keys that are held, and a reserved slot for each other key there is room for.
+
+        `sizes`: slot bytes by index key. Evicted blocks leave the index in the same transaction,
+        so no key points to a slot that is being written.
+        """
+        slots: dict[bytes, Slot] = {}
+        with self.edit() as edit:
+            held = {key for key in sizes if edit.entry(key) is not None}
+            for key in reversed(sizes):
+                edit.renew(key)
+            for key in (key for key in sizes if key not in held):
+                slot = slot_allocator.allocate(edit, self.slabs, sizes[key], sizes.keys())
+                if slot is None:
+                    break
+                slots[key] = slot
+        return held, slots
+
+    def commit(
+        self, keys: Sequence[bytes], slots: Mapping[bytes, Slot], written: Mapping[bytes, Entry]
+    ) -> set[bytes]:
+        """Publish the blocks `written`, free the other reserved `slots`; return the keys of `slots`
+        that are held now.
+
+        The first of `keys` counts as used last: a prefix's head must outlive its tail.
+        """
+        try:
+            with self.edit() as edit:
+                for key in reversed(keys):
+                    self._commit_one(edit, key, slots.get(key), written.get(key))
+                return {key for key in slots if edit.entry(key) is not None}
+        except BaseException:
+            self._leaked.extend(slots.values())  # freed by the next edit that succeeds
+            raise
+
+    def _commit_one(self, edit: Edit, key: bytes, slot: Slot | None, entry: Entry | None) -> None:
+        # Another thread or process may have published the key while we wrote: its block stays.
+        if slot is not None and entry is not None and edit.entry(key) is None:
+            edit.publish(key, slot, entry.payload_bytes, entry.checksum)
+            return
+        edit.renew(key)
+        if slot is not None:
+            slot_allocator.free(edit, self.slabs, slot)
+
+    def drop_unchanged(self, seen: Mapping[bytes, Entry]) -> int:
+        """Drop the blocks whose entries are still those `seen`; return how many were dropped."""
+        dropped = 0
+        with self.edit() as edit:
+            for key, entry in seen.items():
+                now = edit.entry(key)
+                if now is not None and now._replace(stamp=entry.stamp) == entry:
+                    slot_allocator.free(edit, self.slabs, edit.retire(key))
+                    dropped += 1
+        return dropped
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Drop the live blocks of these index keys."""
+        with self.edit() as edit:
+            for key in keys:
+                if edit.entry(key) is not None:
+                    slot_allocator.free(edit, self.slabs, edit.retire(key))
+
+    def start(self, owners: Owners, orphans: Sequence[tuple[Slot, bytes]], capacity: int) -> None:
+        """Free what dead owners left behind, then set the capacity and start `upkeep`.
+
+        Works in steps and without the folder's lock: dead owners stay dead, and each step checks
+        that a slot is still reserved for its dead owner.
+        """
+        if self.access.synced:
+            # A process with durability none may have died and left commits unsynced: sync them, so
+            # that a power cut leaves an index in order.
+            self.index.sync()
+            sync_folder(self.path)
+        if freed := repair.reclaim_all(self.edit, self.slabs, orphans):
+            logger.info("disk tier %s: freed %d slots of dead processes", self.path, freed)
+        for file in owners.dead:
+            file.unlink(missing_ok=True)
+        if owners.dead or not owners.alive:
+            with self.edit() as edit:
+                repair.trim(edit, self.slabs)
+            self._swept = FIRST
+            self._sweep()
+        self.resize(capacity)
+        self.upkeep.start()
+
+    def abandon(self) -> None:
+        """Close a folder that could not be started; the owner file stays and asks for repair."""
+        self.threads.shutdown()
+        self.index.close()
+        self.slabs.close()
+        self._owner.leave(clean=False)
+
+    def close(self) -> None:
+        """Sync and close; the owner file of a folder that could not be synced stays.
+
+        Payloads are not synced: each record proves itself when it is read.
+        """
+        self.upkeep.stop()
+        clean = False
+        try:
+            with self.translated():
+                while self._write_uses():
+                    pass
+                with self.edit():  # frees leaked slots
+                    pass
+                self.index.sync()
+            clean = True
+        except TierError as error:
+            logger.warning(
+                "disk tier %s: closed, but its index could not be synced: %s", self.path, error
+            )
+        finally:
+            self.threads.shutdown()
+            self.index.close()
+            self.slabs.close()
+            self._leave(clean)
+
+    def _leave(self, clean: bool) -> None:
+        """Give up ownership. The last process to leave records the index's digest."""
+        try:
+            with translated(self.path):
+                if clean and clean_close.leave(self._files, self._owner):
+                    return
+        except TierError as error:
+            logger.info(
+                "disk tier %s: closed without a digest of its index, so the next open does not "
+                "check it: %s",
+                self.path,
+                error,
+            )
+        self._owner.leave(clean)
+
+
+def require_own(opened: OpenFolder) -> None:
+    """Raise TierUnusable in a forked child: LMDB's state and the threads did not come along."""
+    if opened.pid != os.getpid():
+        raise TierUnusable(
+            f"the disk tier {opened.path} was opened before this process was forked; "
+            "start the process by spawn, or open the tier only after the fork"
+        )

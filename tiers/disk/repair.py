@@ -1,0 +1,80 @@
+"""What is repaired when a folder is opened: slots and disk space that dead processes left behind.
+
+An edit keeps all processes waiting, so long work is done in steps of one edit each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from itertools import groupby, islice
+
+from tiers.disk.edit import FIRST, Edit
+from tiers.disk.failures import Damaged
+from tiers.disk.owner import Owners
+from tiers.disk.rows import Slot
+from tiers.disk.slab import Slabs
+from tiers.disk.slot_allocator import AT_ONCE, free
+
+_PUNCHED_AT_ONCE = 512
+
+
+def restore_files(edit: Edit, slabs: Slabs, owners: Owners) -> None:
+    """Lengthen slab files that a power cut left shorter than the index says, if nobody is there.
+
+    The blocks in the added slots are lost: their records will not verify. Raises Damaged if the
+    machine did not go down.
+    """
+    if owners.alive:
+        return
+    lengths = edit.lengths()
+    cut = [size for size, length in lengths.items() if slabs[size].slots() < length]
+    if cut and not owners.rebooted:
+        raise Damaged(f"slab files of slot sizes {cut} are cut or gone")
+    for size in cut:
+        there = slabs[size].slots()
+        slabs[size].allocate(there, lengths[size] - there)
+
+
+def orphans(edit: Edit, living: Collection[bytes]) -> list[tuple[Slot, bytes]]:
+    """Return the reserved slots whose owners' ids are not in `living`, with those ids."""
+    return [one for one in edit.reservations().items() if one[1] not in living]
+
+
+def reclaim(edit: Edit, slabs: Slabs, orphans: Iterable[tuple[Slot, bytes]]) -> int:
+    """Free the first `AT_ONCE` of `orphans`; return how many were still their dead owners'."""
+    some = [slot for slot, owner in islice(orphans, AT_ONCE) if edit.is_of(owner, slot)]
+    for slot in some:
+        free(edit, slabs, slot)
+    return len(some)
+
+
+def reclaim_all(
+    edit: Callable[[], AbstractContextManager[Edit]],
+    slabs: Slabs,
+    orphans: Sequence[tuple[Slot, bytes]],
+) -> int:
+    """Free all `orphans`, in steps of one `edit` each; return how many were freed."""
+    freed = 0
+    for start in range(0, len(orphans), AT_ONCE):
+        with edit() as step:
+            freed += reclaim(step, slabs, orphans[start : start + AT_ONCE])
+    return freed
+
+
+def trim(edit: Edit, slabs: Slabs) -> None:
+    """Cut slab files to their lengths in the index: a killed edit may have let them grow."""
+    lengths = edit.lengths()
+    for size in slabs.on_disk():
+        slabs[size].truncate(lengths.get(size, 0))
+
+
+def sweep(edit: Edit, slabs: Slabs, after: Slot = FIRST) -> Slot | None:
+    """Give back disk space that a killed edit left behind free slots, a few after slot `after`.
+
+    Returns the last of them, to go on after, or None if there are no more.
+    """
+    some = edit.free(after, _PUNCHED_AT_ONCE)
+    for size, slots in groupby(some, key=lambda slot: slot.size):
+        slabs[size].punch(slot.number for slot in slots)
+    return some[-1] if len(some) == _PUNCHED_AT_ONCE else None

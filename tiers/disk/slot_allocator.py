@@ -1,0 +1,98 @@
+"""Who gets a slot: grow within the capacity, else evict the block whose use is longest ago.
+
+All of it happens inside one edit, which all processes wait for, so long work is done in steps. A
+slot's disk space is given back before the index calls the slot free, and allocated before the index
+counts the slot as reserved: the files never take more than the index counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tiers.disk.edit import Edit
+from tiers.disk.failures import NO_SPACE
+from tiers.disk.rows import Slot
+from tiers.disk.slab import Slabs
+
+INDEX_MARGIN = 8 << 20
+"""Bytes of the file system left free: on a full disk even an eviction could not be committed."""
+
+AT_ONCE = 128
+"""Blocks evicted or freed by one step: 4 ms."""
+
+_REPLACED_OF = 16
+
+
+def allocate(edit: Edit, slabs: Slabs, size: int, batch: Collection[bytes]) -> Slot | None:
+    """Reserve a slot of `size` bytes with disk space behind it, evicting blocks if need be.
+
+    Never evicts the index keys of `batch`. None: there is no room without them.
+    """
+    if size > edit.capacity:
+        return None
+    if edit.used > edit.capacity:
+        return _replace(edit, slabs, size, batch)
+    slot = _grow(edit, slabs, size)
+    while slot is None:
+        victim = edit.oldest(batch)
+        if victim is None:
+            return None
+        slot = edit.retire(victim)
+        if slot.size == size and edit.used <= edit.capacity:
+            return slot
+        free(edit, slabs, slot)
+        if edit.used + size > edit.capacity:
+            slot = None
+        elif (slot := _grow(edit, slabs, size)) is None:
+            return None  # the file system is full of other things: evicting more won't help
+    return slot
+
+
+def _replace(edit: Edit, slabs: Slabs, size: int, batch: Collection[bytes]) -> Slot | None:
+    """Reserve the slot of an evicted block, in a tier that has yet to shrink to its capacity.
+
+    Evicting until there is room would take as long as all of the shrinking. None: the few oldest
+    blocks have slots of another size.
+    """
+    for _ in range(_REPLACED_OF):
+        victim = edit.oldest(batch)
+        if victim is None:
+            return None
+        slot = edit.retire(victim)
+        if slot.size == size:
+            return slot
+        free(edit, slabs, slot)
+    return None
+
+
+def _grow(edit: Edit, slabs: Slabs, size: int) -> Slot | None:
+    slab = slabs[size]
+    if edit.used + size > edit.capacity or slab.free_bytes() < size + INDEX_MARGIN:
+        return None
+    slot = edit.claim(size)
+    try:
+        slab.allocate(slot.number)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        free(edit, slabs, slot)
+        return None
+    return slot
+
+
+def free(edit: Edit, slabs: Slabs, slot: Slot) -> None:
+    """Free a reserved slot and its disk space."""
+    slabs[slot.size].punch([slot.number])
+    edit.vacate(slot)
+
+
+def shrink(edit: Edit, slabs: Slabs) -> bool:
+    """Evict some of the blocks beyond the capacity; return whether more are."""
+    for _ in range(AT_ONCE):
+        if edit.used <= edit.capacity:
+            return False
+        victim = edit.oldest(())
+        if victim is None:
+            return False
+        free(edit, slabs, edit.retire(victim))
+    return bool(edit.used > edit.capacity)
