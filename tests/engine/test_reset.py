@@ -82,7 +82,7 @@ def test_stored_and_being_stored(
     go.clear()
     finish(made, OTHER)
     assert made.connector is not None
-    assert any(child.scheduler.blocks_being_stored for child in made.connector.children)
+    assert any(child.scheduler.slots_pinned for child in made.connector.children)
     assert made.reset_cache()
     go.set()
     made.settle()

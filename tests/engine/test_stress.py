@@ -180,7 +180,7 @@ def assert_nothing_left(engine: ReplayEngine) -> None:
     tiers = [c for c in engine.connector.children if isinstance(c, OffloadingConnector)]
     for tier in tiers:
         assert tier.scheduler.jobs_under_way == tier.scheduler.slots_pinned == 0
-        assert tier.scheduler.blocks_being_stored == tier.scheduler.requests_known == 0
+        assert not tier.scheduler._requests
     pool = tiers[0].scheduler.pool
     assert {pool.references(slot) for slot in range(pool.num_slots)} <= {0, 1}
     assert pool.in_use <= 16

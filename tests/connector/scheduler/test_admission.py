@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tests.support.clock import Clock
 from tiers.connector.scheduler.admission import COUNTED, Admission
+from tiers.connector.scheduler.manager import NullManager
+from tiers.connector.scheduler.opening import OpenTier
+from tiers.connector.scheduler.requests import Offers
+from tiers.connector.scheduler.store_reservations import StoreReservations
+from tiers.connector.scheduler.tier_health import TierHealth
 from tiers.disk.spec import DiskSpec
+from tiers.host.slots import SlotPool
+from tiers.wrappers.guard import HEALTHY
 
 
 @pytest.fixture
@@ -60,6 +68,14 @@ def test_a_write_budget_holds_over_days_and_lets_an_hour_s_worth_pass_at_once(
 
 
 def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
-    admission = rules(clock, store_threshold=2)
-    admission.is_up = False
-    assert admission.refuses(b"key", 1) == "store_dropped_down"
+    class Lacking(NullManager):
+        def wants(self, keys: Sequence[bytes]) -> list[bool]:
+            return [True] * len(keys)
+
+    health, offers = TierHealth(), Offers([7], [(b"key", 1)])
+    tier = OpenTier(Lacking(), SlotPool(1), block_bytes=1)
+    reservations = StoreReservations(tier, rules(clock), health)
+    health.update({0: HEALTHY, 1: HEALTHY._replace(writes=False)})
+    assert reservations.claim(offers) == ({}, {7: "store_dropped_down"})
+    health.update({1: HEALTHY})
+    assert list(reservations.claim(offers).items) == [7]

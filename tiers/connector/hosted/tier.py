@@ -340,8 +340,8 @@ class HostedTier:
             if self._generation.made(key):
                 if manager.complete_store(key, slot, good, None):
                     self._note(key, in_host=False, stored=True)
-            else:
-                manager.drop(key, put.generation)
+            elif put.generation:  # blocks without one stay: others may use them
+                manager.drop([key], put.generation)
             self.pool.release(slot)
 
     def _unpin(self, request_id: str) -> None:

@@ -24,7 +24,6 @@ class Admission:
     def __init__(self, spec: OffloadingSpec, now: Callable[[], float], alone: bool = False) -> None:
         store = spec if isinstance(spec, StoreSpec) else None
         self.max_inflight = store.max_inflight if store is not None else None
-        self.is_up = True
         self.share = 1.0 if alone else 0.5
         """Of all slots, what the tier's stores under way may hold."""
         self.intake = Intake(spec, now)
@@ -38,8 +37,6 @@ class Admission:
     def refuses(self, key: bytes, size: int) -> str | None:
         """Ask for a block of `size` bytes that the tier lacks: once per request, and again where it
         was admitted and found no room."""
-        if not self.is_up:
-            return "store_dropped_down"
         if not self._is_touched_enough(key):
             return "store_deferred"
         return None if self._can_pay(size) else "store_dropped_budget"

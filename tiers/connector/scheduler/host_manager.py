@@ -22,15 +22,16 @@ class HostManager:
 
     completes_on_gather = True
 
-    def __init__(self, residency: Residency, pool: SlotPool) -> None:
-        self.on_evict: Callable[[bytes], None] | None = None
+    def __init__(
+        self,
+        residency: Residency,
+        pool: SlotPool,
+        on_evict: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """`on_evict` is told the key of each block that is evicted."""
         self._residency = residency
         self._pool = pool
-        residency.on_evict = self._evicted
-
-    def _evicted(self, key: bytes) -> None:
-        if self.on_evict is not None:
-            self.on_evict(key)
+        residency.on_evict = on_evict
 
     def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int:
         """Count leading resident blocks."""
@@ -83,11 +84,8 @@ class HostManager:
         """Stop keeping the block."""
         self._residency.discard(key)
 
-    def drop(self, key: bytes, generation: bytes) -> None:
-        """Its slot goes with the store's reference."""
-
-    def give_up(self, keys: Sequence[bytes]) -> None:
-        """Stop keeping them."""
+    def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
+        """Stop keeping these blocks; of an older generation none is kept."""
         for key in keys:
             self._residency.discard(key)
 

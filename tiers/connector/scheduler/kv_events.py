@@ -1,4 +1,4 @@
-"""Held: what a tier comes to hold and loses, told as the engine's events."""
+"""KVEvents: tells the engine which blocks a tier comes to hold, and which it loses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class KVEvents:
     def __init__(
         self, tier: str, engine: EngineInfo, parts: BlockGroups, generation: Generation
     ) -> None:
-        self.evictions = 0
+        self._evictions = 0
         self._tier = tier
         self._groups = engine.kv_groups
         self._wanted = engine.kv_events
@@ -36,7 +36,7 @@ class KVEvents:
 
     def evicted(self, key: bytes) -> None:
         """The tier gave a block up for room."""
-        self.evictions += 1
+        self._evictions += 1
         if self._wanted:
             # It may have come with the very job that is being ended.
             self.tell_stored()
@@ -59,6 +59,11 @@ class KVEvents:
             name = group if len(self._groups) > 1 else None
             tokens = self._groups[group].tokens
             self._events.append(BlockEvent(self._tier, stored, tuple(found), tokens, name))
+
+    def take_evictions(self) -> int:
+        """How many blocks were evicted since the last call."""
+        evictions, self._evictions = self._evictions, 0
+        return evictions
 
     def take(self) -> list[BlockEvent]:
         """The events since the last call."""

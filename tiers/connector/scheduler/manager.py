@@ -1,15 +1,15 @@
 """A tier as the scheduler sees it: what it holds, and what goes in and out.
 
-Two kinds: `HostManager` keeps blocks in the host pool, `StoreManager` asks a store. Used by the
-scheduler's thread alone; nothing in them waits.
+Two kinds: `HostManager` keeps blocks in the host pool, `StoreManager` asks a store. `NullManager`
+stands in for a tier that is not open. Used by the scheduler's thread alone; nothing in them waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from tiers.wrappers.guard import Health
+from tiers.wrappers.guard import HEALTHY, Health
 
 
 class TierManager(Protocol):
@@ -17,8 +17,6 @@ class TierManager(Protocol):
 
     completes_on_gather: bool
     """Whether stores end as soon as the slots are filled, so that the engine should step on."""
-    on_evict: Callable[[bytes], None] | None
-    """Told of each block that the tier gave up for room, if it knows."""
 
     def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int | None:
         """How many leading `keys` the tier holds; None: not known yet, ask again.
@@ -65,15 +63,11 @@ class TierManager(Protocol):
         ...
 
     def discard(self, key: bytes) -> None:
-        """Forget a block that failed to load."""
+        """Note that the tier does not have this block: it failed to load."""
         ...
 
-    def drop(self, key: bytes, generation: bytes) -> None:
-        """Give up a block that was stored for a generation that is over."""
-        ...
-
-    def give_up(self, keys: Sequence[bytes]) -> None:
-        """Give up blocks for which their tenant has no more room."""
+    def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
+        """Remove this engine's blocks of a generation from the tier, when there is time."""
         ...
 
     def reset(self) -> list[bytes]:
@@ -84,7 +78,7 @@ class TierManager(Protocol):
         ...
 
     def clear(self, generation: bytes) -> None:
-        """Give up, when there is time, the blocks of a generation that is over."""
+        """Remove this engine's blocks of a generation that is over, when there is time."""
         ...
 
     def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
@@ -106,3 +100,69 @@ class TierManager(Protocol):
     def close(self) -> None:
         """Release everything."""
         ...
+
+
+class NullManager:
+    """Stands in for a tier that is not open: has nothing, and wants nothing."""
+
+    completes_on_gather = False
+
+    def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int:
+        """None of them."""
+        return 0
+
+    def held(self, request_id: str, first: int, keys: Sequence[bytes], count: int) -> list[bool]:
+        """None of them."""
+        return [False] * count
+
+    def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Nothing is pinned."""
+        return [None] * len(keys)
+
+    def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
+        """Nothing was pinned."""
+
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        """None of them."""
+        return [False] * len(keys)
+
+    def heads(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
+        """No block is kept."""
+        return {}
+
+    def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
+        """The block is not held."""
+        return False
+
+    def settle(self, keys: Sequence[bytes]) -> None:
+        """No block is kept."""
+
+    def discard(self, key: bytes) -> None:
+        """No block is kept."""
+
+    def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
+        """No block is kept."""
+
+    def reset(self) -> list[bytes]:
+        """No block was kept."""
+        return []
+
+    def clear(self, generation: bytes) -> None:
+        """No block is kept."""
+
+    def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """There is nobody to ask."""
+
+    def health(self) -> Health:
+        """What is not open does not fail."""
+        return HEALTHY
+
+    def slots_kept(self) -> int:
+        """None."""
+        return 0
+
+    def forget_request(self, request_id: str) -> None:
+        """Nothing is kept per request."""
+
+    def close(self) -> None:
+        """Nothing is open."""

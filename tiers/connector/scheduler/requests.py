@@ -109,6 +109,11 @@ class Offers(NamedTuple):
     numbers: Sequence[int]
     pairs: list[tuple[bytes, int]]
 
+    def without(self, paged: set[int]) -> Offers:
+        """Those that are in none of these paged blocks."""
+        safe = [place for place, (_, block) in enumerate(self.pairs) if block not in paged]
+        return Offers([self.numbers[i] for i in safe], [self.pairs[i] for i in safe])
+
 
 class RequestTable:
     """The unfinished requests; used by the scheduler's thread alone."""

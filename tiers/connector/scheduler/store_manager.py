@@ -45,7 +45,6 @@ class StoreManager:
     ) -> None:
         """`generation`: of the keys that it is given. `lookup_deadline`: seconds after which a
         lookup under way counts as a miss."""
-        self.on_evict: Callable[[bytes], None] | None = None
         self._lookup_deadline = lookup_deadline
         self._store = store
         self._clearing = Clearing(store, namespaces)
@@ -202,16 +201,11 @@ class StoreManager:
         self._recent.discard(key)
         self._unfound.lost(key)
 
-    def drop(self, key: bytes, generation: bytes) -> None:
-        """Drop it, in the background; not what has no generation, which others may use."""
-        if generation:
-            self._clearing.drop((key,), generation)
-
-    def give_up(self, keys: Sequence[bytes]) -> None:
-        """Drop them, in the background, from a shared store too: they were this engine's."""
+    def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
+        """Drop these blocks in the background, from a shared store too."""
         for key in keys:
             self.discard(key)
-        self._clearing.drop(keys, self._generation.tag)
+        self._clearing.drop(keys, generation)
 
     def reset(self) -> list[bytes]:
         """Forget all answers."""

@@ -2,76 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tiers.connector.contract.messages import StoreItem, StoreJob
 from tiers.connector.scheduler.admission import Admission
-from tiers.connector.scheduler.manager import TierManager
-from tiers.host.slots import SlotPool
+from tiers.connector.scheduler.opening import OpenTier
+from tiers.connector.scheduler.requests import Offers
+from tiers.connector.scheduler.tier_health import TierHealth
 
 FOR_ROOM = ("store_dropped_inflight", "store_dropped_no_slot")
 """Why a block is refused that is offered again."""
 
 
 class Claimed(NamedTuple):
-    """What came of some offers, by their place among them: those that are stored, and of the others
-    that the tier wants, the name of the counter that says why it does not get them."""
+    """What came of some offers, by the number of each. `items`: what is stored. `refused`: what the
+    tier lacks and does not get, and the counter that says why."""
 
     items: dict[int, StoreItem]
     refused: dict[int, str]
 
 
 class StoreReservations:
-    """What the stores under way of one tier hold. Used by the scheduler's thread alone.
+    """What the stores under way of one tier hold. Used by the scheduler's thread alone."""
 
-    `block_bytes`: of a block, over all ranks; 0 before that is known.
-    """
-
-    def __init__(self, admission: Admission) -> None:
-        self.admission = admission
-        self.pool = SlotPool(0)
-        self.block_bytes = 0
+    def __init__(self, tier: OpenTier, admission: Admission, health: TierHealth) -> None:
+        self.pool = tier.pool
+        self.block_bytes = tier.block_bytes
         self.slots_pinned = 0
+        self._manager = tier.manager
+        self._admission = admission
+        self._health = health
         self._keys: set[bytes] = set()
         self._reading: dict[int, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def claim(self, manager: TierManager, offers: Sequence[tuple[bytes, int]]) -> Claimed:
-        """Slots for those offers, (key, paged block), that the tier wants and its rules admit."""
-        wanted = manager.wants([key for key, _ in offers])
+    def claim(self, offers: Offers) -> Claimed:
+        """Take slots for those offers that the tier lacks and its rules admit."""
+        wanted = self._manager.wants([key for key, _ in offers.pairs])
         items: dict[int, StoreItem] = {}
         refused: dict[int, str] = {}
-        for place, ((key, paged), want) in enumerate(zip(offers, wanted, strict=True)):
+        for number, (key, paged), want in zip(offers.numbers, offers.pairs, wanted, strict=True):
             if not want or key in self._keys:
                 continue
-            reason = self.admission.refuses(key, self.block_bytes)
-            if reason is None and self.room(manager) <= 0:
-                reason = "store_dropped_inflight"
+            reason = self._refusal(key)
             claim = self.pool.claim(key) if reason is None else None
             if claim is None:
-                refused[place] = reason or "store_dropped_no_slot"
+                refused[number] = reason or "store_dropped_no_slot"
                 continue
-            self.admission.stores(key, self.block_bytes)
+            self._admission.stores(key, self.block_bytes)
             self.slots_pinned += 1
             self._keys.add(key)
-            items[place] = StoreItem(key, claim.slot, paged if claim.fresh else None)
+            items[number] = StoreItem(key, claim.slot, paged if claim.fresh else None)
         return Claimed(items, refused)
 
-    def room(self, manager: TierManager) -> int:
+    def _refusal(self, key: bytes) -> str | None:
+        if not self._health.writes:
+            return "store_dropped_down"
+        reason = self._admission.refuses(key, self.block_bytes)
+        if reason is None and self.room() <= 0:
+            return "store_dropped_inflight"
+        return reason
+
+    def room(self) -> int:
         """How many blocks more may be on their way into the tier, as far as that decides."""
-        if manager.completes_on_gather:
+        if self._manager.completes_on_gather:
             return self.pool.num_slots
-        # A tier that lags behind may not hold all slots, or it would starve the others.
-        most = max(1, int(self.pool.num_slots * self.admission.share))
-        if self.admission.max_inflight is not None and self.block_bytes:
-            most = min(most, max(1, self.admission.max_inflight // self.block_bytes))
+        # A tier that lags behind may not hold all slots: it would starve the others.
+        most = max(1, int(self.pool.num_slots * self._admission.share))
+        if self._admission.max_inflight is not None and self.block_bytes:
+            most = min(most, max(1, self._admission.max_inflight // self.block_bytes))
         return most - self.slots_pinned
 
     def begin(self, jobs: Iterable[StoreJob]) -> None:
-        """These jobs are on their way to the workers, which read the paged blocks."""
+        """Note that these jobs go to the workers, which read the paged blocks."""
         for job in jobs:
             for item in job.items:
                 if item.source is not None:
@@ -82,7 +85,7 @@ class StoreReservations:
         return sorted({self._reading[block] for block in blocks & self._reading.keys()})
 
     def end(self, job_id: int, item: StoreItem) -> None:
-        """Give an item's slot and paged block back."""
+        """Give the slot and the paged block of an item back."""
         self._keys.discard(item.key)
         self.pool.release(item.slot)
         self.slots_pinned -= 1

@@ -1,0 +1,143 @@
+"""Opening: from a tier's settings and its workers' handshakes to its manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from spec.fields import format_size
+from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
+from tiers.connector.contract.generation import Generation
+from tiers.connector.contract.messages import WorkerHandshake
+from tiers.connector.contract.pool_size import PoolSize
+from tiers.connector.scheduler.announcing import Announcer
+from tiers.connector.scheduler.host_manager import HostManager
+from tiers.connector.scheduler.hosts import is_local, refuse_several
+from tiers.connector.scheduler.manager import NullManager, TierManager
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.errors import TierUnusable
+from tiers.host.memory import slots_within
+from tiers.host.slots import SlotPool
+from tiers.store import TierStore
+from tiers.wrappers.opening import open_guarded
+from tiers.wrappers.residency import open_residency
+
+OnEvict = Callable[[bytes], None]
+"""Is told the key of each block that a tier evicts, if the tier knows."""
+
+
+class OpenTier(NamedTuple):
+    """An open tier. `pool`: the chain's slots. `block_bytes`: of a block, over all ranks."""
+
+    manager: TierManager
+    pool: SlotPool
+    block_bytes: int
+
+
+NOT_OPEN = OpenTier(NullManager(), SlotPool(0), block_bytes=0)
+"""Stands in for a tier whose workers are not known yet, or which can't be used."""
+
+
+class ChainPool:
+    """The chain's slots; made when the first tier learns how large a block is."""
+
+    def __init__(self, size: PoolSize, announcer: Announcer) -> None:
+        self._size = size
+        self._announcer = announcer
+        self._pool: SlotPool | None = None
+
+    def open(self, payload_bytes: int, handshakes: Sequence[WorkerHandshake]) -> SlotPool:
+        """The slots, as many as every worker has; blocks have `payload_bytes` on a rank."""
+        if self._pool is None:
+            made = [handshake.slots for handshake in handshakes if handshake.slots is not None]
+            self._pool = SlotPool(min([self._size.slots(payload_bytes), *made]))
+            self._announcer.chain(payload_bytes, len(handshakes), self._pool.num_slots)
+        return self._pool
+
+
+class TierOpener:
+    """Opens the tiers of one chain in the scheduler's process, each once its workers are known."""
+
+    def __init__(
+        self,
+        pool: ChainPool,
+        generation: Generation,
+        lookup_deadline: float,
+        host: str,
+        announcer: Announcer,
+    ) -> None:
+        """`lookup_deadline`: seconds after which a lookup under way counts as a miss. `host`: where
+        this process is (see `EngineInfo`)."""
+        self._pool = pool
+        self._generation = generation
+        self._lookup_deadline = lookup_deadline
+        self._host = host
+        self._announcer = announcer
+
+    def open(
+        self,
+        tier: OffloadingSpec,
+        handshakes: Sequence[WorkerHandshake],
+        in_step: bool,
+        on_evict: OnEvict,
+    ) -> OpenTier:
+        """Open `tier` for the workers of these `handshakes`, by rank. Raises TierUnusable.
+
+        `in_step`: the engine has begun to serve, so that opening may take a moment only.
+        """
+        # Ranks whose blocks are larger have fewer slots: what fits those fits all.
+        payload = max(handshake.payload_bytes for handshake in handshakes)
+        pool = self._pool.open(payload, handshakes)
+        if isinstance(tier, HostSpec):
+            manager: TierManager = self._host_manager(tier, payload, pool, handshakes, on_evict)
+        elif isinstance(tier, StoreSpec):
+            manager = self._store_manager(tier, payload, handshakes, in_step)
+        else:
+            raise TierUnusable(f"type {tier.type!r} is neither a StoreSpec nor a HostSpec")
+        return OpenTier(manager, pool, sum(handshake.payload_bytes for handshake in handshakes))
+
+    def _host_manager(
+        self,
+        tier: HostSpec,
+        payload: int,
+        pool: SlotPool,
+        handshakes: Sequence[WorkerHandshake],
+        on_evict: OnEvict,
+    ) -> HostManager:
+        lacks = [handshake.lacks for handshake in handshakes if handshake.lacks]
+        if lacks:
+            raise TierUnusable(lacks[0])
+        slots = slots_within(tier.capacity, payload, len(handshakes))
+        if slots == 0:
+            raise TierUnusable(
+                f"capacity {format_size(tier.capacity)} over {len(handshakes)} rank(s) is less "
+                f"than one block of {format_size(payload)}"
+            )
+        residency = open_residency(tier, pool, slots)
+        self._announcer.host(tier, slots)
+        return HostManager(residency, pool, on_evict)
+
+    def _store_manager(
+        self,
+        tier: StoreSpec,
+        payload: int,
+        handshakes: Sequence[WorkerHandshake],
+        in_step: bool,
+    ) -> StoreManager:
+        self._refuse_several(tier, None, handshakes)
+        context = StoreContext(payload, len(handshakes))
+        store = open_guarded(tier, context, in_step, partial(self._announcer.store, tier))
+        try:
+            self._refuse_several(tier, store, handshakes)
+        except TierUnusable:
+            store.close()
+            raise
+        spaces = [handshake.namespace for handshake in handshakes]
+        return StoreManager(store, spaces, self._generation, lookup_deadline=self._lookup_deadline)
+
+    def _refuse_several(
+        self, tier: StoreSpec, store: TierStore | None, handshakes: Sequence[WorkerHandshake]
+    ) -> None:
+        if is_local(tier, store):
+            refuse_several(handshakes, self._host)

@@ -1,0 +1,170 @@
+"""TierStores: which blocks of each step a tier stores, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tiers.connector.contract.messages import StoreItem, StoreJob
+from tiers.connector.scheduler.context import TierContext
+from tiers.connector.scheduler.intake import Intake
+from tiers.connector.scheduler.jobs import PendingStore
+from tiers.connector.scheduler.manager import TierManager
+from tiers.connector.scheduler.requests import Offers, RequestState, Scheduled
+from tiers.connector.scheduler.store_reservations import FOR_ROOM, StoreReservations
+from tiers.connector.scheduler.tenant_quotas import tenant_of
+
+RETRIES = 256
+"""Blocks, of all requests, that a step offers again at most: half a millisecond's work."""
+
+
+class TierStores:
+    """The storing half of one tier's scheduler; used by the scheduler's thread alone."""
+
+    def __init__(
+        self,
+        context: TierContext,
+        manager: TierManager,
+        reservations: StoreReservations,
+        intake: Intake,
+    ) -> None:
+        self.reservations = reservations
+        self._context = context
+        self._manager = manager
+        self._intake = intake
+        self._retries = RETRIES
+        self._last_offers: list[tuple[RequestState, Offers]] = []
+
+    # -- offering ----------------------------------------------------------------------------
+
+    def orders(
+        self, scheduled: Iterable[Scheduled], overwritten: set[int]
+    ) -> tuple[list[StoreJob], list[int]]:
+        """The stores that a step begins, and the jobs whose blocks it overwrites.
+
+        `overwritten`: paged blocks that the step writes; taking from `scheduled` adds to it.
+        """
+        self._retries = RETRIES
+        self._intake.look()
+        jobs = [job for one in scheduled if (job := self._offer(one)) is not None]
+        jobs += self._offer_last(overwritten)
+        flush = self.reservations.readers(overwritten)
+        self.reservations.begin(jobs)
+        return jobs, flush
+
+    def _may_store(self, state: RequestState) -> bool:
+        if not self._context.health.usable or not state.stores:
+            return False
+        return self._context.tenants.may_keep(tenant_of(state.request))
+
+    def _offer(self, scheduled: Scheduled) -> StoreJob | None:
+        """Store what the step completes: full blocks of known tokens that the tier lacks."""
+        state = scheduled.state
+        if not self._may_store(state):
+            return None
+        again = self._offer_again(scheduled)
+        offers = self._context.requests.offers(scheduled)
+        return self._begin(state, again | self._offer_new(offers, state.refused))
+
+    def _offer_new(self, offers: Offers, waiting: dict[int, str]) -> dict[int, StoreItem]:
+        """Offer blocks for the first time. Those that find no room go to `waiting`."""
+        items, refused = self.reservations.claim(offers)
+        if items or refused:
+            self._intake.offered(len(items), Counter(refused.values()))
+        waiting |= {number: why for number, why in refused.items() if why in FOR_ROOM}
+        self._context.count(**Counter(why for why in refused.values() if why not in FOR_ROOM))
+        return items
+
+    def _offer_again(self, scheduled: Scheduled) -> dict[int, StoreItem]:
+        """Offer what had no room before, head first, while the request runs and has the blocks."""
+        waiting = scheduled.state.refused
+        most = min(self._retries, self.reservations.room()) if waiting else 0
+        if most <= 0:
+            return {}
+        offers = self._context.requests.again(scheduled, most)
+        self._retries -= len(offers.pairs)
+        items, refused = self.reservations.claim(offers)
+        over = [number for number in offers.numbers if refused.get(number) not in FOR_ROOM]
+        before = {number: waiting.pop(number) for number in over}
+        self._context.count(**Counter(refused[number] for number in over if number in refused))
+        taken = (why for number, why in before.items() if number not in refused)
+        self._intake.taken_later(Counter(taken))
+        return items
+
+    def _offer_last(self, overwritten: set[int]) -> list[StoreJob]:
+        """Store what requests that have ended since the last step left to offer.
+
+        The engine has taken their blocks back. Those that it gives to others in this step would be
+        gathered too late; the others are fenced from now on, like all that are being gathered.
+        """
+        ended, self._last_offers = self._last_offers, []
+        jobs: list[StoreJob | None] = []
+        for state, offers in ended:
+            waiting: dict[int, str] = {}
+            items = self._offer_new(offers.without(overwritten), waiting)
+            self._context.count(**Counter(waiting.values()))  # there is no later step
+            state.order.finished = True
+            jobs.append(self._begin(state, items))
+            self._settle(state)
+        return [job for job in jobs if job is not None]
+
+    def _begin(self, state: RequestState, items: dict[int, StoreItem]) -> StoreJob | None:
+        if not items:
+            return None
+        state.order.under_way += 1
+        at_once = len(items) == state.offered * len(self._context.groups)
+        tenant = tenant_of(state.request)
+        return self._context.jobs.store(items, tenant, state, at_once=at_once)
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def ended(self, store: PendingStore) -> None:
+        """Take in that a store has ended on all ranks."""
+        context, manager, job = self._context, self._manager, store.job
+        self._intake.failed(len(store.failed))
+        heads = manager.heads(store.state.keys, store.numbers)
+        kept: list[bytes] = []
+        # The first last, so that it counts as used last: a prefix's head must outlive its tail.
+        for index in reversed(range(len(job.items))):
+            item = job.items[index]
+            stored, head = index not in store.failed, heads.get(item.key)
+            if context.generation.made(item.key):
+                if manager.complete_store(item.key, item.slot, stored, head):
+                    context.kv_events.stored(item.key)
+                    kept.append(item.key)
+            elif job.generation:  # blocks without one stay: others may use them
+                manager.drop([item.key], job.generation)
+            self.reservations.end(job.job_id, item)
+        context.kv_events.tell_stored()
+        self._keep_quota(store.tenant, kept)
+        store.state.order.ended(len(store.numbers) if store.at_once else None)
+        self._settle(store.state)
+
+    def _keep_quota(self, tenant: str, kept: Sequence[bytes]) -> None:
+        context = self._context
+        beyond = context.tenants.kept(tenant, kept, self.reservations.block_bytes)
+        if beyond:
+            self._manager.drop(beyond, context.generation.tag)
+            context.kv_events.lost(beyond)
+
+    def _settle(self, state: RequestState) -> None:
+        """Let the head of what was stored in steps be the last to go."""
+        keys = state.offered * len(self._context.groups)
+        if state.order.settle(keys):
+            self._manager.settle(state.keys[:keys])
+
+    def request_finished(self, state: RequestState, tables: Sequence[list[int]]) -> None:
+        """Keep what the request leaves to offer for the next step."""
+        may_store = self._may_store(state)
+        offers = self._context.requests.last_offers(state, tables) if may_store else None
+        if offers is not None and offers.pairs:
+            self._last_offers.append((state, offers))
+        else:
+            state.order.finished = True
+            self._settle(state)
+
+    def drop_last_offers(self) -> None:
+        """Offer nothing of requests that have ended: their blocks may not be read any more."""
+        for state, _ in self._last_offers:
+            state.order.finished = True
+        self._last_offers.clear()
