@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "LMCache"
-ABSENT = "LMCache is not installed; docs/bench.md says how"
+ABSENT = "LMCache is not installed; docs/benchmarks.md says how"
 _CLIENT_THREADS = 8
 """Of the Redis client: LMCache's default."""
 

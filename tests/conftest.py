@@ -31,7 +31,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Install packages of tier types for this test."""
 
-    def install(module: str, source: str, **types: str) -> None:
+    def install(module: str, source: str, /, **types: str) -> None:
         monkeypatch.syspath_prepend(str(write_package(tmp_path, module, source, **types)))
 
     return install

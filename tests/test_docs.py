@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.test_readme import blocks
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -25,6 +28,24 @@ def test_every_claim_of_the_threat_model_names_its_test() -> None:
     claims = [row for row in rows if denied.match(row)]
     assert len(claims) >= 20
     assert [row for row in claims if "::" not in row] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_json_that_a_page_shows_is_json(page: Path) -> None:
+    for shown in blocks(page.read_text()):
+        if shown.language == "json":
+            json.loads(shown.text)
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "decisions").iterdir()), ids=lambda p: p.stem
+)
+def test_a_decision_is_one_page(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= 62
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 @pytest.mark.parametrize(

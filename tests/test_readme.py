@@ -7,11 +7,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import pytest
 
 from spec.load import load_chain
+from tiers.connector.contract.pool_size import STAGING
+from tiers.connector.scheduler.announcing import Announcer
+from tiers.cpu.spec import CpuSpec
+from tiers.disk.spec import DiskSpec
+from tiers.host.memory import slots_within
+from tiers.remote.spec import RedisSpec
+from tiers.store import TierStore, Usage
 
 README = Path(__file__).parent.parent / "README.md"
 NO_SERVER = ("validate", "config", "schema", "--help", "--version")
@@ -83,6 +90,39 @@ def test_commands_run(tmp_path: Path, command: str) -> None:
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+class Told:
+    """As much of an open store as its log line tells."""
+
+    def __init__(self, place: str, usage: Usage | None) -> None:
+        self._place = place
+        if usage is not None:
+            self.usage = lambda: usage
+
+    def describe(self) -> str:
+        return self._place
+
+
+def test_the_log_lines_are_those_of_the_chain(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first chain shown, with blocks of 2 MiB on one rank, and a disk tier that holds some."""
+    caplog.set_level("INFO")
+    path = tmp_path / "chain.yaml"
+    path.write_text(CHAINS[0].text)
+    chain = load_chain(path)
+    cpu, disk, remote = chain.tiers
+    assert isinstance(cpu, CpuSpec) and isinstance(disk, DiskSpec)
+    assert isinstance(remote, RedisSpec)
+    announcer = Announcer(chain)
+    announcer.chain(2 << 20, 1, slots_within(cpu.capacity + STAGING, 2 << 20, 1))
+    announcer.host(cpu, slots_within(cpu.capacity, 2 << 20, 1))
+    held = Usage(61440, 61440 * (2 << 20), disk.capacity)
+    announcer.store(disk, cast(TierStore, Told(f"{disk.path}, io direct, durability none", held)))
+    announcer.store(remote, cast(TierStore, Told(str(remote.url), None)))
+    (shown,) = [block.text for block in SHOWN if block.language == "text"]
+    assert shown.splitlines() == caplog.messages
 
 
 def test_what_is_looked_for_is_found() -> None:

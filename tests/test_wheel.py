@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,12 +23,7 @@ CHAIN = "version: 1\ntiers:\n  - {type: cpu, capacity: 8GiB}\n  - {type: redis, 
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy so that nothing is left in the checkout."""
     folder = tmp_path_factory.mktemp("build")
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, folder / name)
+    copy_sources(folder)
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", "."]
     done = subprocess.run(build, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,10 +47,32 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin"
 
 
+def copy_sources(folder: Path) -> None:
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, folder / name)
+
+
 def run(command: list[str | Path], cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run in a folder that is not the checkout, with nothing of it in the environment."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def test_the_install_line_of_the_readme_works(tmp_path: Path) -> None:
+    """As written, but without an index, into a folder of the test's own."""
+    (line,) = re.findall(r"^pip install \S+", (ROOT / "README.md").read_text(), re.M)
+    copy_sources(tmp_path)
+    place = tmp_path / "installed"
+    settings = {"TARGET": str(place), "NO_DEPS": "1", "NO_INDEX": "1", "NO_BUILD_ISOLATION": "0"}
+    env = os.environ | {f"PIP_{name}": value for name, value in settings.items()}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (place / "bin" / "kvtiers").exists() and (place / "tiers" / "engine").is_dir()
 
 
 def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Protocol
 class Install(Protocol):
     """The fixture `plugin`: install a module's source, with types as `name="Class"`."""
 
-    def __call__(self, module: str, source: str, **types: str) -> None: ...
+    def __call__(self, module: str, source: str, /, **types: str) -> None: ...
 
 
-def write_package(folder: Path, module: str, source: str, **types: str) -> Path:
+def write_package(folder: Path, module: str, source: str, /, **types: str) -> Path:
     """Write a package, called as its module, into a folder of its own, for `sys.path`."""
     place = folder / module
     info = place / f"{module}-1.0.dist-info"

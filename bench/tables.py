@@ -1,0 +1,114 @@
+"""The tables of docs/benchmarks.md, made from the results that are committed.
+
+    python -m bench.tables
+
+writes them between the two markers. Results are `bench/results/<date>-<hardware>.json`, as
+`kvtiers bench all --json` writes them; of each hardware the newest counts. A picture of the same
+name (`python -m bench.plot RESULT --png`) is shown below its tables.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from bench.report import LESS_IS_BETTER, Row, number, read_json, times
+
+CHECKOUT = Path(__file__).parents[1]
+RESULTS = CHECKOUT / "bench" / "results"
+PAGE = CHECKOUT / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- measured: python -m bench.tables -->", "<!-- /measured -->"
+_DATE = len("2026-01-01-")
+_HEAD = """\
+| case | ours | beside | ratio | target | verdict | spread |
+|---|---|---|---|---|---|---|"""
+
+
+def newest(folder: Path = RESULTS) -> list[Path]:
+    """The newest result of each hardware."""
+    found = {path.stem[_DATE:]: path for path in sorted(folder.glob("*-*-*-*.json"))}
+    return list(found.values())
+
+
+def section(results: Sequence[Path]) -> str:
+    """What belongs between the markers, for these results."""
+    return "\n\n".join(_of_one(path) for path in results) or "No result is committed yet."
+
+
+def _of_one(path: Path) -> str:
+    machine, rows = read_json(path)
+    aimed = [row for row in rows if row.target is not None]
+    measured = [row for row in aimed if row.ours is not None]
+    parts = [_headline(path, machine)]
+    for suite, of_suite in groupby(measured, key=lambda row: row.suite):
+        lines = "\n".join(map(_line, of_suite))
+        parts.append(f"#### {suite}\n\n{_HEAD}\n{lines}")
+    absent = [row for row in aimed if row.ours is None]
+    if absent:
+        lines = "\n".join(f"- {row.suite}: {row.case}: {row.why}." for row in absent)
+        parts.append(f"#### Not measured there\n\n{lines}")
+    picture = path.with_suffix(".png")
+    if picture.exists():
+        parts.append(f"![{path.stem}](../bench/results/{picture.name})")
+    return "\n\n".join(parts)
+
+
+def _headline(path: Path, machine: dict[str, Any]) -> str:
+    chip = machine["gpu"] or machine["cpu"]
+    link = f"[{path.stem}](../bench/results/{path.name})"
+    return (
+        f"### {path.stem}\n\n"
+        f"{chip}, {machine['cores']} cores, load {machine['load']}, {machine['date']}: {link}."
+    )
+
+
+def _line(row: Row) -> str:
+    beside, ratio = _beside(row)
+    cells = (
+        row.case,
+        f"{number(row.ours)} {row.unit}",
+        beside,
+        ratio,
+        _target(row),
+        {True: "met", False: "missed", None: "not compared"}[row.met],
+        "" if row.spread is None else f"{row.spread:.0%}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _beside(row: Row) -> tuple[str, str]:
+    if row.of == "ours":
+        return "", ""
+    if row.of == "peer":
+        return f"{row.peer_name} {number(row.peer)}".strip(), times(row.of_peer)
+    return f"limit {number(row.limit)}", times(row.of_limit)
+
+
+def _target(row: Row) -> str:
+    """A ratio, or a figure in the case's unit."""
+    if row.of != "ours":
+        return f"{row.target:.3g}"
+    bound = "at most" if row.unit in LESS_IS_BETTER else "at least"
+    return f"{bound} {row.target:.3g} {row.unit}"
+
+
+def put_in(text: str, new: str) -> str:
+    """A page with this between its markers. Raises ValueError when it lacks them."""
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"there is no {BEGIN} ... {END}")
+    return f"{head}{BEGIN}\n{new}\n{END}{tail}"
+
+
+def main() -> int:
+    """The command."""
+    PAGE.write_text(put_in(PAGE.read_text(), section(newest())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

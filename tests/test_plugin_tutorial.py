@@ -1,0 +1,55 @@
+"""What docs/plugins.md shows is a tier: it keeps the contract, and serves in a chain."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import yaml
+
+from spec.load import load_chain
+from tests.support.plugin_packages import Install, write_package
+from tests.support.replay_chains import MODEL, SLOT, close
+from tests.test_readme import blocks
+from tiers.engine.replay import ReplayEngine, answer
+
+ROOT = Path(__file__).parent.parent
+SHOWN = blocks((ROOT / "docs" / "plugins.md").read_text())
+MODULE, KIT = (block.text for block in SHOWN if block.language == "python")
+(PROJECT,) = (tomllib.loads(block.text) for block in SHOWN if block.language == "toml")
+(CHAIN,) = (block.text for block in SHOWN if block.language == "yaml")
+TYPES = {
+    name: value.removeprefix("folder_tier:")
+    for name, value in PROJECT["project"]["entry-points"]["kvtiers.tiers"].items()
+}
+
+
+def test_the_store_keeps_the_contract(tmp_path: Path) -> None:
+    place = write_package(tmp_path, "folder_tier", MODULE, **TYPES)
+    (place / "test_folder_tier.py").write_text(KIT)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(place), str(ROOT)])}
+    done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+def test_the_chain_serves(tmp_path: Path, plugin: Install) -> None:
+    plugin("folder_tier", MODULE, **TYPES)
+    written = yaml.safe_load(CHAIN)
+    (tmp_path / "folder").mkdir()
+    written["tiers"][0]["capacity"] = 4 * SLOT
+    written["tiers"][1]["path"] = str(tmp_path / "folder")
+    chain = load_chain({**written, "staging": 64 * SLOT})
+    engine = ReplayEngine(chain, MODEL, prefix_caching=False)
+    prompt = list(range(100))
+    try:
+        for _ in range(2):
+            assert engine.generate(prompt, 4).output == answer(MODEL, prompt, 4)
+            engine.settle()
+        assert engine.stats.data["folder"]["loaded_tokens"] > 0
+    finally:
+        close(engine)
