@@ -22,7 +22,7 @@ from bench.main import Scale
 from bench.report import Case, Measure
 from spec.offloading import StoreContext
 from tiers.host.memory import SlotMemory
-from tiers.remote.resp import command, opening, opening_of
+from tiers.remote.resp import array_header, bulk_header, command
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block
 
@@ -140,8 +140,8 @@ class RawLoop:
     def store(self) -> None:
         """SET each block, waiting for its answer."""
         for key, payload in self._blocks:
-            name = opening_of(len(key)) + key + b"\r\n"
-            head = opening(3) + b"$3\r\nSET\r\n" + name + opening_of(len(payload))
+            name = bulk_header(len(key)) + key + b"\r\n"
+            head = array_header(3) + b"$3\r\nSET\r\n" + name + bulk_header(len(payload))
             sent = self._socket.sendmsg([head, payload, b"\r\n"]) - len(head)
             if sent < len(payload) + 2:
                 self._socket.sendall(payload[sent:])
@@ -153,7 +153,7 @@ class RawLoop:
         """GET each block into its memory."""
         for key, payload in self._blocks:
             self._socket.sendall(command(b"GET", key))
-            self._socket.recv(len(opening_of(len(payload))))
+            self._socket.recv(len(bulk_header(len(payload))))
             filled = 0
             while filled < len(payload):
                 filled += self._socket.recv_into(payload[filled:])

@@ -1,4 +1,4 @@
-"""A Cluster: names by hash slot, over masters of which some may be down."""
+"""Cluster: names by hash slot, over masters of which some may be down."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from redis.crc import key_slot
 from redis.exceptions import ConnectionError as Unreachable
 
 from tiers.breaker import Breaker, Call
-from tiers.remote.places import FAILURES, Kind, Work
-from tiers.remote.pools import Pool, Pools, Way, reason
+from tiers.remote.pools import ConnectionSettings, Pool, Pools, reason
 from tiers.remote.resp import Reply, ServerError
 from tiers.remote.stream import Deadline
+from tiers.remote.topology import FAILURES, Kind, Operation
 from tiers.remote.url import Endpoint
 
 SLOTS = 16384
 """Hash slots of every Cluster."""
 
 RETRY_AFTER = 1.0
-"""Seconds a node that failed is left alone at first; doubled by every trial that fails."""
+"""Seconds until a failed node is tried again; doubled by each trial that fails."""
 
 RETRY_AFTER_MAX = 8.0
-"""Seconds a node is left alone at most: a trial of one that hangs holds up a verb for half its
-time, and a failover is noticed by the next trial."""
+"""Most seconds between trials. A trial of a node that hangs delays a verb by half of its time; a
+failover is noticed by the next trial."""
 
 _log = logging.getLogger(__name__)
 
 
 class Node:
-    """A master, and whether it is left alone: one that takes no writes may still serve reads."""
+    """A master, with a breaker for each kind: one that refuses writes may still serve reads."""
 
     def __init__(self, endpoint: Endpoint, pool: Pool, timeout: float) -> None:
         self.endpoint = endpoint
@@ -42,36 +42,38 @@ class Node:
         }
 
     def serves(self, kind: Kind) -> bool:
-        """Whether it did when it was last asked."""
+        """Whether the last operation of this kind worked."""
         return self.breakers[kind].is_closed
 
 
 class Cluster:
-    """Names by hash slot, over the masters of a Cluster, whose map any of its nodes knows.
+    """A topology of masters that share the hash slots; any node knows the map.
 
-    Where a node can't be reached, its names are passed over while another node serves, and it is
-    left alone for a while; each such change is logged. `timeout`, in seconds, is that of a verb.
+    A node that fails is left alone for a while, and its names are skipped while another node
+    serves; each such change is logged. `timeout`: of a verb, in seconds. Thread-safe.
     """
 
-    def __init__(self, way: Way, timeout: float) -> None:
-        self._url = way.url
+    def __init__(self, settings: ConnectionSettings, timeout: float) -> None:
+        self._url = settings.url
         self._timeout = timeout
-        self._pools = Pools(way)
+        self._pools = Pools(settings)
         self._nodes: dict[Endpoint, Node] = {}
         self._map: list[Node | None] | None = None
 
-    def visit(self, names: Sequence[bytes], kind: Kind, work: Work, deadline: Deadline) -> None:
-        """Do the work at each master concerned, once more for names that moved meanwhile.
+    def dispatch(
+        self, names: Sequence[bytes], kind: Kind, operation: Operation, deadline: Deadline
+    ) -> None:
+        """Run `operation` at each master of the names, and once more for names that moved.
 
-        Raises where no node serves work of this kind any more, and where nobody has the map.
+        Raises if no node serves this kind any more, or no node can tell the map.
         """
         served: list[Node | None] = []
         failures: list[Exception] = []
         left = list(range(len(names)))
         for _ in range(2):
             served = self._map or self._learn(deadline)
-            visits = _at_nodes(served, names, left)
-            left = self._go_round(visits, kind, work, deadline, failures)
+            batches = _at_nodes(served, names, left)
+            left = self._go_round(batches, kind, operation, deadline, failures)
             if not left:
                 break
             self._map = None
@@ -84,30 +86,30 @@ class Cluster:
 
     def _go_round(
         self,
-        visits: dict[Node, list[int]],
+        batches: dict[Node, list[int]],
         kind: Kind,
-        work: Work,
+        operation: Operation,
         deadline: Deadline,
         failures: list[Exception],
     ) -> list[int]:
-        """Visit each node, those that are down last; the positions of names that moved."""
+        """Run `operation` at each node, failed ones last; return positions of moved names."""
         moved: list[int] = []
-        for node in sorted(visits, key=lambda node: not node.serves(kind)):
-            if deadline.is_over:  # that says nothing about those that were not asked
+        for node in sorted(batches, key=lambda node: not node.serves(kind)):
+            if deadline.is_over:  # which says nothing about the nodes not asked
                 break
             call = node.breakers[kind].enter()
             if call is None:
                 continue
             try:
-                # One that hangs leaves time for the others, and for the second half of a put.
-                with node.pool.taken(deadline.half()) as stream:
-                    work(stream, visits[node])
+                # Half of the time: a node that hangs leaves some for the others.
+                with node.pool.borrow(deadline.half()) as stream:
+                    operation(stream, batches[node])
             except FAILURES as error:
                 if not (isinstance(error, ServerError) and error.code == "MOVED"):
                     failures.append(error)
                     self._failed(node, kind, call, error)
                     continue
-                moved += visits[node]
+                moved += batches[node]
             if node.breakers[kind].succeeded(call):
                 _log.warning("%s: node %s: %s are up again", self._url, node.endpoint, kind)
         return moved
@@ -124,7 +126,7 @@ class Cluster:
             )
 
     def _learn(self, deadline: Deadline) -> list[Node | None]:
-        """The map, from the first node that answers: those that serve, then the URL's."""
+        """Ask for the map: nodes that serve first, then those of the URL, then all others."""
         failure: Exception = Unreachable("no node of the cluster answers")
         up = [node.endpoint for node in list(self._nodes.values()) if node.serves("reads")]
         for endpoint in dict.fromkeys((*up, *self._url.endpoints, *list(self._nodes))):
@@ -147,17 +149,17 @@ class Cluster:
 def _at_nodes(
     served: Sequence[Node | None], names: Sequence[bytes], positions: Sequence[int]
 ) -> dict[Node, list[int]]:
-    """The positions by the node that serves their names; some are served by nobody."""
-    visits: dict[Node, list[int]] = {}
+    """Group the positions by the node that serves their names; omit names that no node serves."""
+    batches: dict[Node, list[int]] = {}
     for position in positions:
         node = served[key_slot(names[position])]
         if node is not None:
-            visits.setdefault(node, []).append(position)
-    return visits
+            batches.setdefault(node, []).append(position)
+    return batches
 
 
 def _endpoints(reply: Reply, asked: str) -> list[Endpoint | None]:
-    """The master of each slot; a node that does not know its own address is the one asked."""
+    """Parse the map: each slot's master. A node that does not know its own address is `asked`."""
     served: list[Endpoint | None] = [None] * SLOTS
     for entry in reply if isinstance(reply, list) else [None]:
         match entry:
@@ -167,5 +169,5 @@ def _endpoints(reply: Reply, asked: str) -> list[Endpoint | None]:
                 name = host.decode(errors="replace") if host else asked
                 served[first : last + 1] = [Endpoint(name, port)] * (last + 1 - first)
             case _:
-                raise Unreachable("the cluster's map can't be read")
+                raise Unreachable("the answer to CLUSTER SLOTS can't be read")
     return served

@@ -1,4 +1,4 @@
-"""Pools of connections, which redis-py makes, greets and keeps; nothing is tried again by it."""
+"""Pools of connections. redis-py makes, greets and keeps them; it never retries."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from tiers.remote.stream import Deadline, Stream
 from tiers.remote.url import Endpoint, RedisUrl
 
 LEAST_WAIT = 0.001
-"""Seconds for each further address of a host when the time is over: enough to be refused."""
+"""Seconds for each further address of a host once the time is over: enough to be refused."""
 
 
-class Way(NamedTuple):
-    """How to get to the servers of a URL: its user and password, and TLS unless None."""
+class ConnectionSettings(NamedTuple):
+    """How to connect to the servers of a URL, which holds user and password. `tls`: None: plain."""
 
     url: RedisUrl
     tls: ssl.SSLContext | None
 
-    def to_sentinels(self) -> Way:
-        """The way without what is meant for the servers alone."""
+    def to_sentinels(self) -> ConnectionSettings:
+        """The settings for sentinels: without user, password and db, which are the servers' own."""
         return self._replace(url=replace(self.url, username=None, password=None, db=0))
 
 
 class Pool:
-    """Connections to one server; an endpoint of None means the URL's own. Connects to nothing.
+    """Connections to one server: `endpoint`, or the URL's own. Making a pool connects to nothing.
 
     Thread-safe; a forked child makes connections of its own.
     """
 
-    def __init__(self, way: Way, endpoint: Endpoint | None = None) -> None:
-        self._turn = _Turn()
-        self._pool = redis.ConnectionPool(turn=self._turn, **_options(way, endpoint))
+    def __init__(self, settings: ConnectionSettings, endpoint: Endpoint | None = None) -> None:
+        self._current = _CurrentDeadline()
+        self._pool = redis.ConnectionPool(current=self._current, **_options(settings, endpoint))
 
     @contextmanager
-    def taken(self, deadline: Deadline) -> Iterator[Stream]:
-        """A connection for as long as the block lasts; closed unless every reply to it was read.
+    def borrow(self, deadline: Deadline) -> Iterator[Stream]:
+        """Borrow a connection for the body; it is closed unless every reply on it was read.
 
-        The deadline is for connecting and greeting, too, and longer only where a name server is
-        silent. Raises RedisError or OSError.
+        The deadline includes connecting and greeting; only a silent name server can exceed it.
+        Raises RedisError or OSError.
         """
-        self._turn.deadline = deadline
+        self._current.deadline = deadline
         connection: Any = self._pool.get_connection()
         is_clean = False
         try:
@@ -64,8 +64,8 @@ class Pool:
             self._pool.release(connection)
 
     def ask(self, deadline: Deadline, *words: bytes) -> Reply:
-        """What the server answers to a small command."""
-        with self.taken(deadline) as stream:
+        """Send a small command and return the reply. Raises as `borrow` does, and ServerError."""
+        with self.borrow(deadline) as stream:
             stream.send([command(*words)])
             return read_reply(stream)
 
@@ -75,19 +75,19 @@ class Pool:
 
 
 class Pools:
-    """A pool for each of several endpoints, made when it is first asked for. Thread-safe."""
+    """A pool for each endpoint, made at its first use. Thread-safe."""
 
-    def __init__(self, way: Way) -> None:
-        self._way = way
+    def __init__(self, settings: ConnectionSettings) -> None:
+        self._settings = settings
         self._pools: dict[Endpoint, Pool] = {}
-        # Without it two threads could open two pools for a node, and one would never be closed.
+        # Without it two threads could make two pools for a node, and one would never be closed.
         self._lock = threading.Lock()
 
     def at(self, endpoint: Endpoint) -> Pool:
         """The endpoint's pool."""
         with self._lock:
             if endpoint not in self._pools:
-                self._pools[endpoint] = Pool(self._way, endpoint)
+                self._pools[endpoint] = Pool(self._settings, endpoint)
             return self._pools[endpoint]
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class Pools:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, as far as it may be shown."""
+    """Return an error's text, without what may hold a password."""
     text = str(error)
     # A server may quote the AUTH it did not understand, password and all.
     if isinstance(error, AuthenticationError) or "AUTH" in text:
@@ -106,27 +106,29 @@ def reason(error: Exception) -> str:
     return text or type(error).__name__
 
 
-class _Turn(threading.local):
-    """The deadline of the verb this thread is in, for the connections that are made in it."""
+class _CurrentDeadline(threading.local):
+    """The deadline of the verb that this thread runs, for connections made meanwhile."""
 
     deadline = Deadline(0)
 
 
 class _Bounded:
-    """Mixed into a connection: connecting and greeting end with the verb, however slow they are."""
+    """Mixed into a connection: ends connecting and greeting at the verb's deadline."""
 
     _sock: Any
     host: str
 
-    def __init__(self, *, turn: _Turn, tls: ssl.SSLContext | None = None, **options: Any) -> None:
-        self._turn = turn
+    def __init__(
+        self, *, current: _CurrentDeadline, tls: ssl.SSLContext | None = None, **options: Any
+    ) -> None:
+        self._current = current
         self._tls = tls
         super().__init__(**options)
 
     @property
     def socket_connect_timeout(self) -> float:
-        """What is left, whenever redis-py asks: it does for each address of the host."""
-        deadline = self._turn.deadline
+        """Seconds left; redis-py asks for each address of the host."""
+        deadline = self._current.deadline
         return LEAST_WAIT if deadline.is_over else deadline.left()
 
     @socket_connect_timeout.setter
@@ -135,7 +137,7 @@ class _Bounded:
 
     def connect(self) -> None:
         if self._sock is None:
-            left = self.socket_timeout = self._turn.deadline.left()
+            left = self.socket_timeout = self._current.deadline.left()
             with _cut_off(self, left):
                 super().connect()  # type: ignore[misc]
 
@@ -155,7 +157,7 @@ class _Bounded:
 def _why_no_tls(error: OSError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {error.verify_message}"
-    # A server without TLS waits for what it takes for a line to end.
+    # A server without TLS takes the handshake for a line, and waits for its end.
     late = isinstance(error, TimeoutError)
     why = "the handshake is not answered" if late else getattr(error, "reason", None) or error
     return f"no TLS with this server: {why}"
@@ -171,9 +173,9 @@ class _OverUnixSocket(_Bounded, redis.UnixDomainSocketConnection):  # type: igno
 
 @contextmanager
 def _cut_off(connection: Any, seconds: float) -> Iterator[None]:
-    """Shut the connection's socket down when the time is over, whatever it is waiting for.
+    """Shut down the connection's socket once `seconds` are over, unless the body has ended.
 
-    redis-py bounds each wait, and a server that drips its replies makes it wait any number of
+    redis-py bounds each wait, but a server that drips its replies makes it wait any number of
     times.
     """
     done = threading.Event()
@@ -185,8 +187,8 @@ def _cut_off(connection: Any, seconds: float) -> Iterator[None]:
             connected = connection._sock
             if connected is not None:
                 with suppress(OSError):
-                    # Not that of SSLSocket, which also forgets TLS: a thread that is about to send
-                    # would then send in the clear.
+                    # Not SSLSocket.shutdown, which also removes TLS: a thread about to send would
+                    # then send in the clear.
                     socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
     watcher = threading.Thread(target=watch, name="kvtiers-cut-off", daemon=True)
@@ -197,20 +199,20 @@ def _cut_off(connection: Any, seconds: float) -> Iterator[None]:
         done.set()
 
 
-def _options(way: Way, endpoint: Endpoint | None) -> dict[str, Any]:
-    url = way.url
+def _options(settings: ConnectionSettings, endpoint: Endpoint | None) -> dict[str, Any]:
+    url = settings.url
     shared = {
         "db": url.db,
         "username": url.username,
         "password": url.password.get_secret_value() if url.password else None,
         "health_check_interval": 0,
         "protocol": 2,
-        # The pool itself replaces a connection it finds dead; a retry would only add waits.
+        # The pool replaces a connection that it finds dead; retries would only add waits.
         "retry": Retry(NoBackoff(), 0),
     }
     if url.path is not None:
         return shared | {"connection_class": _OverUnixSocket, "path": url.path}
     host, port = endpoint or url.endpoints[0]
     # Keepalive notices a peer that vanished while the connection was idle.
-    over_tcp = {"connection_class": _OverTcp, "socket_keepalive": True, "tls": way.tls}
+    over_tcp = {"connection_class": _OverTcp, "socket_keepalive": True, "tls": settings.tls}
     return shared | over_tcp | {"host": host, "port": port}

@@ -1,6 +1,6 @@
-"""Commands and replies of protocol 2, as far as the remote tier needs them.
+"""RESP: commands and replies of the Redis protocol, version 2, as far as the remote tier uses them.
 
-Protocol 2 needs no greeting, works with every server, and nothing of protocol 3 is used.
+Version 2 needs no greeting and works with every server; nothing of version 3 is used.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from tiers.remote.stream import AHEAD_BYTES, Stream, StreamError
 
 Reply = bytes | int | list["Reply"] | None
-"""What a small command is answered; text as bytes."""
+"""The reply to a small command; text as bytes."""
 
 _MOST_TEXT = 64 << 10
 _MOST_ITEMS = 1 << 16
@@ -16,7 +16,7 @@ _DEEPEST = 6
 
 
 class ServerError(Exception):
-    """A reply that says no. `code` is its first word: OOM, WRONGTYPE, MOVED, ASK, NOAUTH..."""
+    """An error reply. `code` is its first word: OOM, WRONGTYPE, MOVED, ASK, NOAUTH..."""
 
     @property
     def code(self) -> str:
@@ -25,43 +25,45 @@ class ServerError(Exception):
 
 
 def command(*words: bytes) -> bytes:
-    """A whole command."""
-    return opening(len(words)) + b"".join(opening_of(len(word)) + word + b"\r\n" for word in words)
+    """Encode a command: an array of bulk strings."""
+    return array_header(len(words)) + b"".join(
+        bulk_header(len(word)) + word + b"\r\n" for word in words
+    )
 
 
-def opening(words: int) -> bytes:
-    """The start of a command of that many words."""
+def array_header(words: int) -> bytes:
+    """Encode the header of an array (a command) of that many words."""
     return b"*%d\r\n" % words
 
 
-def opening_of(length: int) -> bytes:
-    """What precedes a word of that many bytes."""
+def bulk_header(length: int) -> bytes:
+    """Encode the header of a bulk string (a word or value) of that many bytes."""
     return b"$%d\r\n" % length
 
 
 def read_status(stream: Stream) -> None:
-    """Read the reply of a command that has nothing to tell. Raises ServerError if it failed."""
+    """Read a simple string, such as OK. Raises ServerError for an error reply."""
     _read(stream, b"+", AHEAD_BYTES)
 
 
 def read_integer(stream: Stream) -> int:
-    """Read a number. Raises ServerError."""
+    """Read an integer. Raises ServerError."""
     return _number(_read(stream, b":", AHEAD_BYTES))
 
 
 def read_length(stream: Stream, ahead: int) -> int:
-    """Read how long the value is that follows, -1 where there is none. Raises ServerError.
+    """Read the header of a bulk string: its length, -1 if there is no value. Raises ServerError.
 
-    `ahead` limits what is received beyond it, so that the value itself stays in the socket.
+    `ahead`: most bytes to receive beyond the header, so that the value stays in the socket.
     """
     length = _number(_read(stream, b"$", ahead))
     if length < -1:
-        raise StreamError("not a length")
+        raise StreamError("a malformed length in the reply")
     return length
 
 
 def read_reply(stream: Stream, depth: int = 0) -> Reply:
-    """Read any reply that is no block. Raises ServerError, or StreamError for an absurd one."""
+    """Read a small reply of any type. Raises ServerError, and StreamError if it is malformed."""
     line = stream.line()
     kind, rest = line[:1], line[1:]
     if kind == b"-":
@@ -94,5 +96,5 @@ def _read(stream: Stream, kind: bytes, ahead: int) -> bytes:
 
 def _number(digits: bytes) -> int:
     if not digits.removeprefix(b"-").isdigit() or len(digits) > 20:
-        raise StreamError("not a number")
+        raise StreamError("a malformed number in the reply")
     return int(digits)

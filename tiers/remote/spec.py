@@ -94,15 +94,15 @@ class RedisSpec(StoreSpec):
         """
         from tiers.codec import Encoder
         from tiers.errors import TierUnusable
-        from tiers.remote.pools import Way
+        from tiers.remote.pools import ConnectionSettings
         from tiers.remote.store import RedisStore
 
         try:
-            way = Way(self._url_with_login(), self._tls_context())
+            settings = ConnectionSettings(self._url_with_login(), self._tls_context())
         except ValueError as error:
             raise TierUnusable(str(error)) from None
         return RedisStore(
-            way,
+            settings,
             site.payload_bytes,
             Encoder(self.codec, self.tier_name),
             key_prefix=self.key_prefix,

@@ -10,10 +10,10 @@ from tiers.block import HEADER_BYTES, expect, pack_header, verify
 from tiers.codec import CODECS, Encoder, decode
 from tiers.concurrency.counter import LockedCounter
 from tiers.errors import RecordError, TierUnavailable, TierUnusable
-from tiers.remote.bulk import Record, Wanted
-from tiers.remote.pools import Way
+from tiers.remote.client import RedisClient
+from tiers.remote.pipeline import GetRequest, Record
+from tiers.remote.pools import ConnectionSettings
 from tiers.remote.stream import Deadline
-from tiers.remote.wire import Wire
 from tiers.store import Block
 
 _log = logging.getLogger(__name__)
@@ -25,15 +25,15 @@ MAX_VALUE_BYTES = 512 << 20
 class RedisStore:
     """A TierStore whose blocks live in a server that others share.
 
-    Each block is one value: the header of `tiers.block`, then the payload as its codec stored
-    it. What does not verify is a miss, and is dropped so that the next `put` replaces it.
-    Thread-safe. Verbs raise TierUnavailable while the server can't be asked, and end after
-    `timeout` and a moment more for each block (`wire.EACH`) and each byte (`wire.SLOWEST`).
+    Each block is one value: the header of `tiers.block`, then the payload as its codec stored it.
+    A value that does not verify is a miss, and is dropped, so that the next `put` replaces it.
+    Thread-safe. Verbs raise TierUnavailable while the server does not answer. They end after
+    `timeout`, plus `client.EACH` seconds a block and a second for each `client.SLOWEST` bytes.
     """
 
     def __init__(
         self,
-        way: Way,
+        settings: ConnectionSettings,
         payload_bytes: int,
         encoder: Encoder,
         *,
@@ -48,23 +48,23 @@ class RedisStore:
                 f"must fit in a Redis value of {MAX_VALUE_BYTES}"
             )
         self._payload_bytes = payload_bytes
-        self._place = str(way.url)
+        self._place = str(settings.url)
         self._encoder = encoder
         self._damaged = LockedCounter()
         self._prefix = key_prefix.encode() + b":"
-        self._wire = Wire(way, timeout, ttl)
+        self._client = RedisClient(settings, timeout, ttl)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Say for each key whether the server has a value for it now."""
-        return self._wire.exists(self._names(keys), self._wire.limit(len(keys)))
+        return self._client.exists(self._names(keys), self._client.limit(len(keys)))
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """Store blocks the server lacks; the ttl of the others starts anew."""
+        """Store the blocks that the server lacks; the ttl of the others starts anew."""
         deadline = self._limit(blocks)
         names = self._names([block.key for block in blocks])
-        held = self._wire.refresh(names, deadline)
+        held = self._client.refresh(names, deadline)
         missing = [index for index, here in enumerate(held) if not here]
-        stored = self._wire.store(
+        stored = self._client.store(
             [names[index] for index in missing],
             lambda at: self._record(blocks[missing[at]]),
             deadline,
@@ -74,33 +74,35 @@ class RedisStore:
         return held
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
-        """Fill each block's payload; False where nothing that verifies is stored, or arrived
-        before the server could be asked no more. Raises TierUnavailable where nothing arrived."""
+        """Fill each block's payload; False for each that is absent, does not verify, or had not
+        arrived when the server failed. Raises TierUnavailable if none arrived."""
         hits = [False] * len(blocks)
         spoilt: set[bytes] = set()
 
-        def arrived(index: int, record: Record | None) -> None:
+        def on_value(index: int, record: Record | None) -> None:
             hits[index] = record is not None and self._fill(blocks[index], record)
             if not hits[index]:
                 spoilt.add(blocks[index].key)
 
         deadline = self._limit(blocks)
         names = self._names([block.key for block in blocks])
-        wanted = [Wanted(name, block.payload) for name, block in zip(names, blocks, strict=True)]
+        requests = [
+            GetRequest(name, block.payload) for name, block in zip(names, blocks, strict=True)
+        ]
         try:
-            self._wire.load(wanted, arrived, deadline)
+            self._client.load(requests, on_value, deadline)
         except TierUnavailable as error:
             if not any(hits):
                 raise
             _log.debug("%d of %d blocks arrived: %s", sum(hits), len(hits), error)
         self._damaged.count("value", len(spoilt))
-        # What it loaded stays loaded, should the server go now: the next load meets them again.
+        # What was loaded stays loaded if this fails: the next load finds the spoilt values again.
         with suppress(TierUnavailable):
-            self._wire.delete(self._names(list(spoilt)), deadline)
+            self._client.delete(self._names(list(spoilt)), deadline)
         return hits
 
     def damaged(self) -> int:
-        """Values that were not the record they should be."""
+        """Number of values found that were not the record of their key."""
         return self._damaged.total
 
     def describe(self) -> str:
@@ -108,15 +110,15 @@ class RedisStore:
         return self._place
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Forget these keys, for everyone who shares the server."""
-        self._wire.delete(self._names(keys), self._wire.limit(len(keys)))
+        """Drop these keys, for everybody who shares the server."""
+        self._client.delete(self._names(keys), self._client.limit(len(keys)))
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
-        self._wire.close()
+        self._client.close()
 
     def _limit(self, blocks: Sequence[Block]) -> Deadline:
-        return self._wire.limit(len(blocks), len(blocks) * self._payload_bytes)
+        return self._client.limit(len(blocks), len(blocks) * self._payload_bytes)
 
     def _fill(self, block: Block, record: Record) -> bool:
         try:

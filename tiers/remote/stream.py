@@ -1,4 +1,4 @@
-"""Stream: a connected socket for the length of one verb, which its deadline ends."""
+"""Stream: a connected socket for one verb, bounded by the verb's deadline."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from collections.abc import Callable, Sequence
 from tiers.block import Buffer
 
 AHEAD_BYTES = 64 << 10
-"""Most that is received ahead of what is asked for."""
+"""Most bytes received ahead of what the caller reads."""
 
 PARTS = 512
-"""Most parts of one sendmsg; Linux takes 1,024."""
+"""Most parts in one sendmsg; Linux allows 1,024."""
 
 PIECE_BYTES = 128 << 10
-"""Most that is received at once where each piece is looked at: it is still in the processor's
-caches then, and the server may send more while it is. 64 values of 2 MiB came at 3.0 GB/s, with
-2.8 by 256 KiB, 2.4 by 512 KiB, and 2.5 where they were looked at as a whole."""
+"""Most bytes of a piece that `on_piece` looks at: it is still in the processor's caches, and the
+server sends more meanwhile. 64 values of 2 MiB came at 3.0 GB/s by pieces of 128 KiB, 2.8 by 256
+KiB, 2.4 by 512 KiB, and 2.5 as a whole."""
 
-Taken = Callable[[memoryview], object]
+OnPiece = Callable[[memoryview], object]
 
 RECORD_BYTES = 16 << 10
-"""Most that one record of TLS carries."""
+"""Most bytes in one TLS record."""
 
 _TIMEVAL = struct.Struct("@ll")
-"""Seconds and microseconds, as the kernel wants them."""
+"""A kernel timeval: seconds and microseconds."""
 
 
 class StreamError(OSError):
-    """The other side closed the connection, or answered what is no reply."""
+    """The other side closed the connection, or sent a malformed reply."""
 
 
 class Deadline:
@@ -47,24 +47,23 @@ class Deadline:
         return self._ends <= time.monotonic()
 
     def left(self) -> float:
-        """Seconds left, more than zero. Raises TimeoutError when it is over."""
+        """Seconds left, more than zero. Raises TimeoutError if none are."""
         left = self._ends - time.monotonic()
         if left <= 0:
             raise TimeoutError("no answer in time")
         return left
 
     def half(self) -> Deadline:
-        """A deadline when half of what is left is over. Raises TimeoutError when nothing is."""
+        """A deadline after half of the time left. Raises TimeoutError if none is left."""
         return Deadline(self.left() / 2)
 
 
 class Stream:
-    """Sends from and receives into memory of the caller's, without a copy in between.
+    """Sends from and receives into the caller's memory, without a copy; TLS copies once.
 
-    Every wait is for what is left of the deadline, so a server that drips a byte now and then
-    can't prolong it. Methods raise TimeoutError, StreamError or another OSError; the connection
-    is of no use afterwards. Not thread-safe: one verb owns it. Over TLS bytes are copied once, by
-    the cipher.
+    Every wait is bounded by the time left, so a server that drips bytes can't prolong the verb.
+    Methods raise TimeoutError, StreamError or another OSError; the connection is unusable after
+    that. Not thread-safe: one verb owns it.
     """
 
     def __init__(self, connected: socket.socket, deadline: Deadline) -> None:
@@ -73,8 +72,8 @@ class Stream:
         self._deadline = deadline
         self._waits = math.inf
         if not self._is_tls:
-            # The kernel bounds the waits: Python's own way asks before each call whether it would
-            # wait, which costs a system call more and another turn of whoever has the interpreter.
+            # The kernel bounds the waits. Python's own timeout polls before each call, which costs
+            # a system call and another turn for the interpreter's lock.
             connected.settimeout(None)
         self._ahead = bytearray(AHEAD_BYTES)
         self._view = memoryview(self._ahead)
@@ -82,11 +81,11 @@ class Stream:
 
     @property
     def is_drained(self) -> bool:
-        """Whether all that was received has been asked for."""
+        """Whether everything received has been read."""
         return self._start == self._end
 
     def send(self, parts: Sequence[Buffer]) -> None:
-        """Send the parts, one behind the other."""
+        """Send the parts, one after the other."""
         views = [memoryview(part) for part in parts if len(part)]
         first = 0
         while first < len(views):
@@ -99,7 +98,7 @@ class Stream:
                 first += 1
 
     def line(self, ahead: int = AHEAD_BYTES) -> bytes:
-        """The next line, without its end; to find it, `ahead` bytes at most are received a time."""
+        """Read the next line, without its end; each receive takes `ahead` bytes at most."""
         while (end := self._ahead.find(b"\r\n", self._start, self._end)) < 0:
             self._look_ahead(ahead)
         line = bytes(self._view[self._start : end])
@@ -107,34 +106,34 @@ class Stream:
         return line
 
     def take(self, count: int) -> bytes:
-        """The next bytes, AHEAD_BYTES at most; not one beyond them is received."""
+        """Read the next `count` bytes, AHEAD_BYTES at most; receives none beyond them."""
         while (have := self._end - self._start) < count:
             self._look_ahead(count - have)
         self._start += count
         return bytes(self._view[self._start - count : self._start])
 
-    def fill(self, memory: memoryview, ahead: int = 0, taken: Taken | None = None) -> None:
-        """Fill the memory with what comes next, and receive up to `ahead` bytes beyond it.
+    def fill(self, memory: memoryview, ahead: int = 0, on_piece: OnPiece | None = None) -> None:
+        """Fill `memory` with the next bytes, and receive up to `ahead` bytes beyond it.
 
-        `taken` is given each piece of the memory that was filled, PIECE_BYTES or less.
+        `on_piece` is called with each filled piece of `memory`, PIECE_BYTES at most.
         """
         have = min(len(memory), self._end - self._start)
         memory[:have] = self._view[self._start : self._start + have]
         self._start += have
-        if taken is not None:
-            taken(memory[:have])
+        if on_piece is not None:
+            on_piece(memory[:have])
         while have < len(memory):  # and nothing is ahead
-            if taken is None or len(memory) - have <= PIECE_BYTES:
+            if on_piece is None or len(memory) - have <= PIECE_BYTES:
                 count = self._receive(memory[have:], self._view[:ahead])
             else:
                 count = self._receive(memory[have : have + PIECE_BYTES])
-            if taken is not None:
-                taken(memory[have : have + count])
+            if on_piece is not None:
+                on_piece(memory[have : have + count])
             have += count
             self._start, self._end = 0, max(0, have - len(memory))
 
     def skip(self, count: int) -> None:
-        """Pass over what comes next."""
+        """Discard the next `count` bytes."""
         while count:
             if self.is_drained:
                 self._start, self._end = 0, self._receive(self._view)
@@ -173,7 +172,7 @@ class Stream:
             raise TimeoutError("nothing taken in time") from None
 
     def _limit_waits(self) -> None:
-        """Bound the next wait by what is left, give or take a tenth."""
+        """Bound the next wait by the time left, within a tenth."""
         left = self._deadline.left()
         if self._is_tls:
             self._socket.settimeout(left)
@@ -185,7 +184,7 @@ class Stream:
 
 
 def _one_record(views: list[memoryview]) -> Buffer:
-    """The start of what is to be sent, in one piece: each record of its own would cost as much."""
+    """Join the first views to one TLS record: each record costs the same, however short."""
     if len(views[0]) >= RECORD_BYTES:
         return views[0]
     joined = bytearray()

@@ -1,4 +1,4 @@
-"""Values between a connection and the caller's memory, several of them under way at a time."""
+"""Moves values between a connection and the caller's memory, several in flight at a time."""
 
 from __future__ import annotations
 
@@ -8,39 +8,46 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tiers.block import HEADER_BYTES, Buffer, Checksum
-from tiers.remote.resp import ServerError, command, opening, opening_of, read_length, read_status
+from tiers.remote.resp import (
+    ServerError,
+    array_header,
+    bulk_header,
+    command,
+    read_length,
+    read_status,
+)
 from tiers.remote.stream import AHEAD_BYTES, PIECE_BYTES, Stream, StreamError
 from tiers.remote.window import LEAST_BYTES, Window
 
 SEND_BYTES = 128 << 10
-"""Small values share a system call up to this many bytes."""
+"""Small values are sent together, up to this many bytes in one system call."""
 
 _HEAD_BYTES = len("\r\n") + len("$536870912\r\n") + HEADER_BYTES
-"""What may be received before a payload: the end of the value before, a length, a header."""
+"""Most that is received before a payload: the end of the previous value, a length, a header."""
 
 
 class Record(NamedTuple):
-    """A value: the header of `tiers.block`, and the stored bytes behind it; their checksum, too,
-    where it was taken as they came."""
+    """A value: the header of `tiers.block` and the stored bytes after it. `checksum`: of the stored
+    bytes, if it was computed as they arrived."""
 
     header: Buffer
     stored: Buffer
     checksum: bytes | None = None
 
 
-class Wanted(NamedTuple):
-    """A value to load: its name, and the memory for stored bytes of just that length."""
+class GetRequest(NamedTuple):
+    """A value to load: its name, and memory of the length of its payload."""
 
     name: bytes
     payload: memoryview
 
 
 SMALL_BYTES = 16 << 10
-"""Values up to this many bytes arrive several at a time, and are copied once more: each receiving
-lets another thread of the process run, which may keep it for 5 ms."""
+"""Values up to this many bytes are received several at a time, and copied once more: each receive
+lets another thread of the process run, which may take 5 ms."""
 
-Arrived = Callable[[int, Record | None], None]
-"""Told the position of each value there is, and the value; None: it can't be a record."""
+OnValue = Callable[[int, Record | None], None]
+"""Called with the position of each value that exists, and the value; None: it can't be a record."""
 
 
 def store(
@@ -50,11 +57,11 @@ def store(
     expiry: Sequence[bytes],
     window: Window,
 ) -> list[bool]:
-    """SET the values; False for those that were refused.
+    """SET under `names[i]` the value `record(i)`; False for each that was refused.
 
-    `record` makes the value of a position just before it is sent, while the server is busy with
-    those before it. A server without memory would refuse the rest after they travelled, so
-    nothing is sent after its first refusal.
+    `record` is called just before its value is sent, while the server works on the previous ones.
+    Nothing is sent after the first refusal: a server that is out of memory would refuse the rest,
+    too, after it had travelled.
     """
     began = time.monotonic()
     sender = _Sender(stream)
@@ -65,12 +72,12 @@ def store(
             break
     sender.flush()
     sender.await_answers(0)
-    _tell(window, sender.sent, began)
+    _report(window, sender.sent, began)
     return sender.stored + [False] * (len(names) - len(sender.stored))
 
 
 class _Sender:
-    """SETs on their way: small ones are sent together, and answers are awaited late."""
+    """SETs in flight: sends small ones together, and reads their answers late."""
 
     def __init__(self, stream: Stream) -> None:
         self.stored: list[bool] = []
@@ -95,7 +102,7 @@ class _Sender:
         self._parts, self._unsent = [], 0
 
     def await_answers(self, most: int) -> None:
-        """Wait until at most that many bytes, or one value, are sent and not answered."""
+        """Wait until at most `most` bytes, or one value, are sent and not answered."""
         under_way = sum(self._under_way) - self._unsent
         spared = 1 if most else 0
         while under_way > most and len(self._under_way) > spared:
@@ -115,38 +122,40 @@ class _Sender:
 
 def _set_parts(name: bytes, value: Record, expiry: Sequence[bytes]) -> list[Buffer]:
     length = len(value.header) + len(value.stored)
-    words = opening(3 + len(expiry)) + b"$3\r\nSET\r\n" + opening_of(len(name)) + name + b"\r\n"
-    tail = b"".join(opening_of(len(word)) + word + b"\r\n" for word in expiry)
-    return [words + opening_of(length) + value.header, value.stored, b"\r\n" + tail]
+    words = (
+        array_header(3 + len(expiry)) + b"$3\r\nSET\r\n" + bulk_header(len(name)) + name + b"\r\n"
+    )
+    tail = b"".join(bulk_header(len(word)) + word + b"\r\n" for word in expiry)
+    return [words + bulk_header(length) + value.header, value.stored, b"\r\n" + tail]
 
 
-def load(stream: Stream, wanted: Sequence[Wanted], arrived: Arrived, window: Window) -> None:
-    """GET the values into their memory, telling `arrived` of each while the next are under way."""
-    commands = [command(b"GET", want.name) for want in wanted]
-    size = max(HEADER_BYTES + len(want.payload) for want in wanted)
-    ahead = max(2, window.num_bytes // size)  # of one alone the wire would idle for a round trip
-    asked = moved = 0
+def load(stream: Stream, requests: Sequence[GetRequest], on_value: OnValue, window: Window) -> None:
+    """GET the values into their memory; call `on_value` for each while the next are in flight."""
+    commands = [command(b"GET", request.name) for request in requests]
+    size = max(HEADER_BYTES + len(request.payload) for request in requests)
+    ahead = max(2, window.num_bytes // size)  # with one the link would idle for a round trip
+    requested = moved = 0
     began = time.monotonic()
-    for position, want in enumerate(wanted):
-        # Asked for by halves of the window: a small send for each value costs as much as it.
-        if asked < len(wanted) and asked - position <= ahead // 2:
+    for position, request in enumerate(requests):
+        # Requests go out by halves of the window: one send for each costs as much as its value.
+        if requested < len(requests) and requested - position <= ahead // 2:
             upto = position + ahead
-            stream.send([b"".join(commands[asked:upto])])
-            asked = min(upto, len(wanted))
-        found, record = _read_value(stream, want.payload)
+            stream.send([b"".join(commands[requested:upto])])
+            requested = min(upto, len(requests))
+        found, record = _read_value(stream, request.payload)
         if found:
-            arrived(position, record)
+            on_value(position, record)
             moved += size
-    _tell(window, moved, began)
+    _report(window, moved, began)
 
 
-def _tell(window: Window, moved: int, began: float) -> None:
-    if moved >= LEAST_BYTES:  # less says nothing about the rate
+def _report(window: Window, moved: int, began: float) -> None:
+    if moved >= LEAST_BYTES:  # fewer bytes say nothing about the rate
         window.moved(moved, time.monotonic() - began)
 
 
 def _read_value(stream: Stream, payload: memoryview) -> tuple[bool, Record | None]:
-    """Whether there is a value, and the record if it can be one."""
+    """Return whether there is a value, and the record if it can be one."""
     ahead = AHEAD_BYTES if len(payload) <= SMALL_BYTES else _HEAD_BYTES
     try:
         length = read_length(stream, ahead)
@@ -164,11 +173,11 @@ def _read_value(stream: Stream, payload: memoryview) -> tuple[bool, Record | Non
 
 def _read_record(stream: Stream, length: int, payload: memoryview, ahead: int) -> Record | None:
     stored_bytes = length - HEADER_BYTES
-    if not 0 <= stored_bytes <= len(payload):  # no length of ours: not a byte goes anywhere
+    if not 0 <= stored_bytes <= len(payload):  # we never wrote that length: skip it
         stream.skip(length)
         return None
     header = stream.take(HEADER_BYTES)
-    # Only what is stored as it was can be as long as the payload: it comes straight in place.
+    # Only an unencoded payload has the payload's length: it is received in place.
     stored = payload if stored_bytes == len(payload) else memoryview(bytearray(stored_bytes))
     if stored_bytes <= PIECE_BYTES:
         stream.fill(stored, ahead)
