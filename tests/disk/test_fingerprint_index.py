@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import threading
 import time
+import traceback
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tiers.disk.fingerprint_index import CELLS, FingerprintTable
 from tiers.disk.index import Index, Snapshot
 from tiers.disk.rows import ADDED, fingerprint, index_key
 from tiers.disk.store import DiskStore
+from tiers.wrappers.guard import guard
 
 WAIT_S = 60.0
 EVERY = keys(*range(300))
@@ -151,3 +153,21 @@ def test_two_fingerprints_that_are_one_cost_a_miss(tmp_path: Path) -> None:
     assert store.peek(keys(0, 1)) == [True, True]
     assert get(store, keys(0, 1)) == [True, False]
     store.close()
+
+
+def test_a_peek_reaches_the_table_in_four_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread asks at each step, so nothing in between only hands on."""
+    frames: list[str] = []
+
+    def has(table: FingerprintTable, digests: Sequence[bytes]) -> list[bool]:
+        frames.extend(frame.name for frame in traceback.extract_stack())
+        return [True] * len(digests)
+
+    with opened(tmp_path) as store:
+        settled(store)
+        monkeypatch.setattr(FingerprintTable, "has", has)
+        assert guard(store, "disk").peek(keys(0)) == [True]
+    here = frames.index("test_a_peek_reaches_the_table_in_four_frames")
+    assert frames[here + 1 :] == ["peek", "peek", "peek", "has"]

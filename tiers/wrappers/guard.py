@@ -1,8 +1,8 @@
-"""The guard: around any store, failure becomes a miss, here and nowhere else.
+"""The guard: turns any failure of a store into a miss, here and nowhere else.
 
-A store raises; what is guarded never does. A tier that fails is then left alone for a while by a
-circuit breaker, so that a dead server costs one timeout a while, not one a request. Reads and
-writes have a breaker each: a disk that takes nothing any more still gives what it has.
+A store may raise; a guarded store never does. A circuit breaker leaves a failed tier alone for a
+while, so that a dead server costs one timeout at each retry instead of one at each request. Reads
+and writes have a breaker each: a disk that refuses writes still serves what it has.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
 from tiers.breaker import Breaker, Call
 from tiers.concurrency.counter import LockedCounter
@@ -32,25 +32,22 @@ from tiers.store import (
 )
 from tiers.wrappers.guard_log import GuardLog
 
-T = TypeVar("T")
-
 RETRY_AFTER = 1.0
-"""Seconds a failed tier is left alone at first; doubled by every trial that fails."""
+"""Seconds until a failed tier is tried again; doubled by each trial that fails."""
 
 RETRY_AFTER_MAX = 30.0
-"""Seconds a failed tier is left alone at most."""
+"""Most seconds between two trials."""
 
 DEADLINE = 10.0
 """Seconds after which a verb that has not returned counts as failed."""
 
 CLOSE_SECONDS = 30.0
-"""How long closing a store is waited for; it goes on behind, until the process ends."""
+"""Seconds to wait for a store to close; it goes on in the background until the process ends."""
 
 
 class Health(NamedTuple):
-    """Whether a tier is asked for blocks (`reads`), and given any (`writes`); and whether those
-    worked when they were last tried. Once the time for a trial has come a tier is asked that is
-    not up."""
+    """How a tier does. `reads`, `writes`: calls go through now. `reads_up`, `writes_up`: the last
+    one worked. When a retry is due, calls go through although the last one failed."""
 
     reads: bool
     writes: bool
@@ -62,7 +59,7 @@ HEALTHY = Health(reads=True, writes=True, reads_up=True, writes_up=True)
 
 
 class Guarded(StoreWrapper):
-    """A TierStore that never raises: what fails is a miss. Made by `guard`, which see."""
+    """A TierStore that never raises: a failure is a miss. Create with `guard()`. Thread-safe."""
 
     def __init__(
         self, store: TierStore, tier_name: str, make: Callable[[], Breaker], is_prompt: bool
@@ -73,7 +70,7 @@ class Guarded(StoreWrapper):
         """Calls that failed, by the error's name."""
         self._is_prompt = is_prompt
         self._reads, self._writes = make(), make()
-        # What needs no I/O proves nothing of what does; where it fails, that is left alone too.
+        # Lookups without I/O have a breaker of their own: that they work proves nothing of reads.
         self._looks = make()
         names = {self._reads: "reads", self._writes: "writes", self._looks: "lookups"}
         self._log = GuardLog(tier_name, names)
@@ -81,11 +78,12 @@ class Guarded(StoreWrapper):
         self._closed = False
 
     def capability(self, kind: type[Capability]) -> Capability | None:
-        """As the store; but an index that may not be prompt is none: `has` asks it."""
+        """As the store. A LocalIndex that may be slow is none: the scheduler then asks `has`."""
         if kind is LocalIndex and not self._is_prompt:
             return None
-        has = self._try(lambda: capability(self._inner, kind) is not None, False, self._looks, None)
-        return cast(Capability, self) if has else None
+        with _Attempt(self, self._looks, None):
+            return None if capability(self._inner, kind) is None else cast(Capability, self)
+        return None
 
     @property
     def is_up(self) -> bool:
@@ -107,18 +105,28 @@ class Guarded(StoreWrapper):
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """As the store; a failure is False."""
-        return self._ask_each(self._reads, "has", keys)
+        with self._enter(self._reads) as allowed:
+            if allowed:
+                return each("has", self._inner.has(keys), len(keys))
+        return [False] * len(keys)
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """As the store; a failure is False."""
-        return self._ask_each(self._writes, "put", blocks)
+        with self._enter(self._writes) as allowed:
+            if allowed:
+                return each("put", self._inner.put(blocks), len(blocks))
+        return [False] * len(blocks)
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
         """As the store; a failure is a miss."""
-        return self._ask(self._reads, lambda: self._got(blocks), otherwise=[False] * len(blocks))
+        with self._enter(self._reads) as allowed:
+            if allowed:
+                got = each("get", self._inner.get(blocks), len(blocks))
+                self._count_damage()
+                return got
+        return [False] * len(blocks)
 
-    def _got(self, blocks: Sequence[Block]) -> list[bool]:
-        got = self._each("get", blocks)
+    def _count_damage(self) -> None:
         damages = capability(self._inner, Damages)
         if damages is not None:
             found: object = damages.damaged()
@@ -126,114 +134,130 @@ class Guarded(StoreWrapper):
                 raise TierError(f"damaged answered a {type(found).__name__}")
             self._log.damaged(found - self._damaged)
             self._damaged = found
-        return got
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """As the store; a failure drops nothing."""
-        self._ask(self._writes, lambda: self._inner.drop(keys), otherwise=None)
+        with self._enter(self._writes) as allowed:
+            if allowed:
+                self._inner.drop(keys)
 
     def close(self) -> None:
-        """Close the store, also one that is down; waits `CLOSE_SECONDS` at most. Idempotent."""
+        """Close the store, even one that is down; waits `CLOSE_SECONDS` at most. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        entered = self._writes.enter()
+        attempt = _Attempt(self, self._writes, self._writes.enter())
         # A daemon: a close that hangs must not keep the process from its end.
-        closing = threading.Thread(
-            target=lambda: self._try(self._inner.close, None, self._writes, entered), daemon=True
-        )
+        closing = threading.Thread(target=self._close, args=(attempt,), daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
         if closing.is_alive():
             self.failures.count("Late")
             self._log.hangs_in_close(CLOSE_SECONDS)
 
+    def _close(self, attempt: _Attempt) -> None:
+        with attempt:
+            self._inner.close()
+
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
         """As the store; False while the tier is left alone."""
-        return self._look(lambda: self._each("peek", keys), [False] * len(keys))
+        with self._look() as allowed:
+            if allowed:
+                return each("peek", cast(LocalIndex, self._inner).peek(keys), len(keys))
+        return [False] * len(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """As the store; nothing while the tier is left alone."""
-        self._look(lambda: self._inner_as(Touch).touch(keys), None)
+        with self._look() as allowed:
+            if allowed:
+                cast(Touch, self._inner).touch(keys)
 
     def clear(self, namespace: bytes) -> bool:
-        """As the store; a failure ends it."""
-        # Only True: what is merely not false might be so for ever.
-        return self._ask(
-            self._writes, lambda: self._inner_as(Clear).clear(namespace) is True, otherwise=False
-        )
+        """As the store; a failure is False."""
+        with self._enter(self._writes) as allowed:
+            # Only True means more: a plugin's other truthy answer could come back for ever.
+            return allowed and cast(Clear, self._inner).clear(namespace) is True
+        return False
 
     def damaged(self) -> int:
-        """As the store has said after the last load that worked; it is not asked."""
+        """What the store said after the last load that worked; this does not ask it."""
         return self._damaged
 
     def usage(self) -> Usage:
         """As the store; nothing held while the tier is left alone."""
-        return self._look(self._usage, Usage(0, 0, None))
+        with self._look() as allowed:
+            if allowed:
+                found: object = cast(Measured, self._inner).usage()
+                if not isinstance(found, Usage):
+                    raise TierError(f"usage answered a {type(found).__name__}")
+                return found
+        return Usage(0, 0, None)
 
     def describe(self) -> str:
         """As the store; nothing while the tier is left alone."""
-        return self._look(lambda: str(self._inner_as(Described).describe()), "")
+        with self._look() as allowed:
+            if allowed:
+                return str(cast(Described, self._inner).describe())
+        return ""
 
-    def _usage(self) -> Usage:
-        found: object = self._inner_as(Measured).usage()
-        if not isinstance(found, Usage):
-            raise TierError(f"usage answered a {type(found).__name__}")
-        return found
-
-    def _ask_each(self, breaker: Breaker, verb: str, items: Sequence[Any]) -> list[bool]:
-        return self._ask(breaker, lambda: self._each(verb, items), otherwise=[False] * len(items))
-
-    def _each(self, verb: str, items: Sequence[Any]) -> list[bool]:
-        return each(verb, getattr(self._inner, verb)(items), len(items))
-
-    def _ask(self, breaker: Breaker, call: Callable[[], T], otherwise: T) -> T:
+    def _enter(self, breaker: Breaker) -> _Attempt:
+        """Begin a call that `breaker` decides on."""
         self._notice_late()
-        entered = breaker.enter()
-        return otherwise if entered is None else self._try(call, otherwise, breaker, entered)
+        return _Attempt(self, breaker, breaker.enter())
 
-    def _look(self, call: Callable[[], T], otherwise: T) -> T:
-        """Ask for what needs no I/O: it is no trial of reads."""
+    def _look(self) -> _Attempt:
+        """Begin a call that needs no I/O: it is no trial of reads, but waits until one is due."""
         self._notice_late()
-        if self._reads.is_refusing():
-            return otherwise
-        entered = self._looks.enter()
-        return otherwise if entered is None else self._try(call, otherwise, self._looks, entered)
+        call = None if self._reads.is_refusing() else self._looks.enter()
+        return _Attempt(self, self._looks, call)
 
-    def _try(
-        self, call: Callable[[], T], otherwise: T, breaker: Breaker, entered: Call | None
-    ) -> T:
-        try:
-            result = call()
-        except (TierFull, RecordError) as error:  # the tier did answer
-            self.failures.count(type(error).__name__)
-            result = otherwise
-        except Exception as error:  # noqa: BLE001 - the one place: nothing may reach the engine
-            self._fail(error, breaker, entered)
-            return otherwise
-        except BaseException as error:
-            # A process is told to stop on its first thread; elsewhere it is the store that exits.
-            if threading.current_thread() is threading.main_thread():
-                breaker.leave(entered)
-                raise
-            self._fail(error, breaker, entered)
-            return otherwise
-        if entered is not None and breaker.succeeded(entered):
-            self._log.up(breaker)
-        return result
+    def end(self, breaker: Breaker, call: Call | None, error: BaseException | None) -> bool:
+        """Tell the breaker how a call ended; return whether `error` ends here.
 
-    def _fail(self, error: BaseException, breaker: Breaker, entered: Call | None) -> None:
+        Here, and only here, any exception of a store is caught: none may reach the engine.
+        """
+        if error is None or isinstance(error, TierFull | RecordError):  # the tier did answer
+            if error is not None:
+                self.failures.count(type(error).__name__)
+            if call is not None and breaker.succeeded(call):
+                self._log.up(breaker)
+            return True
+        # A process is told to stop on its main thread; on another thread the store called exit.
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not isinstance(error, Exception):
+            breaker.leave(call)
+            return False
         self.failures.count(type(error).__name__)
-        if entered is not None and breaker.failed(entered):
-            # Where an error of ours came from is no news; a defect's place is.
+        if call is not None and breaker.failed(call):
+            # An error of ours says enough; a defect's traceback is needed.
             trace = None if isinstance(error, KVTiersError) else error
             self._log.down(breaker, f"{type(error).__name__}: {error}", trace)
+        return True
 
     def _notice_late(self) -> None:
         for breaker in (self._reads, self._writes, self._looks):
             if breaker.notice_late():
                 self.failures.count("Late")
                 self._log.down(breaker, f"no answer after {breaker.deadline:g} s", None)
+
+
+class _Attempt:
+    """One call of the store, as a context: yields whether it is allowed, and hands its end, raised
+    or not, to `Guarded.end`. A body that raised is left without a result: answer as for a miss.
+    Adds no frame between the guard and the store."""
+
+    __slots__ = ("_breaker", "_call", "_guarded")
+
+    def __init__(self, guarded: Guarded, breaker: Breaker, call: Call | None) -> None:
+        self._guarded = guarded
+        self._breaker = breaker
+        self._call = call
+
+    def __enter__(self) -> bool:
+        return self._call is not None
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> bool:
+        return self._guarded.end(self._breaker, self._call, error)
 
 
 def guard(
@@ -248,14 +272,14 @@ def guard(
 ) -> Guarded:
     """Guard a store; the result owns it and has the store's capabilities.
 
-    `is_prompt`: whether `peek` can be relied on never to wait, so that the engine's own thread may
-    call it. Otherwise the result has no LocalIndex.
+    No verb of the result raises. Failures are counted by the error's name. A failure other than
+    TierFull and RecordError, or a verb that takes longer than `deadline`, opens the breaker of
+    reads, of writes, or of lookups in memory: the tier is left alone for `retry_after`, then one
+    call tries it; while trials fail, the wait doubles up to `retry_after_max`. Going down and coming
+    up are logged; if they repeat, a sum each minute is. All times are in seconds.
 
-    No verb of the result raises. Every failure is counted by kind. One other than a full tier or
-    a bad record, or a verb that takes longer than `deadline` seconds, also opens a breaker, that of
-    reads, of writes, or of lookups in memory: the tier is left alone for `retry_after` seconds,
-    then one call tries it; while trials fail the wait doubles up to `retry_after_max`. Going down
-    and coming up are logged; where they repeat, a sum each minute is. All times are in seconds.
+    `is_prompt`: `peek` never waits, so the engine's thread may call it. Otherwise the result has no
+    LocalIndex.
     """
     return Guarded(
         store,
