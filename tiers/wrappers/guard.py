@@ -275,8 +275,8 @@ def guard(
     No verb of the result raises. Failures are counted by the error's name. A failure other than
     TierFull and RecordError, or a verb that takes longer than `deadline`, opens the breaker of
     reads, of writes, or of lookups in memory: the tier is left alone for `retry_after`, then one
-    call tries it; while trials fail, the wait doubles up to `retry_after_max`. Going down and coming
-    up are logged; if they repeat, a sum each minute is. All times are in seconds.
+    call tries it; while trials fail, the wait doubles up to `retry_after_max`. Changes are logged;
+    if they repeat, a sum each minute is. All times are in seconds.
 
     `is_prompt`: `peek` never waits, so the engine's thread may call it. Otherwise the result has no
     LocalIndex.
