@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingWorker, TransferResult
@@ -36,15 +36,6 @@ class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
     keys: list[bytes]
 
 
-@dataclass
-class _Job:
-    """A transfer under way; `future` returns the seconds that it took."""
-
-    future: Future[float]
-    is_load: bool
-    num_bytes: int
-
-
 class HostedWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies between paged KV and the slots of `region`, which it owns.
 
@@ -54,23 +45,19 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
     def __init__(self, region: SlotRegion, copiers: Sequence[Copier]) -> None:
         self._region = region
         self._copiers = copiers
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Future[TransferResult]] = {}
         self._loader = io_executor(COPIERS, "load")
         self._gatherer = io_executor(1, "gather-end")
-        # Two loads from one slot may end at once: both would read the same count of ended
-        # transfers, and one end would be lost.
-        self._marking = threading.Lock()
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: SlotsSpec) -> bool:
         rows = self._region.memory.rows
-        with self._marking:
-            self._region.clear(dst_spec.slots)
+        self._region.clear(dst_spec.slots)
         copies = [
             copier.gather(blocks, rows, slots)
             for copier, blocks, slots in self._parts(src_spec, dst_spec.slots)
         ]
-        future = self._gatherer.submit(self._end_store, copies, dst_spec, time.perf_counter())
-        self._note(job_id, future, False, src_spec)
+        end = partial(self._end_store, copies, dst_spec, time.perf_counter())
+        self._submit(self._gatherer, job_id, src_spec, end)
         return True
 
     def _end_store(self, copies: list[Copy], slots: SlotsSpec, began: float) -> float:
@@ -82,7 +69,7 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
             # vLLM asserts that a store succeeds. The scheduler's half sees the missing stamps.
             logger.error("blocks were not copied to host memory: %s", error)
             held = [b""] * len(held)
-        self._mark(slots.slots, held)
+        self._region.end(slots.slots, held)
         return time.perf_counter() - began
 
     def submit_load(
@@ -94,8 +81,8 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
     ) -> bool:
         parts = list(self._parts(dst_spec, src_spec.slots))
         fences = [copier.fence() for copier, _, _ in parts]
-        future = self._loader.submit(self._load, parts, fences, src_spec.slots)
-        self._note(job_id, future, True, dst_spec)
+        load = partial(self._load, parts, fences, src_spec.slots)
+        self._submit(self._loader, job_id, dst_spec, load)
         return True
 
     def _load(
@@ -107,18 +94,8 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
         began = time.perf_counter()
         for (copier, blocks, rows), fence in zip(parts, fences, strict=True):
             copier.scatter(self._region.memory.rows, rows, blocks, fence)
-        self._mark(slots, None)
+        self._region.end(slots)
         return time.perf_counter() - began
-
-    def _mark(self, slots: Iterable[int], held: Iterable[bytes] | None) -> None:
-        """Count an ended transfer of each slot. `held`: their new stamps; None: unchanged."""
-        with self._marking:
-            if held is None:
-                for slot in slots:
-                    self._region.count_end(slot)
-                return
-            for slot, one in zip(slots, held, strict=True):
-                self._region.mark(slot, self._region.ended(slot) + 1, one)
 
     def _parts(
         self, paged: GPULoadStoreSpec, slots: list[int]
@@ -132,30 +109,33 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
             start = stop
         assert start == len(slots), f"{start} paged blocks for {len(slots)} slots"
 
-    def _note(
-        self, job_id: int, future: Future[float], is_load: bool, paged: GPULoadStoreSpec
+    def _submit(
+        self, executor: Executor, job_id: int, paged: GPULoadStoreSpec, work: Callable[[], float]
     ) -> None:
+        """Let `executor` do `work`, which returns the seconds that the transfer took."""
         sizes = zip(self._copiers, paged.group_sizes, strict=True)
         num_bytes = sum(copier.payload_bytes * size for copier, size in sizes)
-        self._jobs[job_id] = _Job(future, is_load, num_bytes)
+        self._jobs[job_id] = executor.submit(
+            lambda: TransferResult(job_id, True, num_bytes, work())
+        )
 
     def get_finished(self) -> list[TransferResult]:
         """Return the transfers that ended since the last call.
 
-        A failed load is reported as failed, and vLLM ends: the device is broken.
+        A load that failed is reported, and vLLM ends: the device is broken.
         """
-        done = [job_id for job_id, job in self._jobs.items() if job.future.done()]
+        done = [job_id for job_id, future in self._jobs.items() if future.done()]
         return [self._result(job_id, self._jobs.pop(job_id)) for job_id in done]
 
-    def _result(self, job_id: int, job: _Job) -> TransferResult:
-        error = job.future.exception()
-        if error is not None:
-            logger.error("a %s failed: %s", "load" if job.is_load else "store", error)
-            return TransferResult(job_id, success=False)
-        return TransferResult(job_id, True, job.num_bytes, job.future.result())
+    def _result(self, job_id: int, future: Future[TransferResult]) -> TransferResult:
+        error = future.exception()
+        if error is None:
+            return future.result()
+        logger.error("a transfer between device and host memory failed: %s", error)
+        return TransferResult(job_id, success=False)
 
     def wait(self, job_ids: set[int]) -> None:
-        wait([self._jobs[job_id].future for job_id in job_ids if job_id in self._jobs])
+        wait([self._jobs[job_id] for job_id in job_ids if job_id in self._jobs])
 
     def shutdown(self) -> None:
         self._loader.shutdown(wait=True)

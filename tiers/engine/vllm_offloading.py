@@ -30,7 +30,6 @@ from tiers.connector.contract.copier import Copier
 from tiers.connector.contract.engine import MOMENT
 from tiers.connector.contract.messages import WorkerHandshake
 from tiers.connector.contract.pool_size import PoolSize
-from tiers.connector.hosted.joining import LateStore
 from tiers.connector.hosted.shared_slots import SlotRegion, attach_region, create_region
 from tiers.connector.hosted.tier import HostedTier
 from tiers.engine.hosted_chain import hosted_tiers
@@ -81,18 +80,13 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         """Make the scheduler's side. Raises TierUnusable if it can't share workers' memory."""
         ranks = range(self.config.parallel.world_size)
         regions = [attach_region(self.config.engine_id, rank) for rank in ranks]
-        store, late = None, None
+        open_store = None
         if self._store is not None:
             payload = max(region.handshake.payload_bytes for region in regions)
             open_store = partial(self._open_store, self._store, payload)
-            if all(region.namespace for region in regions):
-                store = open_store()
-            else:
-                late = LateStore(regions, open_store)
         residency = partial(open_residency, self._host)
         events = self.kv_events_config.enable_kv_cache_events
-        tier = HostedTier(regions, residency, store, late=late, events=events)
-        return HostedManager(tier, self._store)
+        return HostedManager(HostedTier(regions, residency, open_store, events=events), self._store)
 
     def _open_store(self, store: StoreSpec, payload_bytes: int) -> Guarded | None:
         try:
@@ -150,18 +144,18 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         """Write the namespace of this worker's blocks into `region`, once its facts are known."""
         late = late_facts(get_current_vllm_config(), self._chain.salt)
 
-        def name(more: Mapping[str, str]) -> None:
-            rank, world_size = region.handshake.rank, self.config.parallel.world_size
-            region.name(namespace({**facts, **more}, rank, world_size))
+        def name(seconds: float) -> bool:
+            more = late.known(seconds)
+            if more is not None:
+                rank, world_size = region.handshake.rank, self.config.parallel.world_size
+                region.name(namespace({**facts, **more}, rank, world_size))
+            return more is not None
 
         def wait_and_name() -> None:
-            while (more := late.known(seconds=60.0)) is None:
+            while not name(60.0):
                 pass
-            name(more)
 
-        at_once = late.known(MOMENT)
-        if at_once is not None:
-            name(at_once)
+        if name(MOMENT):
             return
         if region.handshake.rank == 0:
             logger.info(

@@ -15,10 +15,9 @@ import pytest
 from spec.offloading import HostSpec, StoreContext, StoreSpec
 from spec.registry import tier_class
 from tiers.connector.contract.messages import WorkerHandshake
-from tiers.connector.hosted import transfers
-from tiers.connector.hosted.joining import LateStore
-from tiers.connector.hosted.shared_slots import SlotRegion, attach_region, create_region, stamp
-from tiers.connector.hosted.tier import Answer, HostedTier
+from tiers.connector.hosted import backing_store
+from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
+from tiers.connector.hosted.tier import PROMOTION_DEADLINE, Answer, HostedTier
 from tiers.disk.slab import slot_bytes
 from tiers.disk.store import DiskStore
 from tiers.errors import TierUnusable
@@ -42,6 +41,7 @@ class Engine:
         slots: int = SLOTS,
         late: bool = False,
         events: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         names = (b"", b"") if late else NAMES
         self.workers = [
@@ -63,9 +63,9 @@ class Engine:
         self.tier = HostedTier(
             regions,
             host.residency,
-            None if late else open_store(),
-            late=LateStore(regions, open_store) if late else None,
-            events=events,
+            open_store,
+            clock,
+            events,
         )
 
     def store(self, blocks: list[bytes], fails: bool = False, request: str = "stores") -> int:
@@ -74,7 +74,7 @@ class Engine:
         for rank, region in enumerate(self.workers):
             for block, key, slot in orders:
                 region.memory.payload(slot)[:] = content(rank, block)
-                end(region, slot, b"" if fails and rank == 1 else stamp(key))
+                region.end([slot], [b"" if fails and rank == 1 else stamp(key)])
         # vLLM names them in no order.
         self.tier.complete_store({block for block, _, _ in orders}, True)
         return len(orders)
@@ -96,7 +96,7 @@ class Engine:
         for rank, region in enumerate(self.workers):
             for block, slot in zip(blocks, slots, strict=True):
                 assert bytes(region.memory.payload(slot)) == content(rank, block)
-                region.count_end(slot)
+                region.end([slot])
         self.tier.complete_load(blocks)
 
     def hits(self, request: str, blocks: list[bytes]) -> list[bytes]:
@@ -109,17 +109,13 @@ class Engine:
 
     def settle(self) -> None:
         """Step until no transfer with the store is under way."""
-        while self.tier.transfers:
+        while self.tier._store._under_way:
             self.tier.end_step(())
             time.sleep(0.001)
 
 
 def content(rank: int, block: bytes) -> bytes:
     return (bytes([rank]) + block) * (PAYLOAD // 37) + bytes(PAYLOAD % 37)
-
-
-def end(region: SlotRegion, slot: int, held: bytes) -> None:
-    region.mark(slot, region.ended(slot) + 1, held)
 
 
 @pytest.fixture
@@ -263,7 +259,7 @@ class _Hangs(DiskStore):
 def test_a_load_that_hangs_does_not_keep_an_engine_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr(backing_store, "DRAIN_SECONDS", 0.1)
     spec: Any = SimpleNamespace(open=lambda site: _Hangs(tmp_path / "disk", 8 << 20, site))
     (tmp_path / "shm").mkdir()
     engine = Engine(tmp_path / "shm", spec)
@@ -272,7 +268,7 @@ def test_a_load_that_hangs_does_not_keep_an_engine_from_its_end(
     engine.tier._residency.clear()
     assert engine.tier.lookup("a", BLOCKS[0]) is Answer.LATER
     engine.tier.end_step(())
-    assert engine.tier.transfers
+    assert engine.tier._store._under_way
     closing = threading.Thread(target=engine.tier.close, daemon=True)
     closing.start()
     closing.join(30)
@@ -280,6 +276,29 @@ def test_a_load_that_hangs_does_not_keep_an_engine_from_its_end(
     _Hangs.may.set()
     closing.join()
     assert not hung
+
+
+def test_a_load_that_hangs_is_a_miss_after_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(_Hangs, "may", threading.Event())
+    spec: Any = SimpleNamespace(open=lambda site: _Hangs(tmp_path / "disk", 8 << 20, site))
+    (tmp_path / "shm").mkdir()
+    engine = Engine(tmp_path / "shm", spec, clock=lambda: now[0])
+    engine.store(BLOCKS[:1])
+    engine.settle()
+    engine.tier._residency.clear()
+    assert engine.tier.lookup("a", BLOCKS[0]) is Answer.LATER
+    engine.tier.end_step(())
+    now[0] = PROMOTION_DEADLINE
+    assert engine.tier.lookup("a", BLOCKS[0]) is Answer.LATER
+    now[0] += 1
+    assert engine.tier.lookup("a", BLOCKS[0]) is Answer.MISS
+    _Hangs.may.set()
+    engine.settle()
+    assert engine.tier.lookup("b", BLOCKS[0]) is Answer.HIT, "what came late serves others"
+    engine.tier.close()
 
 
 def test_a_block_that_one_worker_could_not_copy_is_not_kept(
@@ -307,7 +326,7 @@ def test_after_a_reset_nothing_is_found_and_slots_in_use_are_left_alone(
     engine.tier.reset()
     for region in engine.workers:
         for slot in [*loading, *(slot for _, _, slot in orders)]:
-            end(region, slot, b"")
+            region.end([slot], [b""])
     engine.tier.end_step(())
     assert engine.tier.pool.in_use == 0
 

@@ -139,14 +139,14 @@ def test_events_are_what_vllm_publishes(tmp_path: Path) -> None:
     handshake = WorkerHandshake(0, b"rank-0----------", 4096)
     worker = create_region("engine", handshake, 2, pin=False, folder=tmp_path)
     region = attach_region("engine", 0, tmp_path)
-    tier = HostedTier([region], CpuSpec(capacity=1).residency, None, events=True)
+    tier = HostedTier([region], CpuSpec(capacity=1).residency, events=True)
     manager = HostedManager(tier, None)
     hashes = [bytes([number]) * 32 for number in range(3)]
     for number, block in enumerate(hashes):
         context = ReqContext(f"request-{number}")
         keys = [make_offload_key(block, 0)]
         spec = manager.prepare_store(keys, context).store_spec
-        worker.mark(spec.slots[0], worker.ended(spec.slots[0]) + 1, stamp(spec.keys[0]))
+        worker.end(spec.slots, [stamp(key) for key in spec.keys])
         manager.complete_store(set(keys), context)
     tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
     told = [

@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiers.connector.scheduler.requests import StoreOrder
+from tiers.host.slots import SlotPool
 
 
 class Happened(NamedTuple):
-    """A block came to a tier, or went; `in_host`: the host tier, else the store."""
+    """A block came to a tier (`stored`), or went from it. `in_host`: host memory, else the store.
+
+    `block`: the engine's name of it.
+    """
 
     block: bytes
     in_host: bool
@@ -17,7 +21,10 @@ class Happened(NamedTuple):
 
 
 class Prefix:
-    """A request's keys, in the order in which the engine named them, and what is stored of them."""
+    """A request's keys, in the order in which the engine named them first.
+
+    `order`: whether the store holds them in the order in which they should be evicted.
+    """
 
     def __init__(self) -> None:
         self.keys: list[bytes] = []
@@ -25,15 +32,15 @@ class Prefix:
         self._numbers: dict[bytes, int] = {}
 
     def number(self, key: bytes) -> int:
-        """Which of them this is; the last, when it is new."""
+        """Return the index of `key`, which is appended if it is new."""
         number = self._numbers.setdefault(key, len(self.keys))
         if number == len(self.keys):
             self.keys.append(key)
         return number
 
 
-class Storing(NamedTuple):
-    """A block that is being gathered: its slot, whose it is, and where among its request's."""
+class Gather(NamedTuple):
+    """A block that workers copy into `slot`: block `number` of `prefix`."""
 
     slot: int
     prefix: Prefix
@@ -42,16 +49,28 @@ class Storing(NamedTuple):
 
 @dataclass
 class HostedRequest:
-    """What was said about a request's blocks, by key.
+    """What is known of a request's blocks, by key.
 
-    `pinned`: hits, with a reference on each slot. `missed`: never asked for again. `wanted`: to
-    be asked of the store at the end of the step; `asked`: being asked. `fetched`: hits that came
-    from the store. `blocks`: those that it is known to have, in order.
+    `pinned`: the slots of its hits, each with a reference. `missed`: misses, for good. `wanted`:
+    to be looked up in the store at the end of the step. `asked`: being looked up. `promoted`: hits
+    that came from the store. `prefix`: the blocks that it is known to have.
     """
 
     pinned: dict[bytes, int] = field(default_factory=dict)
     missed: set[bytes] = field(default_factory=set)
     wanted: dict[bytes, None] = field(default_factory=dict)
     asked: list[bytes] = field(default_factory=list)
-    fetched: set[bytes] = field(default_factory=set)
-    blocks: Prefix = field(default_factory=Prefix)
+    promoted: set[bytes] = field(default_factory=set)
+    prefix: Prefix = field(default_factory=Prefix)
+
+    def pin(self, key: bytes, slot: int, pool: SlotPool) -> None:
+        """Keep a hit in its slot until `unpin`."""
+        if key not in self.pinned:
+            pool.retain(slot)
+            self.pinned[key] = slot
+
+    def unpin(self, pool: SlotPool) -> None:
+        """Release the slots of all hits."""
+        for slot in self.pinned.values():
+            pool.release(slot)
+        self.pinned.clear()

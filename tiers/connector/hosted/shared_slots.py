@@ -12,7 +12,8 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from tiers.connector.contract.messages import WorkerHandshake
@@ -51,6 +52,8 @@ class SlotRegion:
         self._map = mmap.mmap(file, size, flags=mmap.MAP_SHARED)
         self._marks = memoryview(self._map)[marks : marks + num_slots * _MARK.size]
         self._name = memoryview(self._map)[size - _NAME.size : size]
+        # Two transfers of one slot may end at once: both would read the same count.
+        self._marking = threading.Lock()
 
     @property
     def num_slots(self) -> int:
@@ -76,19 +79,21 @@ class SlotRegion:
         """Whether the worker says that the slot's bytes are the whole of this block."""
         return bool(_MARK.unpack_from(self._marks, slot * _MARK.size)[1] == stamp(key))
 
-    def mark(self, slot: int, ended: int, held: bytes) -> None:
-        """Write a slot's mark; `held` is the stamp of its key, or empty."""
-        _MARK.pack_into(self._marks, slot * _MARK.size, ended, held)
+    def end(self, slots: Sequence[int], stamps: Sequence[bytes] = ()) -> None:
+        """Count an ended transfer of each slot. `stamps`: what they hold now; none: as before."""
+        with self._marking:
+            for place, slot in enumerate(slots):
+                ended, held = _MARK.unpack_from(self._marks, slot * _MARK.size)
+                self._mark(slot, ended + 1, stamps[place] if stamps else held)
 
-    def count_end(self, slot: int) -> None:
-        """Note that one more transfer has ended, which left the slot as it was."""
-        ended, held = _MARK.unpack_from(self._marks, slot * _MARK.size)
-        self.mark(slot, ended + 1, held)
-
-    def clear(self, slots: Iterable[int]) -> None:
+    def clear(self, slots: Sequence[int]) -> None:
         """Note that these slots hold nothing until a gather into them has ended."""
-        for slot in slots:
-            self.mark(slot, self.ended(slot), b"")
+        with self._marking:
+            for slot in slots:
+                self._mark(slot, self.ended(slot), b"")
+
+    def _mark(self, slot: int, ended: int, held: bytes) -> None:
+        _MARK.pack_into(self._marks, slot * _MARK.size, ended, held)
 
     def close(self) -> None:
         """Unpin. The memory goes back with the last view of it, in the last process."""
