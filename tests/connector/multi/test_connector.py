@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.children import Child
-from tests.support.requests import BLOCKS, IDLE_STEP, FakeRequest
+from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest
 from tiers.connector.contract.engine import Role
 from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.multi.metadata import (

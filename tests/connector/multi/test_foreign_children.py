@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.children import BlockTier, Tier, chain
-from tests.support.requests import BLOCKS, IDLE_STEP, FakeRequest, first_step
+from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest, first_step
 
 POLICIES = ["first", "longest", "stitched"]
 

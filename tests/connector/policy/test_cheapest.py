@@ -8,7 +8,7 @@ import pytest
 
 from spec.chain import CheapestSpec
 from tests.support.clock import Clock
-from tests.support.requests import FakeRequest, first_step
+from tests.support.fake_requests import FakeRequest, first_step
 from tiers.connector.policy.cheapest.cheapest import Cheapest
 from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.choice import NOBODY, Choice

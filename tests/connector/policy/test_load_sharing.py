@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.requests import FakeRequest
+from tests.support.fake_requests import FakeRequest
 from tiers.connector.contract.engine import EngineInfo, KVGroup
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.wait_budget import WaitBudget

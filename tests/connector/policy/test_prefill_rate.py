@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.clock import Clock
-from tests.support.requests import FakeRequest, first_step
+from tests.support.fake_requests import FakeRequest, first_step
 from tiers.connector.policy.cheapest.prefill_rate import UNDER_WAY, PrefillRate
 
 

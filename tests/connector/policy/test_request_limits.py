@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.requests import FakeRequest
+from tests.support.fake_requests import FakeRequest
 from tiers.connector.policy.request_limits import UNLIMITED, read_limits
 
 

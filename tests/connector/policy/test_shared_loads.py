@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.children import BlockTier, Tier, chain
-from tests.support.requests import BLOCKS, IDLE_STEP, FakeRequest
+from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest
 from tiers.connector.contract.engine import Role
 from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.policy.shared_load import SharedLoad
