@@ -14,6 +14,7 @@ import yaml
 from yaml.constructor import ConstructorError, SafeConstructor
 from yaml.reader import ReaderError
 
+from spec.errors import KVTiersError
 from spec.fields import mask_secrets
 
 Loc = tuple[int | str, ...]
@@ -46,7 +47,7 @@ class Fault(NamedTuple):
     remedy: str
 
 
-class NotYaml(ValueError):
+class NotYaml(KVTiersError, ValueError):
     """The text is not the YAML understood here. Holds the faults, one or more."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:

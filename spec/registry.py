@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from spec.errors import KVTiersError
 from spec.hints import did_you_mean, one_of
 from spec.offloading import HIT_SOURCES, OffloadingSpec, StoreSpec
 
@@ -32,11 +33,11 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class UnknownTierType(ValueError):
+class UnknownTierType(KVTiersError, ValueError):
     """No installed package provides the type."""
 
 
-class BrokenTierType(ValueError):
+class BrokenTierType(KVTiersError, ValueError):
     """A package provides the type, but not a class that can be used."""
 
 

@@ -1,19 +1,21 @@
-"""Every error kvtiers raises, as one tree.
+"""Every error class of kvtiers, as one tree.
 
-KVTiersError
+KVTiersError             (in spec/errors.py)
+├── SpecError            a chain can't be used; has a line for each reason
 ├── TierError            a tier could not do what it was asked; the guard makes it a miss
 │   ├── TierUnavailable  it may work again: a refused connection, a timeout, an I/O error
 │   ├── TierFull         no room could be made
 │   ├── TierUnusable     not as it is configured: said once at open, the chain goes on without it
 │   └── TierNotOpen      not now: what it is kept on is not there, full or read-only; tried again
 └── RecordError          bytes that are not the record they should be
+
+Others stand beside the code that raises them: UnknownTierType and BrokenTierType in
+spec/registry.py, UnsupportedEngine in engine/versions.py, StreamError and ServerError in remote/.
 """
 
 from __future__ import annotations
 
-
-class KVTiersError(Exception):
-    """Base of all errors raised by kvtiers."""
+from spec.errors import KVTiersError as KVTiersError
 
 
 class TierError(KVTiersError):

@@ -141,6 +141,7 @@ def checked(error: str) -> str:
     ("source", "says"),
     [
         ("class Odd(Exception): ...\nraise Odd('no licence')", "Odd: no licence"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
         ("import sys\nsys.exit(3)", "SystemExit: 3"),
         ("class Odd(BaseException): ...\nraise Odd", "Odd"),
         (

@@ -36,6 +36,7 @@ def demo(
 
     from rich.console import Console
 
+    from spec.errors import SpecError
     from tiers.errors import KVTiersError
     from tiers.lab.demo import phases
     from tiers.lab.demo.plan import make_plan
@@ -51,6 +52,8 @@ def demo(
             faults = _show(console, plan, asked, json_file)
             for phase, fault in faults.items():
                 _complain(f"{phases.log_tail(plan, phase, folder)}\n{phase}: {fault}")
+    except SpecError:
+        raise  # as for any command: status 2
     except KVTiersError as error:
         _complain(str(error))
         raise typer.Exit(1) from error

@@ -16,6 +16,7 @@ import torch
 
 from tiers.concurrency.executors import io_executor
 from tiers.connector.contract.media import MARK_BYTES, MediaMark
+from tiers.errors import KVTiersError
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ def content_digest(item: Any) -> bytes | None:
     return digest.digest()[:MARK_BYTES] if tensors else None
 
 
-class _Unknown(Exception):
+class _Unknown(KVTiersError):
     """A value that says nothing of the content, such as where it is kept."""
 
 

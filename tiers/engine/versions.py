@@ -1,8 +1,10 @@
-"""Which versions of vLLM are served, and what is said to any other."""
+"""The versions of vLLM that are served; any other is refused with one error."""
 
 from __future__ import annotations
 
 import re
+
+from spec.errors import KVTiersError
 
 OLDEST = (0, 29)
 NEWEST = (0, 32)
@@ -10,7 +12,7 @@ SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 """As people read it; `pyproject.toml` and the README say the same, and a test compares them."""
 
 
-class UnsupportedEngine(RuntimeError):
+class UnsupportedEngine(KVTiersError, RuntimeError):
     """The engine is of a version that this kvtiers does not serve."""
 
 

@@ -5,6 +5,7 @@ Version 2 needs no greeting and works with every server; nothing of version 3 is
 
 from __future__ import annotations
 
+from tiers.errors import KVTiersError
 from tiers.remote.stream import AHEAD_BYTES, Stream, StreamError
 
 Reply = bytes | int | list["Reply"] | None
@@ -15,7 +16,7 @@ _MOST_ITEMS = 1 << 16
 _DEEPEST = 6
 
 
-class ServerError(Exception):
+class ServerError(KVTiersError):
     """An error reply. `code` is its first word: OOM, WRONGTYPE, MOVED, ASK, NOAUTH..."""
 
     @property

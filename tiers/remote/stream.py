@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tiers.block import Buffer
+from tiers.errors import KVTiersError
 
 AHEAD_BYTES = 64 << 10
 """Most bytes received ahead of what the caller reads."""
@@ -31,7 +32,7 @@ _TIMEVAL = struct.Struct("@ll")
 """A kernel timeval: seconds and microseconds."""
 
 
-class StreamError(OSError):
+class StreamError(KVTiersError, OSError):
     """The other side closed the connection, or sent a malformed reply."""
 
 

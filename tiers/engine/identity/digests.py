@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from tiers.errors import KVTiersError
+
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20
@@ -30,7 +32,7 @@ ENTRY_BYTES = 1024
 """An entry is shorter than this."""
 
 
-class FileChanged(Exception):
+class FileChanged(KVTiersError):
     """A file changed while it was read: nobody can say which of its contents was loaded."""
 
 

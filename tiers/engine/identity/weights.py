@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tiers.engine.identity.digests import FileChanged
+from tiers.errors import KVTiersError
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 PROGRAMS = (".py", ".json")
@@ -49,7 +50,7 @@ _BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 """SHA-256 of large files; of small ones git's own digest, which is a SHA-1."""
 
 
-class NoIdentity(Exception):
+class NoIdentity(KVTiersError):
     """Nothing tells these weights from others; the text says why, to follow "the weights"."""
 
 
