@@ -1,4 +1,4 @@
-"""ChainSpec: the YAML document, checked and with every tier named."""
+"""ChainSpec: the YAML document, checked, with a name for every tier."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _typeless(value: Mapping[object, object]) -> ValidationError:
 
 
 class CheapestSpec(BaseModel):
-    """How the load policy `cheapest` weighs loading against computing."""
+    """How the load policy `cheapest` compares loading with computing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,78 +73,86 @@ class CheapestSpec(BaseModel):
         default=64,
         ge=1,
         examples=[64],
-        description="Prefixes shorter than this are computed, not loaded.",
+        description="Compute prefixes that are shorter than this, and never load them.",
     )
     margin: float = Field(
         default=0.05,
         ge=0,
         le=10,
-        description="By how much loading must be faster than computing the same tokens: 0.05 is "
-        "five percent.",
+        description="Load only if loading is faster than computing by this part: 0.05 is five "
+        "percent.",
     )
 
 
 class ChainSpec(BaseModel):
     """The chain: its tiers in load priority, and how they work together.
 
-    In a chain that is made, every tier has its `name`: its own, or else its type, with -2 and so
-    on where that is taken.
+    Every tier of a chain has a `name`: the one it was given, or its type, with -2, -3 and so on
+    where another tier has that name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: Literal[1] = Field(description="Version of this format: 1.")
+    version: Literal[1] = Field(description="The version of this format: 1.")
     tiers: tuple[Annotated[SerializeAsAny[OffloadingSpec], BeforeValidator(_as_spec)], ...] = Field(
-        min_length=1, max_length=MAX_TIERS, description="Load priority: the first is tried first."
+        min_length=1,
+        max_length=MAX_TIERS,
+        description="The tiers in load priority: the first is asked first.",
     )
     load_policy: LoadPolicy = Field(
-        default="first",
-        description="Which tier serves a prefix: the first, in order, that has any of it; the one "
-        "that has the longest; stitched, for each block the first that has that block; or "
-        "cheapest, the one that is measured to bring the request soonest to the end of its prompt, "
-        "if that is sooner than computing it.",
+        default="stitched",
+        description="Choose the tiers that load a prefix. first: the first tier that has any of "
+        "it. longest: the tier that has the most of it. stitched: for each block the first tier "
+        "that has this block. cheapest: the tier that ends the prompt soonest, as measured, or no "
+        "tier if computing is sooner.",
     )
     cheapest: CheapestSpec | None = Field(
         default=None,
         validate_default=True,
-        description="Settings of the load policy cheapest; only with it.",
+        description="Settings of the load policy cheapest; allowed with that policy only.",
     )
     promote: bool = Field(
-        default=True, description="Keep blocks that a lower tier served in the higher ones too."
+        default=True,
+        description="Store a block that a lower tier loaded in the higher tiers too.",
     )
     store: Literal["all", "prompt"] = Field(
         default="all",
-        description="What of a request is stored: all of it, or its prompt alone, where answers do "
-        "not come back in later prompts.",
+        description="Store all of a request, or its prompt alone. prompt suits answers that never "
+        "come back in later prompts.",
     )
     max_wait: Duration = Field(
         default=10.0,
-        description="How long a request may wait for all tiers together, lookups and loads; what "
-        "has arrived by then is used, the rest computed.",
+        description="Limit how long a request waits for all tiers together, for lookups and loads. "
+        "Blocks that arrived in time are used, the rest is computed.",
     )
     tenants: Mapping[str, TenantSpec] = Field(
         default_factory=dict,
         repr=False,
-        description="Rules for requests by their cache salt, which is the key here.",
+        description="Set rules for the requests of a tenant. The key is the cache salt of these "
+        "requests.",
     )
     staging: ByteSize | None = Field(
         default=None,
-        description="Host memory for blocks on their way, besides that of the cpu tiers. Unset: "
-        "256MiB, or more where all blocks of two of the engine's steps would not fit.",
+        description="Host memory for blocks on their way to and from stores, besides the capacity "
+        "of cpu tiers. Unset: 256MiB, or the blocks of two engine steps "
+        "(--max-num-batched-tokens) if all host memory of the chain is less than that.",
     )
     on_reset: OnReset = Field(
         default="forget",
-        description="What a reset of the engine's caches does here, such as vLLM's with sleep, "
-        "pause and release of memory: forget, and never again serve what was stored before; or "
-        "keep all of it. Write keep only if the weights never change while the engine runs.",
+        description="What a reset of the engine's caches does, as vLLM's sleep, pause and release "
+        "of memory do one. forget: never again serve blocks stored before it. keep: serve them. "
+        "Write keep only if the weights never change while the engine runs.",
     )
     trust_client_ids: bool = Field(
         default=False,
-        description="Take the uuids that clients give images, audio and video for their content: "
-        "only if no client would give two different ones the same, by mistake or to deceive.",
+        description="Identify images, audio and video by the uuid that the client sends, and do "
+        "not read their content. Write true only if no client can send one uuid for two "
+        "different contents, by mistake or to deceive.",
     )
     salt: str = Field(
-        default="", description="Engines with different salts never share blocks.", repr=False
+        default="",
+        repr=False,
+        description="Separate engines: those with different salts never share blocks.",
     )
 
     @field_validator("cheapest", mode="after")

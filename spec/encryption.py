@@ -1,4 +1,4 @@
-"""Encryption of a tier: where its keys are, and how they are read."""
+"""EncryptionSpec: where the keys of an encrypted tier are, and how they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spec.secret import Secret
 
 KEY_BYTES = 32
 MAX_KEYS = 8
-"""Each key that is still read costs every lookup that misses one more."""
+"""A lookup that misses tries every key."""
 
 _KEY = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
 _HOW = "write keys of 64 hex digits, one a line, like those of: openssl rand -hex 32"
@@ -24,8 +24,9 @@ class EncryptionSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key_file: Path = Field(
-        description="A file of keys, 64 hex digits a line. The first is stored with, all are read "
-        "with: to rotate, put a new one on top and take the old one away later."
+        description="A file of keys, 64 hex digits on each line. Blocks are encrypted with the "
+        "first key and decrypted with any. To rotate, put a new key on top, and remove the old one "
+        "later."
     )
 
     @field_validator("key_file")

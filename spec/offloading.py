@@ -1,4 +1,4 @@
-"""OffloadingSpec: one tier's settings, frozen, that also open the tier. The plugin base.
+"""OffloadingSpec: the settings of one tier, which also open it. The base of plugins.
 
 A plugin subclasses `StoreSpec` (its tier is a store of blocks), or `HostSpec` (its tier keeps
 blocks in the engine's own host pool), and ships the class as an entry point of the group
@@ -28,7 +28,7 @@ TierName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_len
 
 @dataclass(frozen=True)
 class StoreContext:
-    """What a store is told of the engine when it is opened.
+    """What a store learns of the engine when it is opened.
 
     `payload_bytes`: length of every block's payload, in bytes.
     `num_ranks`: how many processes of this engine (ranks) hold a part of the tier each.
@@ -39,7 +39,7 @@ class StoreContext:
 
 
 class OffloadingSpec(BaseModel):
-    """One entry of `tiers:`; unknown keys are refused."""
+    """One entry of `tiers:`. Frozen; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,16 +50,16 @@ class OffloadingSpec(BaseModel):
     hit_source: ClassVar[str] = "external_unspecified"
     """What the engine calls tokens that come from such a tier: one of `HIT_SOURCES`."""
 
-    type: str = Field(description="Tier type: the name of a kvtiers.tiers entry point.")
+    type: str = Field(description="The tier type: the name of a kvtiers.tiers entry point.")
     name: TierName | None = Field(
-        default=None, description="Unique name in metrics and logs; defaults to the type."
+        default=None,
+        description="The name in metrics and logs, unique in the chain. Unset: the type.",
     )
     store_threshold: int = Field(
         default=1,
         ge=1,
         le=1000,
-        description="Store a block when the so many-th request has it: 2 keeps out what is asked "
-        "for only once.",
+        description="Store a block from its Nth request on; 2 keeps one-off blocks out.",
     )
 
     @property
@@ -69,9 +69,9 @@ class OffloadingSpec(BaseModel):
 
 
 class StoreSpec(OffloadingSpec):
-    """A tier that is a store: disk, remote, most plugins.
+    """A tier that is a store: disk, redis, most plugins.
 
-    Rates and the queue are those of one engine, over all its ranks.
+    Rates and `max_inflight` hold for one engine, over all its ranks.
     """
 
     verifies: ClassVar[bool] = False
@@ -93,27 +93,27 @@ class StoreSpec(OffloadingSpec):
 
     deadline: Duration = Field(
         default=10.0,
-        description="A read or write that takes longer counts as failed, and the tier is left "
-        "alone until it works again.",
+        description="Limit for one read or write. A longer one counts as failed, and the tier is "
+        "not used until a trial succeeds.",
     )
     max_inflight: ByteSize | None = Field(
         default=None,
-        description="Bytes on their way into the tier at most; blocks beyond it are not stored. "
+        description="Limit the bytes on their way into the tier; blocks beyond it are not stored. "
         "Unset: half of the host memory of the chain.",
     )
     encryption: EncryptionSpec | None = Field(
-        default=None, description="Encrypt blocks, and hide their names, with keys of ours."
+        default=None, description="Encrypt blocks and hide their names, with keys from a file."
     )
     store_rate: ByteRate | None = Field(
-        default=None, description="Bytes stored a second at most, like 200MB/s."
+        default=None, description="Limit the bytes stored per second, like 200MB/s."
     )
     load_rate: ByteRate | None = Field(
-        default=None, description="Bytes loaded a second at most, like 1GB/s."
+        default=None, description="Limit the bytes loaded per second, like 1GB/s."
     )
     write_budget: ByteRate | None = Field(
         default=None,
-        description="Bytes stored in the long run at most, like 2TB/day, to spare an SSD; up to an "
-        "hour's worth may come at once.",
+        description="Limit the bytes stored in the long run, like 2TB/day, to spare an SSD. An "
+        "hour's worth may be stored at once.",
     )
 
     @field_validator("codec", mode="after", check_fields=False)
@@ -125,13 +125,18 @@ class StoreSpec(OffloadingSpec):
 
     @abstractmethod
     def open(self, site: StoreContext) -> TierStore:
-        """Open the store: in the scheduler's process, and in each worker's; both may be one, or
-        fork later. Called on a thread of its own, and again after TierNotOpen. Owner: the caller,
-        who closes it.
+        """Open the store for blocks as `site` says. The caller owns the store and closes it.
 
-        Raises `tiers.errors.TierUnusable` when it can't work as configured, `TierNotOpen` when it
-        can't for now: it is tried again. Anything else but OSError counts as the first. A server
-        that is down is no such case: the store is returned and its verbs raise until it comes up.
+        Called once for the scheduler and once for each worker (rank). Both may be in one process,
+        so two open stores of one tier may share a process; the process may fork afterwards.
+        Each call runs on a thread of its own, never two at once for one side. The engine waits for
+        it 10 s or `deadline`, whichever is longer, and 1 s once it serves; a later store joins.
+
+        Raises `tiers.errors.TierUnusable` if the settings can't work: the engine goes on without
+        the tier. Raises `TierNotOpen`, `TierUnavailable` or OSError if it can't be opened for now:
+        then `open` is called again, after a second at first and less and less often, until it
+        returns. Any other exception counts as TierUnusable. A server that is down needs none of
+        these: return the store, whose verbs raise until the server is up.
         """
 
 
@@ -144,11 +149,14 @@ class HostSpec(OffloadingSpec):
     """Whether the bookkeeping is used as it is. What goes wrong in another's ends that tier alone;
     in one that says so, the engine."""
 
-    capacity: ByteSize = Field(description="Host memory for this tier, over all ranks.")
+    capacity: ByteSize = Field(
+        description="Host memory for blocks, over all ranks of an engine. Each engine of "
+        "--data-parallel-size takes as much."
+    )
     verify: Literal["never", "always"] = Field(
         default="never",
-        description="Whether a block in host memory is checked against its checksum before it is "
-        "loaded. What other tiers hold always is.",
+        description="Verify a block in host memory against its checksum before it is loaded. "
+        "Blocks of stores are always verified.",
     )
 
     @abstractmethod

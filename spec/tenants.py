@@ -1,4 +1,4 @@
-"""What the YAML says of tenants: requests that share a cache salt."""
+"""TenantSpec: rules for a tenant, which is all requests with the same cache salt."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from spec.fields import ByteSize
 
 
 class TenantSpec(BaseModel):
-    """Rules for the blocks of one tenant; without any it is like all others."""
+    """Rules for the blocks of one tenant."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tiers: tuple[str, ...] | None = Field(
         default=None,
-        description="Names of the tiers that may keep its blocks; unset: all.",
+        description="Store the tenant's blocks in these tiers only, by name. Unset: in all.",
     )
     quota: ByteSize | None = Field(
         default=None,
-        description="Bytes in each tier at most, of what this engine stored since it started; "
-        "beyond it the tenant's oldest blocks go.",
+        description="Limit the bytes that the tenant holds in each tier, counted over the blocks "
+        "that this engine stored since its start. Beyond it the tenant's oldest blocks are "
+        "dropped.",
     )

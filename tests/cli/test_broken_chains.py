@@ -56,7 +56,7 @@ BROKEN = [
     Broken("unlike any type", tier("{type: s3, bucket: b}"), 4, "tiers[1].type", "'s3'", "use one of cpu, disk, redis"),
     Broken("type of the wrong kind", tier("{type: [cpu]}"), 4, "tiers[1].type", "a list", "use one of cpu, disk, redis"),
     Broken("no type", tier("{capacity: 1GiB}"), 4, "tiers[1].type", "nothing", "add type: one of cpu, disk, redis"),
-    Broken("no path", tier("{type: disk, capacity: 1GiB}"), 4, "tiers[1].path", "nothing", "add path: A folder"),
+    Broken("no path", tier("{type: disk, capacity: 1GiB}"), 4, "tiers[1].path", "nothing", "add path: /var/lib/kvtiers"),
     Broken("no capacity", tier("{type: cpu}"), 4, "tiers[1].capacity", "nothing", "add capacity: 8GiB"),
     Broken("tier that is text", tier("cpu"), 4, "tiers[1]", "'cpu'", "write a mapping, like {type: cpu, capacity: 8GiB}"),
     Broken("no tiers", "version: 1\n", 1, "tiers", "nothing", "add at least one tier"),

@@ -68,7 +68,7 @@ def test_validate_prints_the_chain_as_it_is_understood(kvtiers: Run, chain: Any)
         "durability none, store_threshold 1, deadline 10s\n"
         "3      redis  redis  url redis://cache.internal:6379/0, ttl 1d, timeout 1s, "
         "key_prefix kvtiers, codec none, store_threshold 1, deadline 10s\n"
-        "version 1, load_policy first, promote true, store all, max_wait 10s, tenants none, "
+        "version 1, load_policy stitched, promote true, store all, max_wait 10s, tenants none, "
         "on_reset forget, trust_client_ids false, salt none\n",
         "",
     )

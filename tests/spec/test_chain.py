@@ -30,7 +30,7 @@ def chain(*tiers: dict[str, Any], **more: Any) -> ChainSpec:
 
 def test_the_defaults() -> None:
     made = chain(CPU)
-    assert (made.version, made.load_policy, made.promote, made.salt) == (1, "first", True, "")
+    assert (made.version, made.load_policy, made.promote, made.salt) == (1, "stitched", True, "")
     assert made.staging is None
 
 

@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 
 class CpuSpec(HostSpec):
-    """Host memory of the engine's own machine: nothing is faster, and it goes with the engine."""
+    """Host memory of the engine's machine: the fastest tier, lost when the engine ends."""
 
     is_trusted: ClassVar[bool] = True
 
     type: Literal["cpu"] = "cpu"
     eviction: Literal["lru", "arc", "s3fifo"] = Field(
         default="lru",
-        description="Which block goes for room: the least recently used (lru); of those used once "
-        "and those used again, as it pays (arc); one that was not used since it came (s3fifo).",
+        description="Choose the block to evict. lru: the least recently used. arc: one used once "
+        "or one used again, whichever kind has paid less. s3fifo: one not used since it was "
+        "stored.",
     )
 
     def residency(self, pool: Slots, max_slots: int) -> SlotResidency:

@@ -36,7 +36,7 @@ FolderPath = Annotated[Path, BeforeValidator(_named), AfterValidator(_absolute)]
 
 
 class DiskSpec(StoreSpec):
-    """A folder of this host that keeps blocks across restarts; its processes share it."""
+    """A folder of this host that keeps blocks across restarts; all engines of the host share it."""
 
     identity: ClassVar[tuple[str, ...]] = ("path",)
     hit_source: ClassVar[str] = "disk"
@@ -46,20 +46,21 @@ class DiskSpec(StoreSpec):
     type: Literal["disk"] = "disk"
     capacity: ByteSize = Field(
         description="Disk space for blocks, over all processes that share the path. The index "
-        "comes on top, well under 1 KiB a block."
+        "takes well under 1 KiB a block more."
     )
-    path: FolderPath = Field(description="A folder of the tier's own; made when it is missing.")
+    path: FolderPath = Field(
+        examples=["/var/lib/kvtiers"], description="The tier's own folder; made if it is missing."
+    )
     io: Io = Field(
         default="auto",
-        description="How blocks reach the device: through the page cache (buffered), past it "
-        "(direct), or past it if the capacity is more than half of the memory to spare (auto).",
+        description="Read and write blocks through the page cache (buffered), past it (direct), or "
+        "past it if the capacity is more than half of the spare memory (auto).",
     )
     durability: Durability = Field(
         default="none",
-        description="What is left when the machine goes down without a close: nothing, so that "
-        "the tier starts empty (none); what the kernel had written, all but the last seconds "
-        "or, buffered, half a minute (batch); every block that was stored (sync). The death of a "
-        "process costs nothing in any case.",
+        description="What survives a crash of the machine. none: nothing, the tier starts empty. "
+        "batch: all but the last seconds, or half a minute if buffered. sync: every stored block. "
+        "A crash of a process loses nothing in any case.",
     )
 
     @property

@@ -23,44 +23,46 @@ logger = logging.getLogger(__name__)
 
 
 class RedisSpec(StoreSpec):
-    """A Redis or Valkey server shared by replicas."""
+    """A Redis or Valkey server, Cluster or Sentinel service that several engines share."""
 
     identity: ClassVar[tuple[str, ...]] = ("url", "key_prefix")
     verifies: ClassVar[bool] = True
 
     type: Literal["redis"] = "redis"
     url: RedisUrlField = Field(
-        description="redis://host:port/db, unix:///path, redis+cluster://host:port,..., or "
-        "redis+sentinel://host:port,.../service/db; with rediss in place of redis over TLS."
+        description="The server: redis://host:port/db, unix:///path, "
+        "redis+cluster://host:port,... or redis+sentinel://host:port,.../service/db. Over TLS "
+        "write rediss in place of redis."
     )
     username: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None, description="User of the server's access control list; needs password."
+        default=None, description="The user of the server's access control list; needs password."
     )
     password: SecretField | None = Field(
         default=None,
         validate_default=True,
-        description="Where the password is: {file: /run/secrets/redis} or {env: REDIS_PASSWORD}.",
+        description="Where to read the password: {file: /run/secrets/redis} or "
+        "{env: REDIS_PASSWORD}.",
     )
     tls: TlsSpec | None = Field(
-        default=None, description="Settings of TLS; only with a rediss URL, which needs none."
+        default=None, description="Settings of TLS, optional; allowed with a rediss URL only."
     )
     ttl: Duration | None = Field(
         default=None,
-        description="How long a block is kept after it was last stored; unset: until the server "
+        description="Keep a block this long after it was last stored. Unset: until the server "
         "evicts it.",
     )
     timeout: Duration = Field(
         default=1.0,
-        description="Limit for each question to the server, connecting included, half of it for "
-        "one node of a cluster; moving blocks has a second more for every 32 MiB.",
+        description="Limit for one request to the server, connecting included; half of it for one "
+        "node of a cluster. A transfer has one second more for every 32 MiB.",
     )
     key_prefix: Annotated[str, Field(pattern=r"^[!-~]+$", max_length=128)] = Field(
-        default="kvtiers", description="Start of every key, before a colon."
+        default="kvtiers", description="Begin every key with this and a colon."
     )
     codec: Literal["none", "zstd", "byteplanes", "auto"] = Field(
         default="none",
-        description="Compression of what is stored, without loss: byteplanes suits bfloat16 and "
-        "float16, auto takes it where it pays. For links slower than some 700 MB/s.",
+        description="Compress blocks without loss, for links slower than about 700 MB/s. "
+        "byteplanes: for bfloat16 and float16. auto: byteplanes where it pays.",
     )
 
     @field_validator("username", "password", mode="after")

@@ -21,25 +21,26 @@ PemFile = Annotated[str, AfterValidator(_whole)]
 
 
 class TlsSpec(BaseModel):
-    """Settings of TLS, which the URL's scheme asks for (rediss, rediss+cluster, ...)."""
+    """Settings of TLS, for URLs with a scheme of rediss, rediss+cluster or rediss+sentinel."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ca_file: PemFile | None = Field(
         default=None,
         examples=["/etc/ssl/redis/ca.pem"],
-        description="PEM of the authorities that may vouch for the server; unset: the system's.",
+        description="PEM file of the authorities that the server's certificate is checked "
+        "against. Unset: the system's.",
     )
     cert_file: PemFile | None = Field(
-        default=None, description="PEM of our own certificate, where the server wants one."
+        default=None, description="PEM file of our own certificate, if the server asks for one."
     )
     key_file: PemFile | None = Field(
-        default=None, description="PEM of its private key; unset: in cert_file too."
+        default=None, description="PEM file of its private key. Unset: it is in cert_file."
     )
     verify: bool = Field(
         default=True,
-        description="Refuse a server whose certificate is not vouched for or names another host. "
-        "false: whoever is on the way can read and change blocks.",
+        description="Refuse a server whose certificate no authority confirms or that names another "
+        "host. false: anybody on the network path can read and change blocks.",
     )
 
     @field_validator("key_file", mode="after")
