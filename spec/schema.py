@@ -14,11 +14,14 @@ from spec.registry import BrokenTierType, tier_parts, tier_types
 
 
 def chain_schema(left_out: Callable[[str], None] = lambda told: None) -> dict[str, Any]:
-    """The schema, in which a tier is one of the types installed here; broken ones are left out,
-    of each of which `left_out` is told."""
+    """Make the schema, in which a tier is of one of the types installed here.
+
+    Broken types are left out; `left_out` is called with a line about each.
+    """
     schema = ChainSpec.model_json_schema()
     _write_defaults(schema, ChainSpec)
-    definitions: dict[str, Any] = {"CheapestSpec": schema["$defs"]["CheapestSpec"]}
+    definitions = schema["$defs"]
+    del definitions["OffloadingSpec"]  # stands for all types of tiers
     choices = []
     for tier_type in tier_types():
         try:
@@ -37,13 +40,13 @@ def chain_schema(left_out: Callable[[str], None] = lambda told: None) -> dict[st
 
 
 def _write_defaults(schema: dict[str, Any], spec: type[BaseModel]) -> None:
-    # As an operator would write them: 256MiB, where pydantic has the number it stands for.
+    # As an operator writes them: 256MiB, where pydantic has the number of bytes.
     for name, written in spec.model_construct().model_dump(mode="json").items():
         schema["properties"][name]["default"] = written
 
 
 def _tier_schema(tier_type: str, spec: type[OffloadingSpec]) -> dict[str, Any]:
-    """The tier's own schema, and those it refers to under names that no other tier's have."""
+    """Make a tier's schema and those that it refers to, under names with the tier type in front."""
     schema = spec.model_json_schema(ref_template=f"#/$defs/{tier_type}.{{model}}")
     inner = schema.pop("$defs", {})
     _write_defaults(schema, spec)

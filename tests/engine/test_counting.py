@@ -60,7 +60,8 @@ def test_a_tier_that_fails_to_load_counts_a_hit_and_the_next_its_own(
 ) -> None:
     slow = SlowSpec(type="slow")
     tiers = chain_of(disk(tmp_path)).tiers
-    made = engine(ChainSpec(version=1, tiers=(slow, *tiers)), prefix_caching=False)
+    chain = ChainSpec(version=1, load_policy="first", tiers=(slow, *tiers))
+    made = engine(chain, prefix_caching=False)
     prompt = list(range(50))
     made.generate(prompt, 1)
     made.settle()

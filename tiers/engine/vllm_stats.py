@@ -1,4 +1,4 @@
-"""What the tiers count, in the clothes vLLM expects: its log line and its Prometheus metrics."""
+"""The metrics of the tiers as vLLM takes them: for its log line and for Prometheus."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MultiKVConnectorStats(KVConnectorStats):  # type: ignore[misc]
     makers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, name: str, stats: Any, maker: dict[str, Any] | None) -> None:
-        """Take in what one child counted."""
+        """Add the stats of one child."""
         if isinstance(stats, TierStats):
             self.data.update(stats.data)
         elif isinstance(stats, MultiKVConnectorStats):
@@ -68,7 +68,8 @@ class MultiKVConnectorStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, Any]:
-        """For a log line: `{"disk.loaded_tokens": 896, ...}`, and another's own by its name."""
+        """Return what a log line shows: `{"disk.loaded_tokens": 896, ...}`, and the stats of other
+        connectors by their name."""
         line: dict[str, Any] = dict(TierStats(self._tiers()).reduce())
         line.update({name: stats.reduce() for name, stats in self._others()})
         return line
@@ -96,7 +97,7 @@ class MultiKVConnectorStats(KVConnectorStats):  # type: ignore[misc]
 
 
 def rebuild(data: Mapping[str, Any] | None) -> MultiKVConnectorStats:
-    """Stats from what `to_dict` made, or from live objects, or from both.
+    """Rebuild stats from what `to_dict` made, from live objects, or from both.
 
     Takes vLLM's own form too, in which a name is that of a registered connector; raises
     ValueError for one that is none. A connector without stats of its own kind is left out.
@@ -167,7 +168,7 @@ class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 def _once(metric_types: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The same kinds of metrics, but one of a name that was made before is that one again."""
+    """Wrap the kinds of metrics so that a name that was made before gives the same metric."""
     made: dict[tuple[Any, str], Any] = {}
 
     def maker(kind: Any) -> Any:

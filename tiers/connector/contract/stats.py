@@ -1,4 +1,4 @@
-"""What the tiers measure, by tier name: counters, gauges and histograms."""
+"""The metrics of a tier: counters, gauges and histograms, collected by tier name."""
 
 from __future__ import annotations
 
@@ -6,66 +6,69 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Measures = dict[str, float | list[float]]
-"""Of an interval: a counter's sum, a gauge's last value, a histogram's samples."""
+"""The measures of an interval: a counter's sum, a gauge's last value, a histogram's samples."""
 
 COUNTERS = {
-    "lookups": "Requests that the tier was looked up for, each once, when it begins to run.",
-    "hits": "Those of them that the tier then served, at least a block.",
-    "hit_tokens": "Tokens that they were to load: of all tiers, the engine's own external hits.",
-    "loaded_tokens": "Prompt tokens whose KV came from the tier: hits that arrived in time.",
-    "recompute_preferred": "Requests that computed what the tier had of them: that was faster.",
+    "lookups": "Requests that looked the tier up, each counted once, when it begins to run.",
+    "hits": "Requests that looked the tier up and loaded at least one block from it.",
+    "hit_tokens": "Tokens that hits were to load; the sum over all tiers is the engine's external "
+    "hits.",
+    "loaded_tokens": "Prompt tokens whose KV was loaded from the tier in time.",
+    "recompute_preferred": "Requests that computed what the tier held, because that was faster.",
     "loaded_blocks": "Blocks loaded and verified.",
     "loaded_bytes": "Bytes loaded.",
-    "load_timeouts": "Loads given up on a rank since a request may not wait longer (max_wait).",
+    "load_timeouts": "Loads that a rank gave up at the end of max_wait.",
     "load_failures": "Blocks found but not loaded; the engine recomputes them.",
-    "damaged_blocks": "Blocks that were not what had been stored, and never served.",
+    "damaged_blocks": "Blocks that failed verification; they are never served.",
     "stored_blocks": "Blocks stored.",
     "stored_bytes": "Bytes stored.",
-    "store_failures": "Blocks the tier did not store.",
-    "store_dropped_no_slot": "Blocks not stored before their request ended: no slot was free.",
-    "store_dropped_inflight": "Blocks not stored before their request ended: the tier lagged.",
-    "store_dropped_budget": "Blocks not stored because the tier's write budget was spent.",
+    "store_failures": "Blocks that the tier took but did not store.",
+    "store_dropped_no_slot": "Blocks not stored by the end of their request: no slot was free.",
+    "store_dropped_inflight": "Blocks not stored by the end of their request: max_inflight was "
+    "reached.",
+    "store_dropped_budget": "Blocks not stored because write_budget was spent.",
     "store_dropped_down": "Blocks not stored because the tier was down.",
-    "store_deferred": "Blocks not stored because too few requests had them (store_threshold).",
-    "evictions": "Blocks given up for room, where the tier tells: of ours, cpu does.",
+    "store_deferred": "Blocks not stored because fewer requests than store_threshold had them.",
+    "evictions": "Blocks evicted for room; of our own tiers only cpu reports them.",
     "tier_failures": "Operations of the tier that failed.",
 }
-"""Every counter a tier has, and what it counts. Sums: ranks and intervals add up."""
+"""Every counter of a tier, and what it counts. Values of ranks and intervals are added."""
 
 GAUGES = {
-    "reads_up": "1, or 0 while the tier is not asked for blocks since that failed.",
-    "writes_up": "1, or 0 while the tier is given no blocks since that failed.",
-    "load_latency_seconds": "What a load takes besides its tokens, as it was measured.",
-    "load_tokens_per_second": "How fast a load is, as it was measured.",
-    "prefill_tokens_per_second": "How fast the engine computes prompts, under load: cheapest.",
-    "loading_jobs": "Loads under way, those that wait among them, after the last step.",
-    "loading_bytes": "Bytes of those loads, over all ranks.",
-    "storing_jobs": "Stores under way, those that wait among them, after the last step.",
-    "storing_bytes": "Bytes of those stores, over all ranks.",
+    "reads_up": "1 if the last read succeeded, 0 while the read circuit breaker is open.",
+    "writes_up": "1 if the last write succeeded, 0 while the write circuit breaker is open.",
+    "load_latency_seconds": "Fixed time of a load, as measured.",
+    "load_tokens_per_second": "Rate of a load after its fixed time, as measured.",
+    "prefill_tokens_per_second": "Rate at which the engine computes prompts, as measured by the "
+    "load policy cheapest.",
+    "loading_jobs": "Loads in flight, waiting ones included, after the last step.",
+    "loading_bytes": "Bytes of the loads in flight, over all ranks.",
+    "storing_jobs": "Stores in flight, waiting ones included, after the last step.",
+    "storing_bytes": "Bytes of the stores in flight, over all ranks.",
 }
-"""Every gauge a tier has; only the scheduler half sets any."""
+"""Every gauge of a tier; only the scheduler half sets them."""
 
 _SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _BYTES = tuple(float(1 << power) for power in range(16, 33, 2))
 
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "lookup_seconds": (
-        "From asking the tier what it has of a request to its answer.",
+        "Seconds from the lookup of a request to the tier's answer.",
         (1e-5, 3e-5, *_SECONDS),
     ),
-    "load_seconds": ("What a load took on one rank.", _SECONDS),
-    "load_size_bytes": ("Bytes that a load brought on one rank.", _BYTES),
-    "store_seconds": ("What a store took on one rank.", _SECONDS),
-    "store_size_bytes": ("Bytes that a store took on one rank.", _BYTES),
+    "load_seconds": ("Seconds of a load on one rank.", _SECONDS),
+    "load_size_bytes": ("Bytes of a load on one rank.", _BYTES),
+    "store_seconds": ("Seconds of a store on one rank.", _SECONDS),
+    "store_size_bytes": ("Bytes of a store on one rank.", _BYTES),
 }
-"""Every histogram a tier has: what is sampled, and the upper bounds of its buckets."""
+"""Every histogram of a tier: what is sampled, and the upper bounds of its buckets."""
 
 MEASURES = COUNTERS.keys() | GAUGES.keys() | HISTOGRAMS.keys()
-"""The names of all of them."""
+"""All their names."""
 
 
 def merge(into: Measures, later: Mapping[str, float | list[float]]) -> None:
-    """Take in what another rank, or a later interval, measured."""
+    """Merge the measures of another rank, or of a later interval, into `into`."""
     for name, value in later.items():
         before = into.get(name)
         if isinstance(value, list):
