@@ -90,7 +90,7 @@ def test_a_store_of_which_nothing_is_ever_found_says_so_once(
         made.settle()
     assert measured(made, "loaded_tokens", "plugin") == 0
     said = [line for line in caplog.messages if "open the store separately" in line]
-    assert len(said) == 1 and "plugin (package test_plugins)" in said[0]
+    assert len(said) == 1 and "plugin (package tests)" in said[0]
 
 
 def test_a_store_of_which_something_is_found_says_nothing(
