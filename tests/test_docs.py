@@ -20,6 +20,43 @@ def test_tests_that_a_page_names_exist(page: Path) -> None:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
 
 
+FILES = {
+    file.name
+    for part in ("spec", "tiers", "tests", "bench", "docs")
+    for file in (ROOT / part).rglob("*.py")
+}
+ELSEWHERE = {"test_multi_connector.py"}
+"""A file of vLLM's."""
+
+
+def missing_files(page: str) -> list[str]:
+    """The paths and names of Python files in a page's code marks that lead nowhere."""
+    named = re.findall(r"`((?:spec|tiers|tests|bench)/[\w./-]*|[\w./-]+\.py)[`:]", page)
+    bases = (ROOT, ROOT / "tests")
+    return [
+        name
+        for name in named
+        if not any((base / name).exists() for base in bases)
+        and not ("/" not in name and name in FILES | ELSEWHERE)
+    ]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    assert missing_files(page.read_text()) == []
+
+
+def test_a_file_that_is_gone_is_found() -> None:
+    gone = ["tiers/guard.py", "tiers/attic/", "gone.py"]
+    page = "`tiers/store.py`, `tiers/guard.py`, `tiers/attic/`, `guard.py` and `gone.py`"
+    assert missing_files(page) == gone
+
+
+def test_the_route_names_whole_paths_only() -> None:
+    page = (ROOT / "docs" / "route.md").read_text()
+    assert re.findall(r"`\w+\.py`", page) == []
+
+
 def test_every_claim_of_the_threat_model_names_its_test() -> None:
     """But for what an attacker can do."""
     page = (ROOT / "docs" / "security.md").read_text()
