@@ -24,8 +24,8 @@ demo: $(READY)
 # Two at a time, since tests wait for disks and servers more than they compute; but for real engines,
 # which want all cores. Of the two runs one may have no test that ARGS selects (pytest ends with 5).
 define PYTESTS
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not vllm and ($(1))" $(ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest -m "vllm and ($(1))" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 -m "not vllm and ($(1))" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest --durations=25 -m "vllm and ($(1))" $(ARGS) || [ $$? -eq 5 ]
 endef
 
 test: lint
