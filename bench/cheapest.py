@@ -20,11 +20,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.throttled import Link, MemoryStore, ThrottledSpec
+from bench.throttled import Link, ThrottledSpec
 from spec.chain import ChainSpec, LoadPolicy
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 from tiers.host.memory import slot_stride
 from tiers.store import TierStore
+from tiers.testing import MemoryStore
 
 MODEL = ReplayModel(layers=2, width=256, block_tokens=64, forward_seconds=100e-6)
 """4 KiB of KV and at least 100 microseconds a token: in a second it computes less than 40 MB."""
@@ -80,7 +81,7 @@ def make_chain(
     )
     for spec, tier in zip(chain.tiers, tiers, strict=True):
         assert isinstance(spec, ThrottledSpec)
-        spec.over(store, Link(tier.bandwidth, LATENCY))
+        spec.behind(Link(tier.bandwidth, LATENCY), store)
     return chain
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.main import Scale
 from bench.policies import Output, Step, all_done
 from bench.report import Case, Measure
-from bench.throttled import Link, MemoryStore, ThrottledSpec
+from bench.throttled import Link, ThrottledSpec
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec, StoreContext
 from tiers.connector.chain import open_chain
@@ -36,6 +36,7 @@ from tiers.disk.store import DiskStore
 from tiers.engine.replay.scheduler import NewRequest
 from tiers.gpu.copier import open_copier
 from tiers.host.memory import ALIGNMENT, slot_stride
+from tiers.testing import MemoryStore
 
 TOKENS = 16
 HASH_BYTES = 32
@@ -207,7 +208,7 @@ class Remote:
     """A chain of one store behind a network, which has nothing."""
 
     def __init__(self, size: Size) -> None:
-        tier = ThrottledSpec(type="throttled", indexed=False).over(MemoryStore(), Link(1e9, 1e-3))
+        tier = ThrottledSpec(type="throttled", indexed=False).behind(Link(1e9, 1e-3), MemoryStore())
         self.halves = Halves((tier,), size.blocks)
         self._size = size
         self._asked = 0

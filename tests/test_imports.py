@@ -107,7 +107,8 @@ ROOMS: dict[str, set[str]] = {
         "host",
         "concurrency",
     },
-    "lab": {"engine", "connector", "connector/contract"},
+    "testing": set(),
+    "lab": {"engine", "connector", "connector/contract", "testing"},
     "cli": {"engine", "lab"},
 }
 """Which rooms of `tiers` each room may import from; `connector` itself is its files that assemble

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -18,47 +19,25 @@ from tiers.disk.spec import DiskSpec
 from tiers.errors import TierError
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, TierStore, Usage
-from tiers.testing import StoreContract
+from tiers.testing import GivenSpec, MemoryStore, StoreContract
 from tiers.wrappers.encryption import Cipher, encrypted, sealed_bytes
 from tiers.wrappers.guard import guard
 
 
-class DictStore:
-    """A whole store: what a plugin's author has to write at least."""
+class OneProcess:
+    """Skips the test of a second process, which takes seconds and would show nothing new."""
 
-    def __init__(self, payload_bytes: int) -> None:
-        self._payloads: dict[bytes, bytes] = {}
-
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self._payloads for key in keys]
-
-    def put(self, blocks: Sequence[Block]) -> list[bool]:
-        self._payloads.update((block.key, bytes(block.payload)) for block in blocks)
-        return [True] * len(blocks)
-
-    def get(self, blocks: Sequence[Block]) -> list[bool]:
-        return [self._fill(block, self._payloads.get(block.key)) for block in blocks]
-
-    def _fill(self, block: Block, payload: bytes | None) -> bool:
-        if payload is not None:
-            block.payload[:] = payload
-        return payload is not None
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._payloads.pop(key, None)
-
-    def close(self) -> None:
-        pass
+    def test_another_process_sees_what_was_put(self) -> None:
+        raise SkipTest(f"the class that {type(self).__name__} inherits from tries it")
 
 
-class TestDict(StoreContract):
+class TestMemory(StoreContract):
     shared = False
     persistent = False
     verifies = False
 
     def open_store(self, payload_bytes: int) -> TierStore:
-        return DictStore(payload_bytes)
+        return MemoryStore()
 
 
 class TestRedis(StoreContract):
@@ -89,29 +68,21 @@ class TestRedis(StoreContract):
         return key
 
 
-class TestRedisCompressed(TestRedis):
-    test_another_process_sees_what_was_put = None  # as above
-
+class TestRedisCompressed(OneProcess, TestRedis):
     codec = "zstd"
 
 
-class TestRedisInPlanes(TestRedis):
-    test_another_process_sees_what_was_put = None  # as above
-
+class TestRedisInPlanes(OneProcess, TestRedis):
     codec = "byteplanes"
 
 
-class TestRedisOverUnixSocket(TestRedis):
-    test_another_process_sees_what_was_put = None  # as above
-
+class TestRedisOverUnixSocket(OneProcess, TestRedis):
     @pytest.fixture(autouse=True)
     def _place(self, shared_server: RedisServer) -> None:
         self.url = shared_server.unix_url
 
 
-class TestGuardedRedis(TestRedis):
-    test_another_process_sees_what_was_put = None  # as above
-
+class TestGuardedRedis(OneProcess, TestRedis):
     def open_store(self, payload_bytes: int) -> TierStore:
         return guard(super().open_store(payload_bytes), "redis")
 
@@ -140,17 +111,13 @@ class TestDisk(StoreContract):
                     file.write(b"\xff\x00\xff")
 
 
-class TestEncryptedDisk(TestDisk):
-    test_another_process_sees_what_was_put = None  # what is encrypted here has no spec
-
+class TestEncryptedDisk(OneProcess, TestDisk):
     def open_store(self, payload_bytes: int) -> TierStore:
         inner = self.make_spec().open(StoreContext(sealed_bytes(payload_bytes)))
         return encrypted(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
 
 
-class TestEncryptedRedis(TestRedis):
-    test_another_process_sees_what_was_put = None  # what is encrypted here has no spec
-
+class TestEncryptedRedis(OneProcess, TestRedis):
     def name(self, key: bytes) -> bytes:
         return Cipher(b"k" * KEY_BYTES).name(key)
 
@@ -159,31 +126,30 @@ class TestEncryptedRedis(TestRedis):
         return encrypted(inner, [b"k" * KEY_BYTES], payload_bytes)
 
 
-class TestGuardedDisk(TestDisk):
-    test_another_process_sees_what_was_put = None  # as above
-
+class TestGuardedDisk(OneProcess, TestDisk):
     def open_store(self, payload_bytes: int) -> TierStore:
         return guard(super().open_store(payload_bytes), "disk")
 
 
-class KeepsTheCallersMemory(DictStore):
+class KeepsTheCallersMemory(MemoryStore):
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        self._payloads.update(blocks)  # type: ignore[arg-type]
+        self.blocks.update(blocks)  # type: ignore[arg-type]
         return [True] * len(blocks)
 
 
-class ServesAnotherKey(DictStore):
+class ServesAnotherKey(MemoryStore):
     def get(self, blocks: Sequence[Block]) -> list[bool]:
-        anything = next(iter(self._payloads.values()), None)
-        return [self._fill(b, self._payloads.get(b.key, anything)) for b in blocks]
+        for block in blocks:
+            block.payload[:] = self.blocks.get(block.key, next(iter(self.blocks.values())))
+        return [True] * len(blocks)
 
 
-class ForgetsToDrop(DictStore):
+class ForgetsToDrop(MemoryStore):
     def drop(self, keys: Sequence[bytes]) -> None:
         pass
 
 
-class CutsKeys(DictStore):
+class CutsKeys(MemoryStore):
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         return super().put([Block(block.key[:32], block.payload) for block in blocks])
 
@@ -191,30 +157,30 @@ class CutsKeys(DictStore):
         return super().get([Block(block.key[:32], block.payload) for block in blocks])
 
 
-class AnswersWithAGenerator(DictStore):
+class AnswersWithAGenerator(MemoryStore):
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        return (key in self._payloads for key in keys)  # type: ignore[return-value]
+        return (key in self.blocks for key in keys)  # type: ignore[return-value]
 
 
-class AnswersWithNumbers(DictStore):
+class AnswersWithNumbers(MemoryStore):
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        return [int(key in self._payloads) for key in keys]  # type: ignore[misc]
+        return [int(key in self.blocks) for key in keys]  # type: ignore[misc]
 
 
-class Bounded(DictStore):
+class Bounded(MemoryStore):
     """Keeps 40 blocks; a mutant says what goes when there are more."""
 
     room = 40
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         super().put(blocks)
-        while len(self._payloads) > self.room:
-            self._payloads.pop(next(iter(self._payloads)))
+        while len(self.blocks) > self.room:
+            self.blocks.pop(next(iter(self.blocks)))
         return [True] * len(blocks)
 
     def usage(self) -> Usage:
-        size = sum(map(len, self._payloads.values()))
-        return Usage(len(self._payloads), size, 40 * 65536)
+        size = sum(map(len, self.blocks.values()))
+        return Usage(len(self.blocks), size, 40 * 65536)
 
 
 class KeepsTooMuch(Bounded):
@@ -223,9 +189,9 @@ class KeepsTooMuch(Bounded):
 
 class TakesNothingWhenFull(Bounded):
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        if len(self._payloads) + len(blocks) > self.room:
+        if len(self.blocks) + len(blocks) > self.room:
             return [False] * len(blocks)
-        return DictStore.put(self, blocks)
+        return MemoryStore.put(self, blocks)
 
 
 class ForgetsWhatItHolds(Bounded):
@@ -233,13 +199,46 @@ class ForgetsWhatItHolds(Bounded):
         return Usage(40, 40 * 65536, 40 * 65536)
 
 
+class HidesDamage(MemoryStore):
+    def damaged(self) -> int:
+        return 0
+
+
+class PeeksLate(MemoryStore):
+    """Has an index that is told of stores, and not of drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[bytes] = set()
+
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        self.known |= self.blocks.keys()
+        return [key in self.known for key in keys]
+
+
+class TouchInvents(MemoryStore):
+    def touch(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.blocks.setdefault(key, b"")
+
+
+class ClearsAll(MemoryStore):
+    def clear(self, namespace: bytes) -> bool:
+        self.blocks.clear()
+        return False
+
+
 @pytest.mark.parametrize(
     ("broken", "test"),
     [
         (AnswersWithAGenerator, "test_has_and_get_agree_on_a_mixed_batch"),
         (AnswersWithNumbers, "test_has_and_get_agree_on_a_mixed_batch"),
+        (HidesDamage, "test_damage_is_counted"),
+        (PeeksLate, "test_peek_agrees_with_has"),
+        (TouchInvents, "test_touch_changes_no_block"),
+        (ClearsAll, "test_clear_empties_one_namespace_and_no_other"),
         (Bounded, "test_what_put_says_is_held_is_held"),
-        (KeepsTooMuch, "test_what_put_says_is_held_is_held"),
+        (KeepsTooMuch, "test_no_more_is_held_than_the_capacity"),
         (TakesNothingWhenFull, "test_what_put_says_is_held_is_held"),
         (ForgetsWhatItHolds, "test_what_is_dropped_gives_its_room_back"),
         (KeepsTheCallersMemory, "test_the_callers_memory_is_not_kept"),
@@ -248,16 +247,17 @@ class ForgetsWhatItHolds(Bounded):
         (CutsKeys, "test_a_key_is_not_its_own_beginning"),
     ],
 )
-def test_the_kit_finds_a_broken_store(broken: type[DictStore], test: str) -> None:
-    kit = StoreContract()
-    kit.open_store = broken  # type: ignore[method-assign]
+def test_the_kit_finds_a_broken_store(broken: type[MemoryStore], test: str) -> None:
+    class Kit(StoreContract):
+        verifies = True
+
+        def open_store(self, payload_bytes: int) -> TierStore:
+            return broken()
+
+        def damage(self, keys: Sequence[bytes]) -> None: ...
+
     with pytest.raises((AssertionError, TierError)):
-        getattr(kit, test)()
-
-
-class DictSpec(StoreSpec):
-    def open(self, site: StoreContext) -> TierStore:
-        return DictStore(site.payload_bytes)
+        getattr(Kit(), test)()
 
 
 class ProcessPrivate(StoreContract):
@@ -266,13 +266,13 @@ class ProcessPrivate(StoreContract):
     shared = True
 
     def __init__(self) -> None:
-        self.store = DictStore(self.payload_bytes)
+        self.store = MemoryStore()
 
     def open_store(self, payload_bytes: int) -> TierStore:
         return self.store
 
     def make_spec(self) -> StoreSpec:
-        return DictSpec(type="dict")
+        return GivenSpec(type="given")
 
 
 def test_the_kit_finds_a_store_that_only_one_process_sees() -> None:
@@ -288,10 +288,43 @@ def test_the_kit_finds_a_store_that_says_it_verifies() -> None:
 
         def damage(self, keys: Sequence[bytes]) -> None:
             for key in keys:
-                self.store._payloads[key] = bytes(self.payload_bytes)
+                self.store.blocks[key] = bytes(self.payload_bytes)
 
     with pytest.raises(AssertionError, match="other bytes than were put"):
         Believes().test_a_damaged_block_is_a_miss_and_spoils_no_other()
+
+
+class Plain(StoreContract):
+    def open_store(self, payload_bytes: int) -> TierStore:
+        return MemoryStore()
+
+
+def test_a_capability_that_a_store_has_not_is_skipped_by_name() -> None:
+    tests = {"touch_changes_no_block": "Touch", "no_more_is_held_than_the_capacity": "Measured"}
+    for test, name in tests.items():
+        with pytest.raises(SkipTest, match=f"MemoryStore has no {name}"):
+            getattr(Plain(), f"test_{test}")()
+
+
+def test_a_store_that_a_test_fails_is_closed() -> None:
+    class Closes(ClearsAll):
+        def put(self, blocks: Sequence[Block]) -> list[bool]:
+            return [False] * len(blocks)
+
+        def close(self) -> None:
+            closed.append(self)
+
+    class Kit(StoreContract):
+        def open_store(self, payload_bytes: int) -> TierStore:
+            opened.append(Closes())
+            return opened[-1]
+
+    closed: list[Closes] = []
+    opened: list[Closes] = []
+    for test in (name for name in dir(Kit) if name.startswith("test_")):
+        with contextlib.suppress(AssertionError, SkipTest):
+            getattr(Kit(), test)()
+    assert set(closed) == set(opened) and len(opened) > 15
 
 
 def test_what_a_class_leaves_unset_is_skipped_by_name() -> None:

@@ -19,7 +19,7 @@ import yaml
 from spec.chain import ChainSpec
 from tests.support.checkpoints import write_model
 from tests.support.replay_chains import MODEL, close
-from tests.support.slow_store import STORES, SlowStore
+from tests.support.slow_store import STORES, TroubledStore
 from tests.support.tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, Run
 from tiers.connector.policy import wait_budget
 from tiers.engine.plugin import transfer_config
@@ -43,9 +43,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReplayEngi
 
 
 @pytest.fixture
-def store() -> Iterator[SlowStore]:
+def store() -> Iterator[TroubledStore]:
     """What the tier of `slow_store` keeps its blocks in, for this test."""
-    STORES[:] = [SlowStore()]
+    STORES[:] = [TroubledStore()]
     yield STORES[0]
     STORES[0].close()
 

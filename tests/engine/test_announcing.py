@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.replay_chains import MODEL, SLOT, chain_of, close, cpu, disk
-from tests.support.slow_store import LONG, SlowSpec, SlowStore, ask
+from tests.support.slow_store import LONG, SlowSpec, ask
 from tiers.engine.replay import ReplayEngine
 from tiers.store import Usage
+from tiers.testing import MemoryStore
 
 MakeEngine = Callable[..., ReplayEngine]
 
@@ -65,7 +66,7 @@ def test_a_tier_that_opens_late_tells_then_and_once(
     assert "tier 'disk' is open, load priority 1 of 1" in line
 
 
-class _Mute(SlowStore):
+class _Mute(MemoryStore):
     def usage(self) -> Usage:
         raise ZeroDivisionError("no idea")
 

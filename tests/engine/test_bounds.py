@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from spec.chain import ChainSpec
 from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, measured
-from tests.support.slow_store import LONG, STORES, SlowSpec, SlowStore, ask
+from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.connector.contract.generation import Generation
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.worker.host_slots import HostSlots
@@ -55,16 +54,16 @@ def test_a_load_that_was_too_late_costs_the_cpu_tier_no_block(
 
 
 def test_blocks_of_a_late_load_still_count_to_their_tenants_quota(
-    engine: Callable[..., ReplayEngine], store: SlowStore
+    engine: Callable[..., ReplayEngine], store: TroubledStore
 ) -> None:
     rules = {"small": {"quota": 101 * MODEL.payload_bytes}}
     made = engine(chain(max_wait="300ms", tenants=rules), num_blocks=120, prefix_caching=False)
     ask(made, salt="small")
     made.settle()
-    store.gets.clear()
+    store.pace.hang("get")
     ask(made, salt="small")
     assert measured(made, "load_timeouts") == 1
-    store.gets.set()
+    store.pace.resume()
     made.settle()
     ask(made, [7, *LONG], salt="small")
     made.settle()
@@ -75,9 +74,9 @@ def test_blocks_of_a_late_load_still_count_to_their_tenants_quota(
 
 
 def test_a_slow_tier_that_works_is_not_called_down_for_a_long_prompt(
-    engine: Callable[..., ReplayEngine], store: SlowStore
+    engine: Callable[..., ReplayEngine], store: TroubledStore
 ) -> None:
-    store.pace = 0.012
+    store.pace.delay = lambda verb, num_bytes: 0.012 * num_bytes / SLOT
     made = engine(chain(deadline="1s"), num_blocks=220, prefix_caching=False)
     ask(made)
     made.settle()
@@ -87,12 +86,12 @@ def test_a_slow_tier_that_works_is_not_called_down_for_a_long_prompt(
 
 
 def test_the_gauge_says_down_for_as_long_as_the_tier_is_down(
-    engine: Callable[..., ReplayEngine], store: SlowStore
+    engine: Callable[..., ReplayEngine], store: TroubledStore
 ) -> None:
     made = engine(chain(deadline="10s"), num_blocks=120, prefix_caching=False)
     ask(made)
     made.settle()
-    store.broken = True
+    store.faults.fail("get", error=TierUnavailable("gone"))
     ask(made)
     assert measured(made, "reads_up") == 0
     time.sleep(1.2)
@@ -101,17 +100,10 @@ def test_the_gauge_says_down_for_as_long_as_the_tier_is_down(
     assert measured(made, "reads_up") == 0
 
 
-class Peeks(SlowStore):
-    """Its index is broken."""
-
-    def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        self.asked += 1
-        raise TierUnavailable("index")
-
-
 def test_an_index_that_fails_is_left_alone_after_each_try() -> None:
     now = [0.0]
-    store = Peeks()
+    store = TroubledStore()
+    store.faults.fail("peek", error=TierUnavailable("index"))
     guarded: Any = guard(store, "disk", retry_after=1.0, clock=lambda: now[0])
     for _ in range(1000):
         guarded.peek([b"k"])
@@ -119,15 +111,9 @@ def test_an_index_that_fails_is_left_alone_after_each_try() -> None:
     assert store.asked <= 11, "ten seconds, a second or more between tries"
 
 
-class CantDrop(SlowStore):
-    """Takes no edits."""
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        raise TierUnavailable("read-only")
-
-
 def test_a_damaged_block_that_can_not_be_dropped_costs_the_others_nothing() -> None:
-    inner = CantDrop()
+    inner = TroubledStore()
+    inner.faults.fail("drop", error=TierUnavailable("read-only"))
     guarded = guard(encrypted(inner, [bytes(32)], 4096), "disk")
     keys = [bytes([n]) * 48 for n in range(4)]
     assert all(guarded.put([Block(key, memoryview(bytearray(4096))) for key in keys]))
@@ -138,45 +124,29 @@ def test_a_damaged_block_that_can_not_be_dropped_costs_the_others_nothing() -> N
     assert guarded.health.reads
 
 
-class Remote:
-    """A store that is asked in the background; `has` hangs while its gate is shut."""
-
-    def __init__(self) -> None:
-        self.inner = SlowStore()
-        self.gate = threading.Event()
-        self.gate.set()
-        self.put, self.get, self.drop = self.inner.put, self.inner.get, self.inner.drop
-
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        self.gate.wait()
-        return self.inner.has(keys)
-
-    def close(self) -> None:
-        self.gate.set()
-
-
-def test_nobody_waits_for_lookups_that_hang(engine: Callable[..., ReplayEngine]) -> None:
-    remote = Remote()
-    STORES[:] = [remote]  # type: ignore[list-item]
+def test_nobody_waits_for_lookups_that_hang(
+    engine: Callable[..., ReplayEngine], store: TroubledStore
+) -> None:
+    store.slow.indexed = False
     made = engine(chain(max_wait="2s"), num_blocks=120, prefix_caching=False)
     ask(made, LONG[:20])
     made.settle()
     try:
-        remote.gate.clear()
+        store.pace.hang("has")
         ask(made, LONG[:20])  # waits, until the deadline has passed too
         began = time.monotonic()
         for n in range(3):
             ask(made, [n, *LONG[:20]])
         waited = time.monotonic() - began
     finally:
-        remote.gate.set()
+        store.pace.resume()
     assert waited < 1.0, "three requests, each of which has waited for a lookup"
 
 
 def test_lookups_of_requests_that_are_gone_take_no_memory() -> None:
-    remote = Remote()
+    remote = TroubledStore(indexed=False)
     manager = StoreManager(guard(remote, "slow", deadline=0.05), [bytes(16)], Generation())
-    remote.gate.clear()
+    remote.pace.hang("has")
     try:
         for n in range(1000):
             manager.expect(str(n), [bytes(34)] * 100)
@@ -184,7 +154,7 @@ def test_lookups_of_requests_that_are_gone_take_no_memory() -> None:
             time.sleep(0.0002)
         assert manager._thread._work_queue.qsize() < 500
     finally:
-        remote.gate.set()
+        remote.pace.resume()
         manager.close()
 
 

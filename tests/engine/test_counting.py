@@ -10,8 +10,9 @@ import pytest
 
 from spec.chain import ChainSpec
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, drive, measured
-from tests.support.slow_store import SlowSpec, SlowStore
+from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.engine.replay import ReplayEngine, answer
+from tiers.errors import TierUnavailable
 
 MakeEngine = Callable[..., ReplayEngine]
 POLICIES = ["first", "longest", "stitched", "cheapest"]
@@ -56,7 +57,7 @@ def test_hits_are_those_that_the_engine_counts(
 
 
 def test_a_tier_that_fails_to_load_counts_a_hit_and_the_next_its_own(
-    engine: MakeEngine, store: SlowStore, tmp_path: Path
+    engine: MakeEngine, store: TroubledStore, tmp_path: Path
 ) -> None:
     slow = SlowSpec(type="slow")
     tiers = chain_of(disk(tmp_path)).tiers
@@ -65,7 +66,7 @@ def test_a_tier_that_fails_to_load_counts_a_hit_and_the_next_its_own(
     prompt = list(range(50))
     made.generate(prompt, 1)
     made.settle()
-    store.broken = True
+    store.faults.fail("get", error=TierUnavailable("gone"))
     made.generate(prompt, 1)
     assert [measured(made, "hits", tier) for tier in ("slow", "disk")] == [1, 1]
     assert [measured(made, "hit_tokens", tier) for tier in ("slow", "disk")] == [48, 48]
@@ -76,9 +77,9 @@ def test_a_tier_that_fails_to_load_counts_a_hit_and_the_next_its_own(
 @pytest.mark.parametrize("load", POLICIES)
 @pytest.mark.parametrize("limit", ["prompt log-probabilities", "max_load_tokens", "tiers"])
 def test_a_request_that_may_load_nothing_is_not_looked_up_and_yet_stored(
-    engine: MakeEngine, store: SlowStore, monkeypatch: pytest.MonkeyPatch, load: str, limit: str
+    engine: MakeEngine, store: TroubledStore, load: str, limit: str
 ) -> None:
-    monkeypatch.delattr(SlowStore, "peek")  # else offers for storing are lookups, too
+    store.slow.indexed = False  # else offers for storing are lookups, too
     made = engine(ChainSpec(version=1, load_policy=load, tiers=(SlowSpec(type="slow"),)))
     limits: dict[str, Any] = {"max_load_tokens": 0} if limit == "max_load_tokens" else {"tiers": []}
     options: dict[str, Any] = {"kv_transfer_params": {"kvtiers": limits}}

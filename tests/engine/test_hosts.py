@@ -15,9 +15,10 @@ from spec.chain import ChainSpec
 from spec.load import load_chain
 from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, redis
 from tests.support.servers import RedisServer
-from tests.support.slow_store import LONG, SlowSpec, SlowStore
+from tests.support.slow_store import LONG, SlowSpec
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.engine.this_host import this_host
+from tiers.testing import MemoryStore
 
 MakeEngine = Callable[..., ReplayEngine]
 PROMPT = LONG[:50]
@@ -74,7 +75,7 @@ def test_on_one_host_the_disk_serves_all_ranks(engine: MakeEngine, tmp_path: Pat
     assert made.stats["disk"]["loaded_blocks"] > 0
 
 
-class Clears(SlowStore):
+class Clears(MemoryStore):
     def clear(self, namespace: bytes) -> bool:
         return False
 
@@ -92,18 +93,17 @@ class Prompt(SlowSpec):
 @pytest.mark.parametrize(
     ("kind", "spec", "is_used"),
     [
-        (SlowStore, SlowSpec, True),
+        (MemoryStore, SlowSpec, True),
         (Clears, SlowSpec, False),
-        (SlowStore, Prompt, False),
+        (MemoryStore, Prompt, False),
         (Clears, Shared, True),
     ],
 )
 def test_a_plugin_says_whether_it_is_local_or_its_store_does(
     engine: MakeEngine,
-    store: SlowStore,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    kind: type[SlowStore],
+    kind: type[MemoryStore],
     spec: type[SlowSpec],
     is_used: bool,
 ) -> None:

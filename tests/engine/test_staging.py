@@ -11,8 +11,8 @@ import pytest
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
-from tests.support.replay_chains import MODEL, SLOT, measured
-from tests.support.slow_store import LONG, SlowSpec, SlowStore, ask
+from tests.support.replay_chains import MODEL, SLOT, measured, scheduler_of
+from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.connector.scheduler.intake import AGAIN, WINDOW
 from tiers.engine.replay import ReplayEngine, ReplayModel
 
@@ -47,15 +47,16 @@ def test_a_disk_alone_stores_all_of_a_large_step(
 
 
 def test_what_found_no_room_is_offered_again_while_its_request_runs(
-    engine: MakeEngine, store: SlowStore
+    engine: MakeEngine, store: TroubledStore
 ) -> None:
     made = engine(chain(), num_blocks=120, batch_tokens=500, prefix_caching=False)
     request = made.add(LONG, 30)
-    store.puts.clear()
-    made.step()
-    made.step()
-    assert made.connector is not None and made.connector.children[0].scheduler.slots_pinned == 16
-    store.puts.set()
+    store.pace.hang("put")
+    scheduler = scheduler_of(made)
+    while not scheduler.slots_pinned:  # the lookup is answered in the background
+        made.step()
+    assert scheduler.slots_pinned == 16
+    store.pace.resume()
     while len(request.output) < 29:
         made.settle()
         made.step()
@@ -70,26 +71,27 @@ def test_what_found_no_room_is_offered_again_while_its_request_runs(
 
 
 def test_what_never_finds_room_is_counted_when_its_request_ends(
-    engine: MakeEngine, store: SlowStore
+    engine: MakeEngine, store: TroubledStore
 ) -> None:
     made = engine(chain(), num_blocks=120, batch_tokens=500, prefix_caching=False)
-    store.puts.clear()
+    store.pace.hang("put")
     ask(made)
     assert measured(made, "store_dropped_inflight") == 101 - 16
-    store.puts.set()
+    store.pace.resume()
 
 
 def test_offering_again_costs_a_step_the_same_however_much_waits(
-    engine: MakeEngine, store: SlowStore, monkeypatch: pytest.MonkeyPatch
+    engine: MakeEngine, store: TroubledStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing while the tier lags behind, and where it does not, so many blocks of all requests."""
     made = engine(chain(), num_blocks=200, batch_tokens=1000, prefix_caching=False)
     assert made.connector is not None
     scheduler = made.connector.children[0].scheduler
-    store.puts.clear()
-    for n in range(4):
-        made.add([n, *LONG[:150]], 30)
-    made.step()
+    store.pace.hang("put")
+    requests = [made.add([n, *LONG[:150]], 30) for n in range(4)]
+    # The lookups are answered in the background.
+    while not all(request.num_computed_tokens for request in requests):
+        made.step()
     made.step()
     asked: list[int] = []
     wants = scheduler._manager.wants
@@ -103,7 +105,7 @@ def test_offering_again_costs_a_step_the_same_however_much_waits(
         made.step()
     assert sum(asked) <= 2 * 4, "it lags behind, and yet it is offered old blocks"
     monkeypatch.setattr("tiers.connector.scheduler.stores.RETRIES", 5)
-    store.puts.set()
+    store.pace.resume()
     while scheduler.slots_pinned:
         asked.clear()
         made.step()
@@ -112,15 +114,15 @@ def test_offering_again_costs_a_step_the_same_however_much_waits(
 
 
 def test_a_request_that_was_preempted_offers_again_what_it_has_again(
-    engine: MakeEngine, store: SlowStore
+    engine: MakeEngine, store: TroubledStore
 ) -> None:
     """Blocks that it lost are the other's by then: only right bytes may come back."""
     made = engine(chain(), num_blocks=60, batch_tokens=60, prefix_caching=False)
-    store.puts.clear()
+    store.pace.hang("put")
     both = [made.add([n, *LONG[:110]], 40) for n in range(2)]
     for _ in range(8):
         made.step()
-    store.puts.set()
+    store.pace.resume()
     made.run()
     made.settle()
     assert made.scheduler.preemptions > 0
@@ -150,7 +152,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 )
 def test_a_tier_that_takes_under_half_says_so_once_with_the_remedy(
     engine: MakeEngine,
-    store: SlowStore,
+    store: TroubledStore,
     caplog: pytest.LogCaptureFixture,
     settings: dict[str, Any],
     remedy: str,
@@ -163,7 +165,7 @@ def test_a_tier_that_takes_under_half_says_so_once_with_the_remedy(
         prefix_caching=False,
         now=lambda: clock[0],
     )
-    store.puts.clear()
+    store.pace.hang("put")
     with caplog.at_level(logging.WARNING):
         ask(made)
         assert not lines(caplog), "a minute is not over"
@@ -175,12 +177,12 @@ def test_a_tier_that_takes_under_half_says_so_once_with_the_remedy(
         clock[0] += AGAIN
         ask(made, [5, *LONG])
         assert len(lines(caplog)) == 2
-    store.puts.set()
+    store.pace.resume()
 
 
 def test_a_store_that_refuses_most_blocks_is_told_of(
     engine: MakeEngine,
-    store: SlowStore,
+    store: TroubledStore,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -197,7 +199,7 @@ def test_a_store_that_refuses_most_blocks_is_told_of(
 
 
 def test_a_tier_that_takes_all_and_one_that_is_chosen_for_says_nothing(
-    engine: MakeEngine, store: SlowStore, caplog: pytest.LogCaptureFixture
+    engine: MakeEngine, store: TroubledStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = [0.0]
     made = engine(

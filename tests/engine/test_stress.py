@@ -4,90 +4,44 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spec.chain import ChainSpec
-from spec.offloading import StoreContext, StoreSpec
+from tests.support.replay_chains import HYBRID, MODEL, SLOT, WINDOWS, measured
 from tiers.connector.offloading import OffloadingConnector
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
-from tiers.engine.replay import ReplayEngine, ReplayModel, answer
+from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierFull, TierUnavailable
 from tiers.gpu.copier import CpuCopier
-from tiers.store import Block
-
-PLAIN = ReplayModel()
-HYBRID = ReplayModel(windows=(None, 14, 7))
-WINDOWS = ReplayModel(windows=(14,))
-SLOT = 4096
+from tiers.testing import Faults, FaultyStore, GivenSpec, MemoryStore, Pace, SlowStore
 
 
-class FlakyStore:
-    """Keeps blocks, now and then: slow, full, down, forgetful, broken, and boastful."""
+def flaky(indexed: bool) -> FaultyStore:
+    """A store that is now and then slow, full, down, forgetful, broken and boastful."""
+    rng = random.Random(7)
 
-    def __init__(self, seed: int) -> None:
-        self._blocks: dict[bytes, bytes] = {}
-        self._random = random.Random(seed)
+    def delay(verb: str, num_bytes: int) -> float:
+        waits = verb in ("has", "put", "get") and rng.random() < 0.10
+        return rng.random() * 0.01 if waits else 0.0
 
-    def _misbehave(self) -> None:
-        chance = self._random.random()
-        if chance < 0.10:
-            time.sleep(self._random.random() * 0.01)
-        elif chance < 0.105:
-            raise TierUnavailable("down for a moment")
-        elif chance < 0.125:
-            raise TierFull("full for a moment")
-        elif chance < 0.127:
-            raise ZeroDivisionError("a defect")
-
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        self._misbehave()
-        return [key in self._blocks or self._random.random() < 0.05 for key in keys]
-
-    def put(self, blocks: Sequence[Block]) -> list[bool]:
-        self._misbehave()
-        stored = [self._random.random() < 0.9 for _ in blocks]
-        for block, good in zip(blocks, stored, strict=True):
-            if good:
-                self._blocks[block.key] = bytes(block.payload)
-        return stored
-
-    def get(self, blocks: Sequence[Block]) -> list[bool]:
-        self._misbehave()
-        hits = []
-        for block in blocks:
-            found = self._blocks.get(block.key)
-            hits.append(found is not None and self._random.random() < 0.95)
-            # A miss may leave anything behind.
-            block.payload[:] = found if hits[-1] and found else b"\xa5" * len(block.payload)
-        return hits
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._blocks.pop(key, None)
-
-    def close(self) -> None:
-        pass
+    faults = Faults(seed=7)
+    for error, chance in (
+        (TierUnavailable("down for a moment"), 0.005),
+        (TierFull("full for a moment"), 0.02),
+        (ZeroDivisionError("a defect"), 0.002),
+    ):
+        faults.fail("has", "put", "get", error=error, chance=chance)
+    faults.missing, faults.refused = 0.05, 0.1
+    faults.invented = 0.02 if indexed else 0.05
+    return FaultyStore(SlowStore(MemoryStore(), Pace(delay), indexed=indexed), faults)
 
 
-class FlakyIndexedStore(FlakyStore):
-    """The same, asked on the scheduler's thread."""
-
-    def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self._blocks or self._random.random() < 0.02 for key in keys]
-
-
-class FlakySpec(StoreSpec):
-    indexed: bool = False
-    _stores: dict[int, FlakyStore] = {}  # noqa: RUF012 - both halves of an engine share it
-
-    def open(self, site: StoreContext) -> FlakyStore:
-        made = FlakyIndexedStore if self.indexed else FlakyStore
-        return self._stores.setdefault(0, made(seed=7))
+def flaky_tier(name: str, indexed: bool) -> GivenSpec:
+    return GivenSpec(type="flaky", name=name).over(flaky(indexed))
 
 
 class LateCopies(CpuCopier):
@@ -114,10 +68,10 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
 QUICK = ("two ranks uncached", "hybrid", "windows")
 """Settings that are run with all other tests; the rest are with the faults."""
 SETTINGS = {
-    "cached": (PLAIN, "first", 1, True),
-    "uncached": (PLAIN, "first", 1, False),
-    "two ranks": (PLAIN, "first", 2, True),
-    "two ranks uncached": (PLAIN, "first", 2, False),
+    "cached": (MODEL, "first", 1, True),
+    "uncached": (MODEL, "first", 1, False),
+    "two ranks": (MODEL, "first", 2, True),
+    "two ranks uncached": (MODEL, "first", 2, False),
     "hybrid": (HYBRID, "first", 2, True),
     "hybrid stitched": (HYBRID, "stitched", 1, False),
     "windows": (WINDOWS, "longest", 1, True),
@@ -137,9 +91,9 @@ def test_no_token_differs_and_nothing_is_left_behind(tmp_path: Path, setting: st
         staging=24 * SLOT,
         tiers=(
             CpuSpec(type="cpu", capacity=16 * SLOT),
-            FlakySpec(type="flaky", name="indexed", indexed=True),
+            flaky_tier("indexed", indexed=True),
             DiskSpec(type="disk", path=tmp_path, capacity=200 * SLOT),
-            FlakySpec(type="flaky", name="asked"),
+            flaky_tier("asked", indexed=False),
         ),
     )
     engine = ReplayEngine(
@@ -167,8 +121,8 @@ def test_no_token_differs_and_nothing_is_left_behind(tmp_path: Path, setting: st
         wrong += request.output != expected[: len(request.output)]
     assert wrong == 0
     assert engine.scheduler.preemptions > 0
-    assert engine.stats["cpu"]["evictions"] > 0
-    assert all(engine.stats[tier]["loaded_tokens"] > 0 for tier in ("cpu", "indexed", "disk"))
+    assert measured(engine, "evictions", "cpu") > 0
+    assert all(measured(engine, "loaded_tokens", tier) > 0 for tier in ("cpu", "indexed", "disk"))
     assert_nothing_left(engine)
     engine.close()
 

@@ -12,7 +12,7 @@ import pytest
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
 from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, measured
-from tests.support.slow_store import LONG, SlowSpec, SlowStore, ask
+from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay import ReplayEngine, answer
 
@@ -28,18 +28,18 @@ def chain(*above: OffloadingSpec, max_wait: str = "300ms", **settings: Any) -> C
     outcome="the request waits max_wait at most; what arrives later touches nothing",
 )
 def test_a_load_that_hangs_is_given_up_and_never_arrives_later(
-    engine: Callable[..., ReplayEngine], store: SlowStore
+    engine: Callable[..., ReplayEngine], store: TroubledStore
 ) -> None:
     made = engine(chain(), num_blocks=120, prefix_caching=False)
     ask(made)
     made.settle()
-    store.gets.clear()
+    store.pace.hang("get")
     ask(made)
     assert measured(made, "load_timeouts") == 1
     # Other requests own the paged blocks now, into which the load would have gone.
     others = [made.add([7 * n + t for t in range(300)], 40) for n in range(1)]
     made.step()
-    store.gets.set()
+    store.pace.resume()
     made.run()
     for other in others:
         assert other.output == answer(MODEL, other.prompt, 40, 1)
@@ -50,12 +50,13 @@ def test_a_load_that_hangs_is_given_up_and_never_arrives_later(
     fault="a load hangs half way",
     outcome="blocks that have arrived by max_wait are used, the rest computed",
 )
-def test_what_has_arrived_is_used(engine: Callable[..., ReplayEngine], store: SlowStore) -> None:
+def test_what_has_arrived_is_used(
+    engine: Callable[..., ReplayEngine], store: TroubledStore
+) -> None:
     made = engine(chain(), num_blocks=120, prefix_caching=False)
     ask(made)
     made.settle()
-    store.gets.clear()
-    store.free_gets = 1
+    store.pace.hang("get", after=1)
     ask(made)
     assert measured(made, "loaded_tokens") == 64 * MODEL.block_tokens
     assert measured(made, "load_failures") == 36
@@ -67,13 +68,13 @@ def test_what_has_arrived_is_used(engine: Callable[..., ReplayEngine], store: Sl
     outcome="after the deadline nobody asks or waits; it joins again by itself",
 )
 def test_nobody_is_asked_of_a_tier_whose_reads_hang_until_they_work_again(
-    engine: Callable[..., ReplayEngine], store: SlowStore
+    engine: Callable[..., ReplayEngine], store: TroubledStore
 ) -> None:
     made = engine(chain(), num_blocks=120, prefix_caching=False)
     ask(made)
     made.settle()
     assert measured(made, "reads_up") == 1
-    store.gets.clear()
+    store.pace.hang("get")
     ask(made)
     assert measured(made, "reads_up") == 0
     asked = store.asked
@@ -81,7 +82,7 @@ def test_nobody_is_asked_of_a_tier_whose_reads_hang_until_they_work_again(
         ask(made)
     assert measured(made, "load_timeouts") == 1, "one request has waited, not each"
     assert store.asked - asked < 100, "what is asked is whether to store"
-    store.gets.set()
+    store.pace.resume()
     while measured(made, "reads_up") == 0:
         ask(made, LONG[:20])
     ask(made)
@@ -95,7 +96,7 @@ def test_nobody_is_asked_of_a_tier_whose_reads_hang_until_they_work_again(
     "tiers go on",
 )
 def test_writes_that_hang_hold_back_neither_answers_nor_reads_nor_other_tiers(
-    engine: Callable[..., ReplayEngine], store: SlowStore
+    engine: Callable[..., ReplayEngine], store: TroubledStore
 ) -> None:
     made = engine(
         chain(CpuSpec.model_validate(cpu(400)), max_inflight=8 * MODEL.payload_bytes),
@@ -103,7 +104,7 @@ def test_writes_that_hang_hold_back_neither_answers_nor_reads_nor_other_tiers(
         prefix_caching=False,
     )
     ask(made, LONG[:40])
-    store.puts.clear()
+    store.pace.hang("put")
     for n in range(8):
         ask(made, [n, *LONG[:80]])
     assert measured(made, "store_dropped_inflight") > 0
@@ -114,11 +115,11 @@ def test_writes_that_hang_hold_back_neither_answers_nor_reads_nor_other_tiers(
     ask(made, [9, *LONG[:80]])
     assert measured(made, "store_dropped_down") > 0
     assert made.stats.data["cpu"]["stored_blocks"] >= 9 * 20
-    store.puts.set()
+    store.pace.resume()
 
 
 def test_a_tier_is_given_what_two_requests_had(
-    engine: Callable[..., ReplayEngine], store: SlowStore
+    engine: Callable[..., ReplayEngine], store: TroubledStore
 ) -> None:
     made = engine(chain(store_threshold=2), num_blocks=120, prefix_caching=False)
     ask(made)

@@ -12,6 +12,8 @@ from spec.load import load_chain
 from spec.offloading import StoreContext
 from tests.support.servers import RedisServer
 from tiers.connector.contract.block_groups import GROUP_BYTES
+from tiers.connector.offloading import OffloadingConnector
+from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 
@@ -47,14 +49,22 @@ def measured(engine: ReplayEngine, name: str, tier: str = "slow") -> float:
     return value
 
 
+def scheduler_of(engine: ReplayEngine, place: int = 0) -> OffloadingScheduler:
+    """The scheduler half of the chain's tier at this place."""
+    assert engine.connector is not None
+    child = engine.connector.children[place]
+    assert isinstance(child, OffloadingConnector)
+    return child.scheduler
+
+
 def close(engine: ReplayEngine) -> None:
     """Let transfers end; nothing may be left of the requests. Then shut down."""
     if engine.closed:
         return
     engine.settle()
     assert engine.scheduler.pool.num_free == engine.num_blocks
-    for child in engine.connector.children if engine.connector else ():
-        scheduler = child.scheduler
+    for place in range(len(engine.connector.children) if engine.connector else 0):
+        scheduler = scheduler_of(engine, place)
         assert not scheduler.reqs_being_loaded and not scheduler.slots_pinned
     engine.close()
 

@@ -21,7 +21,7 @@ from tests.support.replay_chains import (
     names,
 )
 from tests.support.shared_prefix import POLICIES, PREFIX, add, ended, fill, hits
-from tests.support.slow_store import SlowSpec, SlowStore
+from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.engine.replay import ReplayEngine, ReplayModel
 from tiers.engine.replay.scheduler import ReplayRequest, Status
 
@@ -96,9 +96,9 @@ def slow(engine: MakeEngine, **more: Any) -> ReplayEngine:
     fault="a load fails for which other requests wait",
     outcome="they go on at once; one of them loads",
 )
-def test_a_load_that_fails_wakes_the_others(engine: MakeEngine, store: SlowStore) -> None:
+def test_a_load_that_fails_wakes_the_others(engine: MakeEngine, store: TroubledStore) -> None:
     made = slow(engine)
-    store.lost = 1
+    store.faults.lost_batches = 1
     requests = [add(made, n) for n in range(8)]
     ended(made, requests)
     assert measured(made, "load_failures") == 16
@@ -120,15 +120,15 @@ def step_until_one_loads(made: ReplayEngine, requests: list[ReplayRequest]) -> R
     fault="a request is aborted for whose load others wait",
     outcome="they go on at once; one of them loads",
 )
-def test_an_aborted_loader_wakes_the_others(engine: MakeEngine, store: SlowStore) -> None:
+def test_an_aborted_loader_wakes_the_others(engine: MakeEngine, store: TroubledStore) -> None:
     made = slow(engine)
-    store.gets.clear()
+    store.pace.hang("get")
     requests = [add(made, n) for n in range(8)]
     loader = step_until_one_loads(made, requests)
     made.scheduler.abort(loader.request_id)
     requests.remove(loader)
     step_until_one_loads(made, requests)
-    store.gets.set()
+    store.pace.resume()
     ended(made, requests)
     assert hits(made) == 2 * 16
 
@@ -139,11 +139,11 @@ def test_an_aborted_loader_wakes_the_others(engine: MakeEngine, store: SlowStore
     outcome="they wait max_wait at most, and compute",
 )
 def test_a_load_that_hangs_keeps_nobody_longer_than_it_may_wait(
-    engine: MakeEngine, store: SlowStore
+    engine: MakeEngine, store: TroubledStore
 ) -> None:
     made = slow(engine, max_wait="300ms")
-    store.gets.clear()
+    store.pace.hang("get")
     requests = [add(made, n) for n in range(8)]
     ended(made, requests)
     assert measured(made, "loaded_tokens") == 0
-    store.gets.set()
+    store.pace.resume()

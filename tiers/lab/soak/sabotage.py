@@ -1,49 +1,50 @@
-"""A store that someone meddles with: slow, hanging, failing, full or boastful on demand."""
+"""A disk tier that is slow, hangs, fails, is full or boasts when it is told to."""
 
 from __future__ import annotations
 
 import random
-import threading
-import time
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import PrivateAttr
 
 from spec.offloading import StoreContext, StoreSpec
 from tiers.errors import TierFull
-from tiers.store import Block, StoreWrapper, TierStore
+from tiers.store import TierStore
+from tiers.testing import Faults, FaultyStore, Pace, SlowStore
+
+IO_VERBS = ("has", "put", "get", "drop", "clear")
+"""The verbs that reach the device; `peek` and `touch` answer from memory."""
 
 
 class Mood:
-    """How the stores of a tier behave just now; shared by all of them."""
+    """How the stores of a tier behave; all of them share it."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.kind = ""
-        self.well = threading.Event()
-        self.well.set()
+        self.pace = Pace()
+        self.faults = Faults()
         self._random = rng
 
     def turn(self, kind: str) -> None:
-        """Be `slow`, `hanging`, `failing`, `full`, `boastful`; or well again, of an empty kind."""
-        self.kind = kind
-        (self.well.clear if kind == "hanging" else self.well.set)()
+        """Be `slow`, `hanging`, `failing`, `full` or `boastful`; an empty kind ends all that."""
+        self.pace.delay = self._slow if kind == "slow" else lambda verb, num_bytes: 0.0
+        self.faults.heal()
+        if kind == "hanging":
+            self.pace.hang(*IO_VERBS)
+        else:
+            self.pace.resume()
+        if kind == "failing":
+            self.faults.fail(*IO_VERBS, error=OSError(5, "Input/output error"), chance=0.7)
+        elif kind == "full":
+            self.faults.fail("put", error=TierFull("no space"))
+        elif kind == "boastful":
+            self.faults.invented = 1.0
 
-    def meet(self, verb: str) -> None:
-        """What a verb comes upon first."""
-        kind = self.kind
-        if kind == "slow":
-            time.sleep(self._random.random() * 0.1)
-        elif kind == "hanging":
-            self.well.wait()
-        elif kind == "failing" and self._random.random() < 0.7:
-            raise OSError(5, "Input/output error")
-        elif kind == "full" and verb == "put":
-            raise TierFull("no space")
+    def _slow(self, verb: str, num_bytes: int) -> float:
+        return self._random.random() * 0.1 if verb in IO_VERBS else 0.0
 
 
 class Sabotaged(StoreSpec):
-    """A disk tier, meddled with. Both halves of an engine share its mood."""
+    """A tier, `inner`, whose stores behave as `mood` says, in both halves of an engine."""
 
     verifies: ClassVar[bool] = True
     is_prompt: ClassVar[bool] = True
@@ -61,46 +62,5 @@ class Sabotaged(StoreSpec):
         return self._mood
 
     def open(self, site: StoreContext) -> TierStore:
-        """Open the other tier's store."""
-        return SabotagedStore(self.inner.open(site), self._mood)
-
-
-class SabotagedStore(StoreWrapper):
-    """A disk's store, if the mood lets it."""
-
-    def __init__(self, store: TierStore, mood: Mood) -> None:
-        super().__init__(store)
-        self._mood = mood
-
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """As the store's index, if the mood lets it."""
-        self._mood.meet("has")
-        return self.peek(keys)
-
-    def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        """As the store; a boastful one has everything."""
-        held = super().peek(keys)
-        return [True] * len(keys) if self._mood.kind == "boastful" else held
-
-    def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """As the store, if the mood lets it."""
-        self._mood.meet("put")
-        return super().put(blocks)
-
-    def get(self, blocks: Sequence[Block]) -> list[bool]:
-        """As the store, if the mood lets it; a miss leaves garbage behind."""
-        self._mood.meet("get")
-        got = super().get(blocks)
-        for block in (block for block, ok in zip(blocks, got, strict=True) if not ok):
-            block.payload[:] = b"\xa5" * len(block.payload)
-        return got
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        """As the store, if the mood lets it."""
-        self._mood.meet("drop")
-        super().drop(keys)
-
-    def clear(self, namespace: bytes) -> bool:
-        """As the store, if the mood lets it."""
-        self._mood.meet("clear")
-        return super().clear(namespace)
+        """Open the inner tier's store and let it behave as the mood says."""
+        return FaultyStore(SlowStore(self.inner.open(site), self._mood.pace), self._mood.faults)

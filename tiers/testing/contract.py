@@ -1,0 +1,216 @@
+"""The tests that every store must pass."""
+
+from __future__ import annotations
+
+import random
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from unittest import SkipTest
+
+from tiers.block import MAX_KEY_BYTES, NAMESPACE_BYTES
+from tiers.errors import TierUnusable
+from tiers.store import TierStore
+from tiers.testing.claims import ClaimTests
+from tiers.testing.harness import listed
+from tiers.testing.memory import Memory, make_key
+
+
+class StoreContract(ClaimTests):
+    """The tests that every TierStore must pass; set `shared`, `persistent` and `verifies`.
+
+    Of the capabilities it tests LocalIndex, Touch, Clear, Measured and Damages. A test of a
+    property that is not claimed is skipped, and names that property.
+
+    Each test opens the store one to three times, and closes it also when the test fails. It opens
+    no port, and writes nowhere but through the store, which needs room for 64 blocks of
+    `payload_bytes` (4 MiB in all). One test starts a second Python process: only where `shared` is
+    True and `make_spec` is overridden. All tests of a store in memory take some 0.3 s.
+    """
+
+    def test_what_was_put_is_got(self) -> None:
+        keys = [make_key() for _ in range(16)]
+        with self.opened() as store:
+            self.put(store, keys)
+            assert self.hits(store, keys) == [True] * 16
+            assert self.hits(store, keys[::-1]) == [True] * 16
+
+    def test_an_unknown_key_is_a_miss(self) -> None:
+        with self.opened() as store:
+            assert listed(store.has([make_key()])) == [False]
+            assert self.hits(store, [make_key()]) == [False]
+
+    def test_nothing_asked_nothing_answered(self) -> None:
+        with self.opened() as store:
+            assert listed(store.has([])) == []
+            assert list(store.put([])) == []
+            assert list(store.get([])) == []
+            store.drop([])
+
+    def test_has_and_get_agree_on_a_mixed_batch(self) -> None:
+        keys = [make_key() for _ in range(12)]
+        held = [index % 3 != 1 for index in range(12)]
+        with self.opened() as store:
+            self.put(store, [key for key, here in zip(keys, held, strict=True) if here])
+            assert listed(store.has(keys)) == held
+            assert self.hits(store, keys) == held
+            self.put(store, keys)
+            assert self.hits(store, keys) == [True] * 12
+
+    def test_a_key_twice_in_one_batch(self) -> None:
+        key = make_key()
+        with self.opened() as store:
+            self.put(store, [key, key])
+            assert self.hits(store, [key, make_key(), key]) == [True, False, True]
+            assert listed(store.has([key, key])) == [True, True]
+
+    def test_putting_a_key_again_is_harmless(self) -> None:
+        keys = [make_key() for _ in range(4)]
+        with self.opened() as store:
+            self.put(store, keys)
+            self.put(store, keys)
+            assert self.hits(store, keys) == [True] * 4
+
+    def test_other_bytes_under_a_key_never_mix(self) -> None:
+        key = make_key()
+        with self.opened() as store:
+            self.put(store, [key], version=1)
+            self.put(store, [key], version=2)
+            memory = Memory([key], self.payload_bytes)
+            assert list(store.get(memory.blocks)) == [True]
+            assert memory.holds(0, version=1) or memory.holds(0, version=2)
+
+    def test_what_is_dropped_is_gone_and_can_be_put_again(self) -> None:
+        keys = [make_key() for _ in range(4)]
+        with self.opened() as store:
+            self.put(store, keys)
+            store.drop([keys[1], make_key(), keys[1]])
+            assert listed(store.has(keys)) == [True, False, True, True]
+            assert self.hits(store, keys) == [True, False, True, True]
+            self.put(store, [keys[1]], version=3)
+            assert self.hits(store, [keys[1]], version=3) == [True]
+
+    def test_keys_of_every_length_and_byte(self) -> None:
+        lengths = range(NAMESPACE_BYTES + 1, MAX_KEY_BYTES + 1, 3)
+        keys = [make_key(length) for length in lengths]
+        space = make_key(NAMESPACE_BYTES)
+        odd = [b"\0", b"\0\0", b"\xff" * 16, b"\r\n$5\r\n", b"../..", b"{a}:*?", b" \t"]
+        keys += [space + tail for tail in odd]
+        with self.opened() as store:
+            for start in range(0, len(keys), 16):
+                some = keys[start : start + 16]
+                self.put(store, some)
+                assert self.hits(store, some) == [True] * len(some)
+                store.drop(some)
+                assert listed(store.has(some)) == [False] * len(some)
+
+    def test_a_key_is_not_its_own_beginning(self) -> None:
+        whole = make_key(64)
+        with self.opened() as store:
+            self.put(store, [whole])
+            assert self.hits(store, [whole[:32], whole + b"\0", whole]) == [False, False, True]
+
+    def test_memory_of_any_alignment(self) -> None:
+        with self.opened() as store:
+            for shift in (0, 1, 3, 4095):
+                key = make_key()
+                memory = Memory([key], self.payload_bytes, shift).fill()
+                assert list(store.put(memory.blocks)) == [True]
+                memory = Memory([key], self.payload_bytes, shift)
+                assert list(store.get(memory.blocks)) == [True]
+                assert memory.holds(0)
+                memory.check_canaries()
+
+    def test_odd_payload_lengths(self) -> None:
+        refused = []
+        for payload_bytes in (1, 511, 4097):
+            keys = [make_key() for _ in range(3)]
+            try:
+                with self.opened(payload_bytes) as store:
+                    memory = Memory(keys, payload_bytes).fill()
+                    assert list(store.put(memory.blocks)) == [True] * 3
+                    memory = Memory(keys, payload_bytes)
+                    assert list(store.get(memory.blocks)) == [True] * 3
+                    assert all(memory.holds(index) for index in range(3))
+            except TierUnusable:  # a place may be bound to one length for good
+                refused.append(payload_bytes)
+        if refused:
+            raise SkipTest(f"{type(self).__name__} refuses payloads of {refused} bytes")
+
+    def test_the_callers_memory_is_not_kept(self) -> None:
+        key = make_key()
+        memory = Memory([key], self.payload_bytes).fill()
+        with self.opened() as store:
+            assert list(store.put(memory.blocks)) == [True]
+            memory.blocks[0].payload[:] = bytes(self.payload_bytes)
+            assert list(store.get(memory.blocks)) == [True]
+            assert memory.holds(0)
+            memory.blocks[0].payload[:] = bytes(self.payload_bytes)
+            assert self.hits(store, [key]) == [True]
+
+    def test_a_payload_of_another_length_is_never_served(self) -> None:
+        key = make_key()
+        with self.opened() as store:
+            self.put(store, [key])
+        for payload_bytes in (self.payload_bytes // 2, self.payload_bytes * 2):
+            # To refuse the length is as good as a miss.
+            with suppress(TierUnusable), self.opened(payload_bytes) as other:
+                memory = Memory([key], payload_bytes)
+                assert list(other.get(memory.blocks)) == [False]
+                memory.check_canaries()
+
+    def test_many_threads_at_once(self) -> None:
+        kept, dropped = ([make_key() for _ in range(12)] for _ in range(2))
+        wrong: list[str] = []
+        with self.opened() as store:
+            barrier = threading.Barrier(6)
+
+            def work(seed: int) -> None:
+                barrier.wait()
+                try:
+                    self._use(store, kept, dropped, random.Random(seed))
+                except Exception:  # noqa: BLE001 - the main thread reports it
+                    wrong.append(traceback.format_exc())
+
+            threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not wrong, wrong[0]
+            self.put(store, kept + dropped)
+            assert self.hits(store, kept + dropped) == [True] * 24
+
+    def _use(
+        self,
+        store: TierStore,
+        kept: Sequence[bytes],
+        dropped: Sequence[bytes],
+        chance: random.Random,
+    ) -> None:
+        """What one of many threads does; only `dropped` keys are ever dropped."""
+        for _ in range(10):
+            some, others = chance.sample(kept, 4), chance.sample(dropped, 4)
+            memory = Memory(some + others, self.payload_bytes).fill()
+            # Of the others, False is honest: someone may have dropped them meanwhile.
+            assert list(store.put(memory.blocks))[:4] == [True] * 4, "a block was not stored"
+            self.hits(store, others + some)
+            store.drop(others[:2])
+            assert listed(store.has(some + others))[:4] == [True] * 4, "a block was lost"
+            assert self.hits(store, some) == [True] * 4, "a block was lost"
+
+    def test_what_put_says_is_held_is_held(self) -> None:
+        """However many blocks are put at once, and however little room there is."""
+        with self.opened() as store:
+            for _ in range(4):
+                keys = [make_key() for _ in range(64)]
+                stored = self.put_some(store, keys)
+                assert listed(store.has(keys)) == stored, "put says True for what it evicted"
+                assert any(stored), "room is made for what is new"
+                assert self.hits(store, keys) == stored
+
+    def test_closing_twice_is_harmless(self) -> None:
+        store = self.open_store(self.payload_bytes)
+        store.close()
+        store.close()

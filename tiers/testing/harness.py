@@ -1,0 +1,86 @@
+"""What the tests of the kit are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import SkipTest
+
+from spec.offloading import StoreSpec
+from tiers.store import Capability, TierStore, capability, each
+from tiers.testing.memory import Memory
+
+
+def listed(answers: object) -> list[bool]:
+    """The answers of `has` or `peek`, which must be a list of booleans."""
+    return each("has", answers, len(answers) if isinstance(answers, list) else 0)
+
+
+class StoreUnderTest:
+    """How a store is opened, what its author claims of it, and what the tests do with it."""
+
+    payload_bytes = 65536
+    shared: bool | None = None
+    """Whether two stores that are open at once see each other's blocks, as an engine needs: each
+    of its processes opens one."""
+    persistent: bool | None = None
+    """Whether a store that is opened again has the blocks that it had when it was closed."""
+    verifies: bool | None = None
+    """Whether a block that was damaged in the store is a miss; equal to the spec's `verifies`."""
+
+    def open_store(self, payload_bytes: int) -> TierStore:
+        """Open the store; within a test always at the same place. The kit closes it.
+
+        Raise TierUnusable for a length that this place can not have."""
+        raise NotImplementedError(f"{type(self).__name__} must say how to open its store")
+
+    def make_spec(self) -> StoreSpec:
+        """The settings of the same place; they are pickled and sent to another process."""
+        raise SkipTest(f"{type(self).__name__} has no make_spec, so no second process was tried")
+
+    def damage(self, keys: Sequence[bytes]) -> None:
+        """Change some stored bytes of each of these blocks; other blocks may be damaged, too."""
+        raise NotImplementedError(f"{type(self).__name__} verifies: say how to damage a block")
+
+    @contextmanager
+    def opened(self, payload_bytes: int | None = None) -> Iterator[TierStore]:
+        """Open the store, and close it however the test ends."""
+        store = self.open_store(payload_bytes or self.payload_bytes)
+        try:
+            yield store
+        finally:
+            store.close()
+
+    def claimed(self, claim: str) -> None:
+        """Skip the test, by the claim's name, unless the class makes that claim."""
+        said = getattr(self, claim)
+        if not said:
+            more = "; say which" if said is None else ""
+            raise SkipTest(f"{type(self).__name__}.{claim} is {said}{more}")
+
+    def having(self, store: TierStore, kind: type[Capability]) -> Capability:
+        """The store as one that has a capability; without it the test is skipped, by name."""
+        found = capability(store, kind)
+        if found is None:
+            raise SkipTest(f"{type(store).__name__} has no {kind.__name__}")
+        return found
+
+    def put(self, store: TierStore, keys: Sequence[bytes], version: int = 0) -> None:
+        """Store the payloads of these keys; the store must take them all."""
+        memory = Memory(keys, self.payload_bytes).fill(version)
+        stored = each("put", store.put(memory.blocks), len(keys))
+        assert stored == [True] * len(keys), f"put of {len(keys)} blocks answered {stored}"
+        memory.check_canaries()
+
+    def put_some(self, store: TierStore, keys: Sequence[bytes]) -> list[bool]:
+        """Store the payloads of these keys and say which the store took."""
+        return each("put", store.put(Memory(keys, self.payload_bytes).fill().blocks), len(keys))
+
+    def hits(self, store: TierStore, keys: Sequence[bytes], version: int = 0) -> list[bool]:
+        """Load these keys and say which were hits; each hit must be the payload of its key."""
+        memory = Memory(keys, self.payload_bytes)
+        hits = each("get", store.get(memory.blocks), len(keys))
+        for index, hit in enumerate(hits):
+            assert not hit or memory.holds(index, version), "a hit with other bytes than were put"
+        memory.check_canaries()
+        return hits

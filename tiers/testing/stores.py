@@ -1,0 +1,274 @@
+"""Stores to test an engine with: one in memory, one that is slow, one that fails."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Self, TypeVar
+
+from pydantic import PrivateAttr
+
+from spec.offloading import StoreContext, StoreSpec
+from tiers.store import Block, Capability, LocalIndex, StoreWrapper, TierStore
+
+Answer = TypeVar("Answer")
+
+VERBS = ("has", "put", "get", "drop", "clear", "peek", "touch")
+"""What can be slow or fail."""
+
+
+class MemoryStore:
+    """Keeps copies of payloads in a dict, `blocks`, as long as the object lives. Has a LocalIndex.
+
+    A payload of another length than the caller's is a miss.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Say which keys are kept."""
+        return [key in self.blocks for key in keys]
+
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        """Say which keys are kept."""
+        return [key in self.blocks for key in keys]
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        """Copy each payload."""
+        self.blocks.update((block.key, bytes(block.payload)) for block in blocks)
+        return [True] * len(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        """Copy each payload back."""
+        return [self._copy_to(block) for block in blocks]
+
+    def _copy_to(self, block: Block) -> bool:
+        kept = self.blocks.get(block.key)
+        if kept is None or len(kept) != len(block.payload):
+            return False
+        block.payload[:] = kept
+        return True
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget keys."""
+        for key in keys:
+            self.blocks.pop(key, None)
+
+    def close(self) -> None:
+        """Keep everything: the other half of an engine may use the same store."""
+
+
+Delay = Callable[[str, int], float]
+"""Seconds that a call takes besides the store's own time, from its verb and its bytes. The bytes
+are those of the payloads given to `put` or filled by `get`; 0 for other verbs."""
+
+
+class Pace:
+    """How long the calls of slow stores take. Stores may share one; change it at any time."""
+
+    def __init__(self, delay: Delay = lambda verb, num_bytes: 0.0) -> None:
+        self.delay = delay
+        self._passing: dict[str, int] = {}  # of verbs that hang: calls that still pass
+        self._changed = threading.Condition()
+
+    def hang(self, *verbs: str, after: int = 0) -> None:
+        """Let calls of `verbs` hang until `resume`; the next `after` calls of each still pass."""
+        with self._changed:
+            self._passing.update(dict.fromkeys(verbs, after))
+
+    def resume(self) -> None:
+        """Let every call go on."""
+        with self._changed:
+            self._passing.clear()
+            self._changed.notify_all()
+
+    def wait(self, verb: str) -> None:
+        """Return when a call of `verb` may begin."""
+        with self._changed:
+            if self._passing.get(verb, 0) > 0:
+                self._passing[verb] -= 1
+            else:
+                self._changed.wait_for(lambda: verb not in self._passing)
+
+    def spend(self, verb: str, num_bytes: int = 0) -> None:
+        """Sleep for the delay of a call."""
+        if (seconds := self.delay(verb, num_bytes)) > 0:
+            time.sleep(seconds)
+
+
+class SlowStore(StoreWrapper):
+    """A store whose calls take as long as `pace` says.
+
+    `indexed` False hides the store's LocalIndex, so that an engine asks it in the background.
+    """
+
+    def __init__(self, store: TierStore, pace: Pace | None = None, indexed: bool = True) -> None:
+        super().__init__(store)
+        self.pace = Pace() if pace is None else pace
+        self.indexed = indexed
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """The store's capabilities, without LocalIndex unless it is `indexed`."""
+        return None if kind is LocalIndex and not self.indexed else super().capability(kind)
+
+    def _slowly(self, verb: str, call: Callable[[], Answer]) -> Answer:
+        self.pace.wait(verb)
+        answer = call()
+        self.pace.spend(verb)
+        return answer
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Ask the store, slowly."""
+        return self._slowly("has", partial(super().has, keys))
+
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        """Ask the store's index, slowly."""
+        return self._slowly("peek", partial(super().peek, keys))
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        """Store after the delay."""
+        self.pace.wait("put")
+        self.pace.spend("put", sum(len(block.payload) for block in blocks))
+        return super().put(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        """Load, then wait for what the loaded bytes take."""
+        self.pace.wait("get")
+        hits = super().get(blocks)
+        loaded = sum(len(block.payload) for block, hit in zip(blocks, hits, strict=True) if hit)
+        self.pace.spend("get", loaded)
+        return hits
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget keys, slowly."""
+        self._slowly("drop", partial(super().drop, keys))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Touch keys, slowly."""
+        self._slowly("touch", partial(super().touch, keys))
+
+    def clear(self, namespace: bytes) -> bool:
+        """Clear a part of the namespace, slowly."""
+        return self._slowly("clear", partial(super().clear, namespace))
+
+    def close(self) -> None:
+        """Let calls that hang go on, and close the store."""
+        self.pace.resume()
+        super().close()
+
+
+class Faults:
+    """What goes wrong in faulty stores. Stores may share one; change it at any time.
+
+    `missing`: probability that `get` misses a block that is held.
+    `lost_batches`: the next calls of `get` that miss all their blocks.
+    `refused`: probability that `put` does not store a block.
+    `invented`: probability that `has` and `peek` report a key that is not held.
+    `calls`: calls of each verb so far, those that failed among them.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.calls: Counter[str] = Counter()
+        self._random = random.Random(seed)
+        self.heal()
+
+    def heal(self) -> None:
+        """End every fault."""
+        self.errors: dict[str, tuple[tuple[float, Exception], ...]] = {}
+        self.missing = self.refused = self.invented = 0.0
+        self.lost_batches = 0
+
+    def fail(self, *verbs: str, error: Exception, chance: float = 1.0) -> None:
+        """Let each call of `verbs` raise such an error with a probability, besides others."""
+        for verb in verbs:
+            self.errors[verb] = (*self.errors.get(verb, ()), (chance, error))
+
+    def meet(self, verb: str) -> None:
+        """Count a call of `verb`; raise what it is to raise."""
+        self.calls[verb] += 1
+        number = self._random.random()
+        for chance, error in self.errors.get(verb, ()):
+            number -= chance
+            if number < 0:
+                raise type(error)(*error.args)  # its own traceback: threads raise it at once
+
+    def happens(self, chance: float) -> bool:
+        """Draw whether something of this probability happens."""
+        return self._random.random() < chance
+
+
+class FaultyStore(StoreWrapper):
+    """A store that fails as `faults` says. A payload that it misses is filled with garbage."""
+
+    def __init__(self, store: TierStore, faults: Faults | None = None) -> None:
+        super().__init__(store)
+        self.faults = Faults() if faults is None else faults
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Ask the store; report keys that it does not hold, too."""
+        self.faults.meet("has")
+        return [held or self.faults.happens(self.faults.invented) for held in super().has(keys)]
+
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        """Ask the store's index; report keys that it does not hold, too."""
+        self.faults.meet("peek")
+        return [held or self.faults.happens(self.faults.invented) for held in super().peek(keys)]
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        """Store the blocks that are not refused."""
+        self.faults.meet("put")
+        taken = [not self.faults.happens(self.faults.refused) for _ in blocks]
+        stored = iter(super().put([b for b, take in zip(blocks, taken, strict=True) if take]))
+        return [take and next(stored) for take in taken]
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        """Load the blocks; then spoil those that are to be missed."""
+        self.faults.meet("get")
+        hits = super().get(blocks)
+        missing = self.faults.missing
+        if self.faults.lost_batches:
+            self.faults.lost_batches -= 1
+            missing = 1.0
+        hits = [hit and not self.faults.happens(missing) for hit in hits]
+        for block, hit in zip(blocks, hits, strict=True):
+            if not hit:
+                block.payload[:] = b"\xa5" * len(block.payload)
+        return hits
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget keys."""
+        self.faults.meet("drop")
+        super().drop(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Touch keys."""
+        self.faults.meet("touch")
+        super().touch(keys)
+
+    def clear(self, namespace: bytes) -> bool:
+        """Clear a part of the namespace."""
+        self.faults.meet("clear")
+        return super().clear(namespace)
+
+
+class GivenSpec(StoreSpec):
+    """A tier over a store that exists already: `GivenSpec(type="given").over(store)`.
+
+    Both halves of an engine, and every worker in this process, open that same object.
+    """
+
+    _store: TierStore = PrivateAttr(default_factory=MemoryStore)
+
+    def over(self, store: TierStore) -> Self:
+        """Choose the store; returns this spec."""
+        self._store = store
+        return self
+
+    def open(self, site: StoreContext) -> TierStore:
+        """The store that was given."""
+        return self._store
