@@ -1,1 +1,1 @@
-"""What an operator writes (the YAML chain) and what a plugin provides (an OffloadingSpec)."""
+"""The settings: the YAML chain of an operator, and the OffloadingSpec of a plugin."""

@@ -27,7 +27,7 @@ FORMAT_VERSION = 1
 LoadPolicy = Literal["first", "longest", "stitched", "cheapest"]
 OnReset = Literal["forget", "keep"]
 MAX_TIERS = 32
-"""A chain longer than this is a mistake, and every lookup would walk it."""
+"""A longer chain is refused: it is a mistake, and every lookup asks every tier."""
 
 
 class Clash(NamedTuple):
@@ -38,7 +38,7 @@ class Clash(NamedTuple):
 
 
 def _as_spec(value: object) -> object:
-    """Make the settings that an entry of `tiers:` has by its type."""
+    """Make the spec of an entry of `tiers:`, whose class is chosen by its type."""
     if isinstance(value, OffloadingSpec):
         return value
     if not isinstance(value, Mapping):
@@ -199,7 +199,7 @@ class ChainSpec(BaseModel):
 
 
 def resolve_names(tiers: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Names for tiers of which each gives its type and, perhaps, a name of its own."""
+    """Return a unique name for each of `tiers`, pairs of a type and a name or None."""
     taken = {name for _, name in tiers if name is not None}
     names = []
     for tier_type, name in tiers:
@@ -214,7 +214,7 @@ def resolve_names(tiers: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def name_clashes(names: Sequence[object]) -> Iterator[Clash]:
-    """Tiers with a name that an earlier one was given; None is no name."""
+    """Yield each tier whose name an earlier tier has; None is no name."""
     for index, name in enumerate(names):
         first = names.index(name)
         if name is not None and first < index:
@@ -226,7 +226,7 @@ def _place_clashes(tiers: Sequence[OffloadingSpec]) -> Iterator[Clash]:
     for index, tier in enumerate(tiers):
         if not tier.identity:
             continue
-        # A value that can't be hashed, a list say, is compared as it is written.
+        # A value that can't be hashed, such as a list, is compared by its repr.
         place = (tier.type, *(_hashable(getattr(tier, field)) for field in tier.identity))
         first = seen.setdefault(place, index)
         if first < index:

@@ -1,8 +1,8 @@
-"""A YAML text as data that still knows where each of its keys stands.
+"""Read YAML into data that knows the line of each key.
 
-The YAML understood is the plain one: mappings, lists, text, numbers, true and false. Dates, merge
-keys (<<) and tags for other types are not part of it, so nothing here can grow beyond the text or
-make an object; a key that is written twice is a problem, not an overwrite.
+Only plain YAML is read: mappings, lists, text, numbers, true and false. Dates are text, the merge
+key (<<) is a key like any other, and tags for other types are refused, so that no text can grow in
+memory or make an object. A key that is written twice is an error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REMEDIES = {
 
 
 class Fault(NamedTuple):
-    """What is wrong in a document as such: 1-based line, and words for a person."""
+    """An error of the YAML itself: its 1-based line, what was found, and the remedy."""
 
     line: int
     found: str
@@ -48,7 +48,7 @@ class Fault(NamedTuple):
 
 
 class NotYaml(KVTiersError, ValueError):
-    """The text is not the YAML understood here. Holds the faults, one or more."""
+    """The text is not plain YAML. `faults` has one or more."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         super().__init__("; ".join(f"line {f.line}: {f.found}" for f in faults))
@@ -56,14 +56,14 @@ class NotYaml(KVTiersError, ValueError):
 
 
 class Document:
-    """Data, and the text's nodes it was made from; data from elsewhere has no lines."""
+    """Data and the YAML nodes that it was read from; data without nodes has no lines."""
 
     def __init__(self, data: object, root: yaml.Node | None = None) -> None:
         self.data = data
         self._root = root
 
     def known_part(self, loc: Loc) -> Loc:
-        """The longest start of `loc` that the document has."""
+        """Return the longest start of `loc` that is in the document."""
         value = self.data
         for depth, part in enumerate(loc):
             if not _holds(value, part):
@@ -72,8 +72,10 @@ class Document:
         return loc
 
     def written_part(self, loc: Loc) -> Loc:
-        """`loc` without the steps that only a validator knows, as the choices of a union; its
-        last step may be a key that is missing."""
+        """Return `loc` without the steps that pydantic adds, such as the choices of a union.
+
+        The last step may be a missing key.
+        """
         value, written = self.data, []
         for part in loc[:-1]:
             if _holds(value, part):
@@ -82,26 +84,26 @@ class Document:
         return (*written, *loc[-1:])
 
     def value(self, loc: Loc) -> object:
-        """What stands at a `loc` that the document has."""
+        """Return the value at `loc`, which is in the document."""
         value: Any = self.data
         for part in loc:
             value = value[part]
         return value
 
     def line(self, loc: Loc) -> int | None:
-        """The 1-based line of the key at `loc`, or of what is nearest above it."""
+        """Return the 1-based line of the key at `loc`, or of its nearest ancestor."""
         steps = self._steps(loc)
         return None if not steps else steps[-1][0].start_mark.line + 1
 
     def text(self, loc: Loc) -> str | None:
-        """A scalar as it is written, without its quotes."""
+        """Return the text of the scalar at `loc`, without quotes; None if it is no scalar."""
         steps = self._steps(loc)
         if len(steps) != len(loc) + 1 or not isinstance(steps[-1][1], yaml.ScalarNode):
             return None
         return str(steps[-1][1].value)
 
     def _steps(self, loc: Loc) -> list[tuple[yaml.Node, yaml.Node]]:
-        """Key and value nodes from the top to `loc`, as far as there are any."""
+        """Return the key and value nodes from the top to `loc`, as far as they exist."""
         if self._root is None:
             return []
         steps = [(self._root, self._root)]

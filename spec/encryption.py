@@ -39,7 +39,7 @@ class EncryptionSpec(BaseModel):
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:
-    """The keys in a file, as it is now. Raises ValueError, which shows nothing of a key."""
+    """Read the keys from a file. Raises ValueError, whose text shows nothing of a key."""
     lines = [line.strip() for line in Secret(file=str(path)).reveal().splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys or not all(_KEY.fullmatch(key) for key in keys):
@@ -50,5 +50,5 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
 
 
 def others_can_read(path: Path) -> bool:
-    """Whether users besides its owner and group may read the file."""
+    """Return whether users other than its owner and group may read the file."""
     return bool(os.stat(path).st_mode & 0o004)

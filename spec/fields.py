@@ -25,12 +25,12 @@ _SECONDS = {
 }
 _MAX_SIZE = 2**63 - 1
 _MAX_SECONDS = 36500 * 86400
-"""A century: what sockets, locks and servers still take as a timeout."""
+"""A century, which sockets, locks and servers accept as a timeout."""
 _NUMBER = re.compile(r"\s*([-+]?[0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def _parse(value: object, units: Mapping[str, Decimal], bare: str, example: str) -> Decimal:
-    """The number in `value` times its unit; `bare` is the unit of a number without one."""
+    """Return the number in `value` times its unit; `bare` is the unit of a number without one."""
     known = ValueError(f"use one of {', '.join(units)}, like {example}")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise known
@@ -51,7 +51,7 @@ def _parse(value: object, units: Mapping[str, Decimal], bare: str, example: str)
 
 
 def parse_size(value: object) -> int:
-    """Bytes of "8GiB", "500MB" or a plain count of bytes. Raises ValueError."""
+    """Parse "8GiB", "500MB" or a plain number of bytes into bytes. Raises ValueError."""
     size = int(_parse(value, _SIZE_UNITS, "B", "8GiB"))
     if not 1 <= size <= _MAX_SIZE:
         raise ValueError("write one byte or more, and less than 8192PiB")
@@ -59,7 +59,7 @@ def parse_size(value: object) -> int:
 
 
 def parse_duration(value: object) -> float:
-    """Seconds of "250ms", "1.5s", "10m", "1d". Raises ValueError; a bare number has no meaning."""
+    """Parse "250ms", "1.5s", "10m" or "1d" into seconds. Raises ValueError, also without a unit."""
     seconds = float(_parse(value, _SECONDS, "", "30s"))
     if not 0.001 <= seconds <= _MAX_SECONDS:
         raise ValueError("write 1ms or more, and 36500d at most")
@@ -72,7 +72,7 @@ _RATE = re.compile(rf"([^/]+){_PER}")
 
 
 def parse_rate(value: object) -> float:
-    """Bytes per second of "200MB/s", "2TB/day". Raises ValueError."""
+    """Parse "200MB/s" or "2TB/day" into bytes per second. Raises ValueError."""
     match = _RATE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError("write a size per s, m, h or day, like 200MB/s or 2TB/day")
@@ -80,7 +80,7 @@ def parse_rate(value: object) -> float:
 
 
 def format_rate(rate: float) -> str:
-    """Bytes per second as an operator may write them; reads back as the same to a byte a day."""
+    """Format bytes per second as an operator writes them, exact to a byte per day."""
     a_day = round(rate * 86400)
     if a_day % 86400 == 0:
         return f"{exact_size(a_day // 86400)}/s"
@@ -88,13 +88,13 @@ def format_rate(rate: float) -> str:
 
 
 def exact_size(size: int) -> str:
-    """The shortest way to write a size in bytes that reads back as the same number."""
+    """Format a size in bytes, exact and as short as possible."""
     exact = [f"{size // scale}{unit}" for unit, scale in _SIZE_UNITS.items() if size % scale == 0]
     return min(exact, key=len)
 
 
 def format_size(size: int) -> str:
-    """A size in bytes for people: rounded to four digits in the largest binary unit."""
+    """Format a size in bytes for people: four digits in the largest binary unit."""
     for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
         scale = int(_SIZE_UNITS[unit])
         if size >= scale:
@@ -103,7 +103,7 @@ def format_size(size: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in the largest unit that divides them, like "1d" or "1.5s"; reads back exactly."""
+    """Format seconds in the largest unit that divides them, like "1d" or "1.5s", exact."""
     exact = Decimal(repr(seconds))
     for unit in ("d", "h", "m"):
         if exact >= _SECONDS[unit] and exact % _SECONDS[unit] == 0:
@@ -145,7 +145,7 @@ Duration = Annotated[
         }
     ),
 ]
-"""A length of time in seconds, a millisecond or more; always written with its unit."""
+"""A duration in seconds, a millisecond or more; always written with its unit."""
 
 ByteRate = Annotated[
     float,
@@ -168,9 +168,9 @@ _PATH = re.compile(r"/(?!/)(?!.*://)", re.S)
 
 
 def mask_secrets(text: str) -> str:
-    """One value as an operator wrote it, a URL's password in it shown as ***.
+    """Return the text of a value with the password of a URL shown as ***.
 
-    It masks too much rather than too little: what is shown to a person is not read back.
+    It masks too much rather than too little, since nobody reads the result back.
     """
     if "@" not in text:
         # Where a port should be there may be a password whose @ was forgotten.

@@ -1,4 +1,4 @@
-"""A chain from its YAML file, or the reasons why not: one line each, for the one who wrote it."""
+"""Load a chain from its YAML file, or raise an error with one line for each problem."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from spec.errors import SpecError as SpecError
 from spec.problems import explain, first_lines, problem_line
 
 MAX_BYTES = 1 << 20
-"""A larger file is no chain; reading stops here, also of a device or a pipe that has no end."""
+"""A larger file is refused; reading stops here, so that an endless device or pipe does no harm."""
 
 _EXAMPLE = "write version: 1 and tiers: like - {type: cpu, capacity: 8GiB}"
 
 
 def load_chain(chain: str | Path | Mapping[str, object]) -> ChainSpec:
-    """Make a chain of the YAML file at a path, or of what such a file would hold.
+    """Make a chain from the YAML file at a path, or from a mapping with the same content.
 
-    Raises SpecError. Nothing the chain names is opened or connected to.
+    Raises SpecError. Opens and connects to nothing that the chain names.
     """
     if isinstance(chain, str | Path):
         return _validate(*_read(Path(chain)))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # for annotations only: the specs know no tier at run time
     from tiers.store import TierStore
 
 HIT_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
-"""What an engine can call tokens that come from a tier: all the values that vLLM has for it."""
+"""Names that vLLM has for the source of tokens that were loaded."""
 
 TierName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
@@ -48,7 +48,7 @@ class OffloadingSpec(BaseModel):
     must differ in them. Empty: any number may be alike."""
 
     hit_source: ClassVar[str] = "external_unspecified"
-    """What the engine calls tokens that come from such a tier: one of `HIT_SOURCES`."""
+    """The engine's name for the source of tokens loaded from this tier: one of `HIT_SOURCES`."""
 
     type: str = Field(description="The tier type: the name of a kvtiers.tiers entry point.")
     name: TierName | None = Field(
@@ -64,7 +64,7 @@ class OffloadingSpec(BaseModel):
 
     @property
     def tier_name(self) -> str:
-        """The name the tier goes by; a chain makes it unique."""
+        """The name of the tier in metrics and logs; a chain makes it unique."""
         return self.name or self.type
 
 
@@ -75,20 +75,19 @@ class StoreSpec(OffloadingSpec):
     """
 
     verifies: ClassVar[bool] = False
-    """Whether the store itself finds a block that is not, byte for byte, what was put under its
-    key. Where it does not, it is given our own records instead of bare payloads."""
+    """Whether the store itself detects a block that differs from the one put under its key. A store
+    that does not is given our checksummed records instead of bare payloads."""
 
     is_prompt: ClassVar[bool] = False
-    """Whether `peek` and `touch` of the store never wait, so that the engine's own thread may call
-    them. A store that says so and hangs there stops the engine; others are asked in the
-    background, by `has`."""
+    """Whether `peek` and `touch` of the store never wait, so that the engine's thread may call
+    them: if they hang, the engine hangs. Other stores are asked in the background, by `has`."""
 
     @property
     def host_local(self) -> bool | None:
-        """Whether its blocks are found on the host alone that stored them, as those of a folder or
-        of a server at localhost are. An engine on several hosts goes on without such a tier, which
-        would store all and find nothing. None: judged by the store, which is taken for local if it
-        answers from memory (`is_prompt`) or has the capability `Clear`."""
+        """Whether only the host that stored a block can find it, as in a folder or in a server at
+        localhost. An engine on several hosts goes on without such a tier, which would find
+        nothing. None: the store decides; it counts as local if it has `is_prompt` or the
+        capability `Clear`."""
         return None
 
     deadline: Duration = Field(
@@ -146,8 +145,8 @@ class HostSpec(OffloadingSpec):
     hit_source: ClassVar[str] = "host"
 
     is_trusted: ClassVar[bool] = False
-    """Whether the bookkeeping is used as it is. What goes wrong in another's ends that tier alone;
-    in one that says so, the engine."""
+    """Whether the bookkeeping is used without a guard. An error in a guarded one ends the tier; an
+    error in a trusted one ends the engine."""
 
     capacity: ByteSize = Field(
         description="Host memory for blocks, over all ranks of an engine. Each engine of "
@@ -161,8 +160,9 @@ class HostSpec(OffloadingSpec):
 
     @abstractmethod
     def residency(self, pool: Slots, max_slots: int) -> Residency:
-        """Make the bookkeeping of which blocks stay in the pool (both in `tiers/host/slots.py`).
+        """Make the bookkeeping of resident blocks (`Residency`, `Slots`: `tiers/host/slots.py`).
 
-        `max_slots` of the pool's slots at most. Called once, on the engine's scheduler thread, as
-        all of the result's methods are: none may wait. `pool` lives as long as the engine.
+        `pool` lives as long as the engine; the result holds at most `max_slots` of its slots, and
+        registers with `pool.add_evictor`, or a full pool frees none. Called once, on the engine's
+        scheduler thread, which also calls all methods of the result: none may wait.
         """

@@ -1,4 +1,4 @@
-"""What pydantic found wrong, as one line a problem: where, what was found, and what would do."""
+"""Turn pydantic's errors into one line each: place, what was found, and what to write instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spec.hints import RENAMED, closest, did_you_mean, one_of
 from spec.registry import BrokenTierType, UnknownTierType, tier_class, tier_types
 
 MAX_LINES = 50
-"""More problems than this are counted, and not told."""
+"""Problems beyond this number are only counted."""
 
 _SHOWN = 80
 _PRIVATE = re.compile(r"pass|secret|token|auth|salt|credential", re.I)
@@ -39,14 +39,14 @@ Problem = Mapping[str, Any]
 
 
 def explain(error: ValidationError, document: Document, source: str) -> list[str]:
-    """Lines for a chain that did not validate, in the order of the document's lines."""
+    """Return a line for each error of a chain, in the order of the document's lines."""
     problems: list[Problem] = [
         {**problem, "loc": document.written_part(problem["loc"])}
         for problem in error.errors(include_url=False)
     ]
     wrong_version = [p for p in problems if p["loc"] == ("version",) and p["type"] != "missing"]
     if wrong_version:
-        # Another version may mean other keys: what they look like from here is of no use.
+        # Another version may have other keys, so errors about keys would mislead.
         problems = wrong_version
     else:
         problems += _clashes_so_far(document)
@@ -63,7 +63,7 @@ def explain(error: ValidationError, document: Document, source: str) -> list[str
 
 
 def first_lines(lines: list[str], source: str, untold: int = 0) -> list[str]:
-    """The lines, as many as a person can use, and one that counts the others and `untold`."""
+    """Return the first `MAX_LINES` lines, and one that counts the others and `untold`."""
     more = untold + len(lines[MAX_LINES:])
     if more == 0:
         return lines
@@ -72,8 +72,8 @@ def first_lines(lines: list[str], source: str, untold: int = 0) -> list[str]:
 
 
 def _follows(problem: Problem, problems: Sequence[Problem], slips: Mapping[Loc, Loc]) -> bool:
-    """Whether a problem goes away with another: a key misspelt is missing too, and pydantic calls
-    a list too short when none of its items is right."""
+    """Return whether a problem only follows from another: a misspelt key is missing, too, and
+    pydantic calls a list too short if none of its items is valid."""
     loc = problem["loc"]
     if problem["type"] == "too_short":
         return any(p["loc"][: len(loc)] == loc != p["loc"] for p in problems)
@@ -81,7 +81,7 @@ def _follows(problem: Problem, problems: Sequence[Problem], slips: Mapping[Loc, 
 
 
 def problem_line(source: str, number: int | None, loc: Loc, found: str, remedy: str) -> str:
-    """One problem as one line, without anything a terminal would take as a command."""
+    """Format one problem as one line, without control characters."""
     place = source if number is None else f"{source}:{number}"
     key = f"{_key(loc)}: " if loc else ""
     text = f"{place}: {key}found {found}; {remedy}"
@@ -139,7 +139,7 @@ def _add_it(loc: Loc, document: Document) -> str:
 
 
 def _unknown(loc: Loc, document: Document, slips: Mapping[Loc, Loc]) -> tuple[str, str]:
-    """What an unknown key is, and what to write instead."""
+    """Return what to say of an unknown key, and what to write instead."""
     model = _model(loc[:-1], document)
     renamed = RENAMED.get(str(loc[-1]))
     if model and renamed in model.model_fields:
@@ -150,7 +150,7 @@ def _unknown(loc: Loc, document: Document, slips: Mapping[Loc, Loc]) -> tuple[st
 
 
 def _slips(problems: Iterable[Problem], document: Document) -> Iterator[tuple[Loc, Loc]]:
-    """Unknown keys and the known ones they were probably meant to be."""
+    """Yield unknown keys with the known key that each was probably meant to be."""
     for problem in problems:
         loc = problem["loc"]
         if problem["type"] != "extra_forbidden":
@@ -164,7 +164,7 @@ def _slips(problems: Iterable[Problem], document: Document) -> Iterator[tuple[Lo
 
 
 def _model(loc: Loc, document: Document) -> type[BaseModel] | None:
-    """What the mapping at `loc` is made into, as far as that is known."""
+    """Return the model that the mapping at `loc` is validated by, or None if it is not known."""
     if loc[:1] == ("tiers",) and len(loc) > 1:
         model, inner = _tier_model(loc[:2], document), loc[2:]
     else:
@@ -185,7 +185,7 @@ def _tier_model(loc: Loc, document: Document) -> type[BaseModel] | None:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The one kind of settings that a key holds, as `tls: TlsSpec | None` does."""
+    """Return the only model in an annotation such as `TlsSpec | None`, or None."""
     choices = get_args(annotation) or (annotation,)
     models = [one for one in choices if isinstance(one, type) and issubclass(one, BaseModel)]
     return models[0] if len(models) == 1 else None
@@ -208,7 +208,7 @@ def _example(model: type[BaseModel] | None) -> str:
 
 
 def _clashes_so_far(document: Document) -> Iterator[Problem]:
-    """Names given twice, which the chain itself looks for only when all else is well."""
+    """Yield names given twice; the chain looks for them only if all else is valid."""
     tiers = document.data.get("tiers") if isinstance(document.data, Mapping) else None
     if isinstance(tiers, Sequence) and not isinstance(tiers, str):
         names = [t.get("name") if isinstance(t, Mapping) else None for t in tiers[:MAX_TIERS]]

@@ -1,9 +1,9 @@
-"""Tier types: what an entry of `tiers:` may have as its `type`, and the class behind it.
+"""Tier types: the values of `type` in an entry of `tiers:`, and the class of each.
 
-Each is an entry point of the group `kvtiers.tiers` in some installed package; ours register the
-same way as a plugin's, and nobody else can have their names. A class is imported when its type is
-used, not before. Whatever a plugin's code does then, its package is told to be broken, by name, and
-nobody else is troubled.
+Each is an entry point of the group `kvtiers.tiers` in an installed package; ours register as a
+plugin's do, and no other package can take their names. A class is imported when its type is used,
+not before. If a plugin's code fails in any way, its package is reported as broken, by name; other
+types still work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spec.offloading import HIT_SOURCES, OffloadingSpec, StoreSpec
 GROUP = "kvtiers.tiers"
 
 IMPORT_SECONDS = 30.0
-"""How long the import of a plugin may take."""
+"""Limit for the import of a plugin."""
 
 _OURS = "tiers."
 _log = logging.getLogger(__name__)
@@ -34,15 +34,15 @@ T = TypeVar("T")
 
 
 class UnknownTierType(KVTiersError, ValueError):
-    """No installed package provides the type."""
+    """No installed package provides the tier type."""
 
 
 class BrokenTierType(KVTiersError, ValueError):
-    """A package provides the type, but not a class that can be used."""
+    """The package that provides the tier type is broken."""
 
 
 def tier_types() -> Mapping[str, tuple[EntryPoint, ...]]:
-    """The installed types in alphabetical order; more than one entry point each is a clash."""
+    """Return the entry points of each installed type, sorted by type; several are a clash."""
     found: dict[str, dict[str, EntryPoint]] = {}
     for entry in entry_points(group=GROUP):
         found.setdefault(entry.name, {}).setdefault(entry.value, entry)
@@ -50,7 +50,7 @@ def tier_types() -> Mapping[str, tuple[EntryPoint, ...]]:
 
 
 def _rightful(entries: Collection[EntryPoint]) -> tuple[EntryPoint, ...]:
-    """Ours, where a name is ours; else all that claim it."""
+    """Return our entry points if the name is ours, else all."""
     ours = tuple(entry for entry in entries if entry.value.startswith(_OURS))
     if not ours:
         return tuple(entries)
@@ -70,12 +70,12 @@ def _say_taken(name: str, owner: str) -> None:
 
 
 def tier_class(tier_type: str) -> type[OffloadingSpec]:
-    """The class of a tier type. Raises UnknownTierType and BrokenTierType."""
+    """Return the class of a tier type. Raises UnknownTierType and BrokenTierType."""
     return _load(_entry(tier_type))
 
 
 def make_tier(tier_type: str, written: Mapping[object, object]) -> OffloadingSpec:
-    """A tier's settings of what was written.
+    """Make a tier's spec from an entry of the YAML.
 
     Raises UnknownTierType and BrokenTierType, and ValidationError for what is wrong with them.
     """
@@ -93,7 +93,7 @@ def make_tier(tier_type: str, written: Mapping[object, object]) -> OffloadingSpe
 
 
 def tier_parts(tier_type: str, make: Callable[[type[OffloadingSpec]], T]) -> T:
-    """What `make` makes of a type's class. Raises UnknownTierType and BrokenTierType."""
+    """Return `make(class)` for a type's class. Raises UnknownTierType and BrokenTierType."""
     entry = _entry(tier_type)
     spec = _load(entry)
     return _run(entry, lambda: make(spec), "its settings can't be described")
@@ -121,7 +121,7 @@ def _load(entry: EntryPoint) -> type[OffloadingSpec]:
 
 
 def _import(entry: EntryPoint) -> object:
-    """Import on another thread, which may hang there."""
+    """Import a class on another thread, since the import may hang."""
     ended: list[Callable[[], object]] = []
 
     def load() -> None:
@@ -145,7 +145,7 @@ def _raise(error: BrokenTierType, cause: BaseException) -> object:
 
 
 def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
-    """Raises BrokenTierType for what would else be found out in the engine."""
+    """Check what would otherwise fail in the engine. Raises BrokenTierType."""
     own = spec.model_fields["type"].default
     if isinstance(own, str) and own != entry.name:
         raise _broken(entry, f"its class is of type {own}")
@@ -162,13 +162,12 @@ def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
 
 
 def _run(entry: EntryPoint, ask: Callable[[], T], what: str = "") -> T:
-    """Run what is a plugin's code. Raises BrokenTierType whatever that raises, and
-    ValidationError."""
+    """Run a plugin's code. Raises ValidationError, and BrokenTierType for any other exception."""
     try:
         return ask()
     except (BrokenTierType, ValidationError):
         raise
-    # The one place: someone else's code raises what it likes, and may exit.
+    # Broad on purpose: a plugin's code may raise anything, ArithmeticError as well, and may exit.
     except (Exception, SystemExit) as error:
         reason = f"{what}: {_told(error)}" if what else _told(error)
         raise _broken(entry, reason) from error

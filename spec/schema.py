@@ -1,4 +1,4 @@
-"""The JSON Schema of a chain's YAML, from which editors complete and check."""
+"""The JSON Schema of a chain's YAML, which editors complete and check by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secret: where a secret is, as a value that never holds it."""
+"""Secret: the place of a secret; never holds the secret itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import PlainSerializer, PlainValidator, ValidationError, WithJsonS
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 MAX_BYTES = 64 << 10
-"""No secret is longer; reading stops here, also of a device or a pipe that has no end."""
+"""A longer secret is refused; reading stops here, so that an endless file does no harm."""
 
 _HOW = "write {file: /run/secrets/name} or {env: NAME}; a secret itself has no place in this file"
 
@@ -24,7 +24,7 @@ class Secret:
     env: str | None = None
 
     def reveal(self) -> str:
-        """Read the secret as it is now, without the line end of a file.
+        """Read and return the secret, without the line end of a file.
 
         Raises ValueError, whose message says what is missing and shows nothing of a secret.
         """
@@ -58,7 +58,7 @@ class Secret:
 
 
 def parse_secret(value: object) -> Secret:
-    """Read {"file": PATH} or {"env": NAME}, and that the secret is there. Raises ValueError."""
+    """Parse {"file": PATH} or {"env": NAME}, and read the secret to check it. Raises ValueError."""
     if isinstance(value, Secret):
         return value
     if not isinstance(value, Mapping) or len(value) != 1 or not {*value} <= {"file", "env"}:
@@ -104,5 +104,5 @@ SecretField = Annotated[
         }
     ),
 ]
-"""A Secret in a spec. The secret is read when the spec is, to see that it is there, and again when
-the tier is opened."""
+"""A Secret in a spec. The secret is read when the spec is made, to check that it exists, and again
+when the tier is opened."""
