@@ -70,7 +70,7 @@ ROOMS: dict[str, set[str]] = {
     "wrappers": {"host", "concurrency"},
     **{leaf: {"host", "concurrency"} for leaf in LEAVES},
     "connector/contract": {"wrappers", "host", "concurrency"},
-    "connector/policy": {"connector/contract"},
+    "connector/policy": {"connector/contract", "concurrency"},
     "connector/scheduler": {
         "connector/contract",
         "connector/policy",

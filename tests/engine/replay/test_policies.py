@@ -357,3 +357,6 @@ def test_malformed_limits_are_said_once_and_ignored(
     assert request.loaded_tokens == 48
     said = [r.getMessage() for r in caplog.records if request.request_id in r.getMessage()]
     assert len(said) == 1 and "max_load_token" in said[0]
+    caplog.clear()
+    ask_again(made, kv_transfer_params={"kvtiers": {"max_load_token": 4}})
+    assert caplog.messages == [], "a client that goes on does not fill the log"

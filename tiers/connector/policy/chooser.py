@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from spec.chain import LoadPolicy
+from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.contract.connector import Connector
 from tiers.connector.contract.protocols import Request, SchedulerOutput
 from tiers.connector.policy.cheapest.cheapest import Cheapest
@@ -61,6 +62,7 @@ class Chooser:
         self._window = window
         self._dropped = int(drops_last)
         self._limits: dict[str, RequestLimits] = {}
+        self._bad_limits = RepeatedLog(logger, "chain", "requests had limits that are ignored")
         # The engine's own connectors; ours, and chains of ours, know what they failed to load.
         self._foreign = {
             index: child
@@ -151,7 +153,7 @@ class Chooser:
             limits, problem = read_limits(request)
             self._limits[request.request_id] = limits
             if problem is not None:
-                logger.warning(
+                self._bad_limits.log(
                     "request %s has limits that are ignored: %.300r", request.request_id, problem
                 )
         return limits
