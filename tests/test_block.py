@@ -84,11 +84,11 @@ def test_whoever_writes_the_seal_too_gets_no_more_than_a_miss(
         *(b"kvtiers\n", 1, codec, 1, key_length, 0, payload_bytes, payload_bytes),
         *(digests[:16], digests[16:], rest),
     )
-    seal = struct.pack("<Q", xxhash.xxh3_64_intdigest(fields))
-    header = parse_header((fields + seal).ljust(HEADER_BYTES, b"\0"))
+    checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(fields))
+    header = parse_header((fields + checksum).ljust(HEADER_BYTES, b"\0"))
     assert len(header.key) <= NAMESPACE_BYTES + 128
     with pytest.raises(RecordError):
-        expect((fields + seal).ljust(HEADER_BYTES, b"\0"), b"k" * 40, 4096)
+        expect((fields + checksum).ljust(HEADER_BYTES, b"\0"), b"k" * 40, 4096)
     with pytest.raises(RecordError):
         verify(header, b"anything")
 

@@ -20,7 +20,7 @@ from tiers.errors import TierError
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, TierStore, Usage
 from tiers.testing import GivenSpec, MemoryStore, StoreContract
-from tiers.wrappers.encryption import Cipher, encrypted, sealed_bytes
+from tiers.wrappers.encryption import Cipher, encrypted, encrypted_bytes
 from tiers.wrappers.guard import guard
 
 
@@ -113,7 +113,7 @@ class TestDisk(StoreContract):
 
 class TestEncryptedDisk(OneProcess, TestDisk):
     def open_store(self, payload_bytes: int) -> TierStore:
-        inner = self.make_spec().open(StoreContext(sealed_bytes(payload_bytes)))
+        inner = self.make_spec().open(StoreContext(encrypted_bytes(payload_bytes)))
         return encrypted(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
 
 
@@ -122,7 +122,7 @@ class TestEncryptedRedis(OneProcess, TestRedis):
         return Cipher(b"k" * KEY_BYTES).name(key)
 
     def open_store(self, payload_bytes: int) -> TierStore:
-        inner = self.make_spec().open(StoreContext(sealed_bytes(payload_bytes)))
+        inner = self.make_spec().open(StoreContext(encrypted_bytes(payload_bytes)))
         return encrypted(inner, [b"k" * KEY_BYTES], payload_bytes)
 
 

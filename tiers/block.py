@@ -28,9 +28,9 @@ HEADER_BYTES = 512
 
 _MAGIC = b"kvtiers\n"
 _FIELDS = struct.Struct("<8sHBBHHQQ16s16s128s")
-_SEAL = struct.Struct("<Q")
-_SEALED = _FIELDS.size + _SEAL.size
-_PADDING = bytes(HEADER_BYTES - _SEALED)
+_CHECKSUM = struct.Struct("<Q")
+_CHECKED_BYTES = _FIELDS.size + _CHECKSUM.size
+_PADDING = bytes(HEADER_BYTES - _CHECKED_BYTES)
 _CHECKSUM_XXH3_128 = 1
 
 Buffer = bytes | bytearray | memoryview
@@ -76,8 +76,8 @@ def pack_header(key: bytes, payload_bytes: int, stored: Buffer, codec: int = 0) 
         key[:NAMESPACE_BYTES],
         key[NAMESPACE_BYTES:],
     )
-    sealed = fields + _SEAL.pack(xxhash.xxh3_64_intdigest(fields))
-    return sealed.ljust(HEADER_BYTES, b"\0")
+    checked = fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+    return checked.ljust(HEADER_BYTES, b"\0")
 
 
 def parse_header(data: Buffer) -> Header:
@@ -85,10 +85,10 @@ def parse_header(data: Buffer) -> Header:
     if len(data) < HEADER_BYTES:
         raise RecordError(f"header of {len(data)} bytes, {HEADER_BYTES} expected")
     fields = bytes(data[: _FIELDS.size])
-    (seal,) = _SEAL.unpack_from(data, _FIELDS.size)
-    if seal != xxhash.xxh3_64_intdigest(fields):
+    (found,) = _CHECKSUM.unpack_from(data, _FIELDS.size)
+    if found != xxhash.xxh3_64_intdigest(fields):
         raise RecordError("header checksum differs")
-    if data[_SEALED:HEADER_BYTES] != _PADDING:
+    if data[_CHECKED_BYTES:HEADER_BYTES] != _PADDING:
         raise RecordError("header padding is not zero")
     magic, version, codec, kind, key_len, _, payload, stored, checksum, space, rest = (
         _FIELDS.unpack(fields)

@@ -1,8 +1,7 @@
-"""TierStore: the seam that a disk, a Redis or a plugin's tier implements.
+"""TierStore: the interface that a disk, a Redis or a plugin's tier implements.
 
-A store keeps opaque blocks under opaque keys. Its verbs are blocking, batch-first and
-thread-safe: several threads (and, for a shared tier, several processes) call them at once.
-Memory always belongs to the caller, who keeps it valid and unmoved until the call returns.
+A store keeps opaque blocks under opaque keys. Its verbs block, take batches and are thread-safe.
+Memory belongs to the caller, who keeps it valid and unmoved until the call returns.
 """
 
 from __future__ import annotations
@@ -29,14 +28,23 @@ class Block(NamedTuple):
 
 
 class TierStore(Protocol):
-    """Where blocks are kept. Every verb may raise a `TierError`; the guard makes that a miss.
+    """Where blocks are kept. Any verb may raise any error; the guard turns it into a miss.
 
-    The scheduler's process and each worker open the store separately, and must see the same
-    blocks. What answers a list answers a list of booleans, one for each key or block.
+    Processes: the scheduler's process and each worker open the store, and all see the same blocks.
 
-    For stores that evict: a prefix's blocks come head to tail in one call, and a block is of use
-    only with all that precede it. So of those that came together the tail should go first: count
-    the first as the last used. The obvious order, which evicts the head first, serves nothing.
+    Threads: calls overlap, of one verb and of several. In a worker one thread calls `put` and two
+    call `get`; in the scheduler's process one thread calls `has`, and one `drop` and `clear`. The
+    scheduler's own thread calls `peek` and `touch` if the spec says `is_prompt`.
+
+    Batches: `put` and `get` are given 64 blocks and 32 MiB at most (`batch_blocks`), one block at
+    least; `has`, `peek` and `touch` the keys of a whole prompt, thousands; `drop` 256 keys of each
+    rank. A verb that takes longer than the spec's `deadline` (10 s) counts as failed, but goes on.
+
+    Answers: a list with exactly one bool for each key or block, in order.
+
+    Eviction: the blocks of a prefix come in order, head first, and a block is useful only with all
+    before it. Of blocks that came in one call evict the last one first: count the first as the most
+    recently used. Evicting the head first makes the whole rest useless.
     """
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
@@ -46,77 +54,89 @@ class TierStore(Protocol):
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """Store blocks; True for each that the store holds afterwards.
 
-        A key that is already held counts as True and may be skipped. False means that this one
-        block was not stored (no room, say); the others still are.
+        A key that is held already is True, and its block may be skipped. False: this one block was
+        not stored, for want of room, say; the others may be.
         """
         ...
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
         """Fill each block's payload; True for each that now holds, verified, what was put.
 
-        False is a miss: absent, corrupt, or another's record. The payload's content is then
-        undefined and must not be used.
+        False is a miss: the block is absent or corrupt. Its payload's content is then undefined.
         """
         ...
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Forget these keys; unknown ones are ignored."""
+        """Drop the blocks of these keys; unknown keys are ignored."""
         ...
 
     def close(self) -> None:
-        """Release every resource. Idempotent; no other verb is called afterwards."""
+        """Release every resource. Idempotent; the guard waits 30 s at most.
+
+        No verb is called afterwards, but some may be under way: let them end or raise.
+        """
         ...
 
 
 @runtime_checkable
 class LocalIndex(Protocol):
-    """Capability: presence is answered from this host's memory, without I/O.
+    """Capability: says from this host's memory, without I/O, what the store holds.
 
-    `peek` is `has` for the engine's scheduler thread: microseconds, never a wait on a lock that
-    is held during I/O. A store without it is asked in the background.
+    `peek` runs on the engine's scheduler thread, in every step: at most 0.2 us a key for thousands
+    of keys (disk: 1 to 2 ms for 8,192), and it never waits for a lock that is held during I/O. A
+    store without it is asked by `has`, in the background.
     """
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say for each key whether the store holds its block now."""
+        """Say for each key whether the store holds its block now.
+
+        A rare false positive is allowed and costs a failed load, after which the block is computed;
+        a false negative costs a computation. Neither serves wrong bytes: `get` verifies.
+        """
         ...
 
 
 @runtime_checkable
 class Touch(Protocol):
-    """Capability: recency can be refreshed without a load."""
+    """Capability: a use of blocks can be recorded without a load."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count these keys as used now. Cheap and without I/O; it may take effect later."""
+        """Count these keys as used now, the first as the most recent; unknown keys are ignored.
+
+        Cheap and without I/O, as `peek` is; it may take effect seconds later.
+        """
         ...
 
 
 @runtime_checkable
 class Clear(Protocol):
-    """Capability: the store is of this host alone, and a namespace in it can be emptied.
+    """Capability: the store is used by this host alone, and a namespace in it can be emptied.
 
-    A store that other hosts share has it not: they may still use what one engine gives up.
+    A store that other hosts share must not have it: they may still use what one engine drops.
     """
 
     def clear(self, namespace: bytes) -> bool:
-        """Forget some of the keys that begin with these bytes; True: there may be more, call again.
+        """Drop some of the keys that begin with `namespace` (16 bytes); True: call again for more.
 
-        A call ends within a moment, however many keys there are.
+        A call drops a few hundred keys at most and ends within milliseconds: other verbs, also
+        `put` of other namespaces, are under way. What is put under `namespace` meanwhile may stay.
         """
         ...
 
 
 @runtime_checkable
 class Damages(Protocol):
-    """Capability: the store counts what it found damaged."""
+    """Capability: the store counts the damaged blocks that it found."""
 
     def damaged(self) -> int:
-        """Blocks found, so far, that were not what had been put; none of them is served again."""
+        """Blocks found so far that were not what had been put; none of them is served again. Asked
+        after each `get`, from its thread."""
         ...
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a store holds: `used` and `capacity` in bytes (capacity None: not bounded by us)."""
+    """What a store holds: `used` and `capacity` in bytes; capacity None: no bound of ours."""
 
     blocks: int
     used: int
@@ -142,18 +162,23 @@ class Described(Protocol):
 
 
 def capability(store: TierStore, kind: type[Capability]) -> Capability | None:
-    """The store as one that has a capability, or None if it has not. Ask each time: a store that
-    is opened late has its capabilities from then on. A wrapper answers for what it is around.
+    """Return the store as one that has the capability `kind`, or None. A wrapper answers for its
+    inner store. Ask each time: a store that is opened late has its capabilities from then on.
     """
     if isinstance(store, StoreWrapper):
         return store.capability(kind)
     return store if isinstance(store, kind) else None
 
 
-class StoreWrapper:
-    """A TierStore over another, which it owns: as the other does, unless a subclass says more.
+def batch_blocks(payload_bytes: int) -> int:
+    """How many blocks of this length `put` and `get` are given at most."""
+    return max(1, min(64, (32 << 20) // payload_bytes))
 
-    It has the capabilities that the other has now; `capability` tells, isinstance does not.
+
+class StoreWrapper:
+    """A TierStore over another, which it owns: hands every verb on, unless a subclass overrides it.
+
+    It has the capabilities that the inner store has now; ask `capability`, not isinstance.
     """
 
     def __init__(self, store: TierStore) -> None:
@@ -215,10 +240,9 @@ class StoreWrapper:
 
 
 def each(verb: str, answers: object, count: int) -> list[bool]:
-    """What a verb answered for `count` keys or blocks: a list of as many booleans.
+    """Check that `verb` answered a list of `count` booleans, and return it.
 
-    Raises TierError for anything else: what is nearly right (a generator, a list of numbers, a
-    string) would pass for hits.
+    Raises TierError otherwise: a generator, a list of numbers or a string would pass for hits.
     """
     if not isinstance(answers, list):
         raise TierError(f"{verb} answered a {type(answers).__name__}, not a list of booleans")

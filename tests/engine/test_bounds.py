@@ -19,7 +19,7 @@ from tiers.engine.replay import ReplayEngine
 from tiers.errors import TierUnavailable
 from tiers.gpu.copier import CpuCopier
 from tiers.store import Block
-from tiers.wrappers.encryption import encrypted, sealed_bytes
+from tiers.wrappers.encryption import encrypted, encrypted_bytes
 from tiers.wrappers.guard import guard
 
 
@@ -31,7 +31,7 @@ def chain(deadline: str = "200ms", **more: Any) -> ChainSpec:
 def test_a_load_that_was_too_late_costs_the_cpu_tier_no_block(
     engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle = HostSlots.settle
+    settle = HostSlots.wait_and_verify
 
     def slow(self: HostSlots, *args: Any) -> list[bool]:
         time.sleep(0.5)  # a loader that waits its turn
@@ -43,7 +43,7 @@ def test_a_load_that_was_too_late_costs_the_cpu_tier_no_block(
     scheduler = made.connector.children[0].scheduler  # type: ignore[union-attr]
     held = scheduler.blocks_held
     with monkeypatch.context() as patched:
-        patched.setattr(HostSlots, "settle", slow)
+        patched.setattr(HostSlots, "wait_and_verify", slow)
         request = made.add(LONG, 4)
         while not measured(made, "load_timeouts", "cpu"):
             made.step()
@@ -118,7 +118,7 @@ def test_a_damaged_block_that_can_not_be_dropped_costs_the_others_nothing() -> N
     keys = [bytes([n]) * 48 for n in range(4)]
     assert all(guarded.put([Block(key, memoryview(bytearray(4096))) for key in keys]))
     name = next(iter(inner.blocks))
-    inner.blocks[name] = bytes(sealed_bytes(4096))
+    inner.blocks[name] = bytes(encrypted_bytes(4096))
     got = guarded.get([Block(key, memoryview(bytearray(4096))) for key in keys])
     assert sorted(got) == [False, True, True, True]
     assert guarded.health.reads

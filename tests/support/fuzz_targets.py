@@ -34,8 +34,8 @@ _SEALED = 192
 def record(data: bytes) -> None:
     """A header that is as it was written but for who wrote it, and what follows it."""
     fields = data[:_SEALED].ljust(_SEALED, b"\0")
-    seal = struct.pack("<Q", xxhash.xxh3_64_intdigest(fields))
-    whole = (fields + seal).ljust(HEADER_BYTES, b"\0")
+    checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(fields))
+    whole = (fields + checksum).ljust(HEADER_BYTES, b"\0")
     with suppress(RecordError):
         verify(parse_header(whole), data[_SEALED:])
     with suppress(RecordError):

@@ -93,7 +93,7 @@ def store(made: HostManager, pool: SlotPool, number: int) -> bool:
 def test_a_plugin_s_host_tier_works() -> None:
     made, pool = manager(Fifo)
     evicted: list[bytes] = []
-    made.on_evict = evicted.append
+    made._residency.on_evict = evicted.append
     assert all(store(made, pool, number) for number in range(6))
     assert evicted == [key(0), key(1)] and made.slots_kept() == CAPACITY == pool.in_use
     assert made.lookup("r", 0, [key(2), key(3), key(9)]) == 2

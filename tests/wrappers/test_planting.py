@@ -19,7 +19,7 @@ from tiers.disk.spec import DiskSpec
 from tiers.errors import RecordError, TierUnusable
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, Damages, TierStore, capability
-from tiers.wrappers.encryption import Cipher, sealed_bytes
+from tiers.wrappers.encryption import Cipher, encrypted_bytes
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.opening import open_guarded
 
@@ -36,7 +36,7 @@ class Attacker:
     """Reads and writes the tier as whoever has its disk or server can; has no encryption key."""
 
     def __init__(self, spec: StoreSpec, read_all: Callable[[], bytes]) -> None:
-        self.store = spec.open(StoreContext(sealed_bytes(SIZE)))
+        self.store = spec.open(StoreContext(encrypted_bytes(SIZE)))
         self.read_all = read_all
 
     def names(self) -> list[bytes]:
@@ -50,13 +50,13 @@ class Attacker:
         return found
 
     def read(self, name: bytes) -> bytearray:
-        data = bytearray(sealed_bytes(SIZE))
+        data = bytearray(encrypted_bytes(SIZE))
         assert self.store.get([Block(name, memoryview(data))]) == [True]
         return data
 
     def write(self, name: bytes, data: bytes | bytearray) -> None:
         self.store.drop([name])
-        padded = bytearray(data).ljust(sealed_bytes(SIZE), b"\0")
+        padded = bytearray(data).ljust(encrypted_bytes(SIZE), b"\0")
         assert self.store.put([Block(name, memoryview(padded))]) == [True]
 
 
@@ -111,7 +111,7 @@ def victim(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Victim]:
     settings: dict[str, Any]
     if request.param == "disk":
         folder = tmp_path / "disk"
-        settings = {"capacity": 64 * slot_bytes(sealed_bytes(SIZE)), "path": folder}
+        settings = {"capacity": 64 * slot_bytes(encrypted_bytes(SIZE)), "path": folder}
         spec: type[StoreSpec] = DiskSpec
 
         def read_all() -> bytes:
@@ -205,18 +205,18 @@ def test_a_plain_tier_s_block_is_never_asked_for(victim: Victim) -> None:
 
 def test_a_block_sealed_with_the_attacker_s_key(victim: Victim) -> None:
     name = victim.keep(KEY)
-    sealed = bytearray(sealed_bytes(SIZE))
+    sealed = bytearray(encrypted_bytes(SIZE))
     block = Block(KEY, memoryview(bytearray(b"planted".ljust(SIZE))))
-    Cipher(secrets.token_bytes(32)).seal(block, memoryview(sealed))
+    Cipher(secrets.token_bytes(32)).encrypt(block, memoryview(sealed))
     victim.attacker.write(name, sealed)
     assert_planted_in_vain(victim)
 
 
 def test_a_shorter_block_of_ours_made_longer(victim: Victim) -> None:
     name = victim.keep(KEY)
-    short = bytearray(sealed_bytes(SIZE))
+    short = bytearray(encrypted_bytes(SIZE))
     block = Block(KEY, memoryview(bytearray(SECRET[: SIZE - 16])))
-    Cipher(bytes.fromhex(MINE)).seal(block, memoryview(short))
+    Cipher(bytes.fromhex(MINE)).encrypt(block, memoryview(short))
     victim.attacker.write(name, short)
     assert_planted_in_vain(victim)
 

@@ -1,8 +1,18 @@
 """The host pool: fixed slots of host memory through which every block enters and leaves.
 
-Its two halves never share memory: `SlotPool` is the scheduler's bookkeeping of who uses which
-slot; `SlotMemory` is each worker's bytes. A slot that anything still reads or writes has a
-reference in the bookkeeping, so the scheduler never gives it away.
+`SlotPool` is the scheduler's bookkeeping of who uses which slot; `SlotMemory` is each worker's
+bytes. They never share memory. A slot that anything reads or writes has a reference in the
+bookkeeping, so the scheduler gives it to nobody else. A slot's states, by its references:
+
+    free ──claim──> gathering ──admit──> pinned ──release──> resident
+     ^                  │                  ^                  │    │
+     ├──release (last)──┘                  └──claim, retain───┘    │
+     └───────────────────evict, discard, clear─────────────────────┘
+
+`gathering`: of the store jobs that fill the slot or read it; the last one to release frees it
+unless a host tier has admitted the block. `pinned`: of a host tier and of loads or stores that copy
+it. `resident`: of the host tier alone; only such a slot may be evicted. A block that a tier drops
+while it is pinned keeps its slot until the last copy releases it.
 """
 
 from __future__ import annotations
@@ -13,20 +23,17 @@ from typing import NamedTuple, Protocol
 
 
 class Claim(NamedTuple):
-    """A slot taken for a key; `fresh` says that its bytes must still be gathered."""
+    """A slot claimed for a key; `fresh`: its bytes must still be gathered."""
 
     slot: int
     fresh: bool
 
 
 class SlotPool:
-    """Which slot holds which key, and how many readers and writers each slot has.
+    """Which slot holds which key, and how many references each slot has.
 
-    Used by the scheduler's thread alone. A slot with no reference is free. A resident block is
-    one whose tier keeps a reference of its own (see `Residency`).
-
-    All it keeps is arrays, and dicts of bytes and ints: what Python's garbage collector does not
-    look at, however many slots there are.
+    Used by the scheduler's thread alone. Keeps only arrays, and dicts of bytes and ints, which
+    Python's garbage collector does not traverse, however many slots there are.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -42,7 +49,7 @@ class SlotPool:
         self._evictors.append(evict_one)
 
     def claim(self, key: bytes) -> Claim | None:
-        """Take one reference on the slot of `key`, a new slot if it has none; None: no room."""
+        """Take a reference on the slot of `key`, or on a free or evicted one; None: no room."""
         slot = self._slots.get(key)
         if slot is not None:
             self._refs[slot] += 1
@@ -64,7 +71,7 @@ class SlotPool:
         return list(map(self._slots.get, keys))
 
     def retain(self, slot: int) -> None:
-        """Take one more reference on a slot in use."""
+        """Take one more reference on a slot that is in use."""
         assert self._refs[slot] > 0, f"slot {slot} is free"
         self._refs[slot] += 1
 
@@ -77,7 +84,7 @@ class SlotPool:
             self._free.append(slot)
 
     def forget(self, slot: int) -> None:
-        """Part the slot from its key: a later claim of the key gets another slot."""
+        """Separate the slot from its key: a later claim of the key gets another slot."""
         key = self._keys.pop(slot, None)
         if key is not None:
             del self._slots[key]
@@ -93,26 +100,27 @@ class SlotPool:
 
 
 class Slots(Protocol):
-    """What a host tier sees of the pool's slots; used by the scheduler's thread alone."""
+    """What a host tier sees of the pool. Used by the scheduler's thread alone; lives as long as the
+    engine's scheduler."""
 
     num_slots: int
 
     def add_evictor(self, evict_one: Callable[[], bool]) -> None:
-        """Register what is asked, when no slot is free, to give up one resident block; True: it
-        has. Without it, blocks that the tier keeps never make room for others."""
+        """Register `evict_one`, which is called when no slot is free: it gives up one resident
+        block and returns True, or returns False."""
         ...
 
     def key(self, slot: int) -> bytes | None:
-        """Whose block the slot holds, or None."""
+        """Return the key of the block that the slot holds, or None."""
         ...
 
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
-        """The slot of each of these keys, resident or on its way, or None."""
+        """Return the slot of each of these keys, resident or being gathered, or None."""
         ...
 
     def references(self, slot: int) -> int:
-        """How many references the slot has now. A resident one with more than its own is being
-        copied and must not be evicted."""
+        """Return how many references the slot has. A resident slot with more than its tier's own is
+        being copied and must not be evicted."""
         ...
 
     def retain(self, slot: int) -> None:
@@ -120,37 +128,47 @@ class Slots(Protocol):
         ...
 
     def release(self, slot: int) -> None:
-        """Give that reference back."""
+        """Give the tier's reference back. Without another reference the slot is free."""
         ...
 
 
 class Residency(Protocol):
-    """Which blocks a host tier keeps in the pool; used by the scheduler's thread alone.
+    """Which blocks a host tier keeps in the pool. Used by the scheduler's thread alone: no method
+    may wait. Lives as long as the engine's scheduler.
 
-    Each resident block holds one reference on its slot. `on_evict` is told the key of each block
-    given up for room. A prefix's blocks are admitted its first last, and touched its first first:
-    the head of a prefix must outlive its tail, which is of no use without it.
+    What it owes the pool:
+
+    - It calls `pool.add_evictor` when it is made. Without an evictor its blocks never make room for
+      others, and a full pool takes no more blocks, of any tier.
+    - It holds exactly one reference on the slot of each block that it keeps: `admit` takes it by
+      `pool.retain`; eviction, `discard` and `clear` give it back by `pool.release`.
+    - It evicts only slots with `pool.references(slot) == 1`, and keeps `max_slots` at most.
+    - It tells `on_evict`, if set, the key of each block that it evicts for room, and of no other.
+
+    The head of a prefix must outlive its tail, which is useless without it. Blocks of a prefix are
+    admitted head last, and touched head first.
     """
 
     on_evict: Callable[[bytes], None] | None
 
     def find(self, key: bytes) -> int | None:
-        """The slot of a resident block, or None."""
+        """Return the slot of a resident block, or None. Not a use."""
         ...
 
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
-        """The slot of each of these blocks, or None."""
+        """Return the slot of each block, or None. Not a use."""
         ...
 
     def admit(self, key: bytes, slot: int, head: int | None = None) -> None:
-        """Make a gathered block resident, evicting as the capacity demands.
+        """Keep the gathered block in `slot`, evicting if the tier is full; it may decline.
 
-        It should go before the resident block in slot `head`, the nearest before it in its prefix.
+        `head`: the slot of the nearest resident block before it in its prefix, which must stay
+        longer.
         """
         ...
 
     def touch(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Count these blocks as used now, the first of them most; the slot of each, or None."""
+        """Count these blocks as used now, the first as the most recent; return their slots."""
         ...
 
     def discard(self, key: bytes) -> None:
@@ -158,7 +176,7 @@ class Residency(Protocol):
         ...
 
     def clear(self) -> list[bytes]:
-        """Stop keeping any block; the keys of those that were kept."""
+        """Stop keeping all blocks; return their keys. `on_evict` is not told."""
         ...
 
     def __len__(self) -> int: ...

@@ -39,7 +39,7 @@ NONCE_BYTES = 12
 TAG_BYTES = 16
 
 
-def sealed_bytes(payload_bytes: int) -> int:
+def encrypted_bytes(payload_bytes: int) -> int:
     """Bytes of a sealed payload, in whole pages: what direct I/O asks for."""
     return slot_stride(NONCE_BYTES + payload_bytes + TAG_BYTES)
 
@@ -66,19 +66,19 @@ class Cipher:
     def _digest(self, data: bytes, size: int) -> bytes:
         return hashlib.blake2b(data, key=self._name_key, digest_size=size).digest()
 
-    def seal(self, block: Block, out: memoryview) -> None:
-        """Fill `out`, of `sealed_bytes`, with the sealed payload."""
+    def encrypt(self, block: Block, out: memoryview) -> None:
+        """Fill `out`, of `encrypted_bytes`, with the sealed payload."""
         end = NONCE_BYTES + len(block.payload) + TAG_BYTES
         out[:NONCE_BYTES] = nonce = secrets.token_bytes(NONCE_BYTES)
-        self._aead.encrypt_into(nonce, block.payload, _claim(block), out[NONCE_BYTES:end])
+        self._aead.encrypt_into(nonce, block.payload, _associated_data(block), out[NONCE_BYTES:end])
         out[end:] = bytes(len(out) - end)
 
-    def open(self, block: Block, sealed: memoryview) -> bool:
+    def decrypt(self, block: Block, sealed: memoryview) -> bool:
         """Fill the block's payload with what was sealed for it; False: it was not."""
         end = NONCE_BYTES + len(block.payload) + TAG_BYTES
         nonce, data = bytes(sealed[:NONCE_BYTES]), sealed[NONCE_BYTES:end]
         try:
-            self._aead.decrypt_into(nonce, data, _claim(block), block.payload)
+            self._aead.decrypt_into(nonce, data, _associated_data(block), block.payload)
         except InvalidTag:
             return False
         return True
@@ -88,19 +88,19 @@ def _derive(key: bytes, purpose: bytes) -> bytes:
     return hashlib.blake2b(key=key, person=purpose.ljust(16), digest_size=32).digest()
 
 
-def _claim(block: Block) -> bytes:
+def _associated_data(block: Block) -> bytes:
     return len(block.payload).to_bytes(8, "little") + block.key
 
 
 class EncryptedStore(StagedStore):
-    """A TierStore over another, opened for payloads of `sealed_bytes`. Made by `encrypted`.
+    """A TierStore over another, opened for payloads of `encrypted_bytes`. Made by `encrypted`.
 
     The first cipher seals; a block that is not found under its name of the first is looked for
     under those of the others. It counts what it finds damaged. Thread-safe, as the other is.
     """
 
     def __init__(self, store: TierStore, ciphers: Sequence[Cipher], payload_bytes: int) -> None:
-        super().__init__(store, sealed_bytes(payload_bytes))
+        super().__init__(store, encrypted_bytes(payload_bytes))
         self._ciphers = ciphers
         self._damaged = LockedCounter()
 
@@ -130,7 +130,7 @@ class EncryptedStore(StagedStore):
 
     def _pack(self, block: Block, form: memoryview) -> Block:
         cipher = self._ciphers[0]
-        cipher.seal(block, form)
+        cipher.encrypt(block, form)
         return Block(cipher.name(block.key), form)
 
     def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
@@ -153,10 +153,10 @@ class EncryptedStore(StagedStore):
         sealed = [Block(cipher.name(blocks[p].key), forms[p]) for p in places]
         got = each("get", self._inner.get(sealed), len(sealed))
         there = [p for p, ok in zip(places, got, strict=True) if ok]
-        opened = [p for p in there if cipher.open(blocks[p], forms[p])]
+        opened = [p for p in there if cipher.decrypt(blocks[p], forms[p])]
         planted = [cipher.name(blocks[p].key) for p in there if p not in opened]
         if planted:
-            self._damaged.count("sealed", len(planted))
+            self._damaged.count("encrypted", len(planted))
             # What it loaded stays loaded, whatever the store makes of this.
             with suppress(Exception):
                 self._inner.drop(planted)

@@ -38,7 +38,7 @@ def open_guarded(
     that takes long to open joins when it is open. `in_step`: the engine waits meanwhile, which it
     may only for a moment. `announce` is called with the open store, on the thread that opened it.
     """
-    name = label(spec)
+    name = log_name(spec)
 
     def open_store() -> TierStore:
         store = _open(spec, site)
@@ -60,7 +60,7 @@ def open_guarded(
     return guard(store, name, deadline=spec.deadline, is_prompt=spec.is_prompt)
 
 
-def label(spec: OffloadingSpec) -> str:
+def log_name(spec: OffloadingSpec) -> str:
     """What logs call a tier: its name, and of a plugin's the package too."""
     package = type(spec).__module__.partition(".")[0]
     return spec.tier_name if package == "tiers" else f"{spec.tier_name} (package {package})"
@@ -85,7 +85,7 @@ def _whole(store: TierStore) -> TierStore:
 
 def _encrypt(spec: StoreSpec, encryption: EncryptionSpec, site: StoreContext) -> TierStore:
     try:
-        from tiers.wrappers.encryption import encrypted, sealed_bytes
+        from tiers.wrappers.encryption import encrypted, encrypted_bytes
     except ModuleNotFoundError as error:
         raise TierUnusable(f"encryption needs {error.name}: install kvtiers[encryption]") from error
     try:
@@ -95,5 +95,5 @@ def _encrypt(spec: StoreSpec, encryption: EncryptionSpec, site: StoreContext) ->
         raise TierUnusable(f"encryption.key_file {encryption.key_file}: {error}") from error
     if open_to_all:
         logger.warning("every user can read the keys in %s", encryption.key_file)
-    inner = spec.open(replace(site, payload_bytes=sealed_bytes(site.payload_bytes)))
+    inner = spec.open(replace(site, payload_bytes=encrypted_bytes(site.payload_bytes)))
     return encrypted(_whole(inner), keys, site.payload_bytes)

@@ -15,7 +15,7 @@ from spec.offloading import HostSpec
 from tiers.errors import TierError, TierUnusable
 from tiers.host.slots import Residency, SlotPool
 from tiers.wrappers.guard import HEALTHY, Health
-from tiers.wrappers.opening import label
+from tiers.wrappers.opening import log_name
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class GuardedResidency:
         """Raises TierUnusable."""
         self.on_evict: Callable[[bytes], None] | None = None
         self.health = HEALTHY
-        self._name = label(spec)
+        self._name = log_name(spec)
         self._pool = pool
         self._slots = TierSlots(pool, max_slots, self._evict)
         try:

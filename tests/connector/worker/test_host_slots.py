@@ -28,16 +28,16 @@ def test_tiers_share_what_the_first_of_them_gathers() -> None:
     host = host_with(numbered())
     host.gather([StoreItem(b"key3", 0, 3)])
     assert host.gather([StoreItem(b"key3", 0, None)]) is None
-    assert host.settle([0], [b"key3"]) == [True]
+    assert host.wait_and_verify([0], [b"key3"]) == [True]
     assert host.memory.payload(0).cast("q")[0] == 3
 
 
 def test_gathers_that_have_ended_are_forgotten() -> None:
     host = host_with(numbered())
     host.gather([StoreItem(b"key3", 0, 3), StoreItem(b"key4", 1, 4)])
-    assert host.settle([0, 1], [b"key3", b"key4"]) == [True, True]
+    assert host.wait_and_verify([0, 1], [b"key3", b"key4"]) == [True, True]
     assert not host._gathers
-    assert host.settle([0, 1], [b"key3", b"key4"]) == [True, True], "for the next tier"
+    assert host.wait_and_verify([0, 1], [b"key3", b"key4"]) == [True, True], "for the next tier"
 
 
 def test_a_gather_that_failed_fails_for_every_tier() -> None:
@@ -45,33 +45,35 @@ def test_a_gather_that_failed_fails_for_every_tier() -> None:
     host.gather([StoreItem(b"key9", 0, 9)])
     for _ in range(2):
         with pytest.raises(IndexError, match="out of range"):
-            host.settle([0], [b"key9"])
+            host.wait_and_verify([0], [b"key9"])
 
 
 def test_a_slot_nobody_gathered_is_not_served() -> None:
     host = host_with(numbered())
     assert host.gather([StoreItem(b"key1", 2, None)]) is None
-    assert host.settle([2], [b"key1"]) == [False]
+    assert host.wait_and_verify([2], [b"key1"]) == [False]
 
 
 def test_a_slot_that_holds_another_key_is_not_served() -> None:
     host = host_with(numbered())
     host.gather([StoreItem(b"old", 1, 5)])
     host.gather([StoreItem(b"new", 1, 6)])
-    assert host.settle([1, 1], [b"old", b"new"]) == [False, True]
+    assert host.wait_and_verify([1, 1], [b"old", b"new"]) == [False, True]
     assert host.memory.payload(1).cast("q")[0] == 6
 
 
 def test_the_namespace_tells_ranks_facts_layouts_and_block_sizes_apart() -> None:
     base = vars(ENGINE)
     handshakes = [
-        host_with(numbered()).shared_hello(),
-        host_with(numbered(), EngineInfo(**{**base, "rank": 1, "world_size": 2})).shared_hello(),
-        host_with(numbered(), EngineInfo(**{**base, "world_size": 2})).shared_hello(),
-        host_with(numbered(), EngineInfo(**{**base, "facts": {"model": "n"}})).shared_hello(),
-        host_with(numbered(), EngineInfo(**{**base, "block_tokens": 8})).shared_hello(),
-        host_with(numbered().view(8, 4, 4)).shared_hello(),
-        host_with(numbered().view(torch.float64)).shared_hello(),
+        host_with(numbered()).shared_handshake(),
+        host_with(
+            numbered(), EngineInfo(**{**base, "rank": 1, "world_size": 2})
+        ).shared_handshake(),
+        host_with(numbered(), EngineInfo(**{**base, "world_size": 2})).shared_handshake(),
+        host_with(numbered(), EngineInfo(**{**base, "facts": {"model": "n"}})).shared_handshake(),
+        host_with(numbered(), EngineInfo(**{**base, "block_tokens": 8})).shared_handshake(),
+        host_with(numbered().view(8, 4, 4)).shared_handshake(),
+        host_with(numbered().view(torch.float64)).shared_handshake(),
     ]
     assert len({handshake.namespace for handshake in handshakes}) == len(handshakes)
-    assert host_with(numbered()).shared_hello() == handshakes[0]
+    assert host_with(numbered()).shared_handshake() == handshakes[0]

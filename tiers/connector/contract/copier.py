@@ -12,12 +12,19 @@ class Copy(Protocol):
     """A copy under way."""
 
     def wait(self) -> None:
-        """Return when the bytes have arrived; raise what made the copy fail."""
+        """Block until the bytes have arrived. Raises what made the copy fail, IndexError or
+        RuntimeError. Any thread may call it, and more than once."""
         ...
 
 
 class Copier(Protocol):
     """Moves blocks between the engine's paged KV and rows of host memory (see `tiers.gpu`).
+
+    `rows`: uint8, shape (num_slots, stride), stride >= `payload_bytes`, pinned if `pin`; owned by
+    the caller, who keeps them until the copy has ended. `blocks` and `slots` have one length.
+    `gather` and `fence` are called by the engine's thread, `scatter` by loader threads, at once.
+    IndexError: a block or slot is out of range, and nothing was copied. RuntimeError: the device
+    failed.
 
     `payload_bytes`: bytes of one block over all layers. `layout`: text that differs whenever the
     same bytes would mean something else.
@@ -33,17 +40,20 @@ class Copier(Protocol):
         ...
 
     def fence(self) -> object:
-        """Mark what the engine's device has been told to do so far."""
+        """Mark the work queued on the engine's device so far, for `scatter`."""
         ...
 
     def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> Copy:
-        """Begin copying paged `blocks[i]` to `rows[slots[i]]`, after all work queued so far."""
+        """Begin copying paged `blocks[i]` to `rows[slots[i]]`, after the work queued so far.
+
+        Does not block. Raises IndexError, or the returned Copy's `wait` does.
+        """
         ...
 
     def scatter(
         self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
     ) -> None:
-        """Copy `rows[slots[i]]` to paged `blocks[i]` once the fence `after` has passed; blocks."""
+        """Copy `rows[slots[i]]` to paged `blocks[i]` after the fence `after`. Blocks until done."""
         ...
 
     def close(self) -> None:
@@ -52,4 +62,4 @@ class Copier(Protocol):
 
 
 OpenCopier = Callable[[Mapping[str, torch.Tensor], int], Copier]
-"""Makes a worker's copier of its paged KV, by layer, and how many blocks that has."""
+"""Makes a worker's copier, of its paged KV by layer name and the number of paged blocks."""

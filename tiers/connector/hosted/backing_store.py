@@ -15,7 +15,7 @@ from tiers.connector.hosted.shared_slots import SlotRegion
 from tiers.connector.scheduler.manager import NullManager, TierManager
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.host.slots import SlotPool
-from tiers.store import Block, LocalIndex, capability
+from tiers.store import Block, LocalIndex, batch_blocks, capability
 from tiers.wrappers.guard import Guarded
 
 logger = logging.getLogger(__name__)
@@ -155,8 +155,13 @@ class BackingStore:
         ranks = []
         for region in self._regions:
             space = space_of(region.namespace, generation)
-            ranks.append(verb([Block(space + k, region.memory.payload(s)) for k, s in items]))
-        return [all(good) for good in zip(*ranks, strict=True)]
+            step = batch_blocks(region.memory.payload_bytes)
+            good: list[bool] = []
+            for start in range(0, len(items), step):
+                some = items[start : start + step]
+                good += verb([Block(space + k, region.memory.payload(s)) for k, s in some])
+            ranks.append(good)
+        return [all(parts) for parts in zip(*ranks, strict=True)]
 
     def take_ended(self) -> Iterator[tuple[Transfer, list[bool]]]:
         """Yield each ended transfer, and which of its blocks arrived and are of this generation.

@@ -42,14 +42,14 @@ class HostSlots:
         self._size = size
         self._open_copier = open_copier
         self._root = root
-        self._lacks = ""
+        self._shortage = ""
         self._users = 0
         self._copier: Copier | None = None
         self._memory: SlotMemory | None = None
         self._prefault: Prefault | None = None
         self._holds: dict[int, bytes] = {}
         self._gathers: dict[int, Copy] = {}
-        self._seals: dict[int, bytes] = {}
+        self._checksums: dict[int, bytes] = {}
         self._namespace: bytes | None = None
         self._began: float | None = None
 
@@ -60,7 +60,7 @@ class HostSlots:
             return
         self._copier = self._open_copier(kv_caches, self.engine.num_blocks)
         self._memory = memory = self._allocate(self._copier.pin)
-        self._say_less()
+        self._log_fewer_slots()
         rows = memory.rows
         if len(rows) and not self._copier.pin:  # what is pinned is there already
             self._prefault = Prefault(rows.data_ptr(), rows.nbytes)
@@ -73,14 +73,14 @@ class HostSlots:
                 self._check_room(slots, pin)
                 return SlotMemory(slots, self.payload_bytes, pin, check=self._check_step)
             except (TierUnusable, OSError) as error:
-                self._lacks = self._lacks or self._describe(slots, str(error))
+                self._shortage = self._shortage or self._describe(slots, str(error))
         return SlotMemory(0, self.payload_bytes, pin=False)
 
-    def _say_less(self) -> None:
+    def _log_fewer_slots(self) -> None:
         """A host tier is refused for what is lacking; where there is none, nobody else tells."""
-        if self._lacks and not self._size.capacity and self.engine.rank == 0:
+        if self._shortage and not self._size.capacity and self.engine.rank == 0:
             logger.warning(
-                "blocks on their way have %d slots only: %s", len(self.memory.rows), self._lacks
+                "blocks on their way have %d slots only: %s", len(self.memory.rows), self._shortage
             )
 
     def _check_room(self, slots: int, pin: bool) -> None:
@@ -127,7 +127,7 @@ class HostSlots:
         """What the scheduler must know of this worker, for a tier that only this engine finds."""
         return self._handshake(b"")
 
-    def shared_hello(self, may_wait: bool = False) -> WorkerHandshake | None:
+    def shared_handshake(self, may_wait: bool = False) -> WorkerHandshake | None:
         """The same for a tier whose blocks others find, by the worker's namespace.
 
         None: the engine's late facts are not known yet. With `may_wait` the first call, of all
@@ -136,23 +136,23 @@ class HostSlots:
         if self._namespace is None:
             late = self._late_facts(MOMENT if may_wait and self._began is None else 0.0)
             if late is None:
-                self._say_wait()
+                self._log_wait()
                 return None
             facts = {**self.engine.facts, **late, "layout": self.copier.layout}
             facts["block_tokens"] = str(self.engine.block_tokens)
             self._namespace = namespace(facts, self.engine.rank, self.engine.world_size)
-            self._say_known()
+            self._log_known()
         return self._handshake(self._namespace)
 
     def _handshake(self, space: bytes) -> WorkerHandshake:
         rank, host, slots = self.engine.rank, self.engine.host, len(self.memory.rows)
-        return WorkerHandshake(rank, space, self.payload_bytes, host, slots, self._lacks)
+        return WorkerHandshake(rank, space, self.payload_bytes, host, slots, self._shortage)
 
     def _late_facts(self, seconds: float) -> Mapping[str, str] | None:
         late = self.engine.late_facts
         return {} if late is None else late.known(seconds)
 
-    def _say_wait(self) -> None:
+    def _log_wait(self) -> None:
         if self._began is None:
             self._began = time.monotonic()
             if self.engine.rank == 0:
@@ -161,7 +161,7 @@ class HostSlots:
                     "that is done, nothing is stored in, or loaded from, tiers that others share"
                 )
 
-    def _say_known(self) -> None:
+    def _log_known(self) -> None:
         if self._began is not None and self.engine.rank == 0:
             logger.info(
                 "the tiers that others share join now, %.1f s after the engine's memory was there",
@@ -180,14 +180,14 @@ class HostSlots:
             self._prefault.used((max(slots) + 1) * self.memory.rows.stride(0))
         for item in fresh:
             self._holds.pop(item.slot, None)
-            self._seals.pop(item.slot, None)
+            self._checksums.pop(item.slot, None)
         copy = self.copier.gather(blocks, self.memory.rows, slots)
         for item in fresh:
             self._gathers[item.slot] = copy
             self._holds[item.slot] = item.key
         return copy
 
-    def settle(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
+    def wait_and_verify(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
         """Wait for gathers of these slots; True for each that then holds its key's block.
 
         A slot that another tier should have gathered and did not is False, never stale bytes.
@@ -200,15 +200,15 @@ class HostSlots:
                 self._gathers.pop(slot, None)
         return [self._holds.get(s) == k for s, k in zip(slots, keys, strict=True)]
 
-    def seal(self, slots: Sequence[int]) -> None:
+    def record_checksums(self, slots: Sequence[int]) -> None:
         """Remember the checksums of these slots, whose gathers are settled."""
         for slot in slots:
-            if slot not in self._seals:
-                self._seals[slot] = xxhash.xxh3_128_digest(self.memory.payload(slot))
+            if slot not in self._checksums:
+                self._checksums[slot] = xxhash.xxh3_128_digest(self.memory.payload(slot))
 
     def is_intact(self, slot: int) -> bool:
         """Whether the slot is sealed, and its bytes are still those."""
-        return self._seals.get(slot) == xxhash.xxh3_128_digest(self.memory.payload(slot))
+        return self._checksums.get(slot) == xxhash.xxh3_128_digest(self.memory.payload(slot))
 
     def close(self) -> None:
         """Give back memory and threads once the last tier of the chain is closed."""

@@ -61,12 +61,12 @@ class _Load:
         # ended, which so can't happen between the look at `_is_over` and the copy.
         self._lock = threading.Lock()
 
-    def miss(self, wave: _Numbered, held: Sequence[bool]) -> None:
+    def record_missing(self, wave: _Numbered, held: Sequence[bool]) -> None:
         """Note which items of a wave were asked for in vain."""
         with self._lock:
             self._lost.update(i for (i, _), ok in zip(wave, held, strict=True) if not ok)
 
-    def bring(self, indexes: Sequence[int], copy: Callable[[], None]) -> bool:
+    def copy_in(self, indexes: Sequence[int], copy: Callable[[], None]) -> bool:
         """Copy these items, unless the load is over; whether it was not."""
         with self._lock:
             if self._is_over:
@@ -89,13 +89,13 @@ class Loading:
     own. `verify`: whether blocks of the host pool are loaded only if they are as they were sealed.
     """
 
-    def __init__(self, tier: str, host: HostSlots, throttle: RateLimit, verify: bool) -> None:
+    def __init__(self, tier: str, host: HostSlots, rate_limit: RateLimit, verify: bool) -> None:
         self._tier = tier
         self._host = host
         self._store: Guarded | None = None
         self._namespace = b""
         self._verify = verify
-        self._throttle = throttle
+        self._rate_limit = rate_limit
         self._said_late = False
         where = f"tier {tier!r}"
         self._failed_loads = RepeatedLog(
@@ -132,25 +132,25 @@ class Loading:
 
     def _run(self, load: _Load, fence: object) -> None:
         began = time.perf_counter()
-        self._bring(load, fence)
+        self._load_items(load, fence)
         load.seconds = time.perf_counter() - began
 
-    def _bring(self, load: _Load, fence: object) -> None:
+    def _load_items(self, load: _Load, fence: object) -> None:
         numbered = list(enumerate(load.job.items))
         resident = [pair for pair in numbered if pair[1].slot is not None]
         stored = [pair for pair in numbered if pair[1].slot is None]
         if resident:
-            self._bring_resident(load, resident, fence)
+            self._load_resident(load, resident, fence)
         if not stored or self._store is None:
             return
         # A thread runs one load at a time, so there is a bounce for each.
         bounce = self._bounce.pop()
         try:
-            self._bring_stored(load, self._store, bounce, stored, fence)
+            self._load_stored(load, self._store, bounce, stored, fence)
         finally:
             self._bounce.append(bounce)
 
-    def _bring_resident(self, load: _Load, items: _Numbered, fence: object) -> None:
+    def _load_resident(self, load: _Load, items: _Numbered, fence: object) -> None:
         memory = self._host.memory
         # In waves, since whoever ends the load waits for the copy under way.
         step = max(1, WAVE_BYTES // memory.rows.stride(0))
@@ -158,26 +158,26 @@ class Loading:
             wave = items[start : start + step]
             slots = [item.slot for _, item in wave if item.slot is not None]
             held = self._held(load, wave, slots)
-            load.miss(wave, held)
-            if not self._bring_wave(load, memory, slots, wave, held, fence):
+            load.record_missing(wave, held)
+            if not self._copy_wave(load, memory, slots, wave, held, fence):
                 return
 
     def _held(self, load: _Load, items: _Numbered, slots: Sequence[int]) -> list[bool]:
-        held = self._host.settle(slots, [item.key for _, item in items])
+        held = self._host.wait_and_verify(slots, [item.key for _, item in items])
         if not self._verify:
             return held
         intact = [ok and self._host.is_intact(s) for s, ok in zip(slots, held, strict=True)]
         load.damaged += sum(held) - sum(intact)
         return intact
 
-    def _bring_stored(
+    def _load_stored(
         self, load: _Load, store: Guarded, bounce: SlotMemory, items: _Numbered, fence: object
     ) -> None:
         step = bounce.rows.shape[0]
         space = space_of(self._namespace, load.job.generation)
         for start in range(0, len(items), step):
             wave = items[start : start + step]
-            if not self._throttle.take(len(wave) * self._host.payload_bytes, load.until):
+            if not self._rate_limit.take(len(wave) * self._host.payload_bytes, load.until):
                 return
             blocks = [
                 Block(space + item.key, bounce.payload(row)) for row, (_, item) in enumerate(wave)
@@ -186,11 +186,11 @@ class Loading:
             got = store.get(blocks)
             # A tier that failed, or was not asked at all, may have them still.
             if was_up and store.health.reads:
-                load.miss(wave, got)
-            if not self._bring_wave(load, bounce, range(len(wave)), wave, got, fence):
+                load.record_missing(wave, got)
+            if not self._copy_wave(load, bounce, range(len(wave)), wave, got, fence):
                 return
 
-    def _bring_wave(
+    def _copy_wave(
         self,
         load: _Load,
         memory: SlotMemory,
@@ -204,7 +204,7 @@ class Loading:
         sources = [rows[place] for place in good]
         targets = [wave[place][1].target for place in good]
         copier = self._host.copier
-        goes_on = load.bring(
+        goes_on = load.copy_in(
             [wave[place][0] for place in good],
             lambda: copier.scatter(memory.rows, sources, targets, fence),
         )
@@ -238,10 +238,10 @@ class Loading:
                 count=load.damaged,
             )
         if failed and not in_time:
-            self._say_late(load.job.seconds)
+            self._log_late(load.job.seconds)
         return Ended(load.job, failed, lost, load.seconds, in_time, load.damaged)
 
-    def _say_late(self, seconds: float) -> None:
+    def _log_late(self, seconds: float) -> None:
         if not self._said_late:
             self._said_late = True
             logger.warning(
@@ -253,7 +253,7 @@ class Loading:
 
     def close(self, drain: float) -> None:
         """End all loads; wait for their threads for `drain` seconds at most."""
-        self._throttle.stop()
+        self._rate_limit.stop()
         for load, future in self._loads:
             load.end()
             future.cancel()

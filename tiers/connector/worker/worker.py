@@ -29,15 +29,11 @@ from tiers.connector.contract.stats import Measures, merge
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loads import Loading
 from tiers.errors import TierUnusable
-from tiers.store import Block, Damages, capability
+from tiers.store import Block, Damages, batch_blocks, capability
 from tiers.wrappers.guard import HEALTHY, Guarded
 from tiers.wrappers.opening import open_guarded
 
 logger = logging.getLogger(__name__)
-
-FED_BYTES = 32 << 20
-FED_BLOCKS = 64
-"""What a store is given at once at most: its deadline is for that, however long a prompt is."""
 
 
 class Outcome(NamedTuple):
@@ -75,7 +71,7 @@ class OffloadingWorker:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._measures: Measures = {}
-        self._said_hello = False
+        self._sent_handshake = False
         self._failures_seen = self._damaged_seen = 0
         self._health = HEALTHY
         self._failed_stores = RepeatedLog(
@@ -84,7 +80,7 @@ class OffloadingWorker:
         ranks = host.engine.world_size
         load_rate = RateLimit(spec.load_rate if spec else None, ranks)
         self._loading = Loading(name, host, load_rate, self._verify)
-        self._throttle = RateLimit(spec.store_rate if spec else None, ranks)
+        self._rate_limit = RateLimit(spec.store_rate if spec else None, ranks)
         self._writer = io_executor(1, f"store-{name}")
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -97,7 +93,7 @@ class OffloadingWorker:
             self._loading.open()
         except TierUnusable as error:
             self._unusable = str(error)
-        handshake = self._host.shared_hello(may_wait=True)
+        handshake = self._host.shared_handshake(may_wait=True)
         if handshake is not None:
             self._open(self._spec, handshake)
 
@@ -122,7 +118,7 @@ class OffloadingWorker:
         One whose facts came late is opened beside the steps, since that may take its time.
         """
         if self._handshake is None and self._spec is not None:
-            handshake = self._host.shared_hello()
+            handshake = self._host.shared_handshake()
             if handshake is not None:
                 self._join(self._spec, handshake)
         return self._handshake
@@ -190,27 +186,29 @@ class OffloadingWorker:
     def _put(self, job: StoreJob) -> Outcome:
         slots = [item.slot for item in job.items]
         began = time.perf_counter()
-        held = self._host.settle(slots, [item.key for item in job.items])
+        held = self._host.wait_and_verify(slots, [item.key for item in job.items])
         good = [i for i, ok in enumerate(held) if ok]
         if self._verify:
-            self._host.seal([slots[i] for i in good])
+            self._host.record_checksums([slots[i] for i in good])
         if self._spec is not None:
             # The gather is shared with other tiers; only those of host memory have no more to do.
             began = time.perf_counter()
             stored = [False] * len(good)
             if self._store is not None:
-                stored = self._feed(self._store, job, [job.items[i] for i in good])
+                stored = self._store_blocks(self._store, job, [job.items[i] for i in good])
             good = [i for i, ok in zip(good, stored, strict=True) if ok]
         return Outcome(set(range(len(slots))) - set(good), time.perf_counter() - began)
 
-    def _feed(self, store: Guarded, job: StoreJob, items: Sequence[StoreItem]) -> list[bool]:
+    def _store_blocks(
+        self, store: Guarded, job: StoreJob, items: Sequence[StoreItem]
+    ) -> list[bool]:
         space = space_of(self._namespace, job.generation)
         memory, size = self._host.memory, self._host.payload_bytes
-        step = max(1, min(FED_BLOCKS, FED_BYTES // size))
+        step = batch_blocks(size)
         stored: list[bool] = []
         for start in range(0, len(items), step):
             part = items[start : start + step]
-            self._throttle.take(len(part) * size)
+            self._rate_limit.take(len(part) * size)
             stored += store.put(
                 [Block(space + item.key, memory.payload(item.slot)) for item in part]
             )
@@ -268,18 +266,18 @@ class OffloadingWorker:
         health = HEALTHY if self._store is None else self._store.health
         if health != self._health:
             self._health = meta.health[self._host.engine.rank] = health
-        handshake = None if self._said_hello else self.handshake()
+        handshake = None if self._sent_handshake else self.handshake()
         if handshake is not None:
             meta.handshakes[handshake.rank] = handshake
             meta.unusable = self._unusable
-            self._said_hello = True
+            self._sent_handshake = True
         self._ended, self._measures = {}, {}
         said = meta.jobs or meta.handshakes or meta.health or any(meta.measures.values())
         return meta if said else None
 
     def close(self) -> None:
         """Let stores under way end, for `drain` seconds at most, and release the tier."""
-        self._throttle.stop()
+        self._rate_limit.stop()
         self._closed = True
         under_way: list[Future[Any]] = [store.future for store in self._stores]
         wait([*under_way, self._joining] if self._joining else under_way, self._drain)
