@@ -98,7 +98,7 @@ def test_the_same_weights_under_another_path_are_the_same(model: Path, tmp_path:
         ("org/model", {"load_format": "tensorizer"}, "load_format 'tensorizer'"),
         ("org/model", {"load_format": "ipc_cache"}, "load_format 'ipc_cache'"),
         ("org/model", {"load_format": "a plugin's"}, "load_format"),
-        ("org/model", {}, "may mean others tomorrow"),
+        ("org/model", {}, "may stand for others tomorrow"),
         ("empty", {}, "no file of the model's folder"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Images, audio and video are what their content says, whoever gave them whatever name."""
+"""ContentMarks: images, audio and video are identified by their content, not by their names."""
 
 from __future__ import annotations
 
@@ -21,41 +21,44 @@ from tiers.errors import KVTiersError
 logger = logging.getLogger(__name__)
 
 _COUNTED = (
-    "the engine names images by a counter, so that their KV is not found again: enable prefix "
+    "the engine names images by a counter, so their KV is never found again: enable prefix "
     "caching, or set mm_processor_cache_gb above 0"
 )
 _UNSEEN = (
-    "the content of images does not pass through the scheduler's process: their KV is not shared "
-    "with other engines, nor found after a restart. Set mm_processor_cache_type: lru; or, if no "
-    "client would give two images one uuid, trust_client_ids: true in the chain"
+    "the content of images does not reach the scheduler's process: their KV is not shared with "
+    "other engines, nor found after a restart. Set mm_processor_cache_type: lru; or, if no client "
+    "gives one uuid to two images, trust_client_ids: true in the chain"
 )
 _SEVERAL = (
-    "two images with different contents had one name, by which the engine's own caches go: KV of "
-    "requests with that name is not stored. Let clients give each image a uuid of its own, or none"
+    "two images with different contents had one name, and the engine's own caches rely on names: "
+    "KV of requests with that name is not stored. Clients should give each image its own uuid, or "
+    "none"
 )
 
 
 class ContentMarks:
-    """Marks of media, from digests of what the model is given of them.
+    """Makes the marks of requests with media, from digests of what the model is given.
 
-    The engine's block hashes have a medium's name: a digest of its content, or whatever the client
-    called it, or a counter. Nothing tells those apart, so that the content is digested here, on a
-    thread of its own. A medium whose content does not pass here is
-    known by its name, to this process alone.
+    The engine's block hashes contain a medium's name: a digest of its content, what the client
+    called it, or a counter. Nothing says which, so the content is digested here, on a background
+    thread. A medium whose content does not reach this process is identified by its name, for this
+    process only.
 
-    The engine's own caches go by names. Where one name had two contents, KV of either may be in
-    them under it, so that from then on nothing of requests with that name is stored.
+    The engine's own caches rely on names. Once one name had two contents, they may hold KV of
+    either under it, so nothing of requests with that name is stored from then on.
+
+    Used by the scheduler's thread.
     """
 
     def __init__(self, trust_names: bool, room: int, counted: bool = False) -> None:
-        """`trust_names`: digest nothing, names are as good. `room`: names that are remembered, as
+        """`trust_names`: rely on names, and digest nothing. `room`: how many names to remember: as
         many as the engine's caches can hold. `counted`: the engine makes names by a counter."""
         self._trust_names = trust_names
         self._room = room
         self._counted = counted
         self._here = secrets.token_bytes(MARK_BYTES)
         self._contents: OrderedDict[str, bytes | None] = OrderedDict()
-        """What each name stands for; None: for several contents."""
+        """The content of each name, in order of use; None: it had several."""
         self._marks: dict[str, MediaMark] = {}
         self._names: dict[str, set[str]] = {}
         self._digesting: dict[str, Future[list[bytes | None]]] = {}
@@ -64,7 +67,7 @@ class ContentMarks:
         self._said: set[str] = set()
 
     def expect(self, request: Any) -> None:
-        """Begin to digest what is not digested yet."""
+        """Begin to digest the media of a request that are not digested yet."""
         if request.request_id not in self._digesting and not self._is_marked(request):
             done = self._marks.get(request.request_id)
             items = [
@@ -73,13 +76,16 @@ class ContentMarks:
             self._digesting[request.request_id] = self._thread.submit(self._digest_all, items)
 
     def ready(self, request: Any) -> bool:
-        """Whether all is digested."""
+        """Return whether all media of a request are digested; begin to digest them."""
         self.expect(request)
         future = self._digesting.get(request.request_id)
         return future is None or future.done()
 
     def of(self, request: Any) -> MediaMark:
-        """Its mark; it grows if media are added to a request that runs."""
+        """Return a request's mark, which grows if media are added while it runs.
+
+        Waits for the digests; call it once `ready`.
+        """
         while not self._is_marked(request):
             self.expect(request)
             self._mark(request, self._digesting.pop(request.request_id).result())
@@ -106,7 +112,7 @@ class ContentMarks:
             mark.steps.append((medium.mm_position.offset, whole))
 
     def forget(self, request_id: str) -> None:
-        """Its marks are needed no more; what its names stood for is."""
+        """Drop the marks of a request. What its names stood for is kept."""
         self._marks.pop(request_id, None)
         self._names.pop(request_id, None)
         digesting = self._digesting.pop(request_id, None)
@@ -120,7 +126,7 @@ class ContentMarks:
         return [self._digest_once(item) for item in items]
 
     def _digest_once(self, item: Any) -> bytes | None:
-        """The engine keeps the items of media that come again: those are digested already."""
+        """Digest an item once for as long as it lives: the engine keeps those that come again."""
         ref, digest = self._items.get(id(item), (None, None))
         if ref is None or ref() is not item:
             digest = content_digest(item)
@@ -134,8 +140,10 @@ class ContentMarks:
         return digest
 
     def _known(self, name: str, content: bytes | None) -> bytes | None:
-        """What a name stands for: its content or, if that is unknown, itself in this process; None
-        if it stands for several contents."""
+        """Return what `name` stands for, None if for several contents.
+
+        `content`: a digest; None if unknown: then the name stands for itself, in this process.
+        """
         if content is None:
             content = _digest(self._here + name.encode())
             self._say(_UNSEEN)
@@ -153,30 +161,32 @@ class ContentMarks:
         return None
 
     def _say(self, what: str) -> None:
-        """Once for each kind of trouble."""
+        """Log each warning once."""
         if what not in self._said:
             self._said.add(what)
             logger.warning(what)
 
 
 def content_digest(item: Any) -> bytes | None:
-    """Digest all tensors and numbers that a model is given of one medium; None if they are not
-    all here, or none is."""
+    """Digest all tensors and values that a model is given of one medium.
+
+    None if some are not in this process, or if there are no tensors.
+    """
     digest = hashlib.sha256()
     try:
         tensors = _feed(digest, {name: element.data for name, element in item.items()})
     except (_Unknown, AttributeError, TypeError, ValueError, RuntimeError):
-        # Kinds of tensors without plain bytes are none that engines send between processes.
+        # The item is of another shape, or has tensors without plain bytes.
         return None
     return digest.digest()[:MARK_BYTES] if tensors else None
 
 
 class _Unknown(KVTiersError):
-    """A value that says nothing of the content, such as where it is kept."""
+    """A value that does not show the content, such as the address where it is kept."""
 
 
 def _feed(digest: Any, value: Any) -> int:
-    """Digest a value, so that no two have the same bytes; how many tensors it has."""
+    """Feed a value to `digest`, other bytes for any other value; return how many tensors it has."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
             raise _Unknown
@@ -198,7 +208,7 @@ def _feed(digest: Any, value: Any) -> int:
 
 
 def _place(medium: Any) -> bytes:
-    """Which of its tokens a medium takes; where they begin is in the block hashes."""
+    """Describe which tokens a medium fills. Block hashes show where they begin."""
     place = medium.mm_position
     chosen = getattr(place, "is_embed", None)
     return repr(

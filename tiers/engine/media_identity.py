@@ -1,4 +1,4 @@
-"""By what an engine knows images, audio and video, read from its configuration."""
+"""How an engine identifies images, audio and video, read from its configuration."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ from tiers.connector.contract.media import MediaMarks, NoMedia
 from tiers.engine.content_marks import ContentMarks
 
 LEAST_NAMES = 1 << 16
+"""Names that are remembered at least."""
 LEAST_TOKENS = 4
-"""Of one medium; models that take images make more of them."""
+"""A lower bound of the tokens of one medium; models make more of an image."""
 
 
 def takes_media(vllm_config: Any) -> bool:
-    """Whether a model's prompts have more than tokens."""
+    """Return whether the model's prompts may contain images, audio or video."""
     return getattr(vllm_config.model_config, "multimodal_config", None) is not None
 
 
 def names_are_counted(vllm_config: Any) -> bool:
-    """Whether the engine names media by a counter, which begins anew in every process, where a
-    client gives no names."""
+    """Return whether the engine numbers the media that clients don't name.
+
+    The counter begins anew in every process, so that equal names mean different media.
+    """
     config = vllm_config.model_config.multimodal_config
     return not vllm_config.cache_config.enable_prefix_caching and not config.mm_processor_cache_gb
 
 
 def media_marks(vllm_config: Any, kv_tokens: int, trust_client_ids: bool) -> MediaMarks:
-    """Marks for an engine whose paged KV has room for so many tokens."""
+    """Make the marks for an engine whose paged KV has room for `kv_tokens` tokens.
+
+    `trust_client_ids`: clients never give one name to two media.
+    """
     if not takes_media(vllm_config):
         return NoMedia()
     counted = names_are_counted(vllm_config)
@@ -34,19 +40,21 @@ def media_marks(vllm_config: Any, kv_tokens: int, trust_client_ids: bool) -> Med
 
 
 def refuse_unmarked_media(vllm_config: Any, trust_client_ids: bool) -> None:
-    """Raise ValueError for a model whose media must be told apart by more than the engine's names,
-    where keys have no marks."""
+    """Raise ValueError for a model whose media the engine's names don't distinguish.
+
+    For chains whose keys have no marks.
+    """
     if not takes_media(vllm_config):
         return
     if names_are_counted(vllm_config):
         raise ValueError(
             "without prefix caching and with mm_processor_cache_gb at 0 vLLM names images by a "
-            "counter, and its OffloadingConnector tells no others apart: set "
+            "counter, and its OffloadingConnector distinguishes them by nothing else: set "
             "--enable-prefix-caching or a processor cache, or use KVTiersConnector"
         )
     if not trust_client_ids:
         raise ValueError(
-            "vLLM's OffloadingConnector knows images by names that clients may give them. Use "
-            "KVTiersConnector; or, if no client would give two images one name, set "
+            "vLLM's OffloadingConnector identifies images by names that clients may choose. Use "
+            "KVTiersConnector; or, if no client gives one name to two images, set "
             "trust_client_ids: true in the chain"
         )

@@ -1,4 +1,4 @@
-"""The `vllm.general_plugins` entry point: makes our connector known to vLLM by name."""
+"""The `vllm.general_plugins` entry point: registers our connector with vLLM by name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ CONNECTOR = "KVTiersConnector"
 
 
 def transfer_config(chain: Path) -> dict[str, Any]:
-    """What vLLM's `kv_transfer_config` must be to use the chain in a file.
+    """Return vLLM's `kv_transfer_config` for the chain in the file `chain`.
 
-    It holds the file's path and not its content: command lines show in process lists, and a
-    chain may hold a password.
+    It contains the path, not the content: command lines are visible in process lists, and a chain
+    may contain a password.
     """
     return {
         "kv_connector": CONNECTOR,
@@ -24,7 +24,7 @@ def transfer_config(chain: Path) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Register the connector in this process; vLLM calls it in each of its own, perhaps twice."""
+    """Register the connector in this process. vLLM calls this in each process, perhaps twice."""
     log_with_engine()
 
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -34,11 +34,10 @@ def register() -> None:
 
 
 def log_with_engine() -> None:
-    """Send our log lines where vLLM sends its own: with its format, from its level on.
+    """Make our loggers children of vLLM's, with its handlers, format and level.
 
-    A logger that is no child of vLLM's has no handler: its warnings would be bare lines on stderr,
-    and what is below a warning would be lost. As a child it follows vLLM's configuration, also one
-    that is loaded later.
+    Without a handler warnings would be bare lines on stderr, and anything below a warning would be
+    lost. A child also follows a configuration that vLLM loads later.
     """
     for name in ("tiers", "spec"):
         logging.getLogger(name).parent = logging.getLogger("vllm")

@@ -1,4 +1,4 @@
-"""What a request's KV owes to more than its tokens and the engine's facts: a mark in its keys."""
+"""AdapterMarks: the mark in a request's keys that stands for the weights of its LoRA adapter."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ logger = logging.getLogger(__name__)
 
 
 MOMENT = 0.05
-"""Seconds that a request waits for its adapter's digest: small ones are there by then. Not behind
-that of another adapter: the engine waits, too, and not once for each of many that come together."""
+"""Seconds that a request waits for its adapter's digest; small adapters are digested by then.
+
+The engine waits, too. So a request does not wait while another adapter is being digested: many new
+adapters at once cost the engine one such wait."""
 
 
 class AdapterMarks:
-    """What a request's KV owes to its LoRA adapter, beside the adapter's name and path.
+    """Makes the marks of LoRA adapters. Used by the scheduler's thread.
 
-    Those are in the block hashes, but other weights can be put under them, and old blocks outlive
-    that in a tier. So the mark is a digest of the whole of the adapter's files, read once per
-    adapter on a thread of its own; requests that come before it is known share nothing. Files
-    that change while the engine runs leave open which weights it has loaded: from then on no
-    request with that adapter shares anything. An adapter that is no local folder is shared by the
-    requests of this engine alone.
+    Block hashes contain an adapter's name and path. Other weights can be put there later, while
+    old blocks are still in a tier. So the mark is a digest of all the adapter's files, read once
+    per adapter on a background thread. Requests share nothing until the digest is known. They also
+    share nothing after the files have changed, since nobody knows which weights the engine loaded.
+    The KV of an adapter that is not a local folder is shared within this engine only.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class AdapterMarks:
         self._reader = io_executor(1, "adapters")
 
     def __call__(self, request: Any) -> bytes:
-        """16 bytes; none for a request without an adapter."""
+        """Return the 16 bytes of a request's mark; none for a request without an adapter."""
         adapter = getattr(request, "lora_request", None)
         if adapter is None:
             return b""
@@ -58,7 +59,7 @@ class AdapterMarks:
             return secrets.token_bytes(16)
 
     def _read(self, folder: Path, name: str, stamps: _Stamps) -> Future[bytes]:
-        """Begin to find an adapter's mark, and wait a moment for it."""
+        """Begin to digest the adapter in `folder`, and wait a moment for the digest."""
         if folder.is_dir():
             is_behind = any(not mark.done() for _, mark in self._marks.values())
             mark = self._reader.submit(_adapter_digest, folder, stamps)
@@ -66,8 +67,8 @@ class AdapterMarks:
                 wait([mark], MOMENT)
             return mark
         logger.info(
-            "LoRA adapter %r is no local folder: its KV is found by this engine alone. To share "
-            "it, load the adapter from a folder.",
+            "LoRA adapter %r is no local folder: only this engine finds its KV. To share it, load "
+            "the adapter from a folder.",
             name,
         )
         alone: Future[bytes] = Future()
@@ -101,7 +102,7 @@ def _stamps(folder: Path) -> _Stamps:
 
 
 def _adapter_digest(folder: Path, stamps: _Stamps) -> bytes:
-    """Raises OSError, and FileChanged if the files have other stamps when they are read."""
+    """Digest the adapter's files. Raises OSError; FileChanged if they differ from `stamps`."""
     whole = hashlib.blake2b(digest_size=16)
     digests = Digests(None)
     for path in _adapter_files(folder):

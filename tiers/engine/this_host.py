@@ -1,4 +1,4 @@
-"""What tells the machine and the file systems that this process sees from all others."""
+"""this_host: a name for the machine and the file systems that this process sees."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 
 
 def this_host(proc: Path = Path("/proc")) -> str:
-    """The host's name and a digest; processes on one machine that see the same mounts agree on it.
+    """Return the host's name and a digest, equal in all processes with the same mounts.
 
-    Two containers of one machine are two hosts: a path names another folder in each.
+    Two containers of one machine are two hosts: the same path names a different folder in each.
+    `proc`: the folder in which the system describes itself.
     """
     facts = [os.uname().nodename]
-    # A sandbox may have neither; then the name alone tells hosts apart.
+    # In a sandbox both may be missing. Then only the name distinguishes hosts.
     with suppress(OSError):
         facts.append((proc / "sys/kernel/random/boot_id").read_text().strip())
     with suppress(OSError):

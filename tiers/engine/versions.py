@@ -9,15 +9,15 @@ from spec.errors import KVTiersError
 OLDEST = (0, 29)
 NEWEST = (0, 32)
 SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-"""As people read it; `pyproject.toml` and the README say the same, and a test compares them."""
+"""The range as text. A test compares it with `pyproject.toml` and the README."""
 
 
 class UnsupportedEngine(KVTiersError, RuntimeError):
-    """The engine is of a version that this kvtiers does not serve."""
+    """This kvtiers does not serve the engine's version."""
 
 
 def check_version(found: str) -> None:
-    """Raise UnsupportedEngine unless this version of vLLM, as it names itself, is served."""
+    """Raise UnsupportedEngine unless `found`, vLLM's own version text, is served."""
     numbers = re.match(r"(\d+)\.(\d+)", found)
     version = (int(numbers[1]), int(numbers[2])) if numbers else None
     if version is not None and OLDEST <= version <= NEWEST:

@@ -1,4 +1,4 @@
-"""A model's KV cache groups: which of vLLM's can be served, and how they are hashed."""
+"""A model's KV cache groups: which of vLLM's can be served, and how their blocks are hashed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ if TYPE_CHECKING:
 
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOW = ("SlidingWindowSpec",)
-"""By name: older engines lack some, and a class derived from one keeps its blocks otherwise."""
+"""By name, since older engines lack some. Derived classes are not served: they may keep their
+blocks in another way."""
 
 REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
-"""Whether this vLLM (0.30 or later) can be told that a load failed of a model with several groups;
-one that can't must manage its layers as one group, and does unless told otherwise."""
+"""Whether this vLLM accepts failed loads of models with several groups: 0.30 and later do.
+
+Others must manage all layers as one group, which is their default."""
 
 
 def kv_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> list[tuple[KVGroup, list[str]]]:
-    """The KV cache groups and their layers. Raises ValueError, naming what can't be served."""
+    """Return the KV cache groups and their layers.
+
+    Raises ValueError, naming what can't be served.
+    """
     refuse_model(vllm_config.model_config)
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
         raise ValueError(
@@ -46,14 +51,14 @@ def kv_groups(
     plain = len(groups) == 1 and groups[0][0].window is None
     if not plain and not REPORTS_FAILED_REQUESTS:
         raise ValueError(
-            "this vLLM can't be told of a failed load of a model with sliding windows. Start it "
+            "this vLLM does not accept failed loads of a model with sliding windows. Start it "
             "with --disable-hybrid-kv-cache-manager, or use vLLM 0.30 or later."
         )
     return groups
 
 
 def refuse_model(model: Any) -> None:
-    """Raise ValueError for a model of which vLLM itself may not reuse a prefix."""
+    """Raise ValueError for a model whose prefixes vLLM itself can't reuse."""
     supported = getattr(model, "is_prefix_caching_supported", True)
     if not supported or getattr(model, "is_diffusion", False):
         raise ValueError(
@@ -79,7 +84,10 @@ def _group(index: int, group: Any) -> KVGroup:
 
 
 def _kind(spec: Any) -> int | str | None:
-    """The window of a layer that can be served, in tokens; the name of what can't be."""
+    """Return a layer's window in tokens, or None for full attention.
+
+    For a layer that can't be served, return the name of its kind.
+    """
     name = type(spec).__name__
     if getattr(spec, "non_causal", False):
         return f"non-causal {name}"
@@ -93,18 +101,20 @@ def _kind(spec: Any) -> int | str | None:
 
 
 def drops_last(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM computes the last block of each prefix that it finds in its cache, since it
-    speculates with a drafter of its own kind (EAGLE, MTP)."""
+    """Return whether vLLM recomputes the last block of each cached prefix.
+
+    It does when it speculates with a drafter of certain kinds (EAGLE, MTP).
+    """
     speculative = vllm_config.speculative_config
     if speculative is None:
         return False
-    # Older engines can't be told not to.
+    # Older engines have no setting against it.
     drops = getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)
     return bool(drops())
 
 
 def hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Tokens per entry of `Request.block_hashes`."""
+    """Return the tokens per entry of `Request.block_hashes`."""
     resolve = getattr(kv_cache_utils, "resolve_kv_cache_block_sizes", None)
     if resolve is None:
         return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)

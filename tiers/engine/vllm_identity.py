@@ -1,4 +1,4 @@
-"""The facts of a vLLM engine: what its configuration tells, its layers, and its weights."""
+"""The late facts of a vLLM engine: those of its layers and of its weights."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _alone: dict[tuple[int, str], str] = {}
-"""What makes KV this process's own, by process, since a fork has its parent's, and by engine."""
+"""A random fact for engines that share with nobody, by process and engine. By process, since a fork
+inherits its parent's."""
 
 
 def late_facts(vllm_config: VllmConfig, salt: str) -> LateFacts:
-    """Facts of a worker that are there once its layers are, and those of its weights later.
+    """Return the facts of a worker's layers, and later those of its weights.
 
-    Weights without an identity are shared by nobody, but for engines whose operator has named
-    them by the chain's `salt`.
+    KV of weights without an identity is not shared, unless the operator has named them by the
+    chain's `salt`.
     """
     key = os.getpid(), str(vllm_config.instance_id)
     alone = _alone.setdefault(key, f"alone: {secrets.token_hex(16)}")
@@ -53,17 +54,17 @@ def _weights(vllm_config: Any, salt: str, alone: str) -> Mapping[str, str]:
             where = getattr(model, "model_weights", "") or model.model
             return {**facts, "weights": f"as the salt says: {where} {model.revision}"}
         logger.warning(
-            "the model's weights %s, so nothing tells them from others: what this engine stores "
-            "is found by no other process, nor after a restart. To share it, name the weights by "
-            "`salt` in the chain, and change that name with them.",
+            "the model's weights %s, so they can't be distinguished from others: no other process "
+            "finds what this engine stores, nor does this one after a restart. To share it, name "
+            "the weights by `salt` in the chain, and change that name when they change.",
             error,
         )
         return {**facts, "weights": alone}
     except (OSError, FileChanged) as error:
         logger.warning(
-            "the model's weights can't be identified (%s): what this engine stores is found by no "
-            "other process, nor after a restart. An engine that is started now shares again, once "
-            "the files can be read and stay as they are.",
+            "the model's weights can't be identified (%s): no other process finds what this engine "
+            "stores, nor does this one after a restart. To share it, start the engine again when "
+            "the files can be read and no longer change.",
             error,
         )
         return {**facts, "weights": alone}
@@ -74,8 +75,10 @@ def _weights(vllm_config: Any, salt: str, alone: str) -> Mapping[str, str]:
 def _draft_weights(
     vllm_config: Any, hub: Path | None, digests: Digests, since: float
 ) -> dict[str, str]:
-    """Those of a draft model. Its KV is in the same blocks; that of others would be a bad draft,
-    never a wrong token, so weights without an identity do no harm."""
+    """Return the fact of a draft model's weights, none if they have no identity.
+
+    Its KV lies in the same blocks. KV of other draft weights makes bad drafts, never wrong tokens.
+    """
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or draft.model == vllm_config.model_config.model:
@@ -89,7 +92,7 @@ def _draft_weights(
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:
-    """Where digests of weights are kept; None for a user without a home."""
+    """Return the folder for digests of weights; None for a user without a home."""
     base = environment.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):
         return Path(base) / "kvtiers" / "weights"
@@ -100,7 +103,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
 
 
 def _hub_folder(load: Any) -> Path | None:
-    """Where the engine keeps what it loads from the model hub."""
+    """Return the folder for what the engine loads from the model hub."""
     if load.download_dir:
         return Path(load.download_dir)
     try:
@@ -111,9 +114,9 @@ def _hub_folder(load: Any) -> Path | None:
 
 
 def _process_began() -> float:
-    """When this process was started, in seconds of the clock of files; it loads weights later."""
+    """Return when this process was started, in seconds since the epoch, as files' times."""
     with open("/proc/self/stat") as file:
-        # Behind the program's name, which may hold anything, in parentheses.
+        # The fields follow the program's name: any text, in parentheses.
         ticks = int(file.read().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age

@@ -1,7 +1,7 @@
-"""SlotRegion: one worker's host slots, in memory that the scheduler's process sees as well.
+"""SlotRegion: one worker's host slots, in memory shared with the scheduler's process.
 
-An engine whose own connector hosts a tier asks for blocks that are in host memory already, so the
-scheduler's side must bring them there: it fills the very slots that workers scatter from.
+Under the engine's own connector a hit must be in host memory already. So the scheduler's side
+promotes blocks of a store into the very slots that workers load from.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ FOLDER = Path("/dev/shm")
 _PREFIX = "kvtiers-"
 
 _MARK = struct.Struct("<Q16s8x")
-"""Per slot: how many of the worker's transfers have ended, and a digest of the key it holds."""
+"""Per slot: how many of the worker's transfers have ended, and the stamp of the key it holds."""
 
 _NAME = struct.Struct("<16s16s")
-"""At the end of the last page: the worker's namespace, and its stamp; zeros, until it is known."""
+"""At the end of the last page: the worker's namespace and its stamp; zeros until it is known."""
 
 
 def stamp(key: bytes) -> bytes:
-    """What a worker writes beside a slot when all of a block's bytes are in it."""
+    """Return what a worker writes beside a slot that holds all bytes of the block of `key`."""
     return hashlib.blake2b(key, digest_size=16).digest()
 
 
 class SlotRegion:
-    """Slots, a mark for each, and at the end who made them; a file until the other side has it.
+    """Slots, a mark for each, and a last page that describes the worker.
 
-    The worker makes it and alone writes marks. Whoever the scheduler's bookkeeping gives a slot
-    to writes its bytes: the worker that gathers, or the scheduler's threads that fetch.
+    The worker creates it, as a file until the scheduler has attached it, and alone writes marks.
+    The scheduler's bookkeeping decides who writes a slot's bytes: the worker, for a gather, or the
+    scheduler's threads, for a promotion.
     """
 
     def __init__(self, file: int, handshake: WorkerHandshake, num_slots: int, pin: bool) -> None:
         self.handshake = handshake
-        """Without the namespace, which may come later."""
+        """Without the namespace, which may be known later."""
         self.memory = SlotMemory(num_slots, handshake.payload_bytes, pin, file=file)
         _, marks, size = _sizes(num_slots, handshake.payload_bytes)
         self._map = mmap.mmap(file, size, flags=mmap.MAP_SHARED)
@@ -57,37 +58,37 @@ class SlotRegion:
 
     @property
     def num_slots(self) -> int:
-        """How many slots there are."""
+        """The number of slots."""
         return self.memory.rows.shape[0]
 
     @property
     def namespace(self) -> bytes:
-        """Digest under which the worker's blocks are known; empty until the worker knows it."""
+        """The namespace of the worker's blocks; empty until the worker knows it."""
         name, its_stamp = _NAME.unpack(self._name)
         return bytes(name) if its_stamp == stamp(name) else b""
 
     def name(self, namespace: bytes) -> None:
-        """Say the worker's namespace, on the worker's side."""
+        """Write the worker's namespace. Only for the worker."""
         _NAME.pack_into(self._name, 0, namespace, stamp(namespace))
 
     def ended(self, slot: int) -> int:
-        """How many transfers to or from the slot the worker has ended."""
+        """Return how many transfers to or from `slot` the worker has ended."""
         count: int = _MARK.unpack_from(self._marks, slot * _MARK.size)[0]
         return count
 
     def holds(self, slot: int, key: bytes) -> bool:
-        """Whether the worker says that the slot's bytes are the whole of this block."""
+        """Return whether the worker has stamped `slot` with `key`: it holds the whole block."""
         return bool(_MARK.unpack_from(self._marks, slot * _MARK.size)[1] == stamp(key))
 
     def end(self, slots: Sequence[int], stamps: Sequence[bytes] = ()) -> None:
-        """Count an ended transfer of each slot. `stamps`: what they hold now; none: as before."""
+        """Count an ended transfer of each slot. `stamps`: new ones, one a slot; none: unchanged."""
         with self._marking:
             for place, slot in enumerate(slots):
                 ended, held = _MARK.unpack_from(self._marks, slot * _MARK.size)
                 self._mark(slot, ended + 1, stamps[place] if stamps else held)
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Note that these slots hold nothing until a gather into them has ended."""
+        """Remove the stamps of slots that are about to be gathered into."""
         with self._marking:
             for slot in slots:
                 self._mark(slot, self.ended(slot), b"")
@@ -96,14 +97,17 @@ class SlotRegion:
         _MARK.pack_into(self._marks, slot * _MARK.size, ended, held)
 
     def close(self) -> None:
-        """Unpin. The memory goes back with the last view of it, in the last process."""
+        """Unpin the memory. It is freed with its last view, in the last process."""
         self.memory.close()
 
 
 def create_region(
     engine_id: str, handshake: WorkerHandshake, num_slots: int, pin: bool, folder: Path = FOLDER
 ) -> SlotRegion:
-    """Make a worker's region, all of its memory at once. Raises TierUnusable for lack of it."""
+    """Create a worker's region, and take all of its memory. Raises TierUnusable without room.
+
+    `pin`: pin the memory for the device. The caller owns the region.
+    """
     path = folder / _file_name(engine_id, handshake.rank)
     _remove_abandoned(folder)
     try:
@@ -113,7 +117,7 @@ def create_region(
             f"another engine on this machine starts with engine_id {engine_id!r}; leave it out, "
             "or give each its own"
         ) from error
-    # The lock is held as long as the memory is mapped, and tells others that it is not abandoned.
+    # The lock lasts as long as the memory is mapped: `_remove_abandoned` of others sees it.
     fcntl.flock(file, fcntl.LOCK_SH)
     about, _, size = _sizes(num_slots, handshake.payload_bytes)
     text = json.dumps([num_slots, handshake.rank, handshake.payload_bytes])
@@ -137,7 +141,7 @@ def create_region(
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove the memory of engines that were killed while they started."""
+    """Remove the files of engines that were killed while they started."""
     for path in folder.glob(f"{_PREFIX}*"):
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -154,7 +158,10 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def attach_region(engine_id: str, rank: int, folder: Path = FOLDER) -> SlotRegion:
-    """Share the region of a worker, and take its name away. Raises TierUnusable."""
+    """Attach the region of a worker and remove its file. Raises TierUnusable.
+
+    The caller owns the region.
+    """
     path = folder / _file_name(engine_id, rank)
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -180,7 +187,7 @@ def _file_name(engine_id: str, rank: int) -> str:
 
 
 def _sizes(num_slots: int, payload_bytes: int) -> tuple[int, int, int]:
-    """Where the last page (who made it) and the marks begin, and the size of it all, in bytes."""
+    """Return the offsets of the last page and of the marks, and the whole size, in bytes."""
     marks = num_slots * slot_stride(payload_bytes)
     about = marks + slot_stride(num_slots * _MARK.size)
     return about, marks, about + ALIGNMENT

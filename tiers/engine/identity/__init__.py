@@ -1,1 +1,1 @@
-"""Who an engine is to its tiers: all that its KV depends on, as the facts of a namespace."""
+"""An engine's identity: everything that its KV depends on, as the facts of a namespace."""

@@ -1,4 +1,4 @@
-"""Every field of the engine's configuration: in the key, or irrelevant, and then why.
+"""Every field of the engine's configuration: it is in the key, or irrelevant for a given reason.
 
 The facts of a namespace are made from this table (see `tiers.engine.identity.facts`). Fields of
 vLLM 0.29 to 0.32; a test compares the table with the configuration classes of each version.
@@ -48,8 +48,8 @@ PARTS = {
     },
     "ModelConfig": {"multimodal_config": "MultiModalConfig"},
 }
-"""Fields that hold a configuration with facts, or with fields that a newer engine may add to it,
-and the class of that."""
+"""By class, the fields that contain another configuration, and its class: one with facts, or one to
+which a newer engine may add some."""
 
 FIELDS = {
     **NEEDLESS,

@@ -1,7 +1,7 @@
-"""Digests of whole files, each read once per host, however many processes ask for it.
+"""Digests of whole files; each file is read once per host, however many processes ask for it.
 
-What was read is kept in a folder of the user's, an entry per file, under all that changes when
-the file does. Whoever can write to that folder is the user, and can change the files as well.
+Digests are kept in a folder that only the user can write to, one entry per file. An entry names
+everything that changes when the file changes.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20
 SETTLED_SECONDS = 2.0
-"""A file that changed this recently may change again within one tick of its file system's clock,
-unseen; so its digest is not kept."""
+"""Age in seconds from which a file's digest is kept. A younger file may change again within one
+tick of its file system's clock, which its times would not show."""
 ENTRY_BYTES = 1024
-"""An entry is shorter than this."""
+"""Upper bound of an entry's length."""
 
 
 class FileChanged(KVTiersError):
-    """A file changed while it was read: nobody can say which of its contents was loaded."""
+    """A file changed while it was read, so nobody knows which content the engine loaded."""
 
 
 class Stamp(NamedTuple):
-    """What changes when a file's content does. The time of change, which no program can set,
-    tells apart what another file, with its number and times, was before."""
+    """What changes when a file's content changes.
+
+    No program can set `ctime_ns`, so it distinguishes a file from an earlier one with the same
+    inode and times.
+    """
 
     device: int
     inode: int
@@ -48,26 +51,26 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """The stamp of a file with that status."""
+    """Return the stamp of a file with this `status`."""
     return Stamp(
         status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
     )
 
 
 class Digests:
-    """Digests of files by content, as xxh3 of 128 bits, in hexadecimal.
+    """Digests files by content: xxh3 with 128 bits, in hexadecimal.
 
-    `folder`: where they are kept; None: nowhere. One that can't be made or used safely is left
-    alone, and said once; then every process reads for itself.
+    `folder`: keeps the digests; None: they are not kept. A folder that can't be made or used safely
+    is logged once and not used; then every process reads the files itself.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = None if folder is None else _own_folder(folder)
 
     def of(self, path: Path) -> str:
-        """The digest of a file; waits for another process that is reading it.
+        """Return the digest of a file. Waits while another process reads it.
 
-        Raises OSError, and FileChanged for a file that changes meanwhile.
+        Raises OSError; FileChanged for a file that changes meanwhile.
         """
         with path.open("rb", buffering=0) as file:
             stamp = stamp_of(os.fstat(file.fileno()))
@@ -87,8 +90,7 @@ class Digests:
 
     @contextmanager
     def _entry(self, stamp: Stamp) -> Iterator[Path | None]:
-        """Where the digest of a file is kept, None: nowhere. No other process has it until the
-        context ends."""
+        """Yield the path of a file's entry, locked against other processes; None without one."""
         lock = None
         path = None
         if self._folder is not None:
@@ -102,7 +104,7 @@ class Digests:
 
 
 def _locked(path: Path) -> int | None:
-    """A file that this process has locked, once it can; None where files can't be."""
+    """Lock the file at `path`, waiting for it; None where files can't be locked."""
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -118,14 +120,14 @@ def _locked(path: Path) -> int | None:
 
 
 def pieces(file: int) -> Iterator[memoryview]:
-    """The content of an open file from where it stands; each piece is good until the next."""
+    """Yield the rest of an open file; each piece is valid until the next."""
     buffer = bytearray(PIECE_BYTES)
     while count := os.readv(file, [buffer]):
         yield memoryview(buffer)[:count]
 
 
 def _own_folder(folder: Path) -> Path | None:
-    """The folder, made where it is missing; None where it is not the user's alone."""
+    """Make `folder` if it is missing and return it; None if others may write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
@@ -142,7 +144,7 @@ def _own_folder(folder: Path) -> Path | None:
 
 
 def _kept(entry: Path, stamp: Stamp) -> str | None:
-    """The digest kept for a file as it is; None: none, or what is there can't be read."""
+    """Return the digest in `entry` for a file with this `stamp`; None without a valid one."""
     try:
         file = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -164,7 +166,7 @@ _HEX = "0123456789abcdef"
 
 
 def _keep(entry: Path, stamp: Stamp, digest: str) -> None:
-    """Write an entry, whole or not at all; one that can't be written is read again next time."""
+    """Write an entry, whole or not at all. After a failure the file is read again next time."""
     try:
         file, name = tempfile.mkstemp(dir=entry.parent)
         try:

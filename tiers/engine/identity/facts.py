@@ -1,4 +1,4 @@
-"""All that makes KV interchangeable between engines, read from an engine's configuration."""
+"""Everything that makes KV interchangeable between engines, read from a configuration."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MISSING = object()
 
 
 def config_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
-    """Name every fact that the configuration tells, but for weights, layout and rank.
+    """Return every fact of the configuration, except weights, layout and rank.
 
-    Two engines share blocks only where all of them agree, so that a changed model, dtype or
-    engine version starts with an empty cache and never meets KV of another. A field that this
-    kvtiers does not know is a fact as well, unless it has its default.
+    Engines share blocks only if all facts agree: another model, dtype or engine version starts
+    with an empty cache. A field that this kvtiers does not know is a fact, too, unless it has its
+    default.
     """
     model = vllm_config.model_config
     facts = {
@@ -38,7 +38,7 @@ def config_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
     unknown = dict(_unknown("VllmConfig", vllm_config))
     if unknown:
         logger.info(
-            "kvtiers does not know %s: blocks are shared only with engines that have them alike",
+            "kvtiers does not know %s: blocks are shared only with engines of the same values",
             ", ".join(unknown),
         )
     return {**facts, **unknown}
@@ -54,7 +54,7 @@ def _keyed(name: str, config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _unknown(name: str, config: Any) -> Iterator[tuple[str, str]]:
-    """Fields that the table does not have, of an engine that is newer, or not quite itself."""
+    """Yield the fields that the table lacks: the engine is newer, or modified."""
     for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
         value = text_of(getattr(config, field.name, None))
         if field.name not in FIELDS[name].known and value != _default(field):
@@ -71,9 +71,9 @@ def _parts(name: str, config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _default(field: dataclasses.Field[Any]) -> str | None:
-    """A field's default as text; None: it has none."""
+    """Return a field's default as text; None without one."""
     if field.default is not dataclasses.MISSING:
-        # Some are made of what a validator takes.
+        # Some defaults are wrapped, together with a validator.
         default = getattr(field.default, "default", field.default)
         return text_of(default)
     if field.default_factory is not dataclasses.MISSING:
@@ -82,8 +82,10 @@ def _default(field: dataclasses.Field[Any]) -> str | None:
 
 
 def text_of(value: object) -> str:
-    """Text that is equal for equal settings, in every process. That of an object which does not
-    say what it is has its address in it, and is equal to none."""
+    """Return text that is equal for equal settings, in every process.
+
+    The text of an object without a `repr` of its own contains its address, and equals no other.
+    """
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -98,15 +100,17 @@ def text_of(value: object) -> str:
 
 
 def config_digest(hf_config: Any) -> str:
-    """Digest of a model's architecture and its overrides."""
+    """Digest a model's architecture and its overrides."""
     fields = {k: v for k, v in hf_config.to_dict().items() if k not in _VOLATILE}
     text = json.dumps(fields, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _long_rope(model: Any) -> str:
-    """Which of two sets of rotary factors a model of that kind (Phi-3) takes: vLLM chooses by the
-    longest request it is started for. "" for other models."""
+    """Return which of its two sets of rotary factors a model such as Phi-3 uses; "" for others.
+
+    vLLM chooses by `max_model_len`.
+    """
     text = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     name = "original_max_position_embeddings"
@@ -115,11 +119,11 @@ def _long_rope(model: Any) -> str:
 
 
 def attention_facts(vllm_config: Any) -> dict[str, str]:
-    """How the bytes of a block are packed, beyond shapes and strides, on this device.
+    """Return how this device packs the bytes of a block, beyond shapes and strides.
 
-    A kernel for one instruction set lays KV out in its own way inside a tensor of the same shape.
-    Asked once the engine has made its layers and what builds their metadata, which is when it
-    registers its paged KV: only then does a layer of the CPU know its instruction set.
+    Kernels for different instruction sets arrange KV differently inside tensors of one shape. Call
+    this when the engine registers its paged KV or later: before, a CPU layer does not know its
+    instruction set.
     """
     layers = vllm_config.compilation_config.static_forward_context
     by_kind: dict[str, list[str]] = {}
@@ -147,7 +151,7 @@ def _device(vllm_config: Any, layers: list[Any]) -> str:
         return f"{kind} {torch.cuda.get_device_capability()} {torch.version.hip or ''}"
     if kind != "cpu":
         return f"{kind} {platform.machine()}"
-    # Which instructions there are is a fact of its own only where no layer tells which it uses.
+    # AMX is a fact of its own only if some layer does not tell which instructions it uses.
     told = [layer for layer in layers if hasattr(layer, "get_attn_backend")]
     amx = "" if all(hasattr(layer, "isa") for layer in told) else torch.cpu._is_amx_tile_supported()
     return f"{kind} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {amx}"

@@ -1,4 +1,4 @@
-"""Why a field of the engine's configuration is no fact, or how else it is in the key."""
+"""Why a field of the engine's configuration is not a fact, or how the key contains it otherwise."""
 
 from __future__ import annotations
 
@@ -31,18 +31,21 @@ BY_SALT = "in the key: the chain's salt; its other settings don't change what a 
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of one class: `key`, names whose values are facts; `why`, for all others, what
-    makes them needless in the key. Names are separated by blanks."""
+    """The fields of one class, as names separated by blanks.
+
+    `key`: those whose values are facts. `why`: all others, by the reason why the key does not need
+    them.
+    """
 
     key: str
     why: dict[str, str]
 
     @property
     def keyed(self) -> tuple[str, ...]:
-        """Names of the fields whose values are facts."""
+        """The names of the fields whose values are facts."""
         return tuple(self.key.split())
 
     @property
     def known(self) -> frozenset[str]:
-        """Names of all fields."""
+        """The names of all fields."""
         return frozenset(self.key.split()).union(*(names.split() for names in self.why.values()))

@@ -1,4 +1,4 @@
-"""Facts that take longer to find out than an engine may wait for."""
+"""LateFacts: facts of a worker that take longer to find than an engine may wait."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class LateFacts:
-    """Facts of a worker: some that are there once its layers are, some that take their time.
+    """Finds the facts of a worker: quickly those of its layers, in the background the others.
 
-    `at_once` is called by the first who asks, on his thread; `slowly` on a thread of its own,
-    begun then, which no process waits for when it ends. `otherwise`: what holds if any fails.
+    `at_once` is called by the first `known`, on the caller's thread. `slowly` is called then on a
+    daemon thread, for which no ending process waits. `otherwise`: the facts if either fails; they
+    must be no other engine's.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class LateFacts:
         self._done = threading.Event()
 
     def known(self, seconds: float = 0.0) -> Mapping[str, str] | None:
-        """All facts; None: not known yet, also after waiting for so long. Asked by one thread."""
+        """Return all facts; None if they are unknown after `seconds`. Called by one thread."""
         if self._early is None:
             self._early = self._begin()
         if not self._done.wait(seconds):
@@ -42,11 +43,12 @@ class LateFacts:
         try:
             early = dict(self._at_once())
             threading.Thread(target=self._find, name="kvtiers-facts", daemon=True).start()
-        # It asks layers of any engine and model, on the thread of one that starts.
+        # Layers may come from any model, platform or plugin, so their errors can't be listed. This
+        # thread is starting the engine: without this, a cache's fact would keep it from serving.
         except Exception:
             logger.exception(
-                "the engine's layers can't be identified: what it stores is found by no other "
-                "process, nor after a restart"
+                "the engine's layers can't be identified: no other process finds what it stores, "
+                "nor does this one after a restart"
             )
             self._done.set()
             return {}

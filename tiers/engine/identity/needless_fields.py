@@ -1,4 +1,4 @@
-"""Fields of those classes of the engine's configuration that no key needs: see `config_fields`."""
+"""The configuration classes that have no facts, and why: see `config_fields`."""
 
 from __future__ import annotations
 

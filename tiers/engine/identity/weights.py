@@ -1,7 +1,7 @@
-"""Who a model's weights are: by content wherever they lie in files, else by nothing.
+"""The identity of a model's weights: their content, if they are in files; otherwise none.
 
-A name, a path or a URL says nothing of weights that were put there later, and blocks outlive
-that in a tier. Weights without an identity make KV that no other process may share.
+A name, a path or a URL may stand for other weights tomorrow, while a tier still holds today's
+blocks. KV of weights without an identity is shared with no other process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tiers.errors import KVTiersError
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 PROGRAMS = (".py", ".json")
-"""What else in a model's folder decides what its weights compute: code, processors, scales."""
+"""Other files in a model's folder that decide what it computes: code, processors, scales."""
 WITHOUT_EFFECT = {
     "config.json",  # read by the engine, which tells it with overrides
     "tokenizer.json",
@@ -43,21 +43,23 @@ FROM_FILES = {
     "runai_streamer",
     "runai_streamer_sharded",
 }
-"""Load formats that read the files of the model's folder, and nothing else."""
+"""Load formats that read only the files of the model's folder."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
-"""SHA-256 of large files; of small ones git's own digest, which is a SHA-1."""
+"""SHA-256 for large files; git's own SHA-1 digest for small ones."""
 
 
 class NoIdentity(KVTiersError):
-    """Nothing tells these weights from others; the text says why, to follow "the weights"."""
+    """These weights have no identity. The text is the reason, and continues "the weights"."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where weights come from: a `name` that is theirs alone, or files. `folder`: what names in
-    it are told from; None for a file by itself."""
+    """Where weights come from: a unique `name`, or `files`.
+
+    `folder`: the one that contains the files, whose names matter then; None for a single file.
+    """
 
     name: str = ""
     files: tuple[Path, ...] = ()
@@ -65,16 +67,18 @@ class Source:
 
 
 def source(model: Any, load: Any, hub: Path | None, since: float) -> Source:
-    """Where the weights of an engine's model configuration come from. Raises NoIdentity, OSError.
+    """Return where the weights of `model` come from. Raises NoIdentity, OSError.
 
-    `hub`: the folder in which the engine keeps what it loads from the model hub. `since`: when
-    the engine began to load, in seconds of the clock of files.
+    `model`, `load`: the engine's configurations. `hub`: the folder for what the engine loads from
+    the model hub. `since`: when the engine was started, in seconds since the epoch.
     """
     load_format = str(getattr(load.load_format, "value", load.load_format))
     if "dummy" in load_format:
         return Source(f"random: {model.seed}")
     if load_format not in FROM_FILES:
-        raise NoIdentity(f"come from where load_format {load_format!r} takes them")
+        raise NoIdentity(
+            f"are loaded in a way that kvtiers can't follow (load_format {load_format!r})"
+        )
     where = str(getattr(model, "model_weights", "") or model.model)
     if "://" in where:
         raise NoIdentity(f"are behind a URL ({where.partition('://')[0]}://...)")
@@ -89,7 +93,7 @@ def _files(path: Path) -> Source:
         return Source(files=(path,))
     files = sorted(p for p in path.iterdir() if p.is_file())
     if not any(p.suffix in WEIGHTS for p in files):
-        raise NoIdentity("lie in no file of the model's folder")
+        raise NoIdentity("are in no file of the model's folder")
     wanted = (p for p in files if p.suffix in WEIGHTS or _is_program(p))
     return Source(files=tuple(wanted), folder=path)
 
@@ -106,16 +110,16 @@ def _from_hub(name: str, revision: str | None, hub: Path | None, since: float) -
     if is_commit:
         return Source(f"{name} {revision}")
     raise NoIdentity(
-        "come from a model hub under a name that may mean others tomorrow (give `revision` a "
-        "commit)"
+        "come from a model hub under a name that may stand for others tomorrow (set `revision` to "
+        "a commit)"
     )
 
 
 def _snapshot(repository: Path, revision: str | None, since: float) -> Path | None:
-    """The snapshot in the hub's folder that is loaded; None: none, or it may be one of several.
+    """Return the snapshot in the hub's folder that the engine loads; None if that is unknown.
 
-    Of several it is the one that the branch's entry names, if that is older than the engine: who
-    finds another commit at the hub writes it there.
+    If there are several, it is the one that the branch's entry names, provided the entry is older
+    than the engine: a process that finds another commit at the hub rewrites the entry.
     """
     snapshots = repository / "snapshots"
     if revision is not None and _COMMIT.fullmatch(revision):
@@ -132,9 +136,9 @@ def _snapshot(repository: Path, revision: str | None, since: float) -> Path | No
 
 
 def identity(weights: Source, digest: Callable[[Path], str], since: float) -> str:
-    """Text that is equal only for equal weights. Reads files, through `digest`, and takes its time.
+    """Return text that is equal only for equal weights. Slow: reads files through `digest`.
 
-    `since`: as for `source`. Raises OSError, FileChanged for what may have changed since then.
+    `since`: as for `source`. Raises OSError; FileChanged for files that may have changed since.
     """
     if weights.name:
         return weights.name
@@ -155,10 +159,10 @@ def identity(weights: Source, digest: Callable[[Path], str], since: float) -> st
 
 
 def _blob(path: Path) -> str | None:
-    """The digest by which a model hub's cache names a file's content; None: it is no such file.
+    """Return the digest by which a model hub's cache names the file; None outside such a cache.
 
-    The hub writes a blob under another name and renames it when it is whole, and never again
-    changes it.
+    The hub's client writes a blob under another name, renames it when it is whole, and never
+    changes it afterwards.
     """
     real = path.resolve()
     in_hub = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
@@ -171,7 +175,7 @@ def _unchanged(path: Path, since: float) -> None:
 
 
 def _same_links(path: Path, since: float) -> None:
-    """Raise FileChanged if a link on the way to a file points elsewhere than it may have."""
+    """Raise FileChanged if a link on the way to `path` changed after `since`."""
     for link in _links(path.absolute()):
         if link.lstat().st_ctime > since:
             raise FileChanged(f"{link.name}, a link, changed after the engine was started")
