@@ -25,7 +25,9 @@ from typing import Any, get_args
 from bench.main import Scale
 from bench.policies import TRACE, read_trace
 from bench.report import Case, Point
+from tiers.connector.contract.coverage import leading
 from tiers.connector.scheduler.host_manager import HostManager
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.cpu.spec import CpuSpec
 from tiers.host.slots import SlotPool
 
@@ -42,9 +44,9 @@ def replay(prompts: Sequence[Prompt], eviction: str, slots: int, step: int | Non
     pool = SlotPool(slots + STAGING)
     spec = CpuSpec.model_validate({"capacity": 1, "eviction": eviction})
     manager = HostManager(spec.residency(pool, slots), pool)
-    hits = 0
+    hits, lookup = 0, Lookup()
     for keys in prompts:
-        found = manager.lookup("", 0, keys)
+        found = leading(manager.coverage(lookup, keys, range(len(keys))))
         hits += found
         loading = manager.prepare_load(keys[:found])
         manager.complete_load(keys[:found], loading)
@@ -57,8 +59,8 @@ def replay(prompts: Sequence[Prompt], eviction: str, slots: int, step: int | Non
 def _store(pool: SlotPool, manager: HostManager, keys: Prompt, offered: range) -> None:
     """Store what the tier lacks of this part of a prompt."""
     offers = keys[offered.start : offered.stop]
-    wants = zip(offered, manager.wants(offers), strict=True)
-    numbers = [number for number, want in wants if want]
+    lacking = zip(offered, manager.missing(offers), strict=True)
+    numbers = [number for number, lacks in lacking if lacks]
     claims = [pool.claim(keys[number]) for number in numbers]
     heads = manager.heads(keys, numbers)
     for number, claim in reversed(list(zip(numbers, claims, strict=True))):

@@ -13,6 +13,7 @@ from spec.chain import ChainSpec
 from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, measured
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.connector.contract.generation import Generation
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.engine.replay import ReplayEngine
@@ -148,9 +149,10 @@ def test_lookups_of_requests_that_are_gone_take_no_memory() -> None:
     manager = StoreManager(guard(remote, "slow", deadline=0.05), [bytes(16)], Generation())
     remote.pace.hang("has")
     try:
-        for n in range(1000):
-            manager.expect(str(n), [bytes(34)] * 100)
-            manager.forget_request(str(n))
+        for _ in range(1000):
+            lookup = Lookup()
+            manager.prefetch_lookup(lookup, [bytes(34)] * 100)
+            lookup.cancel()
             time.sleep(0.0002)
         assert manager._thread._work_queue.qsize() < 500
     finally:

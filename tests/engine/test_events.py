@@ -35,7 +35,7 @@ def test_events_of_a_small_host_tier_are_what_it_holds(
     for number, (prompt, _) in enumerate(workload(5)):
         request = ReplayRequest(f"probe-{number}", prompt, 1, MODEL.block_tokens)
         blocks = range(len(request.block_hashes))
-        assert host.holds(request, blocks) == [one in held for one in request.block_hashes]
+        assert host.coverage(request, blocks) == [one in held for one in request.block_hashes]
         host.request_finished(request, [])
 
 

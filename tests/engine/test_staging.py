@@ -94,13 +94,13 @@ def test_offering_again_costs_a_step_the_same_however_much_waits(
         made.step()
     made.step()
     asked: list[int] = []
-    wants = scheduler._manager.wants
+    missing = scheduler._manager.missing
 
     def counting(keys: list[bytes]) -> list[bool]:
         asked.append(len(keys))
-        return wants(keys)
+        return missing(keys)
 
-    monkeypatch.setattr(scheduler._manager, "wants", counting)
+    monkeypatch.setattr(scheduler._manager, "missing", counting)
     for _ in range(2):
         made.step()
     assert sum(asked) <= 2 * 4, "it lags behind, and yet it is offered old blocks"

@@ -107,7 +107,7 @@ class Tier:
 class BlockTier(Tier):
     """One that our load policies may ask for any block."""
 
-    def holds(self, request: Any, blocks: range) -> list[bool] | None:
+    def coverage(self, request: Any, blocks: range) -> list[bool] | None:
         return None if self.held is None else [self.held[b : b + 1] == "x" for b in blocks]
 
     def load_blocks(self, request: Any, blocks: Any, ranges: Sequence[range], shared: Any) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from spec.offloading import HostSpec
+from tests.support.lookups import look_up
 from tiers.connector.scheduler.host_manager import HostManager
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.errors import TierUnusable
 from tiers.host.slots import SlotPool, Slots
 from tiers.wrappers.residency import FAILED, GuardedResidency
@@ -70,12 +72,13 @@ MADE: list[Callable[[Slots, int], Any]] = [Fifo]
 CAPACITY, SLOTS = 4, 8
 
 
-def manager(make: Callable[[Slots, int], Any]) -> tuple[HostManager, SlotPool]:
+def manager(
+    make: Callable[[Slots, int], Any], on_evict: Callable[[bytes], None] | None = None
+) -> tuple[HostManager, SlotPool]:
     MADE[:] = [make]
     pool = SlotPool(SLOTS)
-    return HostManager(
-        GuardedResidency(FifoSpec(type="fifo", capacity=1), pool, CAPACITY), pool
-    ), pool
+    residency = GuardedResidency(FifoSpec(type="fifo", capacity=1), pool, CAPACITY)
+    return HostManager(residency, pool, on_evict), pool
 
 
 def key(number: int) -> bytes:
@@ -91,12 +94,11 @@ def store(made: HostManager, pool: SlotPool, number: int) -> bool:
 
 
 def test_a_plugin_s_host_tier_works() -> None:
-    made, pool = manager(Fifo)
     evicted: list[bytes] = []
-    made._residency.on_evict = evicted.append
+    made, pool = manager(Fifo, evicted.append)
     assert all(store(made, pool, number) for number in range(6))
     assert evicted == [key(0), key(1)] and made.slots_kept() == CAPACITY == pool.in_use
-    assert made.lookup("r", 0, [key(2), key(3), key(9)]) == 2
+    assert look_up(made, [key(2), key(3), key(9)], Lookup()) == 2
     slots = made.prepare_load([key(2)])
     assert slots[0] is not None and pool.references(slots[0]) == 2
     made.complete_load([key(2)], slots)
@@ -141,15 +143,15 @@ def test_what_goes_wrong_ends_that_tier_alone(wrong: str, caplog: pytest.LogCapt
     assert others is not None
     for number in range(SLOTS):
         store(made, pool, number)
-        made.lookup("r", 0, [key(number), key(0)])
+        look_up(made, [key(number), key(0)], Lookup())
         slots = made.prepare_load([key(number)])
         made.complete_load([key(number)], slots)
-        made.wants([key(number)])
+        made.missing([key(number)])
     made.discard(key(SLOTS - 1))
     made.reset()
     assert made.health() is FAILED
     assert made.slots_kept() == 0 and pool.in_use == 1 == pool.references(others.slot)
-    assert made.wants([key(77)]) == [False], "nothing more is gathered for it"
+    assert made.missing([key(77)]) == [False], "nothing more is gathered for it"
     said = [line for line in caplog.messages if "fifo (package tests) has failed" in line]
     assert len(said) == 1
 

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from spec.offloading import StoreContext, StoreSpec
+from tests.support.lookups import look_up
 from tiers.block import NAMESPACE_BYTES
 from tiers.connector.contract.generation import Generation, space_of
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
@@ -88,10 +90,9 @@ def test_a_disk_mounted_late_is_looked_up_touched_and_cleared(tmp_path: Path) ->
     names = [generation.key(key[NAMESPACE_BYTES:]) for key in keys(2)]
     some = [space_of(SPACE, generation.tag) + name for name in names]
     put(late, some)
-    assert manager.lookup("r", 0, names) == 2, "at once, from memory"
-    manager.forget_request("r")
+    assert look_up(manager, names, Lookup()) == 2, "at once, from memory"
     for _ in range(30):
-        assert manager.wants(names) == [False, False]  # which counts them as used
+        assert manager.missing(names) == [False, False]  # which counts them as used
         put(late, keys(1))
     assert late.has(some) == [True, True], "what is used outlives what is not"
     manager.reset()

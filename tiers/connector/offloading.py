@@ -75,9 +75,9 @@ class OffloadingConnector(Connector):
         """Load into the allocated blocks."""
         self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def holds(self, request: Request, blocks: range) -> Sequence[int] | None:
+    def coverage(self, request: Request, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks this tier could load."""
-        return self.scheduler.holds(request, blocks)
+        return self.scheduler.coverage(request, blocks)
 
     @property
     def load_cost(self) -> LoadCost:

@@ -60,9 +60,11 @@ def test_windowed_parts_are_given_away_behind_the_window() -> None:
 
 def test_a_block_without_its_windowed_parts_is_a_body() -> None:
     held = [True, True, True, True, False, True, False, True, True]
-    assert HYBRID.held(held) == [COMPLETE, NO_WINDOW, MISSING]
+    assert HYBRID.coverage(held) == [COMPLETE, NO_WINDOW, MISSING]
     windows_only = parts_of(KVGroup(16, window=40))
-    assert windows_only.held([True, False]) == [COMPLETE, NO_WINDOW], "nothing else is needed of it"
+    assert windows_only.coverage([True, False]) == [COMPLETE, NO_WINDOW], (
+        "nothing else is needed of it"
+    )
 
 
 def test_a_prefix_ends_where_its_last_blocks_are_whole() -> None:

@@ -269,7 +269,9 @@ class Ours(Foreign):
     def note(self, **measures: float) -> None:
         self.noted.update(measures)
 
-    def holds(self, *_: object) -> None: ...
+    def coverage(self, request: FakeRequest, blocks: range) -> list[bool]:
+        return [(block + 1) * BLOCK <= self.tokens for block in blocks]
+
     def load_blocks(self, *_: object) -> None: ...
 
 

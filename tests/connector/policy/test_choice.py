@@ -75,12 +75,12 @@ Asked = list[range]
 def tier(held: str | None, asked: Asked | None = None) -> Callable[[range], list[bool] | None]:
     """A tier that holds the blocks marked x; None: it is looking."""
 
-    def holds(blocks: range) -> list[bool] | None:
+    def coverage(blocks: range) -> list[bool] | None:
         if asked is not None:
             asked.append(blocks)
         return None if held is None else [held[block : block + 1] == "x" for block in blocks]
 
-    return holds
+    return coverage
 
 
 def stitch(*tiers: str | None, blocks: range | None = None) -> tuple[object, ...]:
@@ -122,14 +122,14 @@ def test_a_tier_that_looks_is_waited_for_only_where_the_others_leave_a_gap() -> 
 
 def test_nobody_is_asked_for_more_than_it_can_add() -> None:
     upper, lower = [], []
-    whole = "x" * 3 * WAVE
-    gap = "x" * WAVE + "." + "x" * WAVE
-    stitched({0: tier(whole), 1: tier(whole, lower)}, range(3 * WAVE))
+    whole = "x" * 9 * WAVE
+    gap = "x" * WAVE + "." + "x" * 8 * WAVE
+    stitched({0: tier(whole), 1: tier(whole, lower)}, range(9 * WAVE))
     assert lower == [], "the tier above has all"
-    found = stitched({0: tier(gap, upper), 1: tier("", lower)}, range(3 * WAVE))
+    found = stitched({0: tier(gap, upper), 1: tier("", lower)}, range(9 * WAVE))
     assert found.stop == WAVE
-    assert upper == [range(WAVE), range(WAVE, 2 * WAVE)], "not beyond the gap"
-    assert lower == [range(WAVE, 2 * WAVE)]
+    assert upper == [range(WAVE), range(WAVE, 5 * WAVE)], "not beyond the gap"
+    assert lower == [range(WAVE, 5 * WAVE)]
 
 
 def test_shares_shrink_with_what_the_engine_takes() -> None:

@@ -69,7 +69,7 @@ def test_a_write_budget_holds_over_days_and_lets_an_hour_s_worth_pass_at_once(
 
 def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
     class Lacking(NullManager):
-        def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        def missing(self, keys: Sequence[bytes]) -> list[bool]:
             return [True] * len(keys)
 
     health, offers = TierHealth(), Offers([7], [(b"key", 1)])

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from tests.support.lookups import look_up
 from tiers.connector.contract.generation import Generation
 from tiers.connector.scheduler.clearing import Clearing
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.store import Block
 
@@ -75,7 +77,8 @@ def test_lookups_go_on_while_a_store_drops(slow: tuple[StoreManager, Store, Gene
     answered = threading.Event()
 
     def ask() -> None:
-        while manager.lookup("request", 0, [generation.key(b"a")]) is None:
+        lookup = Lookup()
+        while look_up(manager, [generation.key(b"a")], lookup) is None:
             pass
         answered.set()
 

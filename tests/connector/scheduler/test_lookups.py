@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tests.support.clock import Clock, wait_for
+from tests.support.lookups import look_up
 from tiers.connector.contract.generation import Generation
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.store import Block
 
@@ -50,20 +52,22 @@ def wait_for_lookups(store: Held, count: int) -> None:
 
 def test_steps_longer_than_an_answer_holds(asked: tuple[StoreManager, Held, Clock]) -> None:
     manager, store, clock = asked
-    manager.expect("request", KEYS)
+    lookup = Lookup()
+    manager.prefetch_lookup(lookup, KEYS)
     wait_for_lookups(store, 1)
     clock.now += 0.9
-    assert manager.lookup("request", 0, KEYS) == 2
+    assert look_up(manager, KEYS, lookup) == 2
     clock.now += 0.4
-    assert manager.held("request", 1, KEYS[1:], 2) == [True, False], "it holds for a while"
+    assert manager.coverage(lookup, KEYS, range(1, 3)) == [True, False], "it holds for a while"
 
 
 def test_an_answer_that_was_heard_grows_old(asked: tuple[StoreManager, Held, Clock]) -> None:
     manager, store, clock = asked
-    manager.expect("request", KEYS)
+    lookup = Lookup()
+    manager.prefetch_lookup(lookup, KEYS)
     wait_for_lookups(store, 1)
-    assert manager.lookup("request", 0, KEYS) == 2
+    assert look_up(manager, KEYS, lookup) == 2
     clock.now += 0.6
-    manager.lookup("request", 0, KEYS)
+    look_up(manager, KEYS, lookup)
     wait_for_lookups(store, 2)
-    assert manager.lookup("request", 0, KEYS) == 2
+    assert look_up(manager, KEYS, lookup) == 2

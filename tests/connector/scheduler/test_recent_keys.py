@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from tests.support.clock import Clock
+from tests.support.lookups import look_up
 from tiers.connector.contract.generation import Generation
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.recent_keys import RecentKeys
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.store import Block
@@ -87,12 +89,13 @@ def test_a_request_that_waits_is_looked_up_once_in_a_while(clock: Clock) -> None
     manager = StoreManager(store, [b""], Generation(), clock)
     keys = [b"%d" % number for number in range(100)]
     store.keys.update(keys[:70])
-    assert [manager.lookup("r", 0, keys) for _ in range(3)] == [70] * 3
+    lookup = Lookup()
+    assert [look_up(manager, keys, lookup) for _ in range(3)] == [70] * 3
     assert store.asked < 200
-    assert manager.lookup("r", 10, keys[10:]) == 60, "another question is asked"
+    assert look_up(manager, keys, lookup, 10) == 60, "another question is asked"
     store.keys.clear()
     clock.now += 1.0
-    assert manager.lookup("r", 10, keys[10:]) == 0
+    assert look_up(manager, keys, lookup, 10) == 0
     manager.close()
 
 
@@ -100,10 +103,10 @@ def test_a_store_is_offered_again_what_it_lost(clock: Clock) -> None:
     store = Indexed()
     manager = StoreManager(store, [b""], Generation(), clock)
     store.keys.update([b"a", b"b"])
-    assert manager.wants([b"a", b"b", b"c"]) == [False, False, True]
+    assert manager.missing([b"a", b"b", b"c"]) == [False, False, True]
     store.keys.clear()
     manager.discard(b"a")
-    assert manager.wants([b"a", b"b", b"c"]) == [True, False, True]
+    assert manager.missing([b"a", b"b", b"c"]) == [True, False, True]
     clock.now += StoreManager.RECENT_SECONDS
-    assert manager.wants([b"a", b"b", b"c"]) == [True, True, True]
+    assert manager.missing([b"a", b"b", b"c"]) == [True, True, True]
     manager.close()

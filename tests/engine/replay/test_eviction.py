@@ -32,7 +32,7 @@ def held(engine: ReplayEngine, tokens: Iterable[int]) -> list[bool]:
     assert engine.connector is not None
     probe = ReplayRequest("probe", [*tokens], 1, MODEL.block_tokens)
     (child,) = engine.connector.children
-    has = child.holds(probe, range(len(probe.block_hashes)))
+    has = child.coverage(probe, range(len(probe.block_hashes)))
     child.request_finished(probe, [])
     assert has is not None
     return [bool(one) for one in has]

@@ -79,7 +79,7 @@ class BlockGroups:
         group = key[self._hash_bytes : self._hash_bytes + GROUP_BYTES]
         return key[: self._hash_bytes], int.from_bytes(group, "little")
 
-    def held(self, parts: Sequence[bool]) -> Sequence[int]:
+    def coverage(self, parts: Sequence[bool]) -> Sequence[int]:
         """How much is held of each block, given which of all its parts are."""
         if not self.window:
             size = len(self)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from tiers.concurrency.executors import io_executor
 from tiers.connector.contract.generation import Generation, space_of
-from tiers.connector.hosted.requests import Prefix
+from tiers.connector.hosted.requests import HostedRequest, Prefix
 from tiers.connector.hosted.shared_slots import SlotRegion
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.manager import NullManager, TierManager
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.host.slots import SlotPool
@@ -108,13 +109,12 @@ class BackingStore:
         """Whether `held` never returns None."""
         return self._store is None or capability(self._store, LocalIndex) is not None
 
-    def held(self, request_id: str, keys: list[bytes]) -> list[bytes] | None:
+    def held(self, request: HostedRequest, keys: list[bytes]) -> list[bytes] | None:
         """Return those of `keys` that the store holds; None: not known yet, ask again."""
-        held = self._manager.held(request_id, 0, keys, len(keys))
+        held = self._manager.coverage(request.lookup, keys, range(len(keys)))
         if held is None:
             return None
-        # The next question of this request is about other keys.
-        self._manager.forget_request(request_id)
+        request.lookup = Lookup()  # the next question of this request is about other keys
         return [key for key, has in zip(keys, held, strict=True) if has]
 
     # -- transfers ---------------------------------------------------------------------------
@@ -142,11 +142,11 @@ class BackingStore:
         self._under_way.append(Transfer(wanted, tag, future, prefix=prefix, whole=whole))
 
     def _wanted(self, items: list[Item]) -> list[Item]:
-        wants = self._manager.wants([key for key, _ in items])
+        lacking = self._manager.missing([key for key, _ in items])
         putting = sum(len(one.items) for one in self._under_way if one.prefix is not None)
         # Puts may hold half of all slots; the others are left to promotions and gathers.
         room = max(0, max(1, self._pool.num_slots // 2) - putting)
-        return [item for item, want in zip(items, wants, strict=True) if want][:room]
+        return [item for item, lacks in zip(items, lacking, strict=True) if lacks][:room]
 
     def _move(
         self, verb: Callable[[list[Block]], list[bool]], items: list[Item], generation: bytes
@@ -197,11 +197,11 @@ class BackingStore:
 
     # -- ends --------------------------------------------------------------------------------
 
-    def request_finished(self, request_id: str, prefix: Prefix) -> None:
+    def request_finished(self, request: HostedRequest) -> None:
         """Drop what is kept for a request; its transfers under way end on their own."""
-        prefix.order.finished = True
-        self._settle(prefix)
-        self._manager.forget_request(request_id)
+        request.prefix.order.finished = True
+        self._settle(request.prefix)
+        request.lookup.cancel()
 
     def reset(self) -> None:
         """Begin a new generation, and drop in the background what this engine stored in the old."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.requests import StoreOrder
 from tiers.host.slots import SlotPool
 
@@ -54,6 +55,7 @@ class HostedRequest:
     `pinned`: the slots of its hits, each with a reference. `missed`: misses, for good. `wanted`:
     to be looked up in the store at the end of the step. `asked`: being looked up. `promoted`: hits
     that came from the store. `prefix`: the blocks that it is known to have.
+    `lookup`: what the store is being asked.
     """
 
     pinned: dict[bytes, int] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class HostedRequest:
     asked: list[bytes] = field(default_factory=list)
     promoted: set[bytes] = field(default_factory=set)
     prefix: Prefix = field(default_factory=Prefix)
+    lookup: Lookup = field(default_factory=Lookup)
 
     def pin(self, key: bytes, slot: int, pool: SlotPool) -> None:
         """Keep a hit in its slot until `unpin`."""

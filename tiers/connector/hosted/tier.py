@@ -86,7 +86,7 @@ class HostedTier:
             return Answer.MISS
         if key in self._gathers or key in self._promoting or key in request.asked:
             return Answer.LATER
-        if self._store.answers_at_once and not self._store.held(request_id, [key]):
+        if self._store.answers_at_once and not self._store.held(request, [key]):
             return Answer.MISS
         request.wanted[key] = None
         return Answer.LATER
@@ -107,7 +107,7 @@ class HostedTier:
         if not request.asked:
             request.asked = list(request.wanted)
             request.wanted.clear()
-        found = self._store.held(request_id, request.asked)
+        found = self._store.held(request, request.asked)
         if found is None:
             return
         request.missed.update(set(request.asked) - set(found))
@@ -263,7 +263,7 @@ class HostedTier:
         request = self._requests.pop(request_id, None)
         if request is not None:
             request.unpin(self.pool)
-            self._store.request_finished(request_id, request.prefix)
+            self._store.request_finished(request)
 
     def reset(self) -> None:
         """Never again find what was stored so far. The engine forgets its transfers under way."""

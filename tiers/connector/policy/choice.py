@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from tiers.connector.contract.coverage import COMPLETE, NO_WINDOW, WAVE, usable
+from tiers.connector.contract.coverage import (
+    COMPLETE,
+    MISSING,
+    NO_WINDOW,
+    leading,
+    usable,
+    waves,
+)
 
 Shares = dict[int, list[range]]
 """Blocks of one request that each child loads: child to ranges of block indexes, in order."""
 
-Holds = Callable[[range], Sequence[int] | None]
+Coverage = Callable[[range], Sequence[int] | None]
 """How much of each of these blocks of the request a child can load (see `contract.coverage`);
 None: it is still looking."""
 
@@ -84,7 +91,7 @@ class Stitch(NamedTuple):
     looking: bool
 
 
-def stitched(children: dict[int, Holds], blocks: range, window: int = 0) -> Stitch:
+def stitched(children: Mapping[int, Coverage], blocks: range, window: int = 0) -> Stitch:
     """Stitch a prefix of `blocks` from the `children`, which are in load-priority order.
 
     A child is asked only where those above it leave a gap, and nobody is asked beyond a gap that
@@ -92,48 +99,68 @@ def stitched(children: dict[int, Holds], blocks: range, window: int = 0) -> Stit
     where such a gap ends the prefix. The last `window` blocks come from children that hold them
     whole.
     """
-    bodies: list[int | None] = []
-    wholes: list[int | None] = []
+    levels: list[int] = []
+    bodies: list[int] = []
+    wholes: list[int] = []
     looking = False
-    for start in range(blocks.start, blocks.stop, WAVE):
-        wave = range(start, min(start + WAVE, blocks.stop))
-        body: list[int | None] = [None] * len(wave)
-        whole = list(body)
-        waited = False
-        for child, holds in children.items():
-            if None not in (whole if window else body):
-                break
-            held = holds(wave)
-            if held is None:
-                waited = True
-                continue
-            body = _fill(body, child, [much > 0 for much in held])
-            whole = _fill(whole, child, [much == COMPLETE for much in held])
-        gap = _gap(body)
-        bodies += body[:gap]
-        wholes += whole[:gap]
-        looking = waited if not window else looking or waited
+    for wave in waves(blocks):
+        answers, best, is_waited = _ask(children, wave, COMPLETE if window else NO_WINDOW)
+        looking |= is_waited
+        gap = leading(best)
+        bodies += _owners(answers, NO_WINDOW, gap)
+        if window:
+            levels += best[:gap]
+            wholes += _owners(answers, COMPLETE, gap)
         if gap < len(wave):
             break
-    count = usable([COMPLETE if one is not None else NO_WINDOW for one in wholes], window)
-    if count == len(blocks):
-        looking = False
+    count = usable(levels, window) if window else len(bodies)
     tail = max(0, count - window)
-    owners = [one for one in bodies[:tail] + wholes[tail:count] if one is not None]
-    return Stitch(_runs(owners, blocks.start), blocks.start + count, looking)
+    owners = bodies[:tail] + wholes[tail:count] if window else bodies
+    return Stitch(
+        _runs(owners, blocks.start), blocks.start + count, looking and count < len(blocks)
+    )
 
 
-def _fill(found: list[int | None], child: int, has: Sequence[bool]) -> list[int | None]:
-    pairs = zip(found, has, strict=True)
-    return [child if holds and one is None else one for one, holds in pairs]
+def _ask(
+    children: Mapping[int, Coverage], wave: range, enough: int
+) -> tuple[dict[int, Sequence[int]], Sequence[int], bool]:
+    """Ask child after child, until those asked hold `enough` of each block.
+
+    What each holds, what the best of them holds, and whether one is still looking.
+    """
+    answers: dict[int, Sequence[int]] = {}
+    best: Sequence[int] = [MISSING] * len(wave)
+    looking = False
+    for child, coverage in children.items():
+        held = coverage(wave)
+        if held is None:
+            looking = True
+            continue
+        best = list(map(max, best, held)) if answers else held
+        answers[child] = held
+        if all(best) and (enough == NO_WINDOW or min(best) >= enough):
+            break
+    return answers, best, looking
 
 
-def _gap(found: Sequence[int | None]) -> int:
-    return found.index(None) if None in found else len(found)
+NOT_OWNED = -1
 
 
-def _runs(owners: Sequence[int], block: int) -> Shares:
+def _owners(answers: Mapping[int, Sequence[int]], least: int, count: int) -> list[int]:
+    """For each of the first `count` blocks the first child that holds at least `least` of it."""
+    if len(answers) == 1 and least == NO_WINDOW:
+        return [*answers] * count  # there is no gap among them
+    owners = [NOT_OWNED] * count
+    for child, held in reversed([*answers.items()]):
+        pairs = zip(owners, held[:count], strict=True)
+        owners = [child if much >= least else one for one, much in pairs]
+    return owners
+
+
+def _runs(owners: list[int], block: int) -> Shares:
     shares: Shares = {}
+    if owners and owners.count(owners[0]) == len(owners):  # by far most often
+        return {owners[0]: [range(block, block + len(owners))]}
     for owner, run in groupby(owners):
         stop = block + len(list(run))
         shares.setdefault(owner, []).append(range(block, stop))

@@ -12,7 +12,16 @@ from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.contract.connector import Connector
 from tiers.connector.contract.protocols import Request, SchedulerOutput
 from tiers.connector.policy.cheapest.cheapest import Cheapest
-from tiers.connector.policy.choice import LATER, NOBODY, Choice, clip, first, longest, stitched
+from tiers.connector.policy.choice import (
+    LATER,
+    NOBODY,
+    Choice,
+    Stitch,
+    clip,
+    first,
+    longest,
+    stitched,
+)
 from tiers.connector.policy.loaders import BlockLoader, TimedLoader
 from tiers.connector.policy.request_limits import RequestLimits, read_limits
 
@@ -63,11 +72,12 @@ class Chooser:
         self._dropped = int(drops_last)
         self._limits: dict[str, RequestLimits] = {}
         self._bad_limits = RepeatedLog(logger, "chain", "requests had limits that are ignored")
+        self._loaders = {i: one for i, one in enumerate(children) if isinstance(one, BlockLoader)}
         # The engine's own connectors; ours, and chains of ours, know what they failed to load.
         self._foreign = {
             index: child
             for index, child in enumerate(children)
-            if not isinstance(child, BlockLoader) and not getattr(child, "limits_requests", False)
+            if index not in self._loaders and not getattr(child, "limits_requests", False)
         }
         self._loading: dict[str, int] = {}
         self._failed: dict[str, set[int]] = {}
@@ -98,10 +108,18 @@ class Chooser:
         question = _Question(request, num_computed_tokens, loadable, limits, asked)
         if limits.max_load_tokens is not None and loadable <= 0:
             return NOBODY
+        choice = self._apply_policy(question)
+        if choice.child in self._loaders and choice.tokens:
+            start = num_computed_tokens // self._block_tokens
+            alone = range(start, start + choice.tokens // self._block_tokens)
+            return choice._replace(shares={choice.child: [alone]})
+        return choice
+
+    def _apply_policy(self, question: _Question) -> Choice:
         if self._load == "first":
             return first(self._answers(question))
         if self._load == "longest":
-            return longest(self._answers(question), loadable)
+            return longest(self._answers(question), question.loadable)
         if self._cheapest is not None:
             return self._choose_cheapest(self._cheapest, question)
         return self._stitch(question)
@@ -167,17 +185,28 @@ class Chooser:
             # A chain within this one knows its own tiers.
             limits_itself = getattr(child, "limits_requests", False)
             if (limits_itself or question.limits.may_load(name)) and index not in but:
-                question.asked.add(index)
-                yield self._ask(child, question)
+                yield self._ask(index, child, question)
             else:
                 yield 0, False
 
-    def _ask(self, child: Connector, question: _Question) -> tuple[int | None, bool]:
-        request, computed, loadable, limits, _ = question
-        tokens, is_async = child.get_num_new_matched_tokens(request, computed)
-        if tokens is None or limits.max_load_tokens is None or tokens <= loadable:
-            return tokens, is_async
-        return (loadable, is_async) if isinstance(child, BlockLoader) else (0, False)
+    def _ask(self, index: int, child: Connector, question: _Question) -> tuple[int | None, bool]:
+        if index in self._loaders:
+            tokens, found = self._prefix((index,), question)
+            return (None, False) if found.looking else (tokens, tokens > 0)
+        question.asked.add(index)
+        tokens_of, is_async = child.get_num_new_matched_tokens(question.request, question.computed)
+        limited = question.limits.max_load_tokens is not None
+        if limited and tokens_of is not None and tokens_of > question.loadable:
+            return 0, False
+        return tokens_of, is_async
+
+    def _prefix(self, loaders: Iterable[int], question: _Question) -> tuple[int, Stitch]:
+        """The tokens of the longest prefix that these children have together, and its stitch."""
+        blocks = self._blocks(question)
+        asked = {i: partial(self._loaders[i].coverage, question.request) for i in loaders}
+        found = stitched(asked, blocks, self._window)
+        count = max(0, found.stop - blocks.start - self._dropped)
+        return count * self._block_tokens, found
 
     def _choose_cheapest(self, cheapest: Cheapest, question: _Question) -> Choice:
         cheapest.prefill.expect(question.request)
@@ -194,25 +223,13 @@ class Chooser:
         return range(start, start + (0 if rest else question.loadable // self._block_tokens))
 
     def _stitch(self, question: _Question) -> Choice:
-        size = self._block_tokens
-        blocks = self._blocks(question)
-        loaders = {
-            index: child
-            for index, (name, child) in enumerate(self._children)
-            if isinstance(child, BlockLoader) and question.limits.may_load(name)
-        }
-        found = stitched(
-            {index: partial(child.holds, question.request) for index, child in loaders.items()},
-            blocks,
-            self._window,
-        )
-        count = max(0, found.stop - blocks.start - self._dropped)
-        tokens = count * size
+        loaders = [i for i in self._loaders if question.limits.may_load(self._children[i][0])]
+        tokens, found = self._prefix(loaders, question)
         if tokens < question.loadable:
-            ours = [i for i, (_, c) in enumerate(self._children) if isinstance(c, BlockLoader)]
-            alone = longest(self._answers(question, but=ours), question.loadable)
+            alone = longest(self._answers(question, but=self._loaders), question.loadable)
             if alone.tokens is None or (found.looking and alone.tokens < question.loadable):
                 return LATER
             if alone.tokens > tokens:
                 return alone
-        return Choice(None, tokens, True, clip(found.shares, count)) if tokens else NOBODY
+        shares = clip(found.shares, tokens // self._block_tokens)
+        return Choice(None, tokens, True, shares) if tokens else NOBODY

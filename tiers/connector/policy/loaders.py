@@ -17,10 +17,10 @@ class BlockLoader(Protocol):
     The contract knows only leading prefixes; the load policy `stitched` asks this of each tier.
     """
 
-    def holds(self, request: Request, blocks: range) -> Sequence[int] | None:
-        """How much of each of these blocks of the request could be loaded (see `coverage`).
+    def coverage(self, request: Request, blocks: range) -> Sequence[int] | None:
+        """How much of each of these blocks of the request could be loaded.
 
-        None: ask again later.
+        As `contract.coverage` says; None: ask again later.
         """
         ...
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiers.connector.contract.coverage import WAVE
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.host.slots import Residency, SlotPool
 from tiers.wrappers.guard import Health
 from tiers.wrappers.residency import health_of
@@ -33,19 +33,12 @@ class HostManager:
         self._pool = pool
         residency.on_evict = on_evict
 
-    def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int:
-        """Count leading resident blocks."""
-        start, wave = 0, WAVE
-        while start < len(keys):
-            slots = self._residency.find_all(keys[start : start + wave])
-            if None in slots:
-                return start + slots.index(None)
-            start, wave = start + wave, 4 * wave
-        return len(keys)
-
-    def held(self, request_id: str, first: int, keys: Sequence[bytes], count: int) -> list[bool]:
-        """Look each of them up."""
-        return [slot is not None for slot in self._residency.find_all(keys[:count])]
+    def coverage(self, lookup: Lookup, keys: Sequence[bytes], asked: range) -> list[bool]:
+        """Look each of them up in the residency; no answer is kept."""
+        slots = self._residency.find_all(keys[asked.start : asked.stop])
+        if None not in slots:
+            return [True] * len(slots)
+        return [slot is not None for slot in slots]
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
         """Take a reference on each resident slot, so that eviction passes it by."""
@@ -61,8 +54,8 @@ class HostManager:
             if slot is not None:
                 self._pool.release(slot)
 
-    def wants(self, keys: Sequence[bytes]) -> list[bool]:
-        """Want what is not resident, as long as the tier works."""
+    def missing(self, keys: Sequence[bytes]) -> list[bool]:
+        """What is not resident; nothing while the tier does not work."""
         if not self.health().writes:
             return [False] * len(keys)
         return [slot is None for slot in self._residency.touch(keys)]
@@ -96,7 +89,7 @@ class HostManager:
     def clear(self, generation: bytes) -> None:
         """None is kept by now."""
 
-    def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
+    def prefetch_lookup(self, lookup: Lookup, keys: Sequence[bytes]) -> None:
         """Answers come from memory."""
 
     def health(self) -> Health:
@@ -106,9 +99,6 @@ class HostManager:
     def slots_kept(self) -> int:
         """One for each resident block."""
         return len(self._residency)
-
-    def forget_request(self, request_id: str) -> None:
-        """Nothing is kept per request."""
 
     def close(self) -> None:
         """The pool goes with the connector."""

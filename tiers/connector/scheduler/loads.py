@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeVar
+from collections.abc import Sequence
 
-from tiers.connector.contract.coverage import MISSING, usable
+from tiers.connector.contract.coverage import MISSING
 from tiers.connector.contract.messages import LoadItem, LoadJob
 from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.shared_load import SharedLoad
@@ -16,8 +14,6 @@ from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import PendingLoad
 from tiers.connector.scheduler.manager import TierManager
 from tiers.connector.scheduler.requests import RequestState
-
-T = TypeVar("T")
 
 
 class TierLoads:
@@ -44,52 +40,26 @@ class TierLoads:
 
     # -- looking up --------------------------------------------------------------------------
 
-    def prefix(self, state: RequestState, first: int) -> int | None:
-        """How many blocks from `first` on the tier could load; None: ask again."""
-        stop = self._context.requests.stop(state, first)
-        if stop <= first or state.recompute:
-            return 0
-        found = self._timed(state, partial(self._lookup, state, range(first, stop)))
-        if found is None or not self._context.engine.drops_last:
-            return found
-        return max(0, min(found, stop - first) - 1)
-
-    def holds(self, state: RequestState, blocks: range) -> Sequence[int] | None:
+    def coverage(self, state: RequestState, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks the tier could load; None: ask again."""
-        stop = self._context.requests.stop(state, blocks.start)
-        if state.recompute or stop <= blocks.start:
+        asked = range(blocks.start, min(self._context.requests.stop(state), blocks.stop))
+        if state.recompute or not asked:
             return [MISSING] * len(blocks)
-        asked = range(blocks.start, min(stop, blocks.stop))
-        held = self._timed(state, partial(self._held, state, asked))
-        return held if held is None else [*held, *[MISSING] * (len(blocks) - len(asked))]
-
-    def _timed(self, state: RequestState, ask: Callable[[], T | None]) -> T | None:
-        """Ask the tier; note how long the first answer of a request took since the first ask."""
         now = time.perf_counter()
-        asked = now if state.asked is None else state.asked
-        answer = ask()
-        state.asked = asked if answer is None else None
-        if answer is not None and not state.answered:
+        since = now if state.asked is None else state.asked
+        size = len(self._context.groups)
+        parts = self._manager.coverage(
+            state.lookup, state.keys, range(asked.start * size, asked.stop * size)
+        )
+        if parts is None:
+            state.asked = since
+            return None
+        state.asked = None
+        if not state.answered:
             state.answered = True
-            self._context.count(lookup_seconds=[time.perf_counter() - asked])
-        return answer
-
-    def _lookup(self, state: RequestState, blocks: range) -> int | None:
-        """Leading blocks of these that the tier could load; None: not known yet."""
-        groups = self._context.groups
-        if groups.window:
-            held = self._held(state, blocks)
-            return held if held is None else usable(held, groups.window)
-        start = blocks.start * len(groups)
-        found = self._manager.lookup(state.request.request_id, start, state.keys_from(start))
-        return found if found is None else found // len(groups)
-
-    def _held(self, state: RequestState, blocks: range) -> Sequence[int] | None:
-        groups = self._context.groups
-        start = blocks.start * len(groups)
-        keys = state.keys_from(start)
-        parts = self._manager.held(state.request.request_id, start, keys, len(blocks) * len(groups))
-        return None if parts is None else groups.held(parts)
+            self._context.count(lookup_seconds=[time.perf_counter() - since])
+        levels = self._context.groups.coverage(parts)
+        return [*levels, *[MISSING] * (len(blocks) - len(asked))] if asked != blocks else levels
 
     # -- loading -----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a store manager was told of a request's keys."""
+"""Lookup: what one tier was asked of one request, and what it answered."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 
-class Peeked(NamedTuple):
-    """How many of so many `keys` from `first` on an index `found`; good `until`."""
+class Asked(NamedTuple):
+    """A question to a store behind a network. `answer`: which keys from number `first` on are held.
+    `since`: when it was asked."""
 
     first: int
-    keys: int
-    found: int
-    until: float
+    answer: Future[list[bool]]
+    since: float
 
 
-class Lookup(NamedTuple):
-    """`answer`: which keys from `first` on are held, and how many leading ones are; good
-    `until`."""
+class Lookup:
+    """Answers of one tier for one request, each kept for a while; used by the scheduler's thread.
 
-    first: int
-    answer: Future[tuple[list[bool], int]]
-    asked: float
-    until: float = math.inf
+    A request that waits for room is asked about in every step. `peeked`: answers of an index in
+    memory, by the numbers of the keys. `asked`: the question to a store behind a network. Both are
+    good `until` then.
+    """
 
-    def count_from(self, first: int) -> int:
-        """Leading held keys from `first` on."""
-        held, count = self.answer.result()
-        skipped = first - self.first
-        if skipped <= count:
-            return count - skipped
-        return leading(held[skipped:])
+    def __init__(self) -> None:
+        self.peeked: dict[range, list[bool]] = {}
+        self.asked: Asked | None = None
+        self.until = math.inf
 
+    def renew(self, until: float = math.inf) -> None:
+        """Forget all answers; those to come are good `until` then."""
+        self.peeked.clear()
+        self.asked, self.until = None, until
 
-def leading(held: list[bool]) -> int:
-    """How many leading keys are held."""
-    return held.index(False) if False in held else len(held)
+    def cancel(self) -> None:
+        """The request has finished; a question under way ends unread."""
+        if self.asked is not None:
+            self.asked.answer.cancel()

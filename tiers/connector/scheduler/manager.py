@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.wrappers.guard import HEALTHY, Health
 
 
@@ -18,19 +19,12 @@ class TierManager(Protocol):
     completes_on_gather: bool
     """Whether stores end as soon as the slots are filled, so that the engine should step on."""
 
-    def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int | None:
-        """How many leading `keys` the tier holds; None: not known yet, ask again.
+    def coverage(
+        self, lookup: Lookup, keys: Sequence[bytes], asked: range
+    ) -> Sequence[bool] | None:
+        """Which of the keys of these numbers (`asked`) the tier holds; None: ask again.
 
-        `first` is the block index of `keys[0]` in its request.
-        """
-        ...
-
-    def held(
-        self, request_id: str, first: int, keys: Sequence[bytes], count: int
-    ) -> list[bool] | None:
-        """Which of the first `count` keys the tier holds, gaps or not; None: ask again.
-
-        `first` is as for `lookup`; `keys` are all that the request may yet be asked for.
+        `lookup` keeps the tier's answers for the request, whose keys are all of `keys`.
         """
         ...
 
@@ -42,7 +36,7 @@ class TierManager(Protocol):
         """Unpin blocks of an ended load."""
         ...
 
-    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+    def missing(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether the tier should be given each block; those it has count as used."""
         ...
 
@@ -71,9 +65,9 @@ class TierManager(Protocol):
         ...
 
     def reset(self) -> list[bytes]:
-        """Forget all answers, and all blocks that are kept in this process, whose keys are told.
+        """Forget all blocks that are known or kept in this process; the keys of those kept.
 
-        The caller makes other keys from now on, so that nothing depends on what is left.
+        The caller makes other keys and other `Lookup`s from now on.
         """
         ...
 
@@ -81,8 +75,8 @@ class TierManager(Protocol):
         """Remove this engine's blocks of a generation that is over, when there is time."""
         ...
 
-    def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """A request with these blocks will be looked up soon."""
+    def prefetch_lookup(self, lookup: Lookup, keys: Sequence[bytes]) -> None:
+        """Begin to look these keys up, if that takes time: they are asked for soon."""
         ...
 
     def health(self) -> Health:
@@ -91,10 +85,6 @@ class TierManager(Protocol):
 
     def slots_kept(self) -> int:
         """Slots of the host pool that the tier keeps blocks in."""
-        ...
-
-    def forget_request(self, request_id: str) -> None:
-        """Drop what is kept for a request."""
         ...
 
     def close(self) -> None:
@@ -107,13 +97,9 @@ class NullManager:
 
     completes_on_gather = False
 
-    def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int:
+    def coverage(self, lookup: Lookup, keys: Sequence[bytes], asked: range) -> list[bool]:
         """None of them."""
-        return 0
-
-    def held(self, request_id: str, first: int, keys: Sequence[bytes], count: int) -> list[bool]:
-        """None of them."""
-        return [False] * count
+        return [False] * len(asked)
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
         """Nothing is pinned."""
@@ -122,7 +108,7 @@ class NullManager:
     def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
         """Nothing was pinned."""
 
-    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+    def missing(self, keys: Sequence[bytes]) -> list[bool]:
         """None of them."""
         return [False] * len(keys)
 
@@ -150,7 +136,7 @@ class NullManager:
     def clear(self, generation: bytes) -> None:
         """No block is kept."""
 
-    def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
+    def prefetch_lookup(self, lookup: Lookup, keys: Sequence[bytes]) -> None:
         """There is nobody to ask."""
 
     def health(self) -> Health:
@@ -160,9 +146,6 @@ class NullManager:
     def slots_kept(self) -> int:
         """None."""
         return 0
-
-    def forget_request(self, request_id: str) -> None:
-        """Nothing is kept per request."""
 
     def close(self) -> None:
         """Nothing is open."""

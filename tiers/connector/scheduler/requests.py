@@ -14,6 +14,7 @@ from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.media import MediaMark, joined
 from tiers.connector.contract.protocols import NULL_BLOCK, Request, SchedulerOutput
 from tiers.connector.policy.request_limits import RequestLimits, read_limits
+from tiers.connector.scheduler.lookups import Lookup
 
 
 @dataclass
@@ -63,7 +64,7 @@ class RequestState:
     lookup was begun that is not answered yet. `computed`: tokens that are when all steps so far
     have run; 0 while it may be loading. `answered`: whether any lookup was. `looked_up`, `hit`:
     whether it is counted among the tier's lookups and hits. `order`: that in which its blocks were
-    stored.
+    stored. `lookup`: the answers of the tier.
     """
 
     request: Request
@@ -84,15 +85,12 @@ class RequestState:
     looked_up: bool = False
     hit: bool = False
     order: StoreOrder = field(default_factory=StoreOrder)
+    lookup: Lookup = field(default_factory=Lookup)
 
     @property
     def stores(self) -> bool:
         """Whether its blocks may be stored."""
         return self.store and self.media.shared
-
-    def keys_from(self, start: int) -> list[bytes]:
-        """Keys from `start` on; not to be changed, nor kept: copying thousands takes its time."""
-        return self.keys[start:] if start else self.keys
 
 
 class Scheduled(NamedTuple):
@@ -163,17 +161,15 @@ class RequestTable:
                 state.keys += self._parts.keys(hashes, blocks, mark)
         return state
 
-    def stop(self, state: RequestState, first: int) -> int:
-        """The block behind the last that could be loaded, from block `first` on."""
+    def stop(self, state: RequestState) -> int:
+        """The block behind the last that could be loaded."""
         known = len(state.keys) // len(self._parts)
         if not self._parts.window and not self._engine.drops_last:
             return known
         # A prefix has its windowed parts at its end, which must be where the load ends. And the
         # last token is always computed; its window may reach one token further back. Nor does the
         # block of that token count as one that is found, of which the last is dropped.
-        stop = min(known, (state.request.num_tokens - 1) // self._block_tokens)
-        most = state.limits.max_load_tokens
-        return stop if most is None else min(stop, first + most // self._block_tokens)
+        return min(known, (state.request.num_tokens - 1) // self._block_tokens)
 
     def to_load(
         self, state: RequestState, blocks: list[int]
@@ -197,7 +193,10 @@ class RequestTable:
     def forget(self, request_id: str) -> Counter[str]:
         """Drop a request that has finished; how many of its blocks never found room, and why."""
         state = self._states.pop(request_id, None)
-        return Counter() if state is None else Counter(state.refused.values())
+        if state is None:
+            return Counter()
+        state.lookup.cancel()
+        return Counter(state.refused.values())
 
     def reset(self) -> None:
         """Keep what is stored in a new generation free of what was computed in an older one.

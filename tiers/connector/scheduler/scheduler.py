@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.coverage import MISSING
@@ -19,6 +20,7 @@ from tiers.connector.contract.messages import (
 from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
 from tiers.connector.contract.stats import TierStats
 from tiers.connector.policy.cheapest.load_cost import LoadCost
+from tiers.connector.policy.choice import stitched
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.policy.wait_budget import WaitBudget
 from tiers.connector.scheduler.admission import Admission
@@ -188,22 +190,22 @@ class OffloadingScheduler:
         if not self._engine.media.ready(request):
             return None, False  # also where it loads nothing, since its marks come before its KV
         first, rest = divmod(num_computed_tokens, self._engine.block_tokens)
-        if rest or not self._health.reads:
-            return 0, False
-        state = self._requests.state_of(request)
-        found = self._loads.prefix(state, first)
-        if found is None:
+        stop = first if rest else request.num_tokens // self._engine.block_tokens
+        asked = {0: partial(self.coverage, request)}
+        found = stitched(asked, range(first, stop), self._context.groups.window)
+        if found.looking:
             return None, False
-        state.match = (first, found)
-        return found * self._engine.block_tokens, found > 0
+        count = max(0, found.stop - first - int(self._engine.drops_last))
+        self._requests.state_of(request).match = (first, count)
+        return count * self._engine.block_tokens, count > 0
 
-    def holds(self, request: Request, blocks: range) -> Sequence[int] | None:
+    def coverage(self, request: Request, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks the tier could load; None: ask again."""
         if not self._engine.media.ready(request):
             return None
         if not self._health.reads:
             return [MISSING] * len(blocks)
-        return self._loads.holds(self._requests.state_of(request), blocks)
+        return self._loads.coverage(self._requests.state_of(request), blocks)
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int
@@ -240,7 +242,7 @@ class OffloadingScheduler:
             return
         state = self._requests.state_of(request)
         if state.keys and state.limits.may_load(self.tier):
-            self._manager.expect(request.request_id, state.keys)
+            self._manager.prefetch_lookup(state.lookup, state.keys)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -304,7 +306,6 @@ class OffloadingScheduler:
         if state is not None:
             self._stores.request_finished(state, tables)
         self.note(**self._requests.forget(request.request_id))
-        self._manager.forget_request(request.request_id)
 
     def close(self) -> None:
         """Release the tier, which has nothing and wants nothing from now on."""

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from tiers.concurrency.executors import io_executor
-from tiers.connector.contract.coverage import WAVE
 from tiers.connector.contract.generation import Generation, space_of
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
 from tiers.connector.scheduler.clearing import Clearing
-from tiers.connector.scheduler.lookups import Lookup, Peeked, leading
+from tiers.connector.scheduler.lookups import Asked, Lookup
 from tiers.connector.scheduler.recent_keys import RecentKeys
 from tiers.connector.scheduler.unfound import UnfoundKeys
 from tiers.store import LocalIndex, TierStore, Touch, capability
@@ -52,8 +51,6 @@ class StoreManager:
         self._generation = generation
         self._clock = clock
         self._recent = RecentKeys(self.RECENT, self.RECENT_SECONDS, clock)
-        self._peeked: dict[str, Peeked] = {}
-        self._lookups: dict[str, Lookup] = {}
         self._touching: Future[None] | None = None
         name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
         self._unfound = UnfoundKeys(name)
@@ -64,67 +61,46 @@ class StoreManager:
         # Asked each time: a store that is opened late has it from then on.
         return capability(self._store, LocalIndex)
 
-    def lookup(self, request_id: str, first: int, keys: Sequence[bytes]) -> int | None:
-        """Count leading held blocks, or begin to find out."""
+    def coverage(
+        self, lookup: Lookup, keys: Sequence[bytes], asked: range
+    ) -> Sequence[bool] | None:
+        """Look the keys up in the index, or begin to ask for all keys from `asked` on."""
         if (index := self._index) is not None:
-            return self._peek_prefix(index, request_id, first, keys)
+            return self._peek(index, lookup, keys, asked)
         if not self.health().reads:
-            return 0
-        lookup = self._look_up(request_id, first, keys)
-        if lookup.answer.done():
-            return lookup.count_from(first)
-        return None if self._is_waited_for(lookup) else 0
+            return [False] * len(asked)
+        first, answer, since = self._look_up(lookup, keys, asked.start)
+        if not answer.done():
+            is_late = self._clock() >= since + self._lookup_deadline
+            return [False] * len(asked) if is_late else None
+        held = answer.result()[asked.start - first : asked.stop - first]
+        return held + [False] * (len(asked) - len(held))
 
-    def held(
-        self, request_id: str, first: int, keys: Sequence[bytes], count: int
-    ) -> list[bool] | None:
-        """Look up `count` of them in the index, or begin to find out about all."""
-        if (index := self._index) is not None:
-            return self._on_all_ranks(index.peek, keys[:count])
-        if not self.health().reads:
-            return [False] * count
-        lookup = self._look_up(request_id, first, keys)
-        if not lookup.answer.done():
-            return None if self._is_waited_for(lookup) else [False] * count
-        skipped = first - lookup.first
-        held = lookup.answer.result()[0][skipped : skipped + count]
-        return held + [False] * (count - len(held))
-
-    def _look_up(self, request_id: str, first: int, keys: Sequence[bytes]) -> Lookup:
-        """What the store is or was asked about `keys`, leading ones at least; begun if need be."""
-        lookup = self._lookups.get(request_id)
+    def _peek(
+        self, index: LocalIndex, lookup: Lookup, keys: Sequence[bytes], asked: range
+    ) -> list[bool]:
         now = self._clock()
-        if lookup is None or lookup.first > first or now > lookup.until:
-            answer = self._thread.submit(self._ask, list(keys))
-            lookup = self._lookups[request_id] = Lookup(first, answer, now)
-        elif lookup.answer.done() and lookup.until == math.inf:
-            # From when it is heard: an engine whose steps take longer would else ask for ever.
-            lookup = lookup._replace(until=now + self.LOOKUP_LIFETIME)
-            self._lookups[request_id] = lookup
-        return lookup
+        if not lookup.peeked or now > lookup.until:
+            lookup.renew(until=now + self.LOOKUP_LIFETIME)
+        held = lookup.peeked.get(asked)
+        if held is None:
+            held = self._look(index.peek, keys[asked.start : asked.stop])
+            lookup.peeked[asked] = held
+        return held
 
-    def _is_waited_for(self, lookup: Lookup) -> bool:
-        return self._clock() < lookup.asked + self._lookup_deadline
-
-    def _peek_prefix(
-        self, index: LocalIndex, request_id: str, first: int, keys: Sequence[bytes]
-    ) -> int:
-        """Look keys up until one is missing. A request that waits for room is asked for in every
-        step: for a while it is told what it was told before."""
-        peeked = self._peeked.get(request_id)
+    def _look_up(self, lookup: Lookup, keys: Sequence[bytes], first: int) -> Asked:
+        """What the store is or was asked about the keys from number `first` on, at least."""
         now = self._clock()
-        if peeked is None or peeked[:2] != (first, len(keys)) or now > peeked.until:
-            count, wave, held = 0, WAVE, [True]
-            while all(held) and count < len(keys):
-                held = self._look(index.peek, keys[count : count + wave])
-                count, wave = count + leading(held), 4 * wave
-            peeked = Peeked(first, len(keys), count, now + self.LOOKUP_LIFETIME)
-            self._peeked[request_id] = peeked
-        return peeked.found
-
-    def _ask(self, keys: list[bytes]) -> tuple[list[bool], int]:
-        held = self._look(self._store.has, keys)
-        return held, leading(held)
+        asked = lookup.asked
+        if asked is None or asked.first > first or now > lookup.until:
+            answer = self._thread.submit(self._look, self._store.has, list(keys[first:]))
+            lookup.renew()
+            asked = lookup.asked = Asked(first, answer, now)
+        elif asked.answer.done() and lookup.until == math.inf:
+            # The lifetime begins when the answer is first read. Otherwise an engine with slow steps
+            # would always find it expired.
+            lookup.until = now + self.LOOKUP_LIFETIME
+        return asked
 
     def _spaces(self) -> list[bytes]:
         return [space_of(namespace, self._generation.tag) for namespace in self._namespaces]
@@ -153,8 +129,8 @@ class StoreManager:
     def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
         """Nothing was pinned."""
 
-    def wants(self, keys: Sequence[bytes]) -> list[bool]:
-        """Want what is not known to be held; the store itself skips what it turns out to have."""
+    def missing(self, keys: Sequence[bytes]) -> list[bool]:
+        """What is not known to be held; the store itself skips what it turns out to have."""
         held = self._recent.known(keys)
         index = self._index
         if index is not None and not all(held):
@@ -208,21 +184,19 @@ class StoreManager:
         self._clearing.drop(keys, generation)
 
     def reset(self) -> list[bytes]:
-        """Forget all answers."""
+        """Forget what is known to be held."""
         self._recent.clear()
         self._unfound.reset()
-        self._peeked.clear()
-        self._lookups.clear()
         return []
 
     def clear(self, generation: bytes) -> None:
         """Drop the blocks of a generation that is over, in the background."""
         self._clearing.clear(generation)
 
-    def expect(self, request_id: str, keys: Sequence[bytes]) -> None:
+    def prefetch_lookup(self, lookup: Lookup, keys: Sequence[bytes]) -> None:
         """Begin to ask a store behind a network, so that its answer is there in time."""
-        if self._index is None and request_id not in self._lookups and self.health().reads:
-            self._look_up(request_id, 0, keys)
+        if self._index is None and lookup.asked is None and self.health().reads:
+            self._look_up(lookup, keys, 0)
 
     def health(self) -> Health:
         """What its guard says of reads; writes are the workers'."""
@@ -233,13 +207,6 @@ class StoreManager:
     def slots_kept(self) -> int:
         """None: blocks are kept elsewhere."""
         return 0
-
-    def forget_request(self, request_id: str) -> None:
-        """Drop the request's lookup; one under way ends unread."""
-        self._peeked.pop(request_id, None)
-        lookup = self._lookups.pop(request_id, None)
-        if lookup is not None:
-            lookup.answer.cancel()
 
     def close(self) -> None:
         """Close the store, once what nobody can find again is dropped, as far as time allows."""

@@ -38,11 +38,11 @@ class StoreReservations:
 
     def claim(self, offers: Offers) -> Claimed:
         """Take slots for those offers that the tier lacks and its rules admit."""
-        wanted = self._manager.wants([key for key, _ in offers.pairs])
+        lacking = self._manager.missing([key for key, _ in offers.pairs])
         items: dict[int, StoreItem] = {}
         refused: dict[int, str] = {}
-        for number, (key, paged), want in zip(offers.numbers, offers.pairs, wanted, strict=True):
-            if not want or key in self._keys:
+        for number, (key, paged), lacks in zip(offers.numbers, offers.pairs, lacking, strict=True):
+            if not lacks or key in self._keys:
                 continue
             reason = self._refusal(key)
             claim = self.pool.claim(key) if reason is None else None
