@@ -1,4 +1,4 @@
-"""The circuit breaker: when a tier that fails is left alone, and when it is tried again."""
+"""Breaker: the circuit breaker that decides when a failed tier is left alone, and when tried."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Call:
-    """A call that a breaker let in at `began`, in seconds. `is_trial`: the tier was down then.
-    `is_late`: it took longer than its deadline, and counted as failed."""
+    """A call that a breaker allowed at `began`, in seconds. `is_trial`: the breaker was open then.
+    `is_late`: the call exceeded its deadline, and counts as failed."""
 
     began: float
     is_trial: bool
@@ -18,12 +18,11 @@ class Call:
 
 
 class Breaker:
-    """Closed while calls work; open after a failure; one trial call each time the wait is over.
+    """Closed while calls work; open after a failure; allows one trial when a wait is over.
 
-    A call that has not returned after `deadline` seconds is a failure as soon as anyone asks
-    (see `notice_late`), and no trial is made before it returns: what hangs must not take a thread
-    after the other. Thread-safe; its lock is never held during I/O. `clock` gives seconds, never
-    going back.
+    A call that has not returned after `deadline` seconds counts as failed once `notice_late` is
+    called. No trial is allowed before it returns: a tier that hangs must not take one thread after
+    another. Thread-safe; the lock is never held during I/O. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class Breaker:
         self._clock = clock
         self._retry_at: float | None = None
         self._under_way: set[Call] = set()
-        # Without it two callers could both take the one trial, and double the wait twice.
+        # Without it two callers could both get the trial, and double the wait twice.
         self._lock = threading.Lock()
 
     @property
@@ -49,11 +48,11 @@ class Breaker:
 
     @property
     def wait(self) -> float:
-        """Seconds between trials now."""
+        """Seconds from a failed trial to the next, as of now."""
         return self._wait
 
     def is_refusing(self) -> bool:
-        """Whether a call would be refused now. Takes no trial."""
+        """Whether a call would be refused now. Does not use up a trial."""
         with self._lock:
             return self._refuses()
 
@@ -63,20 +62,20 @@ class Breaker:
         return self._clock() < self._retry_at or any(call.is_late for call in self._under_way)
 
     def enter(self) -> Call | None:
-        """Ask to make a call, whose outcome goes to `succeeded` or `failed`; None: refused."""
+        """Begin a call; report its end to `succeeded`, `failed` or `leave`. None: refused."""
         with self._lock:
             if self._refuses():
                 return None
             now = self._clock()
             call = Call(now, is_trial=self._retry_at is not None)
             if call.is_trial:
-                # Others wait for the trial's outcome, at least as long as one may take.
+                # Other calls are refused until the trial ends, or its deadline is over.
                 self._retry_at = now + max(self._wait, self.deadline)
             self._under_way.add(call)
             return call
 
     def notice_late(self) -> bool:
-        """Count calls beyond their deadline as failed; True if that opened the breaker."""
+        """Count calls that exceeded their deadline as failed; True if that opened the breaker."""
         with self._lock:
             limit = self._clock() - self.deadline
             late = [c for c in self._under_way if c.began < limit and not c.is_late]
@@ -90,7 +89,7 @@ class Breaker:
         """Report that the store answered; True if that closed the breaker."""
         with self._lock:
             self._under_way.discard(call)
-            # A call let in before the tier failed says nothing about it now.
+            # A call from before the failure says nothing about the tier now.
             if not call.is_trial or call.is_late or self._retry_at is None:
                 return False
             self._retry_at = None
@@ -104,7 +103,7 @@ class Breaker:
             return not call.is_late and self._open(call)
 
     def leave(self, call: Call | None) -> None:
-        """A call, if it was one, ended in a way that says nothing of the store."""
+        """Report an end of a call, if any, that says nothing about the store."""
         with self._lock:
             self._under_way -= {call}
 

@@ -143,9 +143,9 @@ def test_pinning_goes_in_steps_and_says_how_far_it_is(
     said = [record.getMessage() for record in caplog.records]
     assert said[0] == "pinning 2.5MiB of host memory"
     assert said[1:4] == [
-        f"pinning host memory: {done} of 2.5MiB are there" for done in ("1MiB", "2MiB", "2.5MiB")
+        f"pinning host memory: {done} of 2.5MiB are provided" for done in ("1MiB", "2MiB", "2.5MiB")
     ]
-    assert "all is there" in said[4]
+    assert "done after" in said[4]
     memory.close()
 
 

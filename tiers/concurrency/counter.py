@@ -7,23 +7,23 @@ from collections import Counter
 
 
 class LockedCounter:
-    """How often something happened, by kind. Thread-safe."""
+    """Counts events by kind. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()  # a Counter's += reads, then writes: two would count one
+        self._lock = threading.Lock()  # += reads, then writes: two threads could count one event
 
     def count(self, kind: str, times: int = 1) -> None:
-        """Add to a kind."""
+        """Add `times` to the count of `kind`."""
         with self._lock:
             self._counts[kind] += times
 
     def by_kind(self) -> dict[str, int]:
-        """The counts now."""
+        """Return a copy of the counts."""
         with self._lock:
             return dict(self._counts)
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all counts."""
         return sum(self.by_kind().values())

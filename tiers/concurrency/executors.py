@@ -1,4 +1,4 @@
-"""Threads that may leave the engine's compute cores to it, where there are others."""
+"""Threads for I/O, which may run on other cores than those that OpenMP computes on."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 
 _NODES = Path("/sys/devices/system/node")
 _BINDS = "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"
-"""What has OpenMP bind threads, of the standard, GNU's and Intel's; nothing but the environment
-tells whether it does."""
+"""Variables that make OpenMP (the standard, GNU's, Intel's) bind threads; nothing but the
+environment tells whether it does."""
 _BINDS_NOT = {"", "false", "none", "disabled"}
 
 
 def io_executor(count: int, name: str) -> ThreadPoolExecutor:
-    """At most so many threads, named `kvtiers-NAME_N`, spread out."""
+    """Make an executor of at most `count` threads, named `kvtiers-NAME_N`, by `widen_affinity`."""
     return ThreadPoolExecutor(
         count, thread_name_prefix=f"kvtiers-{name}", initializer=widen_affinity
     )
 
 
 def widen_affinity() -> None:
-    """Let the calling thread run on cores, too, that OpenMP keeps its process's first thread from.
+    """Let the calling thread run on more cores than those that OpenMP binds its process to.
 
     An engine on the CPU has OpenMP bind its worker's first thread to the cores that compute, and
-    a thread inherits that: what it does would be taken from the engine, beside cores kept free
-    for it. The worker's parent is not bound, so its cores, of the NUMA nodes that the worker is
-    on, are those that the operator meant. What binds a whole process holds.
+    new threads inherit that: they would take time from the engine while other cores are idle. The
+    worker's parent is not bound, so the parent's cores, on the NUMA nodes of the worker, are those
+    that the operator meant. A binding of the whole process, parent included, holds.
     """
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or not hasattr(os, "sched_setaffinity"):
@@ -40,14 +40,14 @@ def widen_affinity() -> None:
         if ours < near:
             os.sched_setaffinity(0, near)
     except (OSError, ValueError):
-        # The parent has ended, or /sys tells nothing: as bound as before, it works as well.
+        # The parent has ended, or /sys tells nothing: the thread stays bound, and works.
         return
 
 
 def _same_nodes(cores: set[int]) -> set[int]:
     """All cores of the NUMA nodes that have some of these. Raises OSError and ValueError."""
     nodes = [_listed(file.read_text()) for file in _NODES.glob("node[0-9]*/cpulist")]
-    # A kernel that knows no nodes has one.
+    # Without NUMA nodes in /sys there is one.
     known = nodes or [set(range(os.cpu_count() or 1))]
     return set[int]().union(*(node for node in known if node & cores))
 

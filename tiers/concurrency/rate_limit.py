@@ -1,4 +1,4 @@
-"""RateLimit: spreads a thread's transfers over time."""
+"""RateLimit: bounds the throughput of transfers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ import time
 
 
 class RateLimit:
-    """At most a `shares`-th of `rate` bytes a second, over all threads that take from it; without
-    a rate, as they come.
+    """Limits throughput to rate/shares bytes per second over all callers; None: unlimited.
 
-    A transfer goes at once where the ones before it have had their time, so that one alone is
-    never slowed down; it is those behind it that pay for it.
+    A transfer starts at once if the earlier ones have used up their time, so that a single one is
+    never slowed down; those after it wait for its time. Thread-safe.
     """
 
     def __init__(self, rate: float | None, shares: int = 1) -> None:
         self.rate = rate / shares if rate else None
         self._free_at = 0.0
         self._stopped = threading.Event()
-        # Of two threads each must find the time that the other has taken.
+        # Without it two threads could take the same time.
         self._lock = threading.Lock()
 
     def take(self, size: int, until: float = math.inf) -> bool:
-        """Wait until so many bytes may be moved. False, at once: that is not before `until`, in
-        seconds of the monotonic clock."""
+        """Block until `size` bytes may be moved, and return True. Returns False at once if that
+        would be after `until` (`time.monotonic()`)."""
         if self.rate is None:
             return True
         with self._lock:
@@ -36,5 +35,5 @@ class RateLimit:
         return True
 
     def stop(self) -> None:
-        """Hold nobody back any more."""
+        """Let all callers go on now, and limit nobody from now on."""
         self._stopped.set()

@@ -5,12 +5,11 @@ moves it between them.
       ^                │  ^                 │
       └────vacate──────┘  └─────retire──────┘
 
-A reserved slot belongs to one owner, who alone writes its bytes; live and reserved slots are
-what `used` counts. A state changes in one transaction with everything that depends on it, so a
+A reserved slot belongs to one owner, who alone writes its bytes. `used` counts live and reserved
+slots. A state changes in one transaction with everything that depends on it, so a
 process killed at any instant leaves each slot in exactly one state.
 
-A log of the last edits tells which blocks came and went, for whoever keeps a copy of that (see
-`presence`).
+A log of the last edits tells which blocks came and went; `fingerprint_index` follows it.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from tiers.disk.rows import (
 )
 
 FIRST = Slot(0, 0)
-"""Before every slot."""
+"""A slot that sorts before all others."""
 
 _LOG_PAGES = 256  # 1 MiB
 
 
 class Edit:
-    """The changes of one write transaction; no other process or thread changes anything."""
+    """The changes of one write transaction; nobody else changes the index meanwhile."""
 
     def __init__(self, txn: Any, tables: Mapping[str, Any], owner: bytes) -> None:
         self._txn = txn
@@ -56,7 +55,7 @@ class Edit:
         self.capacity, self.used, self._clock = fields(STATE, self._state)
 
     def save_state(self) -> None:
-        """Write what the edit keeps in memory; the last step before the commit."""
+        """Write the counters and the log, which are kept in memory; call it before the commit."""
         if self.used < 0:
             raise lmdb.CorruptedError("more bytes were freed than were in use")
         state = STATE.pack(self.capacity, self.used, self._clock)
@@ -77,24 +76,24 @@ class Edit:
         return log["entries"] > 1 and log["leaf_pages"] + log["overflow_pages"] > _LOG_PAGES
 
     def entry(self, key: bytes) -> Entry | None:
-        """The live block of a key."""
+        """Return the live block of a key, or None."""
         data = self._get("blocks", key)
         return None if data is None else parse_entry(data)
 
     def renew(self, key: bytes) -> None:
-        """Count a live block as used after every other; an unknown key is ignored."""
+        """Make a live block the most recently used; an unknown key is ignored."""
         entry = self.entry(key)
         if entry is not None:
             self._delete("recency", STAMP.pack(entry.stamp))
             self._enter(key, entry)
 
     def oldest(self, besides: Collection[bytes]) -> bytes | None:
-        """The key whose use is longest ago and that is none of `besides`."""
+        """Return the least recently used key that is not in `besides`, or None."""
         cursor = self._txn.cursor(self._tables["recency"])
         return next((key for key in cursor.iternext(keys=False) if key not in besides), None)
 
     def claim(self, size: int) -> Slot:
-        """Reserve a free slot, a new one at the file's end if there is none."""
+        """Reserve a free slot of `size` bytes, or a new one at the file's end."""
         cursor = self._txn.cursor(self._tables["free"])
         if cursor.set_range(SLOT.pack(size, 0)):
             slot = parse_slot(*fields(SLOT, cursor.key()))
@@ -111,7 +110,7 @@ class Edit:
         return slot
 
     def publish(self, key: bytes, slot: Slot, payload_bytes: int, checksum: bytes) -> None:
-        """Make a reserved slot, of the size for it, the live block of a key that has none."""
+        """Make a reserved slot the live block of a key that has none."""
         self._delete("reserved", SLOT.pack(*slot))
         self._enter(key, Entry(slot, payload_bytes, checksum, 0))
         self._changes.append(fingerprint(key) | ADDED)
@@ -123,7 +122,7 @@ class Edit:
         self._put("blocks", key, row)
 
     def retire(self, key: bytes) -> Slot:
-        """Forget a live block; its slot is reserved for us now."""
+        """Remove a live block from the index; its slot is reserved for us now."""
         entry = self.entry(key)
         if entry is None:
             raise lmdb.CorruptedError("a block that is not live can't be retired")
@@ -134,7 +133,7 @@ class Edit:
         return entry.slot
 
     def vacate(self, slot: Slot) -> None:
-        """Free a reserved slot, whose disk space is already given back."""
+        """Free a reserved slot; its disk space has been given back already."""
         self._delete("reserved", SLOT.pack(*slot))
         self.used -= slot.size
         if slot.number + 1 == self.lengths().get(slot.size):
@@ -143,7 +142,7 @@ class Edit:
             self._put("free", SLOT.pack(*slot), b"")
 
     def reservations(self) -> dict[Slot, bytes]:
-        """Every reserved slot and its owner's id."""
+        """Return all reserved slots with their owners' ids."""
         rows = self._txn.cursor(self._tables["reserved"])
         return {parse_slot(*fields(SLOT, key)): owner for key, owner in rows}
 
@@ -156,13 +155,13 @@ class Edit:
         return self.is_of(self._owner, slot)
 
     def free(self, after: Slot = FIRST, limit: int | None = None) -> list[Slot]:
-        """Free slots below their files' lengths, in order: so many behind `after`, or all."""
+        """Return free slots in order: the first `limit` after slot `after`, or all."""
         cursor = self._txn.cursor(self._tables["free"])
         rows = cursor.iternext(values=False) if cursor.set_range(SLOT.pack(*after) + b"\0") else ()
         return [parse_slot(*fields(SLOT, key)) for key in islice(rows, limit)]
 
     def lengths(self) -> dict[int, int]:
-        """How many slots each slab file has, by slot size."""
+        """Return the number of slots of each slab file, by slot size."""
         rows = self._txn.cursor(self._tables["lengths"])
         return {fields(SIZE, key)[0]: fields(SIZE, value)[0] for key, value in rows}
 
@@ -174,6 +173,6 @@ class Edit:
         self._txn.put(key, value, db=self._tables[table])
 
     def _delete(self, table: str, key: bytes) -> None:
-        # Every row deleted was read or written as part of a state, so a missing one is damage.
+        # A row to delete was read or written as part of a state: if it is missing, that is damage.
         if not self._txn.delete(key, db=self._tables[table]):
             raise lmdb.CorruptedError(f"no such row in {table}")

@@ -1,4 +1,4 @@
-"""Waiting for a lock on a file, for a while."""
+"""Takes a lock on a file, with a time limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _POLL_S = 0.02
 
 
 def acquire(handle: int, seconds: float) -> bool:
-    """Lock an open file for us alone; False if another has had it all the time. Raises OSError."""
+    """Lock an open file exclusively; False if others held it for `seconds`. Raises OSError."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -17,13 +17,13 @@ _MOUNTS = Path("/proc/self/mountinfo")
 _MOUNT_OF_HANDLE = re.compile(r"^mnt_id:\s*([0-9]+)$", re.M)
 
 MEMORY = frozenset({"tmpfs", "ramfs"})
-"""What lies here takes memory, and goes with the machine."""
+"""File systems whose files take memory, and are lost when the machine goes down."""
 
 ONE_HOST = MEMORY | {
     *("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "overlay", "reiserfs"),
     *("rootfs", "xfs", "zfs"),
 }
-"""Two hosts can't have one of these mounted at once."""
+"""File systems that two hosts can't have mounted at once."""
 
 _SHARED = re.compile(
     "9p|acfs|afs|beegfs|ceph|cifs|coda|gfs2?|glusterfs|gpfs|lustre|ncpfs|nfs4?|ocfs2|orangefs"
@@ -33,11 +33,11 @@ _FUSE_OF_THIS_HOST = frozenset({"fuse.fuse-overlayfs"})
 
 
 def file_system(path: Path) -> str:
-    """What the kernel calls the file system of a path, or of what there is of it already; ""
-    where it tells nothing."""
+    """Return the kernel's name of the file system at a path, or at its nearest existing parent; ""
+    if unknown."""
     there = next(one for one in (path, *path.parents) if os.path.lexists(one))
     try:
-        # The dot has the kernel mount what it mounts when it is first used.
+        # The dot makes the kernel mount an automount.
         handle = os.open(f"{there}/." if there.is_dir() else there, os.O_PATH | os.O_CLOEXEC)
         try:
             found = _MOUNT_OF_HANDLE.search(Path(f"/proc/self/fdinfo/{handle}").read_text())

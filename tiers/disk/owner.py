@@ -1,10 +1,13 @@
-"""Who uses the folder: one empty, locked file per process that has the tier open.
+"""Who has the folder open: one empty, locked file for each process.
 
-The file's name tells the process, its host and the host's boot, so a file that is left over says
-what happened. Its lock is free and the boot is this one: that process died, the page cache survived
-it, and only its reservations need care. Another boot of this host: the machine went down with the
-tier open, and unless each of its commits was synced, which the name tells too, the index can't be
-trusted. Another host: it may have the folder open now, its locks being none of ours.
+The file's name tells the process, its host, the host's boot and whether commits were synced, so a
+file that was left over tells what happened:
+
+- Its lock is free and the boot is this one: the process died and the page cache survived. Only its
+  reserved slots need repair.
+- Another boot of this host: the machine went down with the tier open. The index can be trusted only
+  if each commit was synced.
+- Another host: it may have the folder open now, since its locks may not reach us.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ _NAME = re.compile(
 
 
 class Host(NamedTuple):
-    """A machine, as long as it runs: the kernel's name for this boot, the installation's own name
-    for the machine (`-` where it has none, as in most containers), and what people call it."""
+    """A machine from boot to shutdown: the kernel's id of this boot, the installation's machine id
+    (`-` if it has none, as in most containers), and the host's name."""
 
     boot: str
     machine: str
@@ -39,7 +42,7 @@ class Host(NamedTuple):
 
 
 def this_host() -> Host:
-    """The host that we are on. Containers of one host have one boot."""
+    """Return this process's host. Containers of one host have the same boot."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     try:
         machine = _MACHINE.read_text().strip()
@@ -52,8 +55,8 @@ def this_host() -> Host:
 
 
 class Owners(NamedTuple):
-    """Who is there: ids of the living, files of the dead; whether one died with the machine, and
-    whether one that did not sync its commits did; why we may not come in, if so."""
+    """The owners of a folder. `alive`: ids; `dead`: files. `rebooted`: one died with its machine.
+    `unsynced_crash`: one of those did not sync its commits. `refusal`: why we must not open."""
 
     alive: frozenset[bytes]
     dead: tuple[Path, ...]
@@ -63,10 +66,10 @@ class Owners(NamedTuple):
 
 
 def scan_owners(owners: Path, one_host: bool) -> Owners:
-    """Look at every owner file. Only under the folder's lock, since a new one is locked late.
+    """Read all owner files. Only under the folder's lock: a new file is locked after it is made.
 
-    `one_host`: two hosts can't have the folder's file system mounted at once, so that an owner of
-    another boot is dead, whatever machine that was. Raises OSError.
+    `one_host`: two hosts can't have the folder's file system mounted at once, so an owner of
+    another boot is dead, whatever its machine. Raises OSError.
     """
     us = this_host()
     alive: set[bytes] = set()
@@ -92,7 +95,7 @@ def scan_owners(owners: Path, one_host: bool) -> Owners:
 
 
 def _is_of(us: Host, name: re.Match[str]) -> bool:
-    # A name without a machine is of a version that did not tell.
+    # Versions before this field wrote names without a machine.
     return name["machine"] is None or name["machine"] == us.machine != _NAMELESS
 
 
@@ -107,7 +110,7 @@ def _of_stranger(file: Path, host: str | None, locked: bool) -> str:
 
 
 def _of_twin(file: Path) -> str:
-    """LMDB knows readers by their process number, which processes of two containers may share."""
+    """LMDB tells readers apart by process id, which processes of two containers may share."""
     return (
         f"{file.parent.parent} is in use by a process of another container that has the same "
         f"number as this one, {os.getpid()}; give each container a path of its own, or let them "
@@ -131,8 +134,8 @@ def _is_locked(file: Path) -> bool:
 
 
 class Owner:
-    """This process's own file. The kernel frees its lock only after the last thread is gone,
-    so no write of a dead owner is still under way."""
+    """This process's own file. The kernel frees its lock only after the last thread has ended, so
+    no write of a dead owner is still under way."""
 
     def __init__(self, owners: Path, synced: bool) -> None:
         self.id = secrets.token_bytes(OWNER_ID_BYTES)
@@ -142,12 +145,12 @@ class Owner:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._handle = os.open(self._file, flags, 0o600)
         fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A power cut must not lose the name while it keeps index pages written after it.
+        # Otherwise a power cut could lose the name but keep index pages written after it.
         sync_folder(owners)
 
     def leave(self, clean: bool) -> None:
-        """Free the lock; the file goes only if nothing is left to repair."""
-        # A name that a read-only file system keeps says that we died: a look at what we reserved.
+        """Free the lock, and remove the file if nothing is left to repair (`clean`)."""
+        # If a read-only file system keeps the file, the next process repairs in vain.
         with suppress(OSError):
             if clean:
                 self._file.unlink(missing_ok=True)

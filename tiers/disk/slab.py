@@ -20,8 +20,8 @@ from tiers.errors import RecordError
 from tiers.host.scratch import Scratch
 
 PAGE = 4096
-"""Slots and their payloads start at multiples of this: what direct I/O asks of offsets, lengths
-and addresses, to be safe on every device."""
+"""Slots and payloads start at multiples of this. Direct I/O needs it of offsets, lengths and
+addresses to work on every device."""
 
 _NAME = re.compile(r"^slab-([0-9]+)\.dat$")
 _KEEP_SIZE = 0x01
@@ -31,12 +31,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def slot_bytes(payload_bytes: int) -> int:
-    """Bytes of the slot that holds a payload of this length, its header's page included."""
+    """Return the bytes of a slot for a payload of this length, with the header's page."""
     return PAGE - -payload_bytes // PAGE * PAGE
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive the machine. Raises OSError."""
+    """Sync the names in a folder to the device. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -45,7 +45,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def punch(handle: int, offset: int, length: int) -> None:
-    """Give a range's disk space back; it reads as zeros from now on. Raises OSError."""
+    """Give back the disk space of a range, which reads as zeros from now on. Raises OSError."""
     try:
         fallocate = _libc.fallocate
     except AttributeError as error:
@@ -60,8 +60,8 @@ def punch(handle: int, offset: int, length: int) -> None:
 class Slab:
     """One file of slots. Every method may raise OSError; threads may use it at once.
 
-    With `direct`, payloads pass the page cache by (O_DIRECT): straight from and into the caller's
-    memory where it lies on whole pages, as the host pool's slots do, else through a copy.
+    With `direct`, payloads bypass the page cache (O_DIRECT). Page-aligned memory, such as the host
+    pool's slots, needs no copy.
     """
 
     def __init__(self, path: Path, size: int, direct: bool = False) -> None:
@@ -69,7 +69,7 @@ class Slab:
         self._handle = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
         self._size = size
         self._direct = direct
-        # Of a slot whose payload needs no copy only the header's page is written to.
+        # If the payload needs no copy, only the first page of this memory is used.
         self._scratch = Scratch(size)
 
     def write(self, number: int, header: bytes, payload: memoryview) -> None:
@@ -85,7 +85,8 @@ class Slab:
             self._write(number * self._size, [slot[:PAGE], payload] if whole else [slot])
 
     def read(self, number: int, payload: memoryview) -> bytes:
-        """Fill the payload from a slot; the header. Raises RecordError if the file ends before."""
+        """Fill the payload from a slot, and return the header. Raises RecordError if the file is
+        too short."""
         if not self._direct:
             head = bytearray(PAGE)
             self._read(number * self._size, [memoryview(head), payload], PAGE + len(payload))
@@ -107,7 +108,7 @@ class Slab:
     def _read(self, offset: int, parts: list[memoryview], needed: int) -> None:
         while needed > 0:
             done = os.preadv(self._handle, parts, offset)
-            # Direct reads stop within a page only at the file's end, and can't go on from there.
+            # A direct read stops inside a page only at the end of the file.
             if done == 0 or (self._direct and done % PAGE and done < needed):
                 raise RecordError("the slab file ends inside the record")
             offset += done
@@ -115,30 +116,30 @@ class Slab:
             parts = _after(parts, done)
 
     def allocate(self, number: int, count: int = 1) -> None:
-        """Put disk space behind slots, so that a full disk is found before anything is lost."""
+        """Allocate disk space for slots, so that a full disk shows before they are written."""
         os.posix_fallocate(self._handle, number * self._size, count * self._size)
 
     def punch(self, numbers: Iterable[int]) -> None:
-        """Take the disk space from slots."""
+        """Give back the disk space of these slots."""
         for first, count in _runs(numbers):
             punch(self._handle, first * self._size, count * self._size)
 
     def free_bytes(self) -> int:
-        """Bytes that the file system has left for us."""
+        """Return the free bytes of the file system."""
         found = os.fstatvfs(self._handle)
         return found.f_bavail * found.f_frsize
 
     def slots(self) -> int:
-        """How many whole slots the file is long."""
+        """Return how many whole slots the file has."""
         return os.fstat(self._handle).st_size // self._size
 
     def truncate(self, count: int) -> None:
-        """Cut the file after so many slots; a shorter file stays as it is."""
+        """Cut the file after `count` slots; a shorter file stays as it is."""
         if os.fstat(self._handle).st_size > count * self._size:
             os.ftruncate(self._handle, count * self._size)
 
     def sync(self) -> None:
-        """Make what was written survive the machine."""
+        """Sync what was written to the device."""
         os.fdatasync(self._handle)
 
     def close(self) -> None:
@@ -153,7 +154,7 @@ def _on_pages(payload: memoryview) -> bool:
 
 
 def _after(parts: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of the parts once `done` bytes of them are through."""
+    """Return what is left of the parts after their first `done` bytes."""
     left = []
     for part in parts:
         if done < len(part):
@@ -163,7 +164,7 @@ def _after(parts: list[memoryview], done: int) -> list[memoryview]:
 
 
 def _runs(numbers: Iterable[int]) -> Iterable[tuple[int, int]]:
-    """Neighbouring numbers as (first, count)."""
+    """Group the numbers into runs of neighbours: (first, count)."""
     first = count = 0
     for number in sorted(numbers):
         if count and number == first + count:
@@ -203,7 +204,7 @@ class Slabs:
         return {int(name[1]) for name in names if name}
 
     def sync(self, sizes: Iterable[int]) -> None:
-        """Make what was written to slots of these sizes survive the machine."""
+        """Sync what was written to slots of these sizes to the device."""
         for size in sizes:
             self[size].sync()
 

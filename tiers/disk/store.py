@@ -1,4 +1,4 @@
-"""The disk tier as a store: the verbs, and the blocks' way between caller's memory and slabs."""
+"""DiskStore: the disk tier's verbs, which move blocks between the caller's memory and slabs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CLEARED_AT_ONCE = 256
 
 
 class _Load(NamedTuple):
-    """A block to fill: its place in the batch, and where it lies."""
+    """A block to fill: its position in the batch, and its entry in the index."""
 
     place: int
     block: Block
@@ -41,13 +41,13 @@ class _Load(NamedTuple):
 class DiskStore:
     """A TierStore in a folder, with every capability of `tiers.store`.
 
-    Stores of one process on one folder share what is open (see `folder`); processes share the
+    Stores of one process on one folder share what is open (see `registry`); processes share the
     index. The capacity bounds the disk space of all slots, live and being written; the last
     store opened on a folder sets it. Blocks of any payload length share the folder.
 
-    A block is written by two transactions: the first reserves its slot, and drops whatever was
-    there; the second, after the write, gives the key to the slot. Loads take no lock: a record
-    that is not the one the index named, for whatever reason, is a miss.
+    A block is stored by two transactions: the first reserves a slot, evicting its block if need
+    be; the second, after the write, publishes the slot under the key. Loads take no lock: a record
+    that differs from the index's entry, for whatever reason, is a miss.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class DiskStore:
         self._failed_drops = RepeatedLog(logger, where, "times damaged blocks stayed")
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say which blocks are live: microseconds, from the index's mapped memory."""
+        """Say for each key whether its block is live, from the index's mapped memory."""
         with self._folder.in_use() as folder:
             return folder.index.has([index_key(key) for key in keys])
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say which blocks are live, of many in less than 0.2 microseconds each: from a table in
-        memory that follows the index (see `presence`)."""
+        """Say for each key whether its block is live, from memory (see `fingerprint_index`): for
+        many keys in less than 0.2 us each."""
         with self._folder.in_use() as folder:
             return folder.fingerprints.peek(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count blocks as used now, the first of them most. Reaches the index within seconds, with
-        a put or without; recency alone is lost if the process is killed before."""
+        """Count blocks as used now, the first as the most recent. The index learns of it within
+        seconds; if the process is killed before, only recency is lost."""
         require_own(self._folder)
         self._folder.uses.record([index_key(key) for key in keys])
 
@@ -96,14 +96,14 @@ class DiskStore:
         return f"{self._folder.path}, io {io}, durability {self._folder.access.durability}"
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Forget blocks and give their disk space back."""
+        """Drop blocks and give their disk space back."""
         with self._folder.in_use() as folder:
             folder.drop([index_key(key) for key in keys])
 
     def clear(self, namespace: bytes) -> bool:
-        """Forget some of a namespace's blocks, for all processes on the folder; True: call again.
+        """Drop some of a namespace's blocks, for all processes on the folder; True: call again.
 
-        In short edits: other threads and processes store meanwhile.
+        Works in short edits, between which other threads and processes store.
         """
         with self._folder.in_use() as folder:
             index_keys = folder.index.starting_with(index_key_prefix(namespace), _CLEARED_AT_ONCE)
@@ -111,9 +111,9 @@ class DiskStore:
             return len(index_keys) == _CLEARED_AT_ONCE
 
     def close(self) -> None:
-        """Let go of the folder; the process's last store on it syncs the index. Idempotent.
+        """Release the folder; the process's last store on it syncs the index. Idempotent.
 
-        In a forked child it does nothing: the parent's files and locks stay the parent's.
+        Does nothing in a forked child: files and locks are the parent's.
         """
         if self._closed:
             return
@@ -126,7 +126,7 @@ class DiskStore:
             open_folders.release(self._folder)
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """Store blocks. Raises TierFull or TierUnavailable only if none of them is held then."""
+        """Store blocks. Raises TierFull or TierUnavailable only if none is held afterwards."""
         batch: dict[bytes, Block] = {}
         index_keys = [index_key(block.key) for block in blocks]
         for name, block in zip(index_keys, blocks, strict=True):
@@ -146,7 +146,7 @@ class DiskStore:
             jobs = [(batch[key], slot) for key, slot in slots.items()]
             outcomes = self._write_all(folder, jobs)
         finally:
-            # Whatever happened, each reserved slot ends as a block or as free space.
+            # Whatever happens, each reserved slot becomes a block or is freed.
             done = zip(slots, outcomes, strict=False)
             written = {key: entry for key, entry in done if isinstance(entry, Entry)}
             held |= folder.commit(list(batch), slots, written)
@@ -171,7 +171,7 @@ class DiskStore:
             try:
                 folder.slabs.sync({slot.size for _, slot in jobs})
             except OSError as error:
-                return [error] * len(jobs)  # which of them are on the device, nobody knows
+                return [error] * len(jobs)  # nobody knows which of them reached the device
         return outcomes
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
@@ -226,11 +226,11 @@ class DiskStore:
             self._damaged.count("record", dropped)
 
     def damaged(self) -> int:
-        """Records that were not those of the index, and dropped."""
+        """Number of records that were not those of the index, and were dropped."""
         return self._damaged.total
 
     def _spread(self, job: Callable[[Item], Outcome], items: Sequence[Item]) -> list[Outcome]:
-        """Run a job on each item over the I/O threads; outcomes in order, after all have ended."""
+        """Run `job` on each item on the I/O threads; return the outcomes in order."""
         lanes = min(THREADS, len(items))
         if lanes <= 1:
             return [job(item) for item in items]
@@ -254,7 +254,7 @@ def _write(folder: OpenFolder, block: Block, slot: Slot) -> Entry | OSError:
 
 
 def _read(folder: OpenFolder, job: _Load) -> RecordError | OSError | None:
-    """Fill the block's payload from its slot; what was wrong, if anything."""
+    """Fill the block's payload from its slot; return what was wrong, or None."""
     _, block, entry = job
     try:
         header = folder.slabs[entry.slot.size].read(entry.slot.number, block.payload)

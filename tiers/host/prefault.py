@@ -1,4 +1,4 @@
-"""Prefault: memory that the system has given before it is used."""
+"""Prefault: makes the system provide pages of memory before they are used."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tiers.concurrency.executors import widen_affinity
 logger = logging.getLogger(__name__)
 
 AHEAD = 256 << 20
-"""Bytes to have beyond what is in use: a third of a second's work, and all that a pool which is
-never filled costs in vain."""
+"""Bytes to provide beyond those in use: a third of a second's work, and all that is wasted on a
+pool that is never filled."""
 
 _STEP = 4 << 20
 STEP = 1 << 30
-"""What is provided between two looks at the memory that is left."""
+"""Bytes provided between two checks of the memory left."""
 PIECE = 64 << 20
 PROVIDERS = 4
 SAY_SECONDS = 5.0
 MADV_POPULATE_WRITE = 23
-"""Linux 5.14's, for which Python has no name."""
+"""Of Linux 5.14; Python has no name for it."""
 
 
 def provide(
@@ -35,11 +35,11 @@ def provide(
     check: Callable[[int], None],
     now: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Make the system give all pages of a range that is fresh, on several threads, in steps.
+    """Make the system provide all pages of a fresh range, on several threads, in steps.
 
-    Registering memory with CUDA would do it on one, and for a minute without a word. `check`
-    hears the bytes of each step before it and may raise. From 1 GiB on it is said when this
-    begins, every five seconds, and when it ends.
+    Registering memory with CUDA would do it on one thread, for a minute without a log line.
+    `check(size)` is called before each step and may raise. From 1 GiB on, the begin, each five
+    seconds and the end are logged.
     """
     began = said = now()
     speaks = length >= STEP
@@ -50,19 +50,19 @@ def provide(
             size = min(STEP, length - start)
             check(size)
             pieces = range(start, start + size, PIECE)
-            list(pool.map(lambda at: _give(address + at, min(PIECE, length - at)), pieces))
+            list(pool.map(lambda at: _populate(address + at, min(PIECE, length - at)), pieces))
             if speaks and now() - said >= SAY_SECONDS:
                 said = now()
                 done, whole = format_size(start + size), format_size(length)
-                logger.info("pinning host memory: %s of %s are there", done, whole)
+                logger.info("pinning host memory: %s of %s are provided", done, whole)
     if speaks:
-        logger.info("pinning host memory: all is there after %.1f s", now() - began)
+        logger.info("pinning host memory: done after %.1f s", now() - began)
 
 
-def _give(address: int, size: int) -> None:
+def _populate(address: int, size: int) -> None:
     madvise = _madvise()
     if madvise(address, size, MADV_POPULATE_WRITE) != 0:
-        ctypes.memset(address, 0, size)  # an older kernel; what is fresh is zero already
+        ctypes.memset(address, 0, size)  # an older kernel; fresh memory is zero already
 
 
 def _madvise() -> Any:
@@ -72,27 +72,27 @@ def _madvise() -> Any:
 
 
 class Prefault:
-    """Asks the system for the pages of a range, from its start, `AHEAD` bytes before their use.
+    """Provides the pages of a range, from its start, `AHEAD` bytes before they are used.
 
     The first touch of a page costs four times as much as copying into it (about 0.8 s per GiB, in
-    a virtual machine), which then only this object's thread pays. It changes no content, so it
-    may run beside copies into the same pages. Linux before 5.14 can't: then nothing happens.
+    a virtual machine); here only this object's thread pays for it. It changes no content, so it may
+    run beside copies into the same pages. Does nothing on Linux before 5.14.
     """
 
     def __init__(self, address: int, length: int) -> None:
-        """`address`: of the range, aligned to pages. It stays mapped until `close` returns."""
+        """`address`: page-aligned start of the range, which stays mapped until `close` returns."""
         self._address = address
         self._length = length
         self._done = 0
         self._wanted = min(AHEAD, length)
         self._is_closed = False
-        # Without it a use could be noted between the thread's last look and its wait.
+        # Without it a use could be recorded between the thread's check and its wait.
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvtiers-prefault", daemon=True)
         self._thread.start()
 
     def used(self, end: int) -> None:
-        """Note that the first `end` bytes of the range are in use. Waits for nothing."""
+        """Record that the first `end` bytes of the range are in use. Does not wait."""
         wanted = min(end + AHEAD, self._length)
         if wanted > self._wanted:
             with self._changed:
@@ -101,7 +101,7 @@ class Prefault:
 
     @property
     def done(self) -> int:
-        """Bytes, from the start, that were asked for."""
+        """Bytes provided, from the start."""
         return self._done
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Scratch: memory on whole pages for threads that come and go."""
+"""Scratch: page-aligned memory that threads borrow for a while."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 
 class Scratch:
-    """Memory of `size` bytes for each thread at work, kept for the next. Thread-safe; the system
-    provides no more pages of it than are written to."""
+    """Lends memory of `size` bytes, page-aligned, and keeps what comes back for the next borrower.
+    Thread-safe. The system provides only the pages that are written to."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -18,7 +18,7 @@ class Scratch:
 
     @contextmanager
     def borrow(self) -> Iterator[memoryview]:
-        """Memory for the body alone, of any content."""
+        """Lend memory to the body alone; its content is undefined."""
         try:
             memory = self._spare.pop()
         except IndexError:

@@ -1,4 +1,4 @@
-"""How much memory this process could still fill, by the machine and by its control groups."""
+"""How much more memory this process can use: by the machine, and by its control groups."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def spare_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process could still fill: free or reclaimable, and no more than
-    any control group that it is in has left of its limit. `root`: where /proc and /sys are."""
+    """Return the bytes that this process can still use: free or reclaimable memory, bounded by
+    what each of its control groups has left. `root`: the folder that holds /proc and /sys."""
     found = _AVAILABLE.search((root / "proc/meminfo").read_text())
     available = int(found[1]) * 1024 if found else 0
     return max(0, min([available, *_left_of_limits(root)]))
@@ -40,9 +40,9 @@ def _left_of_limits(root: Path) -> Iterator[int]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """File cache of a group and those in it, which goes when memory is needed."""
+    """Return the file cache of a group and its subgroups, which the kernel can reclaim."""
     stat = _read(folder / "memory.stat")
-    if "total_inactive_file" in stat:  # of version 1, where the others are this group's alone
+    if "total_inactive_file" in stat:  # version 1, where fields without total_ leave out subgroups
         stat = "\n".join(line for line in stat.splitlines() if line.startswith("total_"))
     return sum(map(int, _RECLAIMABLE.findall(stat)))
 
