@@ -9,8 +9,8 @@ import torch
 
 from bench.policies import Output, Step
 from spec.chain import ChainSpec
-from tiers.connector.chain import open_chain
-from tiers.connector.contract.engine import EngineInfo, Role
+from tiers.connector.chain import open_scheduler, open_worker
+from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay.scheduler import NewRequest
@@ -46,8 +46,8 @@ class CpuLoads:
         room = 2 * len(table) * slot_stride(payload)
         chain = ChainSpec(version=1, staging=room, tiers=(CpuSpec(capacity=room),))
         engine = EngineInfo({}, TOKENS, TOKENS, num_blocks)
-        self._scheduler = open_chain(chain, engine, Role.SCHEDULER, open_copier)
-        self._worker = open_chain(chain, engine, Role.WORKER, open_copier)
+        self._scheduler = open_scheduler(chain, engine)
+        self._worker = open_worker(chain, engine, open_copier)
         self._worker.register_kv_caches(paged)
         self._hashes = [n.to_bytes(32, "little") for n in range(len(table))]
         self._table = list(table)

@@ -29,8 +29,8 @@ from pydantic import PrivateAttr
 
 from spec.chain import ChainSpec, LoadPolicy
 from spec.offloading import StoreContext, StoreSpec
-from tiers.connector.chain import open_chain
-from tiers.connector.contract.engine import EngineInfo, Role
+from tiers.connector.chain import open_scheduler
+from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.messages import (
     JobResult,
     LoadJob,
@@ -43,7 +43,6 @@ from tiers.connector.contract.stats import TierStats
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay.scheduler import CachedRequests, NewRequest
-from tiers.gpu.copier import open_copier
 from tiers.host.memory import ALIGNMENT
 from tiers.store import Block
 
@@ -171,7 +170,7 @@ class Replay:
             tiers=(CpuSpec(name="cpu", capacity=cpu_blocks * ALIGNMENT), disk),
         )
         engine = EngineInfo({}, BLOCK_TOKENS, BLOCK_TOKENS, num_blocks=1)
-        self._chain = open_chain(chain, engine, Role.SCHEDULER, open_copier)
+        self._chain = open_scheduler(chain, engine)
         handshake = WorkerHandshake(0, NAMESPACE, ALIGNMENT)
         self._hear(OffloadingWorkerMetadata(handshakes={0: handshake}) for _ in chain.tiers)
 

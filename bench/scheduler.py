@@ -22,19 +22,18 @@ from bench.report import Case, Measure
 from bench.throttled import Link, ThrottledSpec
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec, StoreContext
-from tiers.connector.chain import open_chain
+from tiers.connector.chain import open_scheduler
 from tiers.connector.contract.block_groups import GROUP_BYTES
-from tiers.connector.contract.engine import EngineInfo, Role
+from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.connector.multi.metadata import MultiWorkerMetadata
-from tiers.connector.offloading import OffloadingConnector
+from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.rows import index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
 from tiers.engine.replay.scheduler import NewRequest
-from tiers.gpu.copier import open_copier
 from tiers.host.memory import ALIGNMENT, slot_stride
 from tiers.testing import MemoryStore
 
@@ -106,7 +105,7 @@ class Halves:
     def __init__(self, tiers: tuple[OffloadingSpec, ...], blocks: int) -> None:
         chain = ChainSpec(version=1, staging=4 * blocks * slot_stride(PAYLOAD), tiers=tiers)
         engine = EngineInfo({}, TOKENS, TOKENS, num_blocks=1)
-        self.chain = open_chain(chain, engine, Role.SCHEDULER, open_copier)
+        self.chain = open_scheduler(chain, engine)
         self.promote = True
         """Whether what was loaded is stored."""
         handshake = WorkerHandshake(0, NAMESPACE, PAYLOAD)
@@ -223,8 +222,8 @@ class Remote:
         self._asked += 1
         chain, prompt = self.halves.chain, Prompt(self._asked, self._size.blocks)
         (child,) = chain.children
-        assert isinstance(child, OffloadingConnector)
-        child.scheduler._requests.state_of(prompt)
+        assert isinstance(child, OffloadingScheduler)
+        child._requests.state_of(prompt)
         total: dict[str, float] = {}
         timed(total, "begin", lambda: chain.on_new_request(prompt))
         answer: object = (None, False)

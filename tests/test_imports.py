@@ -31,7 +31,6 @@ KNOW_VLLM = {
     "tiers/engine/vllm_children.py": "a part of it: vLLM's connectors as children of ours",
     "tiers/engine/vllm_groups.py": "a part of it: KV cache groups",
     "tiers/engine/vllm_stats.py": "a part of it: stats and metrics",
-    "tiers/engine/vllm_worker.py": "a part of it: what workers call",
     "tiers/engine/vllm_offloading.py": "our tiers under a connector of vLLM's own",
     "tiers/engine/vllm_hosted_manager.py": "a part of that: what vLLM's scheduler calls",
     "tiers/engine/vllm_hosted_worker.py": "a part of that: what vLLM's workers call",
@@ -100,6 +99,7 @@ ROOMS: dict[str, set[str]] = {
         "connector",
         "connector/contract",
         "connector/policy",
+        "connector/scheduler",
         "connector/multi",
         "connector/hosted",
         "gpu",
@@ -108,7 +108,7 @@ ROOMS: dict[str, set[str]] = {
         "concurrency",
     },
     "testing": set(),
-    "lab": {"engine", "connector", "connector/contract", "testing"},
+    "lab": {"engine", "connector", "connector/contract", "connector/scheduler", "testing"},
     "cli": {"engine", "lab"},
 }
 """Which rooms of `tiers` each room may import from; `connector` itself is its files that assemble

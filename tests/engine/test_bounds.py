@@ -41,7 +41,7 @@ def test_a_load_that_was_too_late_costs_the_cpu_tier_no_block(
     made = engine(chain_of(cpu(400), max_wait="100ms"), num_blocks=120, prefix_caching=False)
     ask(made)
     made.settle()
-    scheduler = made.connector.children[0].scheduler  # type: ignore[union-attr]
+    scheduler = made.connector.children[0]  # type: ignore[union-attr]
     held = scheduler.blocks_held
     with monkeypatch.context() as patched:
         patched.setattr(HostSlots, "wait_and_verify", slow)

@@ -257,7 +257,7 @@ def test_the_engine_never_waits_for_digests(
     params = None
     if why == "the tier is not open":
         (tier,) = made.connector.children if made.connector else ()
-        tier.scheduler._health.failed()
+        tier._health.failed()
     else:
         params = {"kvtiers": {"max_load_tokens": 0}}
     request = made.add(range(30), 2, kv_transfer_params=params)

@@ -16,6 +16,7 @@ from spec.offloading import StoreContext
 from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, redis, workload
 from tests.support.servers import RedisServer
 from tiers.connector.contract.copier import Copy
+from tiers.connector.worker.worker import _fence
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.gpu.copier import CpuCopier
@@ -82,7 +83,7 @@ def test_stored_and_being_stored(
     go.clear()
     finish(made, OTHER)
     assert made.connector is not None
-    assert any(child.scheduler.slots_pinned for child in made.connector.children)
+    assert any(child.slots_pinned for child in made.connector.children)
     assert made.reset_cache()
     go.set()
     made.settle()
@@ -199,7 +200,7 @@ def test_a_reset_that_keeps(
     go.clear()
     made.add(PROMPT, 3)
     assert made.connector is not None
-    while not any(child.scheduler.reqs_being_loaded for child in made.connector.children):
+    while not any(child.reqs_being_loaded for child in made.connector.children):
         made.step()
     assert not made.connector.reset_cache(), "what a load writes to may be about to go"
     go.set()
@@ -223,7 +224,7 @@ def test_what_an_ended_request_left_is_not_stored_after_a_reset(
     assert made.reset_cache()
     for worker in made.workers:
         for child in worker.connector.children:
-            child.worker.fence_all()  # vLLM waits for its device before the memory goes
+            _fence(child._stores)  # vLLM waits for its device before the memory goes
         for cache in worker.kv.values():
             cache.zero_()
     made.generate(OTHER, 3)
@@ -327,5 +328,5 @@ def test_tiers_still_share_one_gather_after_a_reset(
     one.settle()
     assert one.stats["cpu"]["stored_blocks"] == one.stats["disk"]["stored_blocks"] == 13
     assert one.connector is not None
-    assert one.connector.children[0].scheduler.pool.in_use == 13
+    assert one.connector.children[0].pool.in_use == 13
     assert one.stats["disk"]["store_size_bytes"] == one.stats["cpu"]["store_size_bytes"]

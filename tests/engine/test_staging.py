@@ -86,7 +86,7 @@ def test_offering_again_costs_a_step_the_same_however_much_waits(
     """Nothing while the tier lags behind, and where it does not, so many blocks of all requests."""
     made = engine(chain(), num_blocks=200, batch_tokens=1000, prefix_caching=False)
     assert made.connector is not None
-    scheduler = made.connector.children[0].scheduler
+    scheduler = scheduler_of(made)
     store.pace.hang("put")
     requests = [made.add([n, *LONG[:150]], 30) for n in range(4)]
     # The lookups are answered in the background.

@@ -11,7 +11,7 @@ import pytest
 
 from spec.chain import ChainSpec
 from tests.support.replay_chains import HYBRID, MODEL, SLOT, WINDOWS, measured
-from tiers.connector.offloading import OffloadingConnector
+from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
 from tiers.engine.replay import ReplayEngine, answer
@@ -131,10 +131,10 @@ def assert_nothing_left(engine: ReplayEngine) -> None:
     """No slot, pin, job or block belongs to a request any more; residents hold one reference."""
     assert engine.scheduler.pool.num_free == engine.num_blocks
     assert engine.connector is not None
-    tiers = [c for c in engine.connector.children if isinstance(c, OffloadingConnector)]
+    tiers = [c for c in engine.connector.children if isinstance(c, OffloadingScheduler)]
     for tier in tiers:
-        assert tier.scheduler.jobs_under_way == tier.scheduler.slots_pinned == 0
-        assert not tier.scheduler._requests
-    pool = tiers[0].scheduler.pool
+        assert tier.jobs_under_way == tier.slots_pinned == 0
+        assert not tier._requests
+    pool = tiers[0].pool
     assert {pool.references(slot) for slot in range(pool.num_slots)} <= {0, 1}
     assert pool.in_use <= 16

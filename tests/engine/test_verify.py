@@ -27,7 +27,7 @@ def test_a_flipped_bit_in_host_memory_is_a_miss(
     right = answer(MODEL, PROMPT, 4, world_size)
     assert made.generate(PROMPT, 4).output == right
     made.settle()
-    memory = made.workers[-1].connector.children[0].worker._host.memory
+    memory = made.workers[-1].connector.children[0]._host.memory
     memory.rows[:, 7] ^= 0x40
     assert made.generate(PROMPT, 4).output == right
     assert made.stats.data["cpu"]["damaged_blocks"] == 10

@@ -17,7 +17,7 @@ from tiers.engine.versions import NEWEST, OLDEST, SUPPORTED, UnsupportedEngine, 
 
 ROOT = Path(__file__).parent.parent.parent
 RECORDS = sorted(Path(__file__).with_name("signatures").glob("*.json"))
-LEFT_TO_THE_BASE = {"role", "has_connector_metadata"}
+LEFT_TO_THE_BASE = {"role"}
 """What vLLM's base class does well for ours, in every version."""
 
 

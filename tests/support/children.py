@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tiers.connector.contract.connector import Connector
-from tiers.connector.contract.engine import Role
+from spec.chain import LoadPolicy
+from tiers.connector.contract.connector import SchedulerConnector, WorkerConnector
 from tiers.connector.contract.messages import TransferResults
-from tiers.connector.multi.connector import MultiConnector
+from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
 
 
-class Child(Connector):
-    """Answers as it is told to, and writes down each call."""
+class Child(SchedulerConnector, WorkerConnector):
+    """Answers as it is told to, in both roles, and writes down each call."""
 
     def __init__(self, name: str, calls: list[Any]) -> None:
-        super().__init__(Role.SCHEDULER)
         self.name = name
         self.calls = calls
         self.tokens: int | None = 0
-        self.finished: tuple[set[str] | None, set[str] | None] = (None, None)
+        self.finished = TransferResults()
         self.saving: tuple[bool, dict[str, Any] | None] = (False, None)
         self.error: Exception | None = None
         self.meta: Any = None
@@ -65,7 +64,7 @@ class Child(Connector):
     def wait_for_save(self) -> None:
         self._note("save", self._metadata)
 
-    def get_finished(self, finished_req_ids: set[str]) -> Any:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         return self.finished
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -114,6 +113,6 @@ class BlockTier(Tier):
         self.loads.append(list(ranges))
 
 
-def chain(*children: Any, load: str = "stitched") -> MultiConnector:
+def chain(*children: Any, load: LoadPolicy = "stitched") -> MultiScheduler:
     """The scheduler half of a chain with blocks of four tokens."""
-    return MultiConnector(Role.SCHEDULER, children, load_policy=load, block_tokens=4)
+    return MultiScheduler(children, settings=MultiSettings(load, block_tokens=4))

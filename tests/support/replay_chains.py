@@ -12,7 +12,6 @@ from spec.load import load_chain
 from spec.offloading import StoreContext
 from tests.support.servers import RedisServer
 from tiers.connector.contract.block_groups import GROUP_BYTES
-from tiers.connector.offloading import OffloadingConnector
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
@@ -53,8 +52,8 @@ def scheduler_of(engine: ReplayEngine, place: int = 0) -> OffloadingScheduler:
     """The scheduler half of the chain's tier at this place."""
     assert engine.connector is not None
     child = engine.connector.children[place]
-    assert isinstance(child, OffloadingConnector)
-    return child.scheduler
+    assert isinstance(child, OffloadingScheduler)
+    return child
 
 
 def close(engine: ReplayEngine) -> None:

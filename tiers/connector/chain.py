@@ -1,23 +1,24 @@
-"""From a chain's spec to its connectors: one per tier, sharing one host pool."""
+"""From a chain's spec to its two halves: a connector per tier, all of which share one host pool."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from spec.chain import ChainSpec
-from spec.offloading import HostSpec
+from spec.offloading import HostSpec, OffloadingSpec
 from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.copier import OpenCopier
-from tiers.connector.contract.engine import EngineInfo, Role
+from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.pool_size import PoolSize
-from tiers.connector.multi.connector import MultiConnector
-from tiers.connector.offloading import OffloadingConnector
+from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
+from tiers.connector.multi.worker import MultiWorker
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.wait_budget import WaitBudget
 from tiers.connector.scheduler.admission import Admission
@@ -32,76 +33,101 @@ DRAIN_SECONDS = 10.0
 """How long a tier may go on storing when the engine shuts down."""
 
 
-def open_chain(
-    chain: ChainSpec,
-    engine: EngineInfo,
-    role: Role,
-    open_copier: OpenCopier,
-    now: Callable[[], float] = time.monotonic,
-    root: Path = Path("/"),
-) -> MultiConnector:
-    """Make the connectors of a chain in one role. No tier is opened before the workers are known.
+class SchedulerParts(NamedTuple):
+    """What a `MultiScheduler` is made of, in the order of its parameters."""
+
+    children: Sequence[OffloadingScheduler]
+    names: Sequence[str]
+    chain: str
+    settings: MultiSettings
+
+
+class WorkerParts(NamedTuple):
+    """What a `MultiWorker` is made of, in the order of its parameters."""
+
+    children: Sequence[OffloadingWorker]
+    names: Sequence[str]
+    chain: str
+
+
+def open_scheduler(
+    chain: ChainSpec, engine: EngineInfo, now: Callable[[], float] = time.monotonic
+) -> MultiScheduler:
+    """Make the scheduler's half of a chain. Its tiers open when the workers are known."""
+    return MultiScheduler(*scheduler_parts(chain, engine, now))
+
+
+def open_worker(
+    chain: ChainSpec, engine: EngineInfo, open_copier: OpenCopier, root: Path = Path("/")
+) -> MultiWorker:
+    """Make a worker's half of a chain; see `worker_parts`."""
+    return MultiWorker(*worker_parts(chain, engine, open_copier, root))
+
+
+def scheduler_parts(
+    chain: ChainSpec, engine: EngineInfo, now: Callable[[], float] = time.monotonic
+) -> SchedulerParts:
+    """Make the tiers of a chain as the scheduler has them, and say who of them loads."""
+    engine = _salted(engine, chain)
+    announcer = Announcer(chain)
+    # One for all tiers: each would else gather a block for itself, after a reset.
+    keeps = chain.on_reset == "keep"
+    generation = Generation(lasts=keeps, is_own=engine.weights_change and not keeps)
+    wait_budget = WaitBudget(now, chain.max_wait)
+    pool = ChainPool(PoolSize.of(chain, engine), announcer)
+    deadline = wait_budget.lookup_seconds
+    opener = TierOpener(pool, generation, deadline, engine.host, announcer)
+
+    def open_tier(tier: OffloadingSpec) -> OffloadingScheduler:
+        return OffloadingScheduler(
+            tier.tier_name,
+            engine,
+            partial(opener.open, tier),
+            chain.promote,
+            generation,
+            wait_budget,
+            Admission(tier, now, alone=len(chain.tiers) == 1),
+            Tenants(tier.tier_name, chain.tenants),
+            now,
+            prompt_only=chain.store == "prompt",
+            hit_source=tier.hit_source,
+        )
+
+    settings = MultiSettings(
+        load_policy=chain.load_policy,
+        block_tokens=engine.block_tokens,
+        window=BlockGroups(engine).window,
+        drops_last=engine.drops_last,
+        cheapest=chain.cheapest,
+        now=now,
+        wait_budget=wait_budget,
+        sharing=LoadSharing(engine, wait_budget) if engine.caches_prefixes else None,
+        media=engine.media,
+    )
+    children = [open_tier(tier) for tier in chain.tiers]
+    return SchedulerParts(children, _names(chain), _identity(chain), settings)
+
+
+def worker_parts(
+    chain: ChainSpec, engine: EngineInfo, open_copier: OpenCopier, root: Path = Path("/")
+) -> WorkerParts:
+    """Make the tiers of a chain as a worker has them. They open with the engine's paged KV.
 
     Host memory over all ranks: see `PoolSize`. Each process also uses a few bounce slots per store
     tier. `root`: where the system tells of its memory.
     """
-    engine = replace(engine, facts={**engine.facts, "salt": chain.salt})
-    size = PoolSize.of(chain, engine)
-    if role is Role.SCHEDULER:
-        announcer = Announcer(chain)
-        # One for all tiers: each would else gather a block for itself, after a reset.
-        keeps = chain.on_reset == "keep"
-        generation = Generation(lasts=keeps, is_own=engine.weights_change and not keeps)
-        wait_budget = WaitBudget(now, chain.max_wait)
-        opener = TierOpener(
-            ChainPool(size, announcer),
-            generation,
-            wait_budget.lookup_seconds,
-            engine.host,
-            announcer,
-        )
-        children = [
-            OffloadingConnector(
-                tier.tier_name,
-                scheduler=OffloadingScheduler(
-                    tier.tier_name,
-                    engine,
-                    partial(opener.open, tier),
-                    chain.promote,
-                    generation,
-                    wait_budget,
-                    Admission(tier, now, alone=len(chain.tiers) == 1),
-                    Tenants(tier.tier_name, chain.tenants),
-                    now,
-                    prompt_only=chain.store == "prompt",
-                ),
-                hit_source=tier.hit_source,
-            )
-            for tier in chain.tiers
-        ]
-        return MultiConnector(
-            role,
-            children,
-            load_policy=chain.load_policy,
-            cheapest=chain.cheapest,
-            now=now,
-            wait_budget=wait_budget,
-            sharing=LoadSharing(engine, wait_budget) if engine.caches_prefixes else None,
-            media=engine.media,
-            block_tokens=engine.block_tokens,
-            window=BlockGroups(engine).window,
-            drops_last=engine.drops_last,
-            chain=_identity(chain),
-        )
-    host = HostSlots(engine, size, open_copier, root)
-    children = [
-        OffloadingConnector(
-            tier.tier_name,
-            worker=OffloadingWorker(tier, host, DRAIN_SECONDS),
-        )
-        for tier in chain.tiers
-    ]
-    return MultiConnector(role, children, chain=_identity(chain))
+    engine = _salted(engine, chain)
+    host = HostSlots(engine, PoolSize.of(chain, engine), open_copier, root)
+    children = [OffloadingWorker(tier, host, DRAIN_SECONDS) for tier in chain.tiers]
+    return WorkerParts(children, _names(chain), _identity(chain))
+
+
+def _salted(engine: EngineInfo, chain: ChainSpec) -> EngineInfo:
+    return replace(engine, facts={**engine.facts, "salt": chain.salt})
+
+
+def _names(chain: ChainSpec) -> list[str]:
+    return [tier.tier_name for tier in chain.tiers]
 
 
 def _identity(chain: ChainSpec) -> str:

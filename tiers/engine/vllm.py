@@ -1,7 +1,7 @@
 """vLLM's side of the contract: this module and its `vllm_*` parts alone import vLLM.
 
-`KVTiersConnector` is a connector as vLLM makes and calls it; it hands every call to the
-engine-neutral `MultiConnector` of the chain that its configuration names.
+`KVTiersConnector` is a connector as vLLM makes and calls it: the half of the chain that its role
+asks for, with the members that speak in vLLM's own words.
 """
 # ruff: noqa: E402
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ check_version(vllm_version)  # before what another version may not have
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
@@ -33,15 +34,16 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
-from tiers.connector.chain import open_chain
-from tiers.connector.contract.engine import EngineInfo, Role
+from tiers.connector.chain import scheduler_parts, worker_parts
+from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.messages import BlockEvent
-from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
+from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
+from tiers.connector.multi.worker import MultiWorker
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.media_identity import media_marks
 from tiers.engine.request_marks import AdapterMarks
@@ -56,15 +58,12 @@ from tiers.engine.vllm_children import (
 from tiers.engine.vllm_groups import REPORTS_FAILED_REQUESTS, drops_last, hash_tokens, kv_groups
 from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
-from tiers.engine.vllm_worker import WorkerMembers
 from tiers.gpu.copier import open_copier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -76,7 +75,7 @@ KVConnectorWorkerMetadata.register(MultiWorkerMetadata)
 
 
 def engine_info(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: Role, chain: ChainSpec
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: KVConnectorRole, chain: ChainSpec
 ) -> EngineInfo:
     """What the chain must know of this engine. Raises ValueError for a model it can't serve."""
     groups = kv_groups(vllm_config, kv_cache_config)
@@ -105,7 +104,7 @@ def engine_info(
             kv_cache_config.num_blocks * max(group.tokens for group, _ in groups),
             chain.trust_client_ids,
         ),
-        late_facts=late_facts(vllm_config, chain.salt) if role is Role.WORKER else None,
+        late_facts=late_facts(vllm_config, chain.salt) if role is KVConnectorRole.WORKER else None,
     )
 
 
@@ -161,42 +160,38 @@ def _as_vllm(event: BlockEvent) -> KVCacheEvent:
     )
 
 
-class KVTiersConnector(WorkerMembers):
-    """A chain of tiers, or a list of any connectors, as a vLLM connector."""
+class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type: ignore[misc]
+    """A chain of tiers, or a list of any connectors, as a vLLM connector.
 
-    limits_requests = True
+    It is of one role, and vLLM calls the members of that role alone.
+    """
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        ours = Role.SCHEDULER if role is KVConnectorRole.SCHEDULER else Role.WORKER
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         chain = configured_chain(vllm_config)
-        children = child_configs(vllm_config)
-        self._makers = {child.name: child.maker for child in children}
+        self._makers: dict[str, dict[str, Any]] = {}
         self._keeps = chain is not None and chain.on_reset == "keep"
+        decides = role is KVConnectorRole.SCHEDULER
         if chain is not None:
-            info = engine_info(vllm_config, kv_cache_config, ours, chain)
-            self._chain = open_chain(chain, info, ours, open_copier)
+            info = engine_info(vllm_config, kv_cache_config, role, chain)
+            if decides:
+                MultiScheduler.__init__(self, *scheduler_parts(chain, info))
+            else:
+                MultiWorker.__init__(self, *worker_parts(chain, info, open_copier))
+            return
+        listed = child_configs(vllm_config)
+        refuse_groups(listed, kv_cache_config)
+        self._makers = {child.name: child.maker for child in listed}
+        made = [child.cls(child.vllm_config, role, kv_cache_config) for child in listed]
+        names = [child.name for child in listed]
+        if decides:
+            block_tokens = vllm_config.cache_config.block_size
+            settings = MultiSettings(load_policy(vllm_config), block_tokens)
+            MultiScheduler.__init__(self, made, names, identity(vllm_config), settings)
         else:
-            refuse_groups(children, kv_cache_config)
-            self._chain = MultiConnector(
-                ours,
-                [child.cls(child.vllm_config, role, kv_cache_config) for child in children],
-                names=[child.name for child in children],
-                chain=identity(vllm_config),
-                load_policy=load_policy(vllm_config),
-                block_tokens=vllm_config.cache_config.block_size,
-            )
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """Not for our tiers: a store that is lost is a later miss, nothing worse."""
-        return self._chain.requires_kv_delivery
-
-    @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        return self._chain.supports_divergent_local_hybrid_hits
+            MultiWorker.__init__(self, made, names, identity(vllm_config))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -206,85 +201,26 @@ class KVTiersConnector(WorkerMembers):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return any_requires_piecewise(extra_config)
 
-    def shutdown(self) -> None:
-        self._chain.shutdown()
-
-    # -- scheduler ---------------------------------------------------------------------------
-
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        self._kv_cache_manager = kv_cache_manager
-        self._chain.bind_kv_cache_manager(kv_cache_manager)
-
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._chain.bind_gpu_block_pool(gpu_block_pool)
-
-    def on_new_request(self, request: Request) -> None:
-        self._chain.on_new_request(request)
-
-    def disable_store(self, request: Request) -> None:
-        """An outer connector of ours calls it, not vLLM (see `Connector.disable_store`)."""
-        self._chain.disable_store(request)
-
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
         # Here, since older engines have no such class, and then do not call this.
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        found = self._chain.get_external_cache_hit_sources(request, num_external_tokens)
+        found = super().get_external_cache_hit_sources(request, num_external_tokens)
         return {CacheHitSource(source): tokens for source, tokens in found.items()}
 
-    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return self._chain.get_loaded_kv_cache_group_ids(request)
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        return self._chain.get_num_new_matched_tokens(request, num_computed_tokens)
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        self._chain.update_state_after_alloc(request, blocks, num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiConnectorMetadata:
-        return self._chain.build_connector_meta(scheduler_output)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._chain.update_connector_output(connector_output)
-
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._chain.request_finished(request, block_ids)
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._chain.request_finished_all_groups(request, block_ids)
-
-    def register_finished_partial_tail(
-        self,
-        request: Request,
-        block_ids: tuple[list[int], ...],
-        partial_tail_offloads: list[tuple[int, int, int]],
-    ) -> bool:
-        return self._chain.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
-
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
-        self._chain.set_xfer_handshake_metadata_pp_aware(metadata)
-
-    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
-        self._chain.set_xfer_handshake_metadata(metadata)
-
-    def has_pending_push_work(self) -> bool:
-        return self._chain.has_pending_push_work()
-
-    def has_pending_block_frees(self) -> bool:
-        return self._chain.has_pending_block_frees()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        try:
+            from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+        except ImportError:
+            # vLLM before 0.30 does not call this; an outer connector of ours does.
+            return results
+        return KVConnectorTransferResults(**vars(results))
 
     def take_events(self) -> Iterator[Any]:
-        for event in self._chain.take_events():
+        for event in super().take_events():
             yield _as_vllm(event) if isinstance(event, BlockEvent) else event
 
     def reset_cache(self) -> bool:
@@ -301,12 +237,10 @@ class KVTiersConnector(WorkerMembers):
                 "weights never change while it runs (sleep and pause reset too), set on_reset: "
                 "keep in the chain."
             )
-        return self._chain.reset_cache()
-
-    # -- stats -------------------------------------------------------------------------------
+        return super().reset_cache()
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
-        counted = self._chain.stats_by_child()
+        counted = self.stats_by_child()
         if not counted:
             return None
         whole = MultiKVConnectorStats()

@@ -1,4 +1,4 @@
-"""MultiConnector over children that record what they are told."""
+"""Both halves of a MultiConnector over children that record what they are told."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 
 from tests.support.children import Child
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest
-from tiers.connector.contract.engine import Role
-from tiers.connector.multi.connector import MultiConnector
+from tiers.connector.contract.messages import TransferResults
 from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
+from tiers.connector.multi.scheduler import MultiScheduler
+from tiers.connector.multi.worker import MultiWorker
 
 
 @pytest.fixture
@@ -29,12 +30,17 @@ def children(calls: list[Any]) -> list[Child]:
 
 
 @pytest.fixture
-def multi(children: list[Child]) -> MultiConnector:
-    return MultiConnector(Role.SCHEDULER, children)
+def multi(children: list[Child]) -> MultiScheduler:
+    return MultiScheduler(children)
+
+
+@pytest.fixture
+def worker(children: list[Child]) -> MultiWorker:
+    return MultiWorker(children)
 
 
 def test_the_serving_child_loads_and_the_others_learn_of_the_blocks(
-    multi: MultiConnector, children: list[Child], calls: list[Any]
+    multi: MultiScheduler, children: list[Child], calls: list[Any]
 ) -> None:
     children[1].tokens = 16
     assert multi.get_num_new_matched_tokens(FakeRequest(), 32) == (16, True)
@@ -48,7 +54,7 @@ def test_the_serving_child_loads_and_the_others_learn_of_the_blocks(
 
 
 def test_a_later_answer_replaces_an_earlier_choice(
-    multi: MultiConnector, children: list[Child], calls: list[Any]
+    multi: MultiScheduler, children: list[Child], calls: list[Any]
 ) -> None:
     children[0].tokens = 16
     multi.get_num_new_matched_tokens(FakeRequest(), 0)
@@ -60,26 +66,26 @@ def test_a_later_answer_replaces_an_earlier_choice(
 
 
 def test_orders_reach_their_children_in_order(
-    multi: MultiConnector, children: list[Child], calls: list[Any]
+    multi: MultiScheduler, worker: MultiWorker, children: list[Child], calls: list[Any]
 ) -> None:
     orders = multi.build_connector_meta(IDLE_STEP)
     assert orders.metadata == ("orders of a", "orders of b", "orders of c")
-    multi.handle_preemptions(orders)
-    assert not multi.has_connector_metadata()
-    multi.bind_connector_metadata(orders)
-    assert multi.has_connector_metadata()
-    multi.start_load_kv(None)
-    multi.wait_for_save()
+    worker.handle_preemptions(orders)
+    assert not worker.has_connector_metadata()
+    worker.bind_connector_metadata(orders)
+    assert worker.has_connector_metadata()
+    worker.start_load_kv(None)
+    worker.wait_for_save()
     expected = [
         (name, what, f"orders of {name}") for what in ("preempt", "load", "save") for name in "abc"
     ]
     assert calls == expected
-    multi.clear_connector_metadata()
-    assert not any(child.has_connector_metadata() for child in [multi, *children])
+    worker.clear_connector_metadata()
+    assert not any(child.has_connector_metadata() for child in [worker, *children])
 
 
 def test_a_request_is_sent_when_every_saving_child_has_finished(
-    multi: MultiConnector, children: list[Child]
+    multi: MultiScheduler, worker: MultiWorker, children: list[Child]
 ) -> None:
     for child in children:
         child.saving = (True, None)
@@ -88,25 +94,24 @@ def test_a_request_is_sent_when_every_saving_child_has_finished(
     assert orders.extra_async_saves == {"r": 2}
     assert multi.build_connector_meta(IDLE_STEP).extra_async_saves == {}, "they travel once"
 
-    worker = MultiConnector(Role.WORKER, children)
     worker.bind_connector_metadata(orders)
-    children[0].finished = ({"r"}, None)
+    children[0].finished = TransferResults({"r"})
     assert worker.get_finished(set()) == (None, None)
-    children[0].finished = (None, None)
-    children[1].finished = children[2].finished = ({"r"}, None)
+    children[0].finished = TransferResults()
+    children[1].finished = children[2].finished = TransferResults({"r"})
     assert worker.get_finished(set()) == ({"r"}, None)
 
 
-def test_receives_and_load_errors_are_united(multi: MultiConnector, children: list[Child]) -> None:
-    children[0].finished = (None, {"x"})
-    children[2].finished = (None, {"y"})
-    assert multi.get_finished(set()) == (None, {"x", "y"})
+def test_receives_and_load_errors_are_united(worker: MultiWorker, children: list[Child]) -> None:
+    children[0].finished = TransferResults(finished_recving={"x"})
+    children[2].finished = TransferResults(finished_recving={"y"})
+    assert worker.get_finished(set()) == (None, {"x", "y"})
     children[0].errors, children[1].errors = {1, 2}, {2, 7}
-    assert multi.get_block_ids_with_load_errors() == {1, 2, 7}
+    assert worker.get_block_ids_with_load_errors() == {1, 2, 7}
 
 
 def test_transfer_parameters_are_merged_and_a_clash_names_the_key(
-    multi: MultiConnector, children: list[Child]
+    multi: MultiScheduler, children: list[Child]
 ) -> None:
     children[0].saving = (False, {"left": 1})
     children[1].saving = (False, {"right": 2})
@@ -122,7 +127,7 @@ class Output:
 
 
 def test_each_child_sees_only_its_own_worker_metadata(
-    multi: MultiConnector, children: list[Child], calls: list[Any]
+    multi: MultiScheduler, children: list[Child], calls: list[Any]
 ) -> None:
     whole = MultiWorkerMetadata((1, None, 3))
     output = Output(whole)
@@ -140,17 +145,17 @@ class Sum(int):
 
 
 def test_worker_metadata_adds_up_over_ranks_child_by_child(
-    multi: MultiConnector, children: list[Child]
+    worker: MultiWorker, children: list[Child]
 ) -> None:
-    assert multi.build_connector_worker_meta() is None
+    assert worker.build_connector_worker_meta() is None
     children[1].meta = Sum(5)
-    ours = multi.build_connector_worker_meta()
+    ours = worker.build_connector_worker_meta()
     assert ours is not None
     total = ours.aggregate(MultiWorkerMetadata((Sum(1), Sum(2), None)))
     assert total.metadata == (1, 7, None)
 
 
-def test_handshakes_reach_their_children(multi: MultiConnector, calls: list[Any]) -> None:
+def test_handshakes_reach_their_children(multi: MultiScheduler, calls: list[Any]) -> None:
     multi.set_xfer_handshake_metadata(
         {
             0: MultiHandshakeMetadata(("a0", None, "c0")),
@@ -165,7 +170,7 @@ def test_handshakes_reach_their_children(multi: MultiConnector, calls: list[Any]
 
 
 def test_shutdown_reaches_every_child_and_raises_what_one_did(
-    multi: MultiConnector, children: list[Child], calls: list[Any]
+    multi: MultiScheduler, children: list[Child], calls: list[Any]
 ) -> None:
     children[0].error = OSError("first")
     with pytest.raises(OSError, match="first"):
@@ -173,8 +178,8 @@ def test_shutdown_reaches_every_child_and_raises_what_one_did(
     assert [name for name, *_ in calls] == ["a", "b", "c"]
 
 
-def test_orders_of_another_connector_are_refused(multi: MultiConnector) -> None:
+def test_orders_of_another_connector_are_refused(worker: MultiWorker) -> None:
     with pytest.raises(AssertionError):
-        multi.bind_connector_metadata("not ours")
+        worker.bind_connector_metadata("not ours")
     with pytest.raises(ValueError, match="zip"):
-        multi.bind_connector_metadata(MultiConnectorMetadata(("one",), {}))
+        worker.bind_connector_metadata(MultiConnectorMetadata(("one",), {}))

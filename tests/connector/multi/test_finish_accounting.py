@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.children import Child
-from tiers.connector.contract.engine import Role
-from tiers.connector.multi.connector import MultiConnector
+from tiers.connector.contract.messages import TransferResults
 from tiers.connector.multi.metadata import MultiConnectorMetadata
+from tiers.connector.multi.worker import MultiWorker
 
 CHILDREN = 4
 REQUESTS = "abcdef"
@@ -31,7 +31,7 @@ def test_each_request_ends_once_whatever_the_order(
 ) -> None:
     """`under_way`: the children that save, and that load, each request."""
     children = [Child(str(number), []) for number in range(CHILDREN)]
-    worker = MultiConnector(Role.WORKER, children)
+    worker = MultiWorker(children)
     extra = [
         {name: len(both[what]) - 1 for name, both in under_way.items() if len(both[what]) > 1}
         for what in (0, 1)
@@ -50,9 +50,10 @@ def test_each_request_ends_once_whatever_the_order(
     while ends:
         step = [ends.pop() for _ in range(min(len(ends), order.randint(1, 5)))]
         for number, child in enumerate(children):
-            child.finished = tuple(  # type: ignore[assignment]
-                {name for c, what, name in step if (c, what) == (number, kind)} or None
-                for kind in (0, 1)
+            mine = [(what, name) for c, what, name in step if c == number]
+            child.finished = TransferResults(
+                {name for what, name in mine if what == 0},
+                {name for what, name in mine if what == 1},
             )
         for kind, names in enumerate(worker.get_finished(set())):
             for name in names or ():

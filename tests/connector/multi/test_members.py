@@ -1,4 +1,4 @@
-"""Every member of MultiConnector over children that record: order, arguments, what comes back."""
+"""Every member of a MultiConnector over children that record: order, arguments, what comes back."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from typing import Any
 import pytest
 
 from spec.load import load_chain
-from tiers.connector.chain import open_chain
-from tiers.connector.contract.connector import Connector
-from tiers.connector.contract.engine import EngineInfo, Role
+from tiers.connector.chain import open_scheduler
+from tiers.connector.contract.connector import Connector, SchedulerConnector, WorkerConnector
+from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.messages import TransferResults, WorkerHandshake
 from tiers.connector.contract.stats import TierStats
-from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiHandshakeMetadata
-from tiers.gpu.copier import open_copier
+from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
+from tiers.connector.multi.worker import MultiWorker
 
 REQUEST = SimpleNamespace(request_id="r", num_tokens=64, block_hashes=[])
 FAN_OUT: dict[str, tuple[Any, ...]] = {
     "shutdown": (),
     "register_kv_caches": ({"layer": "kv"},),
-    "register_cross_layers_kv_cache": ("kv", "backend"),
     "set_host_xfer_buffer_ops": ("copy",),
     "clear_connector_metadata": (),
-    "handle_preemptions": ({"preempted"},),
     "start_load_kv": ("context",),
     "wait_for_layer_load": ("layer",),
     "save_kv_layer": ("layer", "kv", "attention"),
@@ -52,7 +50,7 @@ ANY: dict[str, tuple[Any, ...] | None] = {
 }
 """Members that are true if one child's is; None: a property."""
 
-ALL = ["prefer_cross_layer_blocks", "supports_divergent_local_hybrid_hits"]
+ALL = ["supports_divergent_local_hybrid_hits"]
 """Properties that are true if every child's is."""
 
 OWN_TESTS = {
@@ -60,7 +58,7 @@ OWN_TESTS = {
     *("get_finished", "get_transfer_results", "get_kv_connector_kv_cache_events"),
     *("get_external_cache_hit_sources", "get_loaded_kv_cache_group_ids"),
     *("get_handshake_metadata", "set_xfer_handshake_metadata"),
-    "set_xfer_handshake_metadata_pp_aware",
+    *("set_xfer_handshake_metadata_pp_aware", "handle_preemptions"),
 }
 """Members with a test of their own below."""
 
@@ -71,7 +69,12 @@ ELSEWHERE = {
 }
 """Members that connector/multi/test_connector.py tests."""
 
-MEMBERS = {name for name in dir(Connector) if not name.startswith("_")}
+MEMBERS = {
+    name
+    for half in (SchedulerConnector, WorkerConnector)
+    for name in dir(half)
+    if not name.startswith("_")
+}
 
 
 class Script:
@@ -91,12 +94,22 @@ class Script:
 
 
 def _member(name: str) -> Any:
-    if isinstance(getattr(Connector, name), property):
+    if isinstance(getattr(SchedulerConnector, name, None), property):
         return property(lambda self: bool(self.script.answers.get(name)))
     return lambda self, *args: self.script.play(name, *args)
 
 
-Recorder = type("Recorder", (Connector,), {name: _member(name) for name in MEMBERS})
+Recorder = type(
+    "Recorder", (SchedulerConnector, WorkerConnector), {name: _member(name) for name in MEMBERS}
+)
+
+
+class Both(MultiScheduler, MultiWorker):
+    """Both halves in one object, as an engine's adapter composes them."""
+
+    def __init__(self, children: Any) -> None:
+        MultiScheduler.__init__(self, children, "abc", "ours", MultiSettings(block_tokens=4))
+        MultiWorker.__init__(self, children, "abc", "ours")
 
 
 @pytest.fixture
@@ -114,13 +127,13 @@ def scripts(calls: list[Any]) -> list[Script]:
 
 
 @pytest.fixture
-def multi(scripts: list[Script]) -> MultiConnector:
+def multi(scripts: list[Script]) -> Both:
     children = []
     for script in scripts:
-        child: Any = Recorder(Role.SCHEDULER)
+        child: Any = Recorder()
         child.script = script
         children.append(child)
-    return MultiConnector(Role.SCHEDULER, children, names="abc", chain="ours", block_tokens=4)
+    return Both(children)
 
 
 def test_no_member_is_left_out() -> None:
@@ -128,16 +141,14 @@ def test_no_member_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("member", FAN_OUT)
-def test_every_child_is_called_in_order(
-    multi: MultiConnector, calls: list[Any], member: str
-) -> None:
+def test_every_child_is_called_in_order(multi: Both, calls: list[Any], member: str) -> None:
     getattr(multi, member)(*FAN_OUT[member])
     assert calls == [(name, member, *FAN_OUT[member]) for name in "abc"]
 
 
 @pytest.mark.parametrize("member", FAN_OUT)
 def test_a_child_that_raises_keeps_no_other_from_its_call(
-    multi: MultiConnector, scripts: list[Script], calls: list[Any], member: str
+    multi: Both, scripts: list[Script], calls: list[Any], member: str
 ) -> None:
     scripts[0].answers[member] = OSError("a")
     scripts[1].answers[member] = ValueError("b")
@@ -148,9 +159,7 @@ def test_a_child_that_raises_keeps_no_other_from_its_call(
 
 
 @pytest.mark.parametrize("member", ANY)
-def test_true_if_any_child_says_so(
-    multi: MultiConnector, scripts: list[Script], member: str
-) -> None:
+def test_true_if_any_child_says_so(multi: Both, scripts: list[Script], member: str) -> None:
     def ask() -> Any:
         args = ANY[member]
         return getattr(multi, member) if args is None else getattr(multi, member)(*args)
@@ -161,24 +170,20 @@ def test_true_if_any_child_says_so(
 
 
 @pytest.mark.parametrize("member", ALL)
-def test_true_if_every_child_says_so(
-    multi: MultiConnector, scripts: list[Script], member: str
-) -> None:
+def test_true_if_every_child_says_so(multi: Both, scripts: list[Script], member: str) -> None:
     for script in scripts:
         assert getattr(multi, member) is False
         script.answers[member] = True
     assert getattr(multi, member) is True
 
 
-def test_every_child_is_offered_a_partial_tail(multi: MultiConnector, scripts: Any) -> None:
+def test_every_child_is_offered_a_partial_tail(multi: Both, scripts: Any) -> None:
     scripts[0].answers["register_finished_partial_tail"] = True
     assert multi.register_finished_partial_tail(REQUEST, ([1],), [])
     assert [name for name, *_ in scripts[0].calls] == ["a", "b", "c"]
 
 
-def test_an_error_of_one_child_still_drops_the_request(
-    multi: MultiConnector, scripts: list[Script]
-) -> None:
+def test_an_error_of_one_child_still_drops_the_request(multi: Both, scripts: list[Script]) -> None:
     scripts[0].answers["request_finished"] = (True, None)
     scripts[1].answers["request_finished"] = RuntimeError("b")
     with pytest.raises(RuntimeError, match="b"):
@@ -191,14 +196,14 @@ def test_an_error_of_one_child_still_drops_the_request(
     [((None, True, True), True), ((True, False, True), False), ((None, None, None), True)],
 )
 def test_a_reset_succeeds_unless_one_refuses(
-    multi: MultiConnector, scripts: list[Script], answers: Any, expected: bool
+    multi: Both, scripts: list[Script], answers: Any, expected: bool
 ) -> None:
     for script, answer in zip(scripts, answers, strict=True):
         script.answers["reset_cache"] = answer
     assert multi.reset_cache() is expected
 
 
-def test_one_child_at_most_has_a_memory_pool(multi: MultiConnector, scripts: list[Script]) -> None:
+def test_one_child_at_most_has_a_memory_pool(multi: Both, scripts: list[Script]) -> None:
     assert multi.get_mem_pool_context() is None
     pool = contextlib.nullcontext()
     scripts[1].answers["get_mem_pool_context"] = pool
@@ -212,31 +217,27 @@ def test_one_child_at_most_has_a_memory_pool(multi: MultiConnector, scripts: lis
     ("counts", "expected"), [((2, 2, 2), 2), ((2, None, 3), None), ((None, None, None), None)]
 )
 def test_finished_counts_agree_or_are_the_engines(
-    multi: MultiConnector, scripts: list[Script], counts: Any, expected: int | None
+    multi: Both, scripts: list[Script], counts: Any, expected: int | None
 ) -> None:
     for script, count in zip(scripts, counts, strict=True):
         script.answers["get_finished_count"] = count
     assert multi.get_finished_count() == expected
 
 
-def test_finished_counts_that_differ_name_who_says_what(
-    multi: MultiConnector, scripts: list[Script]
-) -> None:
+def test_finished_counts_that_differ_name_who_says_what(multi: Both, scripts: list[Script]) -> None:
     for script, count in zip(scripts, (1, 2, 1), strict=True):
         script.answers["get_finished_count"] = count
     with pytest.raises(ValueError, match="a: 1, b: 2, c: 1"):
         multi.get_finished_count()
 
 
-def test_events_are_chained_in_order(multi: MultiConnector, scripts: list[Script]) -> None:
+def test_events_are_chained_in_order(multi: Both, scripts: list[Script]) -> None:
     for script in scripts:
         script.answers["take_events"] = [f"{script.name}1", f"{script.name}2"]
     assert list(multi.take_events()) == ["a1", "a2", "b1", "b2", "c1", "c2"]
 
 
-def test_transfer_results_are_united_and_saves_counted(
-    multi: MultiConnector, scripts: list[Script]
-) -> None:
+def test_transfer_results_are_united_and_saves_counted(multi: Both, scripts: list[Script]) -> None:
     multi.bind_connector_metadata(MultiConnectorMetadata((None, None, None), {"r": 1}))
     scripts[0].answers["get_transfer_results"] = TransferResults({"r"}, {"x"}, {"x"})
     scripts[1].answers["get_transfer_results"] = TransferResults(set(), {"y"}, set())
@@ -253,14 +254,14 @@ class Events(list[str]):
         return Events([*self, *other])
 
 
-def test_workers_events_are_merged(multi: MultiConnector, scripts: list[Script]) -> None:
+def test_workers_events_are_merged(multi: Both, scripts: list[Script]) -> None:
     assert multi.get_kv_connector_kv_cache_events() is None
     scripts[0].answers["get_kv_connector_kv_cache_events"] = Events("a")
     scripts[2].answers["get_kv_connector_kv_cache_events"] = Events("c")
     assert multi.get_kv_connector_kv_cache_events() == ["a", "c"]
 
 
-def test_stats_are_grouped_by_child(multi: MultiConnector, scripts: list[Script]) -> None:
+def test_stats_are_grouped_by_child(multi: Both, scripts: list[Script]) -> None:
     assert multi.get_kv_connector_stats() is None and multi.stats_by_child() == {}
     scripts[0].answers["get_kv_connector_stats"] = TierStats({"cpu": {"hits": 1}})
     scripts[1].answers["get_kv_connector_stats"] = TierStats({"cpu": {"hits": 2}})
@@ -271,7 +272,7 @@ def test_stats_are_grouped_by_child(multi: MultiConnector, scripts: list[Script]
 
 
 def test_the_child_that_serves_names_the_source(
-    multi: MultiConnector, scripts: list[Script], calls: list[Any]
+    multi: Both, scripts: list[Script], calls: list[Any]
 ) -> None:
     assert multi.get_external_cache_hit_sources(REQUEST, 8) == {}
     for script, tokens in zip(scripts, (0, 32, 64), strict=True):
@@ -286,7 +287,7 @@ def test_the_child_that_serves_names_the_source(
 
 
 def test_what_is_loaded_within_a_step_is_not_stored_by_others(
-    multi: MultiConnector, scripts: list[Script], calls: list[Any]
+    multi: Both, scripts: list[Script], calls: list[Any]
 ) -> None:
     for script in scripts:
         script.answers["get_num_new_matched_tokens"] = (0, False)
@@ -302,7 +303,7 @@ def test_what_is_loaded_within_a_step_is_not_stored_by_others(
     "member", ["set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware"]
 )
 def test_workers_words_reach_the_children_they_are_for(
-    multi: MultiConnector, scripts: list[Script], calls: list[Any], member: str
+    multi: Both, scripts: list[Script], calls: list[Any], member: str
 ) -> None:
     assert multi.get_handshake_metadata() is None
     scripts[0].answers["get_handshake_metadata"] = "of a"
@@ -320,18 +321,18 @@ def test_a_chain_does_not_take_another_chains_slots_for_its_own() -> None:
     cpu = {"type": "cpu", "capacity": "1MiB"}
     info = EngineInfo(facts={}, block_tokens=4, hash_tokens=4, num_blocks=8)
     theirs, ours = (
-        open_chain(load_chain({"version": 1, "tiers": tiers}), info, Role.SCHEDULER, open_copier)
+        open_scheduler(load_chain({"version": 1, "tiers": tiers}), info)
         for tiers in ([cpu], [cpu, disk])
     )
     said = MultiHandshakeMetadata((WorkerHandshake(0, b"", 64, slots=9),) * 2, theirs._chain)
     for chain, slots in ((ours, 0), (theirs, 9)):
         chain.set_xfer_handshake_metadata({0: said})
-        assert chain.children[0].scheduler.pool.num_slots == slots
+        assert chain.children[0].pool.num_slots == slots
         chain.shutdown()
 
 
 def test_orders_reach_each_child_although_one_raises(
-    multi: MultiConnector, scripts: list[Script], calls: list[Any]
+    multi: Both, scripts: list[Script], calls: list[Any]
 ) -> None:
     scripts[0].answers["handle_preemptions"] = OSError("a")
     with pytest.raises(OSError, match="a"):
@@ -339,7 +340,7 @@ def test_orders_reach_each_child_although_one_raises(
     assert calls == [(name, "handle_preemptions", f"for {name}") for name in "abc"]
 
 
-def test_the_fan_out_itself_raises_nothing(multi: MultiConnector) -> None:
+def test_the_fan_out_itself_raises_nothing(multi: Both) -> None:
     seen: list[Connector] = []
     note: Callable[[Connector], object] = seen.append
     multi.for_each(note)

@@ -9,12 +9,12 @@ import pytest
 
 from tests.support.children import BlockTier, Tier, chain
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest
-from tiers.connector.contract.engine import Role
-from tiers.connector.multi.connector import MultiConnector
+from tiers.connector.multi.scheduler import MultiScheduler
+from tiers.connector.multi.worker import MultiWorker
 from tiers.connector.policy.shared_load import SharedLoad
 
 
-def load(multi: MultiConnector, request: FakeRequest, take: int | None = None) -> dict[str, int]:
+def load(multi: MultiScheduler, request: FakeRequest, take: int | None = None) -> dict[str, int]:
     """Match and allocate as an engine does; the counts that travel."""
     tokens, is_async = multi.get_num_new_matched_tokens(request, 0)
     assert tokens and is_async
@@ -38,7 +38,7 @@ def test_an_engine_that_takes_less_loads_less() -> None:
 def test_a_request_is_received_when_the_last_child_has_ended(times: int) -> None:
     tiers = [BlockTier("x"), BlockTier("xx"), BlockTier("xxx")]
     multi = chain(*tiers)
-    worker = MultiConnector(Role.WORKER, tiers)
+    worker = MultiWorker(tiers)
     for _ in range(times):  # a preempted request is loaded again
         tokens, _ = multi.get_num_new_matched_tokens(FakeRequest(), 0)
         multi.update_state_after_alloc(FakeRequest(), BLOCKS, tokens)
@@ -58,7 +58,7 @@ def test_a_request_is_received_when_the_last_child_has_ended(times: int) -> None
 def test_a_request_of_one_child_is_received_when_that_has_ended() -> None:
     tiers = [BlockTier("xx"), BlockTier("xx")]
     assert load(chain(*tiers), FakeRequest()) == {}
-    worker = MultiConnector(Role.WORKER, tiers)
+    worker = MultiWorker(tiers)
     tiers[0].ended = {"r"}
     assert worker.get_finished(set()) == (None, {"r"})
 

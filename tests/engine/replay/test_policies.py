@@ -244,7 +244,7 @@ def test_an_aborted_request_keeps_its_blocks_until_the_last_tier_has_ended(
     assert request.status is Status.LOADING
     blocks = request.get_block_ids()[0]
     made.scheduler.abort(request.request_id)
-    tiers = [child.scheduler for child in made.connector.children]
+    tiers = made.connector.children
     while request.request_id in made.scheduler.requests:
         assert made.scheduler.pool.num_free == made.num_blocks - len(blocks)
         made.step()

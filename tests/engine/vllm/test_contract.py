@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 pytestmark = pytest.mark.vllm
 
-LEFT_TO_THE_BASE = {
-    "role": "what vLLM passed to the constructor, kept by the base",
-    "has_connector_metadata": "asks whether bind_connector_metadata was called, which calls super",
-}
+LEFT_TO_THE_BASE = {"role": "what vLLM passed to the constructor, kept by the base"}
 """Public members that we neither implement nor forward, and why that is right."""
 
 EXAMPLE = {"kv_connector": "ExampleConnector"}
@@ -75,21 +73,36 @@ def test_every_member_takes_what_vllm_passes() -> None:
 
 
 def test_every_member_that_acts_reaches_the_children() -> None:
-    """What the adapter hands on, the MultiConnector behind it hands on to each child."""
+    """What the contract declares with a default, the chain's halves hand on to each child."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    from tiers.connector.contract.connector import Connector
+    from tiers.connector.contract.connector import SchedulerConnector, WorkerConnector
     from tiers.connector.multi.connector import MultiConnector
+    from tiers.connector.multi.scheduler import MultiScheduler
+    from tiers.connector.multi.worker import MultiWorker
 
     by_class = {
         name
         for name, member in members(KVConnectorBase_V1).items()
         if inspect.ismethod(member)  # class methods: vLLM calls them without an object
     }
-    needed = members(KVConnectorBase_V1).keys() - by_class - {"role"}
-    assert needed <= set(dir(Connector))
-    forwarded = {n for cls in MultiConnector.__mro__[:2] for n in vars(cls)}
-    assert needed - forwarded <= {"has_connector_metadata"}
+    needed = members(KVConnectorBase_V1).keys() - by_class - LEFT_TO_THE_BASE.keys()
+    assert needed <= {*dir(SchedulerConnector), *dir(WorkerConnector)}
+    forwarded = {*vars(MultiConnector), *vars(MultiScheduler), *vars(MultiWorker)}
+    assert needed - forwarded == {"has_connector_metadata", "get_finished"}
+
+
+def test_each_half_has_the_members_that_vllm_calls_in_its_process() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from tiers.connector.contract.connector import SchedulerConnector, WorkerConnector
+
+    source = inspect.getsource(KVConnectorBase_V1)
+    _, on_workers, in_scheduler = re.split(r"# (?:Worker|Scheduler)-side methods", source)
+    for half, listed in ((WorkerConnector, on_workers), (SchedulerConnector, in_scheduler)):
+        called = set(re.findall(r"    def ([a-z]\w+)\(\s*self", listed))
+        assert len(called) > 10
+        assert called <= {*dir(half)}
 
 
 def test_children_are_configured_as_their_entries_say() -> None:

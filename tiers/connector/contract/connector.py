@@ -1,4 +1,9 @@
-"""The members an engine may call on a connector; the defaults are those of one with no work."""
+"""The members an engine may call on a connector; the defaults are those of one with no work.
+
+A connector has two halves: `SchedulerConnector` decides, in the scheduler's process, and
+`WorkerConnector` moves bytes, in the process of each rank. Names, arguments and results are those
+of the engine's contract.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +14,24 @@ from typing import Any
 
 import torch
 
-from tiers.connector.contract.engine import Role
 from tiers.connector.contract.messages import TransferResults
 from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
-from tiers.connector.contract.stats import TierStats
 
 
 class Connector(ABC):
-    """One connector in one role. Names, arguments and results are those of the engine's contract.
-
-    The engine calls every member from one thread. Metadata is bound around each step.
-    """
-
-    def __init__(self, role: Role) -> None:
-        self.role = role
-        self._metadata: Any = None
-
-    # -- both roles --------------------------------------------------------------------------
+    """What both halves have. The engine calls every member of a half from one thread."""
 
     @abstractmethod
     def shutdown(self) -> None:
         """Finish what is under way, in bounded time, and release everything."""
 
-    def get_kv_connector_stats(self) -> TierStats | None:
-        """Counters since the last call; None: nothing was counted."""
+    def get_kv_connector_stats(self) -> Any:
+        """Counters since the last call, in the connector's own form; None: nothing was counted."""
         return None
 
-    # -- scheduler ---------------------------------------------------------------------------
+
+class SchedulerConnector(Connector):
+    """The half that decides what is loaded and stored."""
 
     @abstractmethod
     def get_num_new_matched_tokens(
@@ -63,18 +59,17 @@ class Connector(ABC):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Note that a request ended.
-
-        True: its blocks must stay until it is reported as sent. Also parameters for its output.
-        """
-        return False, None
+        """As `request_finished_all_groups`, from an engine with one KV cache group."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`, from an engine with several KV cache groups: blocks of each."""
-        (only,) = block_ids
-        return self.request_finished(request, only)
+        """Note that a request ended, whose blocks of each KV cache group these are.
+
+        True: they must stay until the request is reported as sent. Also parameters for its output.
+        """
+        return False, None
 
     def register_finished_partial_tail(
         self,
@@ -124,6 +119,10 @@ class Connector(ABC):
         """Forget all blocks; False: it could not be done. Nothing stored before is loaded again."""
         return None
 
+    def get_finished_count(self) -> int | None:
+        """How many workers report each transfer; None: all of them."""
+        return None
+
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping although no request runs."""
         return False
@@ -142,29 +141,21 @@ class Connector(ABC):
         """Whether a load can bring recurrent state up to where full attention is."""
         return False
 
-    # -- worker ------------------------------------------------------------------------------
+
+class WorkerConnector(Connector):
+    """The half that moves bytes. The orders of a step are bound around it."""
+
+    _metadata: Any = None
 
     @abstractmethod
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's paged KV: layer name to tensor, owned by the engine."""
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        """Whether the engine should allocate all layers as one tensor, and register that."""
-        return False
-
-    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
-        """Take one tensor of all layers; only for who has `prefer_cross_layer_blocks`."""
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         """The engine's own copy between device and host, for connectors without one."""
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """Where the engine should allocate its KV; None: where it likes."""
-        return None
-
-    def get_finished_count(self) -> int | None:
-        """How many workers report each transfer; None: all of them."""
         return None
 
     def get_handshake_metadata(self) -> Any:
@@ -185,10 +176,7 @@ class Connector(ABC):
 
     @abstractmethod
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Return once blocks that this step overwrites are no longer read.
-
-        Takes the step's orders, or, from engines before 0.21, the ids of preempted requests.
-        """
+        """Return once blocks that this step overwrites, by its orders, are no longer read."""
 
     @abstractmethod
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -213,13 +201,13 @@ class Connector(ABC):
         """The step is computed: begin its stores."""
 
     @abstractmethod
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose (saves, loads) ended since the last call."""
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
-        """The same in one object, with the loads that failed as a whole."""
-        sent, received = self.get_finished(finished_req_ids)
-        return TransferResults(sent or set(), received or set())
+        """Requests whose saves and loads ended since the last call, and loads that failed whole."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The same as (saves, loads), from engines that know no loads that fail whole."""
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
 
     @abstractmethod
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from tiers.connector.contract.media import MediaMarks, NoMedia
 from tiers.connector.contract.protocols import Request
-
-
-class Role(enum.Enum):
-    """Which half of a connector an object is."""
-
-    SCHEDULER = 0
-    WORKER = 1
 
 
 class KVGroup(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from spec.chain import LoadPolicy
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.connector.contract.connector import Connector
+from tiers.connector.contract.connector import SchedulerConnector
 from tiers.connector.contract.protocols import Request, SchedulerOutput
 from tiers.connector.policy.cheapest.cheapest import Cheapest
 from tiers.connector.policy.choice import (
@@ -53,7 +53,7 @@ class Chooser:
 
     def __init__(
         self,
-        children: Sequence[Connector],
+        children: Sequence[SchedulerConnector],
         names: Sequence[str],
         load: LoadPolicy,
         block_tokens: int,
@@ -189,7 +189,9 @@ class Chooser:
             else:
                 yield 0, False
 
-    def _ask(self, index: int, child: Connector, question: _Question) -> tuple[int | None, bool]:
+    def _ask(
+        self, index: int, child: SchedulerConnector, question: _Question
+    ) -> tuple[int | None, bool]:
         if index in self._loaders:
             tokens, found = self._prefix((index,), question)
             return (None, False) if found.looking else (tokens, tokens > 0)

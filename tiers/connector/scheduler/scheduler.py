@@ -6,8 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from tiers.connector.contract.block_groups import BlockGroups
+from tiers.connector.contract.connector import SchedulerConnector
 from tiers.connector.contract.coverage import MISSING
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
@@ -45,7 +47,7 @@ OpenManager = Callable[[Sequence[WorkerHandshake], bool, OnEvict], OpenTier]
 """`TierOpener.open` for one tier."""
 
 
-class OffloadingScheduler:
+class OffloadingScheduler(SchedulerConnector):
     """One tier, in the scheduler's process. Nothing here does I/O or waits."""
 
     def __init__(
@@ -60,9 +62,12 @@ class OffloadingScheduler:
         tenants: Tenants,
         now: Callable[[], float] = time.monotonic,
         prompt_only: bool = False,
+        hit_source: str = "external_unspecified",
     ) -> None:
-        """`generation` and `wait_budget` are those of all tiers of a chain; see `RequestTable`."""
+        """`generation` and `wait_budget` are those of all tiers of a chain; see `RequestTable`.
+        `hit_source`: the engine's word for where this tier's tokens come from."""
         self.tier = tier
+        self._hit_source = hit_source
         self.load_cost = LoadCost(now)
         self.stats = TierStats()
         groups = BlockGroups(engine)
@@ -92,6 +97,11 @@ class OffloadingScheduler:
         self._loads, self._stores = self._loads_of(NOT_OPEN), self._stores_of(NOT_OPEN)
 
     # -- opening -----------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
+        """Open the tier with what its workers said; another connector's words are ignored."""
+        said = [one for one in metadata.values() if isinstance(one, WorkerHandshake)]
+        self.register_workers({handshake.rank: handshake for handshake in said})
 
     def register_workers(
         self, handshakes: Mapping[int, WorkerHandshake], in_step: bool = False
@@ -157,16 +167,21 @@ class OffloadingScheduler:
         """Loads and stores that have not ended on all ranks."""
         return len(self._jobs)
 
-    @property
-    def group_ids(self) -> tuple[int, ...]:
-        """The engine's KV cache groups."""
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[str, int]:
+        """All from this tier."""
+        return {self._hit_source: num_external_tokens} if num_external_tokens else {}
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All: a load brings whatever the engine has a place for."""
         return tuple(range(len(self._engine.kv_groups)))
 
     def note(self, **measures: float | list[float]) -> None:
         """Add to the tier's measures."""
         self.stats.add(self.tier, **measures)
 
-    def take_stats(self) -> TierStats:
+    def get_kv_connector_stats(self) -> TierStats | None:
         """What was measured since the last call; gauges only where they have changed."""
         stats, self.stats = self.stats, TierStats()
         if evictions := self._context.kv_events.take_evictions():
@@ -175,9 +190,9 @@ class OffloadingScheduler:
         if gauges != self._told:
             self._told = gauges
             stats.add(self.tier, **gauges)
-        return stats
+        return None if stats.is_empty() else stats
 
-    def must_step(self) -> bool:
+    def has_pending_push_work(self) -> bool:
         """Whether a transfer will end soon whose end only a step can tell us of."""
         return bool(self._jobs) and (self._manager.completes_on_gather or self._jobs.any_loading)
 
@@ -250,17 +265,21 @@ class OffloadingScheduler:
         """Never offer its blocks."""
         self._requests.state_of(request).store = False
 
-    def build_connector_meta(self, output: SchedulerOutput) -> OffloadingConnectorMetadata:
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput
+    ) -> OffloadingConnectorMetadata:
         """Orders for the workers of this step."""
+        self.load_cost.stepped()
         overwritten, self._overwritten = self._overwritten, set()
-        scheduled = self._requests.scheduled(output, overwritten)
+        scheduled = self._requests.scheduled(scheduler_output, overwritten)
         stores, flush = self._stores.orders(scheduled, overwritten)
         loads = self._loads.take_orders()
-        return OffloadingConnectorMetadata(loads, stores, flush, not output.num_scheduled_tokens)
+        idle = not scheduler_output.num_scheduled_tokens
+        return OffloadingConnectorMetadata(loads, stores, flush, idle)
 
-    def update_connector_output(self, output: ConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Take in what the workers finished."""
-        meta = output.kv_connector_worker_meta
+        meta = connector_output.kv_connector_worker_meta
         if not isinstance(meta, OffloadingWorkerMetadata):
             return
         self.note(**meta.measures)
@@ -297,17 +316,21 @@ class OffloadingScheduler:
             self._requests.reset()
         return not self.reqs_being_loaded
 
-    def request_finished(self, request: Request, tables: Sequence[list[int]]) -> None:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
         """Drop what is kept for a request; its transfers under way end on their own.
 
-        `tables`: the blocks that it has yet, of each KV cache group.
+        `block_ids`: the blocks that it has yet, of each KV cache group. Never holds them back: the
+        fence on reuse protects stores under way.
         """
         state = self._requests.get(request.request_id)
         if state is not None:
-            self._stores.request_finished(state, tables)
+            self._stores.request_finished(state, block_ids)
         self.note(**self._requests.forget(request.request_id))
+        return False, None
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Release the tier, which has nothing and wants nothing from now on."""
         self._health.failed()
         manager, self._manager = self._manager, NOT_OPEN.manager

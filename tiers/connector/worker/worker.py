@@ -15,6 +15,7 @@ from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.concurrency.executors import io_executor
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
+from tiers.connector.contract.connector import WorkerConnector
 from tiers.connector.contract.copier import Copy
 from tiers.connector.contract.generation import space_of
 from tiers.connector.contract.messages import (
@@ -23,6 +24,7 @@ from tiers.connector.contract.messages import (
     OffloadingWorkerMetadata,
     StoreItem,
     StoreJob,
+    TransferResults,
     WorkerHandshake,
 )
 from tiers.connector.contract.stats import Measures, merge
@@ -50,7 +52,7 @@ class _Store:
     future: Future[Outcome]
 
 
-class OffloadingWorker:
+class OffloadingWorker(WorkerConnector):
     """One tier, in a worker's process. Called by the engine's thread; transfers run on its own."""
 
     def __init__(self, tier: OffloadingSpec, host: HostSlots, drain: float) -> None:
@@ -69,7 +71,6 @@ class OffloadingWorker:
         self._begun: OffloadingConnectorMetadata | None = None
         self._ended: dict[int, JobResult] = {}
         self._failed_blocks: set[int] = set()
-        self._failed_requests: set[str] = set()
         self._measures: Measures = {}
         self._sent_handshake = False
         self._failures_seen = self._damaged_seen = 0
@@ -112,7 +113,7 @@ class OffloadingWorker:
         if self._closed and self._store is not None:
             self._store.close()  # it came after the worker had waited for it
 
-    def handshake(self) -> WorkerHandshake | None:
+    def get_handshake_metadata(self) -> WorkerHandshake | None:
         """What the scheduler must know of this worker; None: the tier is not open yet.
 
         One whose facts came late is opened beside the steps, since that may take its time.
@@ -133,41 +134,46 @@ class OffloadingWorker:
 
     # -- loading -----------------------------------------------------------------------------
 
-    def start_load_kv(self, meta: OffloadingConnectorMetadata) -> None:
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the step's loads."""
-        self._loading.begin(meta.reqs_to_load)
+        self._loading.begin(self._orders().reqs_to_load)
 
-    def get_finished(self, meta: OffloadingConnectorMetadata) -> set[str]:
-        """Requests whose load has ended since the last call, whole or in part."""
+    def _orders(self) -> OffloadingConnectorMetadata:
+        assert isinstance(self._metadata, OffloadingConnectorMetadata), "no step is bound"
+        return self._metadata
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
+        """Loads that have ended since the last call, whole or in part; saves hold nothing back.
+
+        Requests to recompute whole are named where blocks can't be.
+        """
+        meta = self._orders()
         if meta.idle:
             # Engines may leave `wait_for_save` out of a step that computes nothing.
-            self.wait_for_save(meta)
+            self.wait_for_save()
         ended = self._loading.ended(meta.idle)
+        results = TransferResults(finished_recving={load.job.request_id for load in ended})
         for job, failed, lost, seconds, in_time, damaged in ended:
             self._note_end(job.job_id, len(job.items), Outcome(failed, seconds), "load")
             self._ended[job.job_id].lost = lost
             late = int(bool(failed) and not in_time)
             merge(self._measures, {"load_timeouts": late, "damaged_blocks": damaged})
-            if self._host.engine.all_or_nothing_loads:
-                self._failed_requests |= {job.request_id} if failed else set()
-            else:
+            if not self._host.engine.all_or_nothing_loads:
                 self._failed_blocks |= {job.items[index].target for index in failed}
-        return {load.job.request_id for load in ended}
+            elif failed:
+                results.failed_recving.add(job.request_id)
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Paged blocks that a load left without their KV, since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def get_requests_with_load_errors(self) -> set[str]:
-        """Requests whose load failed, since the last call; where blocks can't be named."""
-        failed, self._failed_requests = self._failed_requests, set()
-        return failed
-
     # -- storing -----------------------------------------------------------------------------
 
-    def wait_for_save(self, meta: OffloadingConnectorMetadata) -> None:
+    def wait_for_save(self) -> None:
         """Begin the step's stores: fill the slots, then feed the tier from them; never waits."""
+        meta = self._orders()
         if meta is self._begun:
             return
         self._begun = meta
@@ -214,14 +220,10 @@ class OffloadingWorker:
             )
         return stored
 
-    def handle_preemptions(self, meta: OffloadingConnectorMetadata) -> None:
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """Wait for gathers from blocks that this step overwrites."""
-        flush = set(meta.jobs_to_flush)
+        flush = kv_connector_metadata.jobs_to_flush
         _fence([store for store in self._stores if store.job.job_id in flush])
-
-    def fence_all(self) -> None:
-        """Wait for every gather under way."""
-        _fence(self._stores)
 
     # -- ends --------------------------------------------------------------------------------
 
@@ -266,7 +268,7 @@ class OffloadingWorker:
         health = HEALTHY if self._store is None else self._store.health
         if health != self._health:
             self._health = meta.health[self._host.engine.rank] = health
-        handshake = None if self._sent_handshake else self.handshake()
+        handshake = None if self._sent_handshake else self.get_handshake_metadata()
         if handshake is not None:
             meta.handshakes[handshake.rank] = handshake
             meta.unusable = self._unusable
@@ -275,7 +277,7 @@ class OffloadingWorker:
         said = meta.jobs or meta.handshakes or meta.health or any(meta.measures.values())
         return meta if said else None
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Let stores under way end, for `drain` seconds at most, and release the tier."""
         self._rate_limit.stop()
         self._closed = True

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from spec.chain import ChainSpec
-from tiers.connector.chain import open_chain
+from tiers.connector.chain import open_scheduler, open_worker
 from tiers.connector.contract.copier import OpenCopier
-from tiers.connector.contract.engine import EngineInfo, KVGroup, LateFacts, Role
+from tiers.connector.contract.engine import EngineInfo, KVGroup, LateFacts
 from tiers.connector.contract.messages import BlockEvent
 from tiers.connector.contract.stats import TierStats
-from tiers.connector.multi.connector import MultiConnector
-from tiers.connector.offloading import OffloadingConnector
+from tiers.connector.multi.scheduler import MultiScheduler
+from tiers.connector.multi.worker import MultiWorker
+from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.engine.replay.blocks import BlockPool, has_null
 from tiers.engine.replay.model import VOCABULARY, ReplayModel
 from tiers.engine.replay.scheduler import ReplayRequest, ReplayScheduler, StepOutput, describe
@@ -39,7 +40,7 @@ class ReplayEngine:
     so that all that crosses is pickled. `facts` name the model to the namespace, as do
     `late_facts`. With `kv_events` the connector's events gather in `events`. `drops_last`: see
     `EngineInfo`. `now`: the chain's clock, in seconds. `hosts`: where the scheduler and then
-    each rank say they are. `root`: see `open_chain`.
+    each rank say they are. `root`: see `worker_parts`.
     """
 
     def __init__(
@@ -66,35 +67,27 @@ class ReplayEngine:
         self.stats = TierStats()
         self.steps = 0
         self.events: list[BlockEvent] = []
-        open_half = functools.partial(
-            _open_half,
-            chain,
-            EngineInfo(
-                facts=dict(facts or {"model": "replay"}),
-                block_tokens=self.model.block_tokens,
-                hash_tokens=self.model.block_tokens,
-                num_blocks=num_blocks,
-                world_size=world_size,
-                kv_events=kv_events,
-                weights_change=weights_change,
-                caches_prefixes=prefix_caching,
-                drops_last=drops_last,
-                groups=tuple(KVGroup(self.model.block_tokens, w) for w in self.model.windows),
-                step_tokens=batch_tokens,
-                late_facts=late_facts,
-            ),
-            open_copier,
-            now,
-            hosts,
-            root,
+        info = EngineInfo(
+            facts=dict(facts or {"model": "replay"}),
+            block_tokens=self.model.block_tokens,
+            hash_tokens=self.model.block_tokens,
+            num_blocks=num_blocks,
+            world_size=world_size,
+            kv_events=kv_events,
+            weights_change=weights_change,
+            caches_prefixes=prefix_caching,
+            drops_last=drops_last,
+            groups=tuple(KVGroup(self.model.block_tokens, w) for w in self.model.windows),
+            step_tokens=batch_tokens,
+            late_facts=late_facts,
+            host=hosts[0] if hosts else "",
         )
         make: Callable[..., Worker] = ProcessWorker if processes else LocalWorker
-        open_worker = functools.partial(open_half, Role.WORKER)
-        self.workers = [
-            make(self.model, num_blocks, rank, open_worker) for rank in range(world_size)
-        ]
-        self.connector = open_half(Role.SCHEDULER, 0)
-        if self.connector is not None:
+        open_half = functools.partial(_open_worker, chain, info, open_copier, hosts, root)
+        self.workers = [make(self.model, num_blocks, rank, open_half) for rank in range(world_size)]
+        self.connector: MultiScheduler | None = None
+        if chain is not None:
+            self.connector = open_scheduler(chain, info, now)
             said = {rank: worker.handshake() for rank, worker in enumerate(self.workers)}
             self.connector.set_xfer_handshake_metadata(said)
         pool = BlockPool(num_blocks, prefix_caching, first=int(has_null(self.model.windows)))
@@ -187,7 +180,7 @@ class ReplayEngine:
         """Step until no transfer is under way, also those that an engine need not wait for."""
         deadline = time.monotonic() + SETTLE_SECONDS
         children = self.connector.children if self.connector is not None else ()
-        tiers = [child.scheduler for child in children if isinstance(child, OffloadingConnector)]
+        tiers = [child for child in children if isinstance(child, OffloadingScheduler)]
         while any(tier.jobs_under_way for tier in tiers):
             if not self.step():
                 time.sleep(IDLE_SECONDS)
@@ -210,21 +203,18 @@ class ReplayEngine:
             self.connector.shutdown()
 
 
-def _open_half(
+def _open_worker(
     chain: ChainSpec | None,
     engine: EngineInfo,
     copier: OpenCopier,
-    now: Callable[[], float],
     hosts: Sequence[str],
     root: Path,
-    role: Role,
     rank: int,
-) -> MultiConnector | None:
+) -> MultiWorker | None:
     if chain is None:
         return None
-    host = hosts[rank + 1 if role is Role.WORKER else 0] if hosts else ""
-    info = replace(engine, rank=rank, host=host)
-    return open_chain(chain, info, role, copier, now, root)
+    info = replace(engine, rank=rank, host=hosts[rank + 1] if hosts else "")
+    return open_worker(chain, info, copier, root)
 
 
 def _sample(total: int) -> int:

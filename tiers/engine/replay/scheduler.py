@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiers.connector.contract.connector import Connector
+from tiers.connector.contract.connector import SchedulerConnector
 from tiers.engine.replay.blocks import BlockPool, BlockTables, Tables, chain_hash
 
 
@@ -141,7 +141,7 @@ class ReplayScheduler:
 
     def __init__(
         self,
-        connector: Connector | None,
+        connector: SchedulerConnector | None,
         pool: BlockPool,
         block_tokens: int,
         batch_tokens: int,

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
-from tiers.connector.contract.connector import Connector
+from tiers.connector.contract.connector import WorkerConnector
 from tiers.engine.replay.model import ReplayModel, kv_of, states
 from tiers.engine.replay.scheduler import Step, StepOutput, Work
 
-OpenConnector = Callable[[int], Connector | None]
+OpenConnector = Callable[[int], WorkerConnector | None]
 """Makes the worker half for a rank, in that rank's process; picklable for workers of their own."""
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from spec.chain import ChainSpec
 from spec.offloading import StoreSpec
 from spec.registry import tier_class
-from tiers.connector.offloading import OffloadingConnector
+from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 from tiers.engine.replay.scheduler import ReplayRequest
 from tiers.lab.soak.faults import Fault, Server, all_faults
@@ -197,9 +197,7 @@ class Soak:
         except RuntimeError:
             self.report.stuck_requests += 1
         assert engine.connector is not None
-        tiers = [
-            c.scheduler for c in engine.connector.children if isinstance(c, OffloadingConnector)
-        ]
+        tiers = [c for c in engine.connector.children if isinstance(c, OffloadingScheduler)]
         leaked = engine.num_blocks - engine.scheduler.pool.num_free
         leaked += sum(tier.slots_pinned for tier in tiers)
         resident = tiers[0].blocks_held

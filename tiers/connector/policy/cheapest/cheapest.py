@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from spec.chain import CheapestSpec
-from tiers.connector.contract.connector import Connector
+from tiers.connector.contract.connector import SchedulerConnector
 from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.cheapest.lookup_latency import LookupLatency
 from tiers.connector.policy.cheapest.prefill_rate import PrefillRate
@@ -18,7 +18,7 @@ Answers = Sequence[tuple[int | None, bool]]
 """What each child has of a request: tokens, None while it looks, and whether beside the steps."""
 
 
-def load_costs(children: Sequence[Connector]) -> dict[int, LoadCost]:
+def load_costs(children: Sequence[SchedulerConnector]) -> dict[int, LoadCost]:
     """The meters of those children that have one, by child."""
     return {i: c.load_cost for i, c in enumerate(children) if isinstance(c, TimedLoader)}
 

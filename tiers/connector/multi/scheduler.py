@@ -1,0 +1,348 @@
+"""MultiScheduler: a chain's children, of which the load policy chooses who loads."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spec.chain import CheapestSpec, LoadPolicy
+from tiers.connector.contract.connector import SchedulerConnector
+from tiers.connector.contract.media import MediaMarks, NoMedia
+from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
+from tiers.connector.multi.connector import MultiConnector
+from tiers.connector.multi.metadata import (
+    MultiConnectorMetadata,
+    MultiHandshakeMetadata,
+    MultiWorkerMetadata,
+)
+from tiers.connector.policy.cheapest.cheapest import Cheapest, load_costs
+from tiers.connector.policy.choice import LATER, NOBODY, Choice, clip
+from tiers.connector.policy.chooser import Chooser
+from tiers.connector.policy.load_sharing import LoadSharing
+from tiers.connector.policy.loaders import BlockLoader
+from tiers.connector.policy.shared_load import SharedLoad
+from tiers.connector.policy.wait_budget import WaitBudget
+
+Finished = tuple[bool, dict[str, Any] | None]
+"""What `request_finished` answers: whether blocks must stay, and parameters for the output."""
+
+
+@dataclass(frozen=True)
+class MultiSettings:
+    """How a `MultiScheduler` chooses who loads.
+
+    `window`: blocks at the end of a prefix that must be whole (see `BlockGroups`). `drops_last`:
+    see `EngineInfo`. `cheapest`: settings of the load policy of that name. `now`: seconds, never
+    going back. `wait_budget`: that of the children; None: requests wait as long as it takes.
+    `sharing`: of loads, where children are tiers. `media`: the marks that the children use.
+    """
+
+    load_policy: LoadPolicy = "first"
+    block_tokens: int = 1
+    window: int = 0
+    drops_last: bool = False
+    cheapest: CheapestSpec | None = None
+    now: Callable[[], float] = time.monotonic
+    wait_budget: WaitBudget | None = None
+    sharing: LoadSharing | None = None
+    media: MediaMarks | None = None
+
+
+class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
+    """Loads from the children that the load policy chooses; stores to all."""
+
+    limits_requests = True
+    """It applies what a request says of itself (see `limits`), also as a child of another."""
+
+    def __init__(
+        self,
+        children: Sequence[SchedulerConnector],
+        names: Sequence[str] | None = None,
+        chain: str = "",
+        settings: MultiSettings = MultiSettings(),
+    ) -> None:
+        """`names` and `chain`: see `MultiConnector`."""
+        MultiConnector.__init__(self, children, names, chain)
+        self._block_tokens = settings.block_tokens
+        self._cheapest: Cheapest | None = None
+        if settings.load_policy == "cheapest":
+            self._cheapest = Cheapest(
+                settings.cheapest or CheapestSpec(),
+                settings.block_tokens,
+                load_costs(children),
+                settings.now,
+                cut=settings.window == 0,
+            )
+        self._chooser = Chooser(
+            self.children,
+            self.names,
+            settings.load_policy,
+            settings.block_tokens,
+            window=settings.window,
+            drops_last=settings.drops_last,
+            cheapest=self._cheapest,
+        )
+        self._choices: dict[str, Choice] = {}
+        self._sharing = settings.sharing
+        self._undecided: set[str] = set()
+        self._wait_budget = settings.wait_budget or WaitBudget(settings.now)
+        self._media = settings.media or NoMedia()
+        self._more_saves: dict[str, int] = {}
+        self._more_loads: dict[str, int] = {}
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """What the children that the policy chooses have."""
+        choice = self._choose(request, num_computed_tokens)
+        self._choices[request.request_id] = choice._replace(computed=num_computed_tokens)
+        self._undecided.add(request.request_id)
+        return choice.tokens, choice.is_async
+
+    def _choose(self, request: Request, computed: int) -> Choice:
+        request_id = request.request_id
+        # Also one that nobody may load anything for: whoever begins it asks for its marks, and the
+        # engine would wait for them.
+        if not self._media.ready(request):
+            return LATER
+        if self._sharing is not None and self._sharing.waits(request_id):
+            return LATER
+        if self._wait_budget.left(request_id) <= 0:
+            return NOBODY
+        choice = self._chooser.choose(request, computed)
+        if choice.tokens is None:
+            self._wait_budget.looks(request_id)
+            return choice
+        self._wait_budget.found(request_id)
+        if self._sharing is not None and self._sharing.joins(request, computed, choice.tokens):
+            return LATER
+        return choice
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Blocks, num_external_tokens: int
+    ) -> None:
+        """Serving children load; the others learn of the blocks, so that they can store them."""
+        choice = self._choices.get(request.request_id, NOBODY)
+        if request.request_id in self._undecided:
+            # Engines call again, with no tokens, when a load beside the steps has ended.
+            self._undecided.discard(request.request_id)
+            loads = not choice.tokens or num_external_tokens > 0
+            self._chooser.decided(request.request_id, choice if loads else NOBODY)
+        shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
+        if choice.child is not None and num_external_tokens:
+            if choice.is_async:
+                self._chooser.loads(request.request_id, choice.child)
+            else:
+                self.disable_store(request)
+        if num_external_tokens and choice.tokens:
+            self._wait_budget.loads(request.request_id)
+            if self._sharing is not None:
+                self._sharing.begins(request, choice.computed, num_external_tokens)
+        shared = SharedLoad(len(shares))
+        if len(shares) > 1:
+            self._more_loads[request.request_id] = len(shares) - 1
+        for index, child in enumerate(self.children):
+            if index in shares:
+                assert isinstance(child, BlockLoader)
+                child.load_blocks(request, blocks, shares[index], shared)
+            else:
+                tokens = num_external_tokens if index == choice.child else 0
+                child.update_state_after_alloc(request, blocks, tokens)
+
+    def disable_store(self, request: Request) -> None:
+        """None of our own children stores it; others have no such member."""
+
+        def disable_store(child: SchedulerConnector) -> None:
+            if hasattr(child, "disable_store"):
+                child.disable_store(request)
+
+        self.for_each(disable_store)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[str, int]:
+        """What each serving child says of its part of the tokens."""
+        sources: Counter[str] = Counter()
+        choice = self._choices.get(request.request_id, NOBODY)
+        serving = _tokens_of_each(choice, num_external_tokens, self._block_tokens)
+        for index, tokens in serving.items():
+            child = self.children[index]
+            sources.update(child.get_external_cache_hit_sources(request, tokens))
+        return dict(sources)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Groups that the serving children load."""
+        choice = self._choices.get(request.request_id, NOBODY)
+        serving = _tokens_of_each(choice, choice.tokens or 0, self._block_tokens)
+        groups = [self.children[i].get_loaded_kv_cache_group_ids(request) for i in serving]
+        return tuple(sorted(set().union(*groups)))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiConnectorMetadata:
+        """All children's orders, and, once, the saves and loads to wait for."""
+        self._chooser.runs(scheduler_output)
+        saves, self._more_saves = self._more_saves, {}
+        loads, self._more_loads = self._more_loads, {}
+        metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
+        step = self._cheapest.prefill.step_begins(scheduler_output) if self._cheapest else None
+        return MultiConnectorMetadata(metadata, saves, loads, step)
+
+    def update_connector_output(self, connector_output: ConnectorOutput) -> None:
+        """Show each child its own metadata only; the output is as it was afterwards."""
+        whole = connector_output.kv_connector_worker_meta
+        self._chooser.step_ended(getattr(whole, "step", None))
+        parts = whole.metadata if isinstance(whole, MultiWorkerMetadata) else ()
+
+        def update(child: SchedulerConnector, part: Any) -> None:
+            connector_output.kv_connector_worker_meta = part
+            child.update_connector_output(connector_output)
+
+        try:
+            self.for_each(update, parts or (None,) * len(self.children))
+        finally:
+            connector_output.kv_connector_worker_meta = whole
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
+        """Tell every child; the request's blocks stay while any of them is saving it."""
+        return self._finish(request, lambda child: child.request_finished(request, block_ids))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> Finished:
+        """As `request_finished`, with the blocks of each KV cache group."""
+        if not all(hasattr(child, "request_finished_all_groups") for child in self.children):
+            # An engine's connector for one group only; the engine then has no more.
+            (only,) = block_ids
+            return self.request_finished(request, only)
+        return self._finish(
+            request, lambda child: child.request_finished_all_groups(request, block_ids)
+        )
+
+    def _finish(self, request: Request, tell: Callable[[SchedulerConnector], Finished]) -> Finished:
+        """Tell every child, also when one raises, and forget the request in any case."""
+        answers: list[Finished] = []
+        try:
+            self.for_each(lambda child: answers.append(tell(child)))
+            merged: dict[str, Any] | None = None
+            for params in (params for _, params in answers if params is not None):
+                merged = _merge(merged or {}, params)
+        finally:
+            self._choices.pop(request.request_id, None)
+            self._undecided.discard(request.request_id)
+            self._chooser.forget(request.request_id)
+            self._wait_budget.forget(request.request_id)
+            self._media.forget(request.request_id)
+            if self._sharing is not None:
+                self._sharing.forget(request.request_id)
+        saving = sum(is_saving for is_saving, _ in answers)
+        if saving > 1:
+            self._more_saves[request.request_id] = saving - 1
+        return saving > 0, merged
+
+    def register_finished_partial_tail(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """Offer the tail to every child; whether any takes it."""
+        taken = [
+            child.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
+            for child in self.children
+        ]
+        return any(taken)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
+        """Give each child what its own workers said."""
+        for child, said in zip(self.children, self._said_to_each(metadata), strict=True):
+            child.set_xfer_handshake_metadata(said)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
+        """The same, with workers named by (pipeline rank, tensor rank)."""
+        for child, said in zip(self.children, self._said_to_each(metadata), strict=True):
+            child.set_xfer_handshake_metadata_pp_aware(said)
+
+    def _said_to_each(self, metadata: Mapping[Any, Any]) -> Iterator[dict[Any, Any]]:
+        ours = {
+            worker: whole.metadata
+            for worker, whole in metadata.items()
+            if isinstance(whole, MultiHandshakeMetadata) and whole.chain == self._chain
+        }
+        for index in range(len(self.children)):
+            # A child to which nobody said anything is told so, as an engine would.
+            yield {worker: said[index] for worker, said in ours.items() if said[index] is not None}
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Every child may look into the engine's cache manager."""
+        self.for_each(lambda child: child.bind_kv_cache_manager(kv_cache_manager))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Every child may look into the engine's block pool."""
+        self.for_each(lambda child: child.bind_gpu_block_pool(gpu_block_pool))
+
+    def on_new_request(self, request: Request) -> None:
+        """Every child learns of a request before it is first asked for it."""
+        self.for_each(lambda child: child.on_new_request(request))
+
+    def take_events(self) -> Iterator[Any]:
+        """All children's events, in order."""
+        for child in self.children:
+            yield from child.take_events()
+
+    def reset_cache(self) -> bool:
+        """Reset every child; False: one refuses."""
+        answers: list[bool | None] = []
+        self.for_each(lambda child: answers.append(child.reset_cache()))
+        return False not in answers
+
+    def get_finished_count(self) -> int | None:
+        """The count that all children name; None if any leaves it to the engine.
+
+        Raises ValueError, naming them, if they disagree.
+        """
+        counts = [child.get_finished_count() for child in self.children]
+        if None in counts:
+            return None
+        if len(set(counts)) > 1:
+            pairs = zip(self.names, counts, strict=True)
+            named = ", ".join(f"{name}: {count}" for name, count in pairs)
+            raise ValueError(f"connectors disagree on how often a request finishes ({named})")
+        return next(iter(counts), None)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether any child needs steps."""
+        return any(child.has_pending_push_work() for child in self.children)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether any child will soon give blocks back."""
+        return any(child.has_pending_block_frees() for child in self.children)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether any child must not lose a save."""
+        return any(child.requires_kv_delivery for child in self.children)
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether every child does."""
+        return bool(self.children) and all(
+            child.supports_divergent_local_hybrid_hits for child in self.children
+        )
+
+
+def _tokens_of_each(choice: Choice, tokens: int, block_tokens: int) -> dict[int, int]:
+    """How many of the first `tokens` of a choice each serving child loads, by its place."""
+    if choice.child is not None:
+        return {choice.child: tokens}
+    shares = clip(choice.shares or {}, tokens // block_tokens)
+    return {i: sum(map(len, parts)) * block_tokens for i, parts in shares.items()}
+
+
+def _merge(params: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    clash = params.keys() & more.keys()
+    if clash:
+        keys = ", ".join(sorted(clash))
+        raise RuntimeError(f"several tiers set the transfer parameter {keys}")
+    return params | more
