@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiers.connector.scheduler.lookups import Lookup
-from tiers.connector.scheduler.requests import StoreOrder
+from tiers.connector.scheduler.store_order import StoreOrder
 from tiers.host.slots import SlotPool
 
 

@@ -85,9 +85,9 @@ class Chooser:
     def choose(self, request: Request, num_computed_tokens: int) -> Choice:
         """Who loads what of the tokens beyond the computed ones.
 
-        Each of the engine's own connectors is asked before a request begins, whoever serves: some
-        take it as the news that a request begins anew, and would else store from blocks that it
-        no longer has.
+        Each of the engine's own connectors is asked before a request begins, whoever serves. Some
+        reset their state of the request in this call; without it they would store from blocks that
+        the engine has freed.
         """
         failed = self._loading.pop(request.request_id, None)
         if failed is not None:

@@ -1,4 +1,4 @@
-"""SharedLoad: one load of one request, over all tiers that serve it."""
+"""SharedLoad: one load of one request, from all tiers that serve it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WaitBudget: how long each request may yet wait for the tiers, all of them together."""
+"""WaitBudget: how long each request may still wait for all tiers together."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import math
 from collections.abc import Callable
 
 LOOKUP_SECONDS = 1.0
-"""How long a request waits for a lookup at most, however patient it is."""
+"""How long a request waits for one lookup at most, whatever `max_wait` is."""
 
 
 class WaitBudget:
     """What each request has left of `max_wait` seconds; used by the scheduler's thread alone.
 
     A lookup may take half of them, so that a tier that never answers leaves time to load from one
-    that does. What an engine's own step takes while a lookup is under way is not counted: a lookup
-    is charged with what it may take at most.
+    that does. A lookup costs at most `lookup_seconds`, even if the engine's step took longer.
     """
 
     def __init__(self, now: Callable[[], float], max_wait: float = math.inf) -> None:
@@ -26,7 +25,7 @@ class WaitBudget:
         self._loading: dict[str, float] = {}
 
     def left(self, request_id: str) -> float:
-        """Seconds."""
+        """Seconds that the request may still wait."""
         since = self._loading.get(request_id)
         loading = 0.0 if since is None else self._now() - since
         return self._max_wait - self._spent.get(request_id, 0.0) - loading
@@ -42,7 +41,7 @@ class WaitBudget:
             self._charge(request_id, min(self._now() - since, self.lookup_seconds))
 
     def loads(self, request_id: str) -> None:
-        """A load begins that the request waits for, its own or another's."""
+        """The request begins to wait for a load, its own or another request's."""
         self._loading.setdefault(request_id, self._now())
 
     def loads_now(self, request_id: str) -> bool:
@@ -50,7 +49,7 @@ class WaitBudget:
         return request_id in self._loading
 
     def loaded(self, request_id: str) -> None:
-        """The load has ended in all tiers, or is not waited for any longer."""
+        """The request no longer waits: the load has ended in all tiers, or was given up."""
         since = self._loading.pop(request_id, None)
         if since is not None:
             self._charge(request_id, self._now() - since)

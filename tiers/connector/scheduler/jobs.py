@@ -1,4 +1,19 @@
-"""Jobs: one tier's loads and stores, from their order to the end on the last rank."""
+"""Jobs: one tier's loads and stores, from their order to the end on the last rank.
+
+The states of a load, from the lookup on:
+
+| state | what happens | what follows |
+|---|---|---|
+| asked | `coverage` asks the tiers; those behind a network answer later | waiting, or no load |
+| waiting | the engine has no room, or another request loads the blocks | asked or loading |
+| loading | the blocks are allocated; a `LoadJob` is under way on every rank | one of the others |
+| received | the last rank of the last tier has ended, with all blocks | the request runs |
+| failed | a block was missing or damaged | those before it are used, the rest is computed |
+| late | `max_wait` is over; some blocks have not arrived | as when the first of those had failed |
+
+Of a model with attention windows a load that fails in part is of no use: all is computed.
+A request that a tier failed is not looked up in that tier again (`RequestState.recompute`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +28,7 @@ from tiers.connector.scheduler.requests import RequestState
 
 @dataclass(kw_only=True)
 class _Pending:
-    """A job that some ranks have not ended. `failed`, `lost`: items, as of `JobResult`."""
+    """A job that `ranks_left` ranks have not ended. `failed`, `lost`: items, see `JobResult`."""
 
     ranks_left: int
     failed: set[int] = field(default_factory=set)
@@ -23,8 +38,8 @@ class _Pending:
 
 @dataclass(kw_only=True)
 class PendingLoad(_Pending):
-    """A load under way: the `blocks` of the request that it brings, in which of them each of its
-    items is, and what load it is a part of."""
+    """A load under way. `blocks`: indexes of the blocks that it loads. `of_block[i]`: the block
+    that item i belongs to. `shared`: the load of the request that it is a part of."""
 
     job: LoadJob
     blocks: list[int]
@@ -34,8 +49,8 @@ class PendingLoad(_Pending):
 
 @dataclass(kw_only=True)
 class PendingStore(_Pending):
-    """A store under way, of a request of this tenant: of which of its keys, by their `numbers`.
-    `at_once`: of all that it has so far."""
+    """A store under way. `tenant`, `state`: of its request. `numbers[i]`: which of the request's
+    keys item i has. `at_once`: whether the job stores all keys that there are so far."""
 
     job: StoreJob
     tenant: str
@@ -67,7 +82,8 @@ class Jobs:
         of_block: list[int],
         shared: SharedLoad,
     ) -> LoadJob:
-        """Begin a load, which may take so many seconds."""
+        """Begin a load, which may take `seconds`. `blocks`, `of_block`, `shared`: see
+        `PendingLoad`."""
         job = LoadJob(next(self._ids), request_id, items, seconds, self._generation.tag)
         self._loading[job.job_id] = PendingLoad(
             ranks_left=self._ranks, job=job, blocks=blocks, of_block=of_block, shared=shared
@@ -77,7 +93,8 @@ class Jobs:
     def store(
         self, items: dict[int, StoreItem], tenant: str, state: RequestState, at_once: bool
     ) -> StoreJob:
-        """Begin to store these blocks of a request, each by the number of its key."""
+        """Begin to store `items`, by the numbers of their keys. `tenant`, `state`, `at_once`: see
+        `PendingStore`."""
         job = StoreJob(next(self._ids), list(items.values()), self._generation.tag)
         self._storing[job.job_id] = PendingStore(
             ranks_left=self._ranks,
@@ -90,7 +107,7 @@ class Jobs:
         return job
 
     def end(self, job_id: int, result: JobResult) -> PendingLoad | PendingStore | None:
-        """Take in what some ranks say of a job; the job, if these were the last."""
+        """Take in the `result` of some ranks; returns the job if these were the last of them."""
         under_way: dict[int, PendingLoad] | dict[int, PendingStore]
         under_way = self._loading if job_id in self._loading else self._storing
         one = under_way.get(job_id)
@@ -113,7 +130,7 @@ class Jobs:
         return bool(self._loading)
 
     def gauges(self, block_bytes: int) -> dict[str, float]:
-        """How many there are, and of how many bytes, over all ranks (see `stats`)."""
+        """Counts and bytes of loads and stores under way, over all ranks (see `stats`)."""
         loading = [len(one.job.items) for one in self._loading.values()]
         storing = [len(one.job.items) for one in self._storing.values()]
         return {

@@ -15,40 +15,7 @@ from tiers.connector.contract.media import MediaMark, joined
 from tiers.connector.contract.protocols import NULL_BLOCK, Request, SchedulerOutput
 from tiers.connector.policy.request_limits import RequestLimits, read_limits
 from tiers.connector.scheduler.lookups import Lookup
-
-
-@dataclass
-class StoreOrder:
-    """Whether a request's blocks were stored in the order in which they should go.
-
-    A store lets what comes last go last, but a prefix should go from its tail, in whatever steps it
-    came. Saying so anew with each step of a long answer would take time by the square of its
-    length, so it is said when the prefix has doubled, and when the request has ended.
-    """
-
-    under_way: int = 0
-    """Jobs that are storing its blocks."""
-    finished: bool = False
-    """Whether the engine is done with the request."""
-    stale: bool = False
-    """Whether something came after what should be the last to go."""
-    _settled: int = 0
-
-    def ended(self, keys: int | None) -> None:
-        """A job has ended, of all keys there were so far, so many; None: there were others."""
-        self.under_way -= 1
-        if keys is None:
-            self.stale = True
-        else:
-            self._settled = keys
-
-    def settle(self, keys: int) -> bool:
-        """Whether now is the time to tell the tier in which order they should go."""
-        over = self.finished and not self.under_way
-        if not self.stale or not (over or keys >= 2 * self._settled):
-            return False
-        self._settled, self.stale = keys, self.under_way > 0
-        return True
+from tiers.connector.scheduler.store_order import StoreOrder
 
 
 @dataclass

@@ -23,7 +23,7 @@ def load_costs(children: Sequence[SchedulerConnector]) -> dict[int, LoadCost]:
     return {i: c.load_cost for i, c in enumerate(children) if isinstance(c, TimedLoader)}
 
 
-class Offer(NamedTuple):
+class LoadEstimate(NamedTuple):
     """Tokens that a child has of a request; seconds until they are loaded, or else computed."""
 
     child: int
@@ -44,11 +44,11 @@ class Cheapest:
     are, the one serves that saves most. What has not been measured is not judged: without a
     prefill rate the longest prefix serves, and a tier without samples is taken to be free.
 
-    A tier that is passed over is probed now and then (see `Exploration`): a request loads a few of
-    its first blocks from it, and the rest as it would have. So is computing, where all is loaded: a
-    request computes the last blocks that it could load. Where prefixes can't be `cut`, it is all
-    or nothing. A tier that is still looking is waited for while it could, if it had everything,
-    still save more than the others.
+    A tier that requests skip is probed now and then (see `Exploration`): a request loads a few of
+    its first blocks from it, and the rest as it would have. If all prompts are loaded, a request
+    computes its last blocks now and then, so that the prefill rate stays known. Where prefixes
+    can't be `cut`, a probe is the whole prefix. A tier that is still looking is waited for while
+    it could, if it had everything, still save more than the others.
     """
 
     def __init__(
@@ -119,15 +119,17 @@ class Cheapest:
         self._waits.forget(request_id)
         self.prefill.forget(request_id)
 
-    def _offer(self, child: int, tokens: int, each: float) -> Offer:
-        return Offer(child, tokens, self.meters[child].seconds(tokens), tokens * each)
+    def _offer(self, child: int, tokens: int, each: float) -> LoadEstimate:
+        return LoadEstimate(child, tokens, self.meters[child].seconds(tokens), tokens * each)
 
-    def _pays(self, offer: Offer) -> bool:
+    def _pays(self, offer: LoadEstimate) -> bool:
         if offer.tokens < self._settings.min_tokens:
             return False
         return offer.load * (1 + self._settings.margin) < offer.compute
 
-    def _should_wait(self, request_id: str, hopes: Sequence[Offer], best: Offer | None) -> bool:
+    def _should_wait(
+        self, request_id: str, hopes: Sequence[LoadEstimate], best: LoadEstimate | None
+    ) -> bool:
         """Whether any tier that is still looking may yet do better than the best."""
         left = {hope: self._waits.left(hope.child, request_id) for hope in hopes}
         saved = best.saved if best is not None else 0.0
@@ -141,7 +143,7 @@ class Cheapest:
             return choice
         return self._shortened(choice, choice.tokens // self._size // 2)
 
-    def _loading(self, best: Offer) -> Choice:
+    def _loading(self, best: LoadEstimate) -> Choice:
         choice = Choice(best.child, best.tokens, True)
         length = min(self._probes.length(COMPUTING), best.tokens // self._size)
         if not self._probes.is_due(COMPUTING, best.compute * length * self._size / best.tokens):
@@ -158,7 +160,7 @@ class Cheapest:
         return Choice(choice.child, tokens, True, probed=COMPUTING)
 
     def _probing(
-        self, blocks: range, offers: Sequence[Offer], best: Offer | None, whole: float
+        self, blocks: range, offers: Sequence[LoadEstimate], best: LoadEstimate | None, whole: float
     ) -> Choice | None:
         """The choice that probes a tier, if that is due; `whole`: seconds to compute all blocks."""
         for offer in offers:
@@ -169,7 +171,7 @@ class Cheapest:
                 return self._shared(blocks, offer, length, best)
         return None
 
-    def _probe_length(self, offer: Offer, whole: float) -> int:
+    def _probe_length(self, offer: LoadEstimate, whole: float) -> int:
         most = offer.tokens // self._size
         if not self._cut:
             return most
@@ -180,13 +182,15 @@ class Cheapest:
             return min(self._probes.least, most)
         return length
 
-    def _probe_cost(self, offer: Offer, blocks: int, best: Offer | None) -> float:
+    def _probe_cost(self, offer: LoadEstimate, blocks: int, best: LoadEstimate | None) -> float:
         """Seconds of loading and, where nothing else is loaded meanwhile, of being later by it."""
         load = self.meters[offer.child].seconds(blocks * self._size)
         other = best.load if best is not None else 0.0
         return max(load - other, load / 10)
 
-    def _shared(self, blocks: range, offer: Offer, length: int, best: Offer | None) -> Choice:
+    def _shared(
+        self, blocks: range, offer: LoadEstimate, length: int, best: LoadEstimate | None
+    ) -> Choice:
         if best is None or best.tokens <= length * self._size or not self._cut:
             return Choice(offer.child, length * self._size, True, probed=offer.child)
         cut = blocks.start + length

@@ -1,4 +1,4 @@
-"""Pace: how long an amount of work takes, learned from how long others took."""
+"""LatencyModel: seconds by amount of work, fitted to recent samples."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import NamedTuple
 KEEP = 0.7
 """Weight of all earlier samples when one comes in: the last three or so decide."""
 REACH = 8.0
-"""A sample counts as so many times slower or faster than expected at most: one odd sample must not
-condemn what is fast. With a second one as odd all before is forgotten."""
+"""An outlier is clamped to this factor of the expected seconds; two in a row restart the fit."""
 
 
 class LinearFit(NamedTuple):
@@ -18,15 +17,15 @@ class LinearFit(NamedTuple):
     each: float
 
     def seconds(self, amount: float) -> float:
-        """How long that much takes."""
+        """Seconds for `amount`."""
         return self.fixed + amount * self.each
 
 
 class LatencyModel:
-    """A line through recent samples (amount, seconds), the latest of which weigh most.
+    """A line through samples (amount, seconds); recent ones weigh most.
 
-    It is fitted to seconds per amount, that is by relative error: decisions compare ratios, and
-    a large sample would else outweigh any number of small ones that contradict it.
+    The fit minimises the relative error (seconds per amount), since decisions compare ratios.
+    Otherwise one large sample would outweigh many small ones that contradict it.
     """
 
     def __init__(self) -> None:
@@ -35,7 +34,7 @@ class LatencyModel:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """Take in that so much (more than nothing) took so long."""
+        """Take in a sample: `amount`, more than 0, took `seconds`."""
         expected = max(self.line.seconds(amount), 1e-9) if self.line is not None else seconds
         within = min(max(seconds, expected / REACH), expected * REACH)
         was_odd, self._odd = self._odd, within != seconds
@@ -54,8 +53,8 @@ class LatencyModel:
     def _fit(self) -> LinearFit:
         x, y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - x * x
-        # Sizes that are nearly alike say nothing of what is fixed; noise would.
+        # Samples of nearly one size can't tell what is fixed.
         slope = (self._xy / self._weight - x * y) / spread if spread > 0.1 * x * x else 0.0
-        # No more may be fixed than leaves the mean something for each.
+        # Neither part may be negative at the mean.
         fixed = min(max(slope, 0.0), y / x)
         return LinearFit(fixed, max(0.0, y - fixed * x))

@@ -1,19 +1,19 @@
-"""Probes: small transfers that keep the measurement of a tier alive which nothing else uses."""
+"""Exploration: small loads from a tier that loses, so that its speed stays known."""
 
 from __future__ import annotations
 
 SHARE = 0.02
-"""Probes of a tier may cost this share of the time that requests take, all in all."""
+"""Part of the requests' time that probes of one tier may cost."""
 COMPUTING = -1
 """Stands among the children for the engine itself, whose computing is probed in the same way."""
 
 
 class Exploration:
-    """When a tier that was passed over is tried again, and with how much.
+    """When a tier that requests skip is probed again, and with how many blocks.
 
-    Each request that passes it over earns it a share of that request's time; it is probed once
-    that pays for the probe. Probes double in length while they do not bring the tier back, for few
-    blocks say little of its bandwidth.
+    Each request that skips the tier adds a part of its duration (`SHARE`) to the tier's probe
+    budget; the tier is probed once the budget covers the probe. Probes double in length until the
+    tier is used again, since few blocks say little of its bandwidth.
     """
 
     def __init__(self, least: int) -> None:
@@ -27,11 +27,11 @@ class Exploration:
         return self.least << self._made.get(child, 0)
 
     def earn(self, child: int, seconds: float) -> None:
-        """A request that takes so long passes the tier over."""
+        """A request that takes `seconds` skips the tier."""
         self._earned[child] = self._earned.get(child, 0.0) + SHARE * seconds
 
     def is_due(self, child: int, cost: float) -> bool:
-        """Whether a probe that costs so many seconds is paid for."""
+        """Whether the tier's budget covers a probe that costs `cost` seconds."""
         return cost <= self._earned.get(child, 0.0)
 
     def made(self, child: int) -> None:
@@ -40,14 +40,14 @@ class Exploration:
         self._earned.pop(child, None)
 
     def shorten(self, child: int) -> None:
-        """Begin with the shortest again."""
+        """Make the next probe the shortest again."""
         self._made.pop(child, None)
 
     def rest(self, child: int) -> None:
-        """Begin to earn anew: it was measured by chance."""
+        """Empty the budget: the tier was measured without a probe."""
         self._earned.pop(child, None)
 
     def measured(self, child: int) -> None:
-        """What it is probed for is known without."""
+        """The tier is in use: it needs no probe."""
         self._made.pop(child, None)
         self._earned.pop(child, None)
