@@ -1,4 +1,4 @@
-"""ArcResidency: room is shared between blocks used once and blocks used again, as it pays."""
+"""ArcResidency: divides the slots between blocks used once and blocks used again, adaptively."""
 
 from __future__ import annotations
 

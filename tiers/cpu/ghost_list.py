@@ -1,4 +1,4 @@
-"""GhostList: the keys that went last."""
+"""GhostList: the keys evicted last, without their blocks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class GhostList:
         self._old: dict[bytes, None] = {}
 
     def add(self, key: bytes) -> None:
-        """Remember a key."""
+        """Add a key."""
         self._young[key] = None
         if len(self._young) >= self._half:
             self._young, self._old = {}, self._young
 
     def take(self, key: bytes) -> bool:
-        """Forget a key; whether it was remembered."""
+        """Remove a key; return whether it was there."""
         found = self._young.pop(key, self) is None
         return self._old.pop(key, self) is None or found
 

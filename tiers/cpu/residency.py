@@ -1,4 +1,4 @@
-"""SlotResidency: what every eviction policy of the CPU tier has in common."""
+"""SlotResidency: the common part of the CPU tier's eviction policies."""
 
 from __future__ import annotations
 

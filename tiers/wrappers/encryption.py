@@ -1,11 +1,11 @@
-"""Encryption of what a store is given: who reads it learns nothing, who writes it plants nothing.
+"""Encrypts what a store is given: its readers learn nothing, its writers can plant nothing.
 
-A block is sealed with AES-256-GCM under a nonce of 96 random bits, with its key, which begins with
-the namespace, and its length as associated data: what is not the very block that was stored under
-that very key, by someone with the encryption key, does not open. Names are hidden too, since a
-block's key is a digest of the prompt that a reader could guess: a store sees keyed digests of them.
+A block is encrypted with AES-256-GCM under a nonce of 96 random bits. Its key, which begins with the
+namespace, and its length are associated data: only the block that was stored under that key, by
+someone with the encryption key, decrypts. A block's key is a digest of the prompt, which a reader
+could guess, so a store sees keyed digests of keys as names.
 
-NIST SP 800-38D allows 2^32 seals under one key with random nonces: 8 PiB of blocks of 2 MiB.
+NIST SP 800-38D allows 2^32 encryptions under one key with random nonces: 8 PiB of blocks of 2 MiB.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ TAG_BYTES = 16
 
 
 def encrypted_bytes(payload_bytes: int) -> int:
-    """Bytes of a sealed payload, in whole pages: what direct I/O asks for."""
+    """Return the bytes of an encrypted payload, in whole pages, which direct I/O needs."""
     return slot_stride(NONCE_BYTES + payload_bytes + TAG_BYTES)
 
 
 class Cipher:
-    """One encryption key of 32 bytes, and what follows from it."""
+    """Encrypts blocks and names by one encryption key of 32 bytes."""
 
     def __init__(self, key: bytes) -> None:
         self._name_key = _derive(key, b"kvtiers names")
@@ -53,11 +53,11 @@ class Cipher:
         self._aead = AESGCM(_derive(key, b"kvtiers blocks"))
 
     def name(self, key: bytes) -> bytes:
-        """What the store calls a block."""
+        """Return the name of a block in the store."""
         return self.space(key[:NAMESPACE_BYTES]) + self._digest(key, 32)
 
     def space(self, namespace: bytes) -> bytes:
-        """What the names of a namespace begin with; an engine has one for each rank."""
+        """Return what all names of a namespace begin with; an engine has one for each rank."""
         found = self._spaces.get(namespace)
         if found is None:
             found = self._spaces[namespace] = self._digest(namespace, NAMESPACE_BYTES)
@@ -67,18 +67,18 @@ class Cipher:
         return hashlib.blake2b(data, key=self._name_key, digest_size=size).digest()
 
     def encrypt(self, block: Block, out: memoryview) -> None:
-        """Fill `out`, of `encrypted_bytes`, with the sealed payload."""
+        """Fill `out`, of `encrypted_bytes`, with the encrypted payload."""
         end = NONCE_BYTES + len(block.payload) + TAG_BYTES
         out[:NONCE_BYTES] = nonce = secrets.token_bytes(NONCE_BYTES)
         self._aead.encrypt_into(nonce, block.payload, _associated_data(block), out[NONCE_BYTES:end])
         out[end:] = bytes(len(out) - end)
 
-    def decrypt(self, block: Block, sealed: memoryview) -> bool:
-        """Fill the block's payload with what was sealed for it; False: it was not."""
+    def decrypt(self, block: Block, data: memoryview) -> bool:
+        """Decrypt `data` into the block's payload; False if it was not encrypted for this block."""
         end = NONCE_BYTES + len(block.payload) + TAG_BYTES
-        nonce, data = bytes(sealed[:NONCE_BYTES]), sealed[NONCE_BYTES:end]
+        nonce, body = bytes(data[:NONCE_BYTES]), data[NONCE_BYTES:end]
         try:
-            self._aead.decrypt_into(nonce, data, _associated_data(block), block.payload)
+            self._aead.decrypt_into(nonce, body, _associated_data(block), block.payload)
         except InvalidTag:
             return False
         return True
@@ -93,10 +93,11 @@ def _associated_data(block: Block) -> bytes:
 
 
 class EncryptedStore(StagedStore):
-    """A TierStore over another, opened for payloads of `encrypted_bytes`. Made by `encrypted`.
+    """A TierStore over another that is opened for payloads of `encrypted_bytes`. Create with
+    `encrypted()`. Thread-safe, as the other is.
 
-    The first cipher seals; a block that is not found under its name of the first is looked for
-    under those of the others. It counts what it finds damaged. Thread-safe, as the other is.
+    The first cipher encrypts. A block that is not found under its first cipher's name is looked for
+    under those of the others. Blocks that do not decrypt count as damaged.
     """
 
     def __init__(self, store: TierStore, ciphers: Sequence[Cipher], payload_bytes: int) -> None:
@@ -109,7 +110,7 @@ class EncryptedStore(StagedStore):
         return cast(Capability, self) if kind is Damages else super().capability(kind)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask for names of every cipher."""
+        """As the store, for the names of all ciphers."""
         return self._under_any("has", self._inner.has, keys)
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
@@ -134,7 +135,7 @@ class EncryptedStore(StagedStore):
         return Block(cipher.name(block.key), form)
 
     def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
-        """What does not open is dropped."""
+        """Load and decrypt; drop blocks that do not decrypt."""
         found = [False] * len(blocks)
         for cipher in self._ciphers:
             places = [place for place, done in enumerate(found) if not done]
@@ -150,14 +151,14 @@ class EncryptedStore(StagedStore):
         forms: Sequence[memoryview],
         places: Sequence[int],
     ) -> list[int]:
-        sealed = [Block(cipher.name(blocks[p].key), forms[p]) for p in places]
-        got = each("get", self._inner.get(sealed), len(sealed))
+        forms_asked = [Block(cipher.name(blocks[p].key), forms[p]) for p in places]
+        got = each("get", self._inner.get(forms_asked), len(forms_asked))
         there = [p for p, ok in zip(places, got, strict=True) if ok]
         opened = [p for p in there if cipher.decrypt(blocks[p], forms[p])]
         planted = [cipher.name(blocks[p].key) for p in there if p not in opened]
         if planted:
             self._damaged.count("encrypted", len(planted))
-            # What it loaded stays loaded, whatever the store makes of this.
+            # What was loaded stays loaded, even if the store fails to drop.
             with suppress(Exception):
                 self._inner.drop(planted)
         return opened
@@ -177,12 +178,12 @@ class EncryptedStore(StagedStore):
         return any(clear(cipher.space(namespace)) for cipher in self._ciphers)
 
     def damaged(self) -> int:
-        """Blocks found that did not open, and those that the store itself found damaged."""
+        """Blocks that did not decrypt, and those that the store itself found damaged."""
         inner = capability(self._inner, Damages)
         return self._damaged.total + (0 if inner is None else inner.damaged())
 
 
 def encrypted(store: TierStore, keys: Sequence[bytes], payload_bytes: int) -> EncryptedStore:
-    """Encrypt what `store`, which the result owns, is given. `keys`: 32 bytes each; the first
-    seals, all open."""
+    """Encrypt what `store` is given; the result owns it. `keys`: 32 bytes each; the first one
+    encrypts, all decrypt."""
     return EncryptedStore(store, [Cipher(key) for key in keys], payload_bytes)

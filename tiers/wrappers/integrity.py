@@ -22,13 +22,13 @@ _NO_HEADER = bytes(HEADER_BYTES)
 
 
 def record_bytes(payload_bytes: int) -> int:
-    """Bytes of a payload's record, in whole pages: what direct I/O asks for."""
+    """Return the bytes of a payload's record, in whole pages, which direct I/O needs."""
     return slot_stride(HEADER_BYTES + payload_bytes)
 
 
 class VerifiedStore(StagedStore):
-    """A TierStore over another, opened for payloads of `record_bytes`, that serves only what
-    verifies. What does not is counted as damage, and dropped."""
+    """A TierStore over another that is opened for payloads of `record_bytes`. Serves only blocks
+    that verify; others count as damaged and are dropped."""
 
     def __init__(self, store: TierStore, payload_bytes: int) -> None:
         super().__init__(store, record_bytes(payload_bytes))
@@ -43,7 +43,9 @@ class VerifiedStore(StagedStore):
 
     def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
         for form in forms:
-            form[:HEADER_BYTES] = _NO_HEADER  # what was there before is no answer
+            form[:HEADER_BYTES] = (
+                _NO_HEADER  # an older record in this memory must not pass for an answer
+            )
         asked = [Block(block.key, form) for block, form in zip(blocks, forms, strict=True)]
         got = each("get", self._inner.get(asked), len(asked))
         good = [
@@ -54,13 +56,13 @@ class VerifiedStore(StagedStore):
         ]
         if lies:
             self._damaged.count("record", len(lies))
-            # What verified stays loaded, whatever the store makes of this.
+            # What verified stays loaded, even if the store fails to drop.
             with suppress(Exception):
                 self._inner.drop(lies)
         return good
 
     def capability(self, kind: type[Capability]) -> Capability | None:
-        """As the store, and that of counting damage."""
+        """As the store, and Damages."""
         return cast(Capability, self) if kind is Damages else super().capability(kind)
 
     def damaged(self) -> int:
@@ -70,11 +72,11 @@ class VerifiedStore(StagedStore):
 
 
 def _take(block: Block, form: memoryview) -> bool:
-    """Copy a payload out of its record; whether it is the block's."""
+    """Copy a payload out of its record; return whether the record is the block's."""
     size = len(block.payload)
     try:
         header: Header = expect(form[:HEADER_BYTES], block.key, size)
-        # Verified where the store can't reach it: one may go on writing after it has answered.
+        # Verified in memory that the store can't reach: it may write on after it has answered.
         block.payload[:] = form[HEADER_BYTES : HEADER_BYTES + size]
         verify(header, block.payload)
     except RecordError:

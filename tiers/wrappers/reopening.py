@@ -1,4 +1,4 @@
-"""Opening behind: a store that takes long to open, or can't be for now, joins when it is open."""
+"""Opening in the background: a store that opens slowly, or can't be opened now, joins later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiers.errors import TierNotOpen, TierUnusable
 from tiers.store import Block, StoreWrapper, TierStore
 
 JOIN_SECONDS = 1.0
-"""How long a verb waits for a store to be opened."""
+"""Seconds that a verb waits for a store to open."""
 
 
 class Opening:
@@ -43,8 +43,9 @@ class Opening:
         self._ended.set()
 
     def result(self, seconds: float) -> TierStore:
-        """The store, whose owner is the caller. Raises the Exception that `open` raised;
-        TierUnusable if it ended its thread otherwise; TierNotOpen while it has not returned."""
+        """Return the store, which the caller owns; wait `seconds` at most. Raises the Exception
+        that `open` raised, TierUnusable if it ended its thread otherwise, and TierNotOpen if it
+        has not returned."""
         if not self._ended.wait(seconds):
             raise TierNotOpen(f"open has not returned after {seconds:g} s; it joins when it does")
         if isinstance(self._error, Exception):
@@ -59,7 +60,7 @@ class Opening:
         return self._error is not None
 
     def abandon(self) -> None:
-        """Nobody asks for the store any more: close it, as soon as there is one."""
+        """Close the store as soon as it is open: nobody will ask for it."""
         with self._lock:
             self._abandoned = True
         if self._store is not None:
@@ -67,12 +68,12 @@ class Opening:
 
 
 def _close(store: TierStore) -> None:
-    with suppress(Exception):  # nobody is left whom it could concern
+    with suppress(Exception):  # nobody is left to hear of it
         store.close()
 
 
 class _NotOpen:
-    """A TierStore that does nothing but raise TierNotOpen."""
+    """A TierStore whose verbs raise TierNotOpen."""
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         raise TierNotOpen("not open yet")
@@ -93,11 +94,11 @@ _NOT_OPEN = _NotOpen()
 
 
 class Reopening(StoreWrapper):
-    """A TierStore that its verbs open; until one has, every one raises, and it has no capabilities.
-    From then on it is as the store."""
+    """A TierStore that its verbs open. Until one succeeds, each verb raises and the store has no
+    capabilities; from then on it is as the inner store."""
 
     def __init__(self, open_store: Callable[[], TierStore], opening: Opening | None = None) -> None:
-        """`opening`: the one under way, or one that has failed."""
+        """`opening`: one that is under way or has failed."""
         super().__init__(_NOT_OPEN)
         self._open = open_store
         self._opening = opening
@@ -134,7 +135,7 @@ class Reopening(StoreWrapper):
         self._join().drop(keys)
 
     def close(self) -> None:
-        """Close the store, also one that is being opened, as soon as it is."""
+        """Close the store; one that is being opened is closed as soon as it is open."""
         with self._lock:
             self._closed = True
         self._inner.close()

@@ -1,8 +1,8 @@
-"""The guard around a plugin's host tier: what its bookkeeping does wrong ends that tier alone.
+"""The guard around a plugin's host tier: a fault of its bookkeeping ends that tier alone.
 
-The plugin sees the host pool through `TierSlots`, which knows what it keeps: whatever it does, the
-others' references stay theirs, and all of its own can be given back. It runs on the engine's
-scheduler thread, so that nothing can be done about code of it that hangs.
+The plugin sees the host pool through `TierSlots`, which records its references: it can't release
+those of others, and all of its own can be released for it. It runs on the engine's scheduler
+thread, so nothing can be done about a plugin that hangs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FAILED = Health(reads=False, writes=False, reads_up=False, writes_up=False)
 
 
 class TierSlots:
-    """The host pool as a plugin's tier sees it. It keeps `max_slots` blocks at most, each by one
-    reference on its slot, and can give up no reference but its own."""
+    """The host pool as a plugin's tier sees it. The tier keeps `max_slots` blocks at most, each by
+    one reference on its slot, and can release no other reference."""
 
     def __init__(self, pool: SlotPool, max_slots: int, evicting: Evicting) -> None:
         self.num_slots = pool.num_slots
@@ -70,11 +70,11 @@ class TierSlots:
 
 
 Evicting = Callable[[Callable[[], bool]], bool]
-"""Asks a plugin to evict; whether a slot is free now."""
+"""Asks a plugin to evict; returns whether a slot is free now."""
 
 
 class GuardedResidency:
-    """A Residency over a plugin's. With the first thing that goes wrong it is empty for good."""
+    """A Residency over a plugin's. After the plugin's first fault it stays empty for good."""
 
     def __init__(self, spec: HostSpec, pool: SlotPool, max_slots: int) -> None:
         """Raises TierUnusable."""

@@ -1,4 +1,4 @@
-"""Stores that keep another form of each block, made and read in scratch memory of bounded size."""
+"""StagedStore: keeps another form of each block, packed and unpacked in bounded scratch memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tiers.host.scratch import Scratch
 from tiers.store import Block, StoreWrapper, TierStore, each
 
 SCRATCH_BYTES = 32 << 20
-"""What a verb holds in scratch memory at once, one block at least."""
+"""Scratch memory that a verb uses at most; one block at least."""
 
 
 class StagedStore(StoreWrapper, ABC):
-    """A TierStore over another, opened for payloads of `form_bytes`, in which it keeps blocks in
-    a form of its own. Thread-safe, as the other is; each thread in a verb has its own scratch.
+    """A TierStore over another that is opened for payloads of `form_bytes`, and keeps blocks in a
+    form of its own. Thread-safe, as the other is; each thread in a verb has its own scratch memory.
     """
 
     def __init__(self, store: TierStore, form_bytes: int) -> None:
@@ -26,14 +26,14 @@ class StagedStore(StoreWrapper, ABC):
 
     @abstractmethod
     def _pack(self, block: Block, form: memoryview) -> Block:
-        """Fill `form`, of `form_bytes`; what the store is given."""
+        """Fill `form`, of `form_bytes`, from the block; return the block for the inner store."""
 
     @abstractmethod
     def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
-        """Fill the payloads by way of `forms`; which were hits."""
+        """Load into `forms` and fill the payloads; return which were hits."""
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """Pack and store, some at a time."""
+        """Pack and store the blocks, a few at a time."""
         stored: list[bool] = []
         for part, forms in self._parts(blocks):
             packed = [self._pack(block, form) for block, form in zip(part, forms, strict=True)]
@@ -46,7 +46,7 @@ class StagedStore(StoreWrapper, ABC):
         return stored
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
-        """Load and read, some at a time."""
+        """Load and unpack the blocks, a few at a time."""
         got: list[bool] = []
         for part, forms in self._parts(blocks):
             got += self._load(part, forms)

@@ -1,4 +1,4 @@
-"""The worker's half of the host pool, shared by all tiers of a chain: one gather feeds them all."""
+"""HostSlots: the worker's half of the host pool. All tiers of a chain share it and its gathers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tiers.host.spare_memory import spare_memory
 logger = logging.getLogger(__name__)
 
 KEPT_FREE = 16
-"""The part of the memory that can be had which is not taken: others need some, later, too."""
+"""A sixteenth of the spare memory is left free for others."""
 
 
 class HostSlots:
     """One worker's slots, their copier, and what each slot holds.
 
-    Slots are handed out by the scheduler, which never gives away one that is still referenced
-    here; so a slot's entries below have one writer at a time and need no lock.
+    The scheduler hands out slots, and never one that is still used here. So each slot's entries
+    have one writer at a time and need no lock.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HostSlots:
             self._prefault = Prefault(rows.data_ptr(), rows.nbytes)
 
     def _allocate(self, pin: bool) -> SlotMemory:
-        """The slots' memory, or less, where it can't be had; the hello says what is lacking."""
+        """Allocate the slots, or fewer if memory is short; the handshake tells the shortage."""
         for size in (self._size, *self._size.smaller()):
             slots = size.slots(self.payload_bytes)
             try:
@@ -77,16 +77,18 @@ class HostSlots:
         return SlotMemory(0, self.payload_bytes, pin=False)
 
     def _log_fewer_slots(self) -> None:
-        """A host tier is refused for what is lacking; where there is none, nobody else tells."""
+        """Log a shortage if no host tier is refused for it, which would be logged anyhow."""
         if self._shortage and not self._size.capacity and self.engine.rank == 0:
             logger.warning(
-                "blocks on their way have %d slots only: %s", len(self.memory.rows), self._shortage
+                "staging has only %d slots for blocks in flight: %s",
+                len(self.memory.rows),
+                self._shortage,
             )
 
     def _check_room(self, slots: int, pin: bool) -> None:
         need, ranks = slots * slot_stride(self.payload_bytes), self._ranks_here
         spare = spare_memory(self._root)
-        # Of memory that is pinned now, others may have theirs already; what is not, comes later.
+        # Other ranks may have pinned theirs already; memory that is not pinned is taken later.
         if need * (1 if pin else ranks) > spare - spare // KEPT_FREE:
             raise TierUnusable(f"{format_size(spare)} can be had, a sixteenth of which stays free")
 
@@ -128,10 +130,10 @@ class HostSlots:
         return self._handshake(b"")
 
     def shared_handshake(self, may_wait: bool = False) -> WorkerHandshake | None:
-        """The same for a tier whose blocks others find, by the worker's namespace.
+        """As `handshake`, for a tier whose blocks other engines find by the worker's namespace.
 
-        None: the engine's late facts are not known yet. With `may_wait` the first call, of all
-        tiers', waits a moment for them. Called by the engine's thread.
+        None: the engine's late facts are not known yet. With `may_wait` the first call by any tier
+        waits a moment for them. Called by the engine's thread.
         """
         if self._namespace is None:
             late = self._late_facts(MOMENT if may_wait and self._began is None else 0.0)
@@ -169,7 +171,7 @@ class HostSlots:
             )
 
     def gather(self, items: Sequence[StoreItem]) -> Copy | None:
-        """Begin filling the slots whose bytes no one has gathered yet."""
+        """Begin to gather the items that have a source into their slots; None: none has."""
         fresh = [item for item in items if item.source is not None]
         if not fresh:
             return None
@@ -188,30 +190,30 @@ class HostSlots:
         return copy
 
     def wait_and_verify(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
-        """Wait for gathers of these slots; True for each that then holds its key's block.
+        """Wait for the gathers of these slots; True for each that then holds its key's block.
 
-        A slot that another tier should have gathered and did not is False, never stale bytes.
+        A slot that another tier should have gathered, and did not, is False.
         """
         for slot, key in zip(slots, keys, strict=True):
             gather = self._gathers.get(slot)
             if gather is not None and self._holds.get(slot) == key:
                 gather.wait()
-                # One that failed stays, for the other tiers to learn of.
+                # A gather that failed stays: its `wait` raises for the other tiers, too.
                 self._gathers.pop(slot, None)
         return [self._holds.get(s) == k for s, k in zip(slots, keys, strict=True)]
 
     def record_checksums(self, slots: Sequence[int]) -> None:
-        """Remember the checksums of these slots, whose gathers are settled."""
+        """Record the checksums of these slots, whose gathers have ended."""
         for slot in slots:
             if slot not in self._checksums:
                 self._checksums[slot] = xxhash.xxh3_128_digest(self.memory.payload(slot))
 
     def is_intact(self, slot: int) -> bool:
-        """Whether the slot is sealed, and its bytes are still those."""
+        """Whether the slot has a recorded checksum, and its bytes still match."""
         return self._checksums.get(slot) == xxhash.xxh3_128_digest(self.memory.payload(slot))
 
     def close(self) -> None:
-        """Give back memory and threads once the last tier of the chain is closed."""
+        """Release memory and threads once the last tier of the chain closes."""
         self._users -= 1
         if self._users == 0 and self._copier is not None:
             self._copier.close()

@@ -1,4 +1,4 @@
-"""Loading: one tier's blocks on their way back to a worker's engine, each load within its time."""
+"""Loading: copies one tier's blocks back to a worker's engine, each load within its time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 LOADERS = 2
 """Loads under way at once."""
 WAVE_BYTES = 32 << 20
-"""What a loader copies at once, and the host memory through which it passes stores' blocks."""
+"""Bytes that a loader copies at once, and the memory through which it passes stores' blocks."""
 IDLE_WAIT = 0.002
 """Seconds that a step with nothing to compute may wait for a load, rather than spin."""
 
@@ -33,8 +33,8 @@ _Numbered = list[tuple[int, LoadItem]]
 
 
 class Ended(NamedTuple):
-    """A load that is over: which of its items did not arrive, which of those the tier has no more,
-    and how many seconds it took. `damaged`: blocks of the host pool that were not as sealed."""
+    """A load that is over. `failed`: items that did not arrive; `lost`: those of them that the tier
+    confirmed missing. `damaged`: blocks of the host pool that differ from their checksums."""
 
     job: LoadJob
     failed: set[int]
@@ -45,7 +45,7 @@ class Ended(NamedTuple):
 
 
 class _Load:
-    """A load under way. What is not copied when it is ended never will be."""
+    """A load under way. Nothing is copied after `end`."""
 
     def __init__(self, job: LoadJob) -> None:
         self.job = job
@@ -57,17 +57,17 @@ class _Load:
         self._lost: set[int] = set()
         self._arrived: set[int] = set()
         self._is_over = False
-        # Held during copies into the engine's memory: it may reuse a load's blocks once that is
-        # ended, which so can't happen between the look at `_is_over` and the copy.
+        # Held during copies into the engine's memory. The engine may reuse a load's blocks after
+        # `end`, which without the lock could come between the check of `_is_over` and the copy.
         self._lock = threading.Lock()
 
     def record_missing(self, wave: _Numbered, held: Sequence[bool]) -> None:
-        """Note which items of a wave were asked for in vain."""
+        """Record the items of a wave that the tier does not have."""
         with self._lock:
             self._lost.update(i for (i, _), ok in zip(wave, held, strict=True) if not ok)
 
     def copy_in(self, indexes: Sequence[int], copy: Callable[[], None]) -> bool:
-        """Copy these items, unless the load is over; whether it was not."""
+        """Call `copy` for these items, unless the load is over; return whether it was not."""
         with self._lock:
             if self._is_over:
                 return False
@@ -76,8 +76,8 @@ class _Load:
             return True
 
     def end(self) -> tuple[set[int], set[int]]:
-        """End it; the items that did not arrive, and those of them that were asked for in vain.
-        Waits for no more than a copy."""
+        """End the load; return the items that did not arrive, and those of them that the tier does
+        not have. Waits for the copy under way at most."""
         with self._lock:
             self._is_over = True
             failed = set(range(len(self.job.items))) - self._arrived
@@ -85,8 +85,8 @@ class _Load:
 
 
 class Loading:
-    """The loads of one tier on one worker; asked by the engine's thread, done on threads of its
-    own. `verify`: whether blocks of the host pool are loaded only if they are as they were sealed.
+    """The loads of one tier on one worker. The engine's thread calls it; its own threads copy.
+    `verify`: load blocks of the host pool only if they match their checksums.
     """
 
     def __init__(self, tier: str, host: HostSlots, rate_limit: RateLimit, verify: bool) -> None:
@@ -107,11 +107,11 @@ class Loading:
         self._threads = io_executor(LOADERS, f"load-{tier}")
 
     def open(self) -> None:
-        """Take memory to pass stores' blocks through, once the paged KV is registered. Raises
-        TierUnusable where it can't be had."""
+        """Allocate the memory through which stores' blocks pass; the paged KV is registered. Raises
+        TierUnusable if memory is short."""
         payload, copier = self._host.payload_bytes, self._host.copier
         rows = min(64, max(1, WAVE_BYTES // slot_stride(payload)))
-        # A load that first had to be given its memory would take twice as long.
+        # Touched now: a first load would take twice as long otherwise.
         self._bounce = []
         try:
             for _ in range(LOADERS):
@@ -120,12 +120,12 @@ class Loading:
             raise TierUnusable(f"there is no memory to load its blocks through: {error}") from error
 
     def serve(self, store: Guarded, namespace: bytes) -> None:
-        """Load from this store from now on, under the worker's namespace."""
+        """Load from `store` from now on, under the worker's `namespace`."""
         self._namespace = namespace
         self._store = store
 
     def begin(self, jobs: Sequence[LoadJob]) -> None:
-        """Begin loads, each behind what the engine has told its device so far."""
+        """Begin loads; each copies after the work queued on the engine's device so far."""
         for job in jobs:
             load, fence = _Load(job), self._host.copier.fence()
             self._loads.append((load, self._threads.submit(self._run, load, fence)))
@@ -152,7 +152,7 @@ class Loading:
 
     def _load_resident(self, load: _Load, items: _Numbered, fence: object) -> None:
         memory = self._host.memory
-        # In waves, since whoever ends the load waits for the copy under way.
+        # In waves: `end` waits for the copy under way.
         step = max(1, WAVE_BYTES // memory.rows.stride(0))
         for start in range(0, len(items), step):
             wave = items[start : start + step]
@@ -184,7 +184,7 @@ class Loading:
             ]
             was_up = store.health.reads
             got = store.get(blocks)
-            # A tier that failed, or was not asked at all, may have them still.
+            # A tier that failed or was not asked may have them still.
             if was_up and store.health.reads:
                 load.record_missing(wave, got)
             if not self._copy_wave(load, bounce, range(len(wave)), wave, got, fence):
@@ -199,7 +199,8 @@ class Loading:
         held: Sequence[bool],
         fence: object,
     ) -> bool:
-        """Copy what is held of a wave, from its rows; whether all was, and the load goes on."""
+        """Copy the held items of a wave from their rows; return whether all were held and the load
+        goes on."""
         good = [place for place, ok in enumerate(held) if ok]
         sources = [rows[place] for place in good]
         targets = [wave[place][1].target for place in good]
@@ -212,9 +213,9 @@ class Loading:
         return goes_on and all(held)
 
     def ended(self, idle: bool) -> list[Ended]:
-        """Loads that have ended since the last call, of themselves or for lack of time.
+        """Return loads that have ended since the last call, done or out of time.
 
-        In a step that is `idle` it waits a moment for one.
+        In an `idle` step it waits a moment for one.
         """
         if idle and self._loads:
             wait([future for _, future in self._loads], IDLE_WAIT, FIRST_COMPLETED)
