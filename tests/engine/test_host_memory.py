@@ -117,7 +117,7 @@ def test_staging_that_no_memory_is_left_for_is_made_smaller_and_said(
 ) -> None:
     chain = load_chain({"version": 1, "tiers": [disk(tmp_path / "disk")], "staging": "32MiB"})
     ask(engine(chain, num_blocks=120, root=limited))
-    assert "have 0 slots only" in caplog.text and "16MiB can be had" in caplog.text
+    assert "staging has only 0 slots" in caplog.text and "16MiB can be had" in caplog.text
 
 
 @pytest.fixture

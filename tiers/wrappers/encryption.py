@@ -1,7 +1,7 @@
 """Encrypts what a store is given: its readers learn nothing, its writers can plant nothing.
 
-A block is encrypted with AES-256-GCM under a nonce of 96 random bits. Its key, which begins with the
-namespace, and its length are associated data: only the block that was stored under that key, by
+A block is encrypted with AES-256-GCM under a nonce of 96 random bits. Its key, which begins with
+the namespace, and its length are associated data: only the block that was stored under that key, by
 someone with the encryption key, decrypts. A block's key is a digest of the prompt, which a reader
 could guess, so a store sees keyed digests of keys as names.
 
