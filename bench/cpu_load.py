@@ -27,11 +27,17 @@ class Prompt:
     request_id: str
     block_hashes: list[bytes]
     table: list[int]
+    num_computed_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
         """One more than the blocks have: the last token is always computed."""
         return len(self.block_hashes) * TOKENS + 1
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """All of its tokens."""
+        return self.num_tokens
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         """One group."""

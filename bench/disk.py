@@ -61,7 +61,8 @@ def _all(scale: Scale) -> Generator[Case, None, None]:
     direct = supports_direct(probe)
     parts: list[Callable[[Bench], Iterator[Case]]] = [_buffered, _others, _synced, _cold]
     parts += [_direct] if direct else []
-    for part in [*parts, partial(_more_than_memory, direct=direct)]:
+    parts += [partial(_more_than_memory, direct=direct)]
+    for part in parts:
         with _bench(scale, count, size, BATCHES) as bench:
             yield from part(bench)
     yield from _by_block_size(scale, direct)

@@ -115,17 +115,29 @@ class IndexSpec(StoreSpec):
         return self._store
 
 
+def _count(stats: TierStats, tier: str, name: str) -> int:
+    value = stats.data.get(tier, {}).get(name, 0)
+    assert not isinstance(value, list)
+    return int(value)
+
+
 @dataclass
 class TraceRequest:
     """A prompt of the trace, as connectors see a request and its blocks."""
 
     request_id: str
     block_hashes: list[bytes]
+    num_computed_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of its full blocks; the rest of the prompt can't be loaded."""
         return len(self.block_hashes) * BLOCK_TOKENS
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """All of its tokens."""
+        return self.num_tokens
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         """Any blocks will do: nothing is copied."""
@@ -198,8 +210,7 @@ class Replay:
             "staging is too small"
         )
         return {
-            tier: int(stats.data.get(tier, {}).get("loaded_tokens", 0)) // BLOCK_TOKENS
-            for tier in ("cpu", "disk")
+            tier: _count(stats, tier, "loaded_tokens") // BLOCK_TOKENS for tier in ("cpu", "disk")
         }
 
 

@@ -83,7 +83,8 @@ class Prompt:
         self.block_hashes = [
             data[start : start + HASH_BYTES] for start in range(0, len(data), HASH_BYTES)
         ]
-        self.num_tokens = blocks * TOKENS + 1
+        self.num_tokens = self.num_prompt_tokens = blocks * TOKENS + 1
+        self.num_computed_tokens = 0
         self._table = list(range(blocks))
 
     def get_block_ids(self) -> tuple[list[int], ...]:

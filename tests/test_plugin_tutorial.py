@@ -12,7 +12,7 @@ import yaml
 
 from spec.load import load_chain
 from tests.support.plugin_packages import Install, write_package
-from tests.support.replay_chains import MODEL, SLOT, close
+from tests.support.replay_chains import MODEL, SLOT, close, measured
 from tests.test_readme import blocks
 from tiers.engine.replay import ReplayEngine, answer
 
@@ -50,6 +50,6 @@ def test_the_chain_serves(tmp_path: Path, plugin: Install) -> None:
         for _ in range(2):
             assert engine.generate(prompt, 4).output == answer(MODEL, prompt, 4)
             engine.settle()
-        assert engine.stats.data["folder"]["loaded_tokens"] > 0
+        assert measured(engine, "loaded_tokens", "folder") > 0
     finally:
         close(engine)

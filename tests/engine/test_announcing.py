@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.replay_chains import MODEL, SLOT, chain_of, close, cpu, disk
+from tests.support.replay_chains import MODEL, SLOT, chain_of, close, cpu, disk, measured
 from tests.support.slow_store import LONG, SlowSpec, ask
 from tiers.engine.replay import ReplayEngine
 from tiers.store import Usage
@@ -58,7 +58,7 @@ def test_a_tier_that_opens_late_tells_then_and_once(
     assert [line for line in said(caplog) if "is open" in line] == []
     place.unlink()
     deadline = time.monotonic() + 30
-    while not made.stats.data["disk"].get("loaded_tokens"):
+    while not measured(made, "loaded_tokens", "disk"):
         assert time.monotonic() < deadline
         ask(made, LONG[:40])
         time.sleep(0.05)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spec.chain import ChainSpec
-from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, measured
+from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, measured, scheduler_of
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.connector.contract.generation import Generation
 from tiers.connector.scheduler.lookups import Lookup
@@ -41,7 +41,7 @@ def test_a_load_that_was_too_late_costs_the_cpu_tier_no_block(
     made = engine(chain_of(cpu(400), max_wait="100ms"), num_blocks=120, prefix_caching=False)
     ask(made)
     made.settle()
-    scheduler = made.connector.children[0]  # type: ignore[union-attr]
+    scheduler = scheduler_of(made)
     held = scheduler.blocks_held
     with monkeypatch.context() as patched:
         patched.setattr(HostSlots, "wait_and_verify", slow)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spec.chain import ChainSpec
+from spec.chain import ChainSpec, LoadPolicy
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, drive, measured
 from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.engine.replay import ReplayEngine, answer
@@ -32,7 +32,7 @@ def test_a_request_that_waits_for_room_is_looked_up_once(
     prompts = [[n, *range(30)] for n in range(12)]
     requests = [made.add(prompt, 20) for prompt in prompts]
     made.run()
-    assert made.stats.data["cpu"]["lookups"] == len(prompts)
+    assert measured(made, "lookups", "cpu") == len(prompts)
     assert counted(made, "lookups") <= 2 * len(prompts)
     assert counted(made, "hits") == counted(made, "hit_tokens") == 0, "of preempted ones alone"
     assert made.scheduler.preemptions > 0
@@ -77,7 +77,7 @@ def test_a_tier_that_fails_to_load_counts_a_hit_and_the_next_its_own(
 @pytest.mark.parametrize("load", POLICIES)
 @pytest.mark.parametrize("limit", ["prompt log-probabilities", "max_load_tokens", "tiers"])
 def test_a_request_that_may_load_nothing_is_not_looked_up_and_yet_stored(
-    engine: MakeEngine, store: TroubledStore, load: str, limit: str
+    engine: MakeEngine, store: TroubledStore, load: LoadPolicy, limit: str
 ) -> None:
     store.slow.indexed = False  # else offers for storing are lookups, too
     made = engine(ChainSpec(version=1, load_policy=load, tiers=(SlowSpec(type="slow"),)))

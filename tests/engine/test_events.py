@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.replay_chains import MODEL, chain_of, cpu, damage_disk, disk, drive, workload
+from tests.support.replay_chains import (
+    MODEL,
+    chain_of,
+    cpu,
+    damage_disk,
+    disk,
+    drive,
+    scheduler_of,
+    workload,
+)
 from tiers.engine.replay import ReplayEngine
 from tiers.engine.replay.scheduler import ReplayRequest
 
@@ -27,8 +36,7 @@ def test_events_of_a_small_host_tier_are_what_it_holds(
     made = engine(chain_of(cpu(20), disk(tmp_path)), num_blocks=24, kv_events=True)
     drive(made, seed=5, abort=0.2)
     made.settle()
-    assert made.connector is not None
-    host = made.connector.children[0]
+    host = scheduler_of(made)
     held = told(made, "cpu")
     assert 0 < len(held) <= 20
     assert any(not event.stored for event in made.events), "the tier was meant to be too small"

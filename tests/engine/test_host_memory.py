@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spec.load import load_chain
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured
 from tests.support.slow_store import LONG, ask
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.pool_size import PoolSize
@@ -76,7 +76,7 @@ def test_a_capacity_beyond_the_limit_is_refused_and_the_others_serve(
     assert "tier 'cpu' is unusable" in line and "16MiB can be had" in line
     assert "20.25MiB" in line and f"{ranks} rank(s)" in line
     assert sum(made_memory) < MIB
-    assert made.stats["disk"]["loaded_blocks"] > 0
+    assert measured(made, "loaded_blocks", "disk") > 0
 
 
 def test_a_capacity_within_the_limit_serves(
@@ -190,7 +190,7 @@ def test_a_tier_that_gets_no_memory_to_load_through_is_unusable_by_name(
     ask(made)
     (line,) = unusable(caplog)
     assert "tier 'disk' is unusable" in line and str(error) in line
-    assert made.stats["cpu"]["loaded_blocks"] > 0
+    assert measured(made, "loaded_blocks", "cpu") > 0
 
 
 def test_memory_that_can_not_be_unpinned_keeps_nothing_else_from_its_end(

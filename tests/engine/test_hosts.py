@@ -13,7 +13,7 @@ import pytest
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
-from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, redis
+from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, measured, redis
 from tests.support.servers import RedisServer
 from tests.support.slow_store import LONG, SlowSpec
 from tiers.engine.replay import ReplayEngine, answer
@@ -65,14 +65,14 @@ def test_a_disk_over_several_hosts_is_unusable_by_name_and_the_others_serve(
         ask_twice(made)
         (line,) = said(caplog)
         assert "tier 'disk' is unusable" in line and who in line and "redis, or cpu" in line
-        assert made.stats[str(others["type"])]["loaded_blocks"] > 0
+        assert measured(made, "loaded_blocks", str(others["type"])) > 0
         assert not made.stats.data.get("disk", {}).get("stored_blocks")
 
 
 def test_on_one_host_the_disk_serves_all_ranks(engine: MakeEngine, tmp_path: Path) -> None:
     made = engine(chain_of(disk(tmp_path)), world_size=2, hosts="aaa", prefix_caching=False)
     ask_twice(made)
-    assert made.stats["disk"]["loaded_blocks"] > 0
+    assert measured(made, "loaded_blocks", "disk") > 0
 
 
 class Clears(MemoryStore):

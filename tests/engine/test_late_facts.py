@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spec.chain import ChainSpec
-from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive
+from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, measured
 from tiers.connector import chain as chains
 from tiers.connector.scheduler import opening
 from tiers.connector.worker import worker as workers
@@ -52,7 +52,7 @@ def make() -> Iterator[Callable[..., ReplayEngine]]:
 
 
 def count(engine: ReplayEngine, tier: str, what: str) -> float:
-    return engine.stats.data.get(tier, {}).get(what, 0)
+    return measured(engine, what, tier)
 
 
 def loaded(engine: ReplayEngine, tier: str) -> float:
@@ -145,7 +145,7 @@ def test_a_tier_that_one_rank_can_not_open_late_is_said_once(
     error: Exception,
     world_size: int,
 ) -> None:
-    opens = workers.open_guarded
+    opens = vars(workers)["open_guarded"]
     opened: list[str] = []
 
     def last_fails(*args: Any) -> Any:
@@ -174,7 +174,7 @@ def test_a_tier_that_one_rank_can_not_open_late_is_said_once(
 def test_a_store_that_opens_after_its_worker_was_closed_is_closed(
     make: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opens = workers.open_guarded
+    opens = vars(workers)["open_guarded"]
     begin, stores = threading.Event(), []
 
     def slowly(*args: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, scheduler_of
 from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
@@ -256,8 +256,7 @@ def test_the_engine_never_waits_for_digests(
     monkeypatch.setattr(NoMedia, "of", of)
     params = None
     if why == "the tier is not open":
-        (tier,) = made.connector.children if made.connector else ()
-        tier._health.failed()
+        scheduler_of(made)._health.failed()
     else:
         params = {"kvtiers": {"max_load_tokens": 0}}
     request = made.add(range(30), 2, kv_transfer_params=params)

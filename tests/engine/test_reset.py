@@ -13,7 +13,19 @@ import pytest
 import torch
 
 from spec.offloading import StoreContext
-from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, redis, workload
+from tests.support.replay_chains import (
+    MODEL,
+    chain_of,
+    close,
+    cpu,
+    disk,
+    drive,
+    measured,
+    redis,
+    scheduler_of,
+    total,
+    workload,
+)
 from tests.support.servers import RedisServer
 from tiers.connector.contract.copier import Copy
 from tiers.connector.worker.worker import _fence
@@ -83,7 +95,7 @@ def test_stored_and_being_stored(
     go.clear()
     finish(made, OTHER)
     assert made.connector is not None
-    assert any(child.slots_pinned for child in made.connector.children)
+    assert any(scheduler_of(made, n).slots_pinned for n in range(len(made.connector.children)))
     assert made.reset_cache()
     go.set()
     made.settle()
@@ -102,12 +114,12 @@ def test_own_processes(
     made = engine(chain, world_size=2, processes=True)
     drive(made, seed=1, world_size=2)
     assert made.reset_cache()
-    loaded = sum(tier.get("loaded_tokens", 0) for tier in made.stats.data.values())
+    loaded = total(made, "loaded_tokens")
     drive(made, seed=2, world_size=2)  # other prompts, while the stores of before end
     request = made.generate(PROMPT, 3)
     assert request.loaded_tokens == 0
     made.settle()
-    assert sum(tier.get("loaded_tokens", 0) for tier in made.stats.data.values()) >= loaded
+    assert total(made, "loaded_tokens") >= loaded
 
 
 def blocks_on(folder: Path) -> int:
@@ -200,7 +212,9 @@ def test_a_reset_that_keeps(
     go.clear()
     made.add(PROMPT, 3)
     assert made.connector is not None
-    while not any(child.reqs_being_loaded for child in made.connector.children):
+    while not any(
+        scheduler_of(made, n).reqs_being_loaded for n in range(len(made.connector.children))
+    ):
         made.step()
     assert not made.connector.reset_cache(), "what a load writes to may be about to go"
     go.set()
@@ -222,6 +236,7 @@ def test_what_an_ended_request_left_is_not_stored_after_a_reset(
     while made.scheduler.requests:
         made.step()
     assert made.reset_cache()
+    worker: Any
     for worker in made.workers:
         for child in worker.connector.children:
             _fence(child._stores)  # vLLM waits for its device before the memory goes
@@ -273,6 +288,7 @@ def test_weights_change_in_place_again_and_again(
     prompts = [prompt for prompt, _ in workload(7, count=12)]
     for weights in range(4):
         model = dataclasses.replace(MODEL, weights=weights)
+        worker: Any
         for worker in made.workers:
             worker._model = model
         assert made.reset_cache()
@@ -326,7 +342,7 @@ def test_tiers_still_share_one_gather_after_a_reset(
     assert one.reset_cache()
     one.generate(PROMPT)
     one.settle()
-    assert one.stats["cpu"]["stored_blocks"] == one.stats["disk"]["stored_blocks"] == 13
+    assert measured(one, "stored_blocks", "cpu") == measured(one, "stored_blocks", "disk") == 13
     assert one.connector is not None
-    assert one.connector.children[0].pool.in_use == 13
+    assert scheduler_of(one).pool.in_use == 13
     assert one.stats["disk"]["store_size_bytes"] == one.stats["cpu"]["store_size_bytes"]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from spec.chain import ChainSpec
+from spec.chain import ChainSpec, LoadPolicy
 from tests.support.replay_chains import HYBRID, MODEL, SLOT, WINDOWS, measured
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
-from tiers.engine.replay import ReplayEngine, answer
+from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 from tiers.errors import TierFull, TierUnavailable
 from tiers.gpu.copier import CpuCopier
 from tiers.testing import Faults, FaultyStore, GivenSpec, MemoryStore, Pace, SlowStore
@@ -67,7 +67,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
 
 QUICK = ("two ranks uncached", "hybrid", "windows")
 """Settings that are run with all other tests; the rest are with the faults."""
-SETTINGS = {
+SETTINGS: dict[str, tuple[ReplayModel, LoadPolicy, int, bool]] = {
     "cached": (MODEL, "first", 1, True),
     "uncached": (MODEL, "first", 1, False),
     "two ranks": (MODEL, "first", 2, True),

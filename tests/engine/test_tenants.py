@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spec.offloading import StoreContext
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk, names
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, names
 from tests.support.servers import RedisServer
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, answer
@@ -36,7 +36,7 @@ def held(path: Path, engine: ReplayEngine, request: ReplayRequest) -> int:
 
 
 def stored(engine: ReplayEngine, tier: str) -> float:
-    value: Any = engine.stats.data[tier].get("stored_blocks", 0)
+    value: Any = measured(engine, "stored_blocks", tier)
     return float(value)
 
 

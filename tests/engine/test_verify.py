@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.replay_chains import MODEL, chain_of, cpu, damage_disk, disk
+from tests.support.replay_chains import MODEL, chain_of, cpu, damage_disk, disk, measured
 from tiers.engine.replay import ReplayEngine, answer
 
 PROMPT = list(range(100, 141))
@@ -27,20 +28,21 @@ def test_a_flipped_bit_in_host_memory_is_a_miss(
     right = answer(MODEL, PROMPT, 4, world_size)
     assert made.generate(PROMPT, 4).output == right
     made.settle()
-    memory = made.workers[-1].connector.children[0]._host.memory
+    worker: Any = made.workers[-1]
+    memory = worker.connector.children[0]._host.memory
     memory.rows[:, 7] ^= 0x40
     assert made.generate(PROMPT, 4).output == right
-    assert made.stats.data["cpu"]["damaged_blocks"] == 10
+    assert measured(made, "damaged_blocks", "cpu") == 10
     made.settle()
     assert made.generate(PROMPT, 4).output == right
-    assert made.stats.data["cpu"]["loaded_tokens"] == 40, "stored again, it is loaded again"
+    assert measured(made, "loaded_tokens", "cpu") == 40, "stored again, it is loaded again"
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_damage_in_a_store_is_counted(
     engine: Callable[..., ReplayEngine], tmp_path: Path, encrypted: bool
 ) -> None:
-    more = {}
+    more: dict[str, Any] = {}
     if encrypted:
         (tmp_path / "keys").write_text("ab" * 32)
         more["encryption"] = {"key_file": str(tmp_path / "keys")}
@@ -50,7 +52,7 @@ def test_damage_in_a_store_is_counted(
     made.settle()
     damage_disk(tmp_path / "disk")
     assert made.generate(PROMPT, 4).output == right
-    assert made.stats.data["disk"]["damaged_blocks"] >= 10
+    assert measured(made, "damaged_blocks", "disk") >= 10
     made.settle()
     assert made.generate(PROMPT, 4).output == right
-    assert made.stats.data["disk"]["loaded_tokens"] == 40, "stored again, it is loaded again"
+    assert measured(made, "loaded_tokens", "disk") == 40, "stored again, it is loaded again"

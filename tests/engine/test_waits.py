@@ -17,7 +17,7 @@ from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay import ReplayEngine, answer
 
 
-def chain(*above: OffloadingSpec, max_wait: str = "300ms", **settings: Any) -> ChainSpec:
+def chain(*above: OffloadingSpec, max_wait: Any = "300ms", **settings: Any) -> ChainSpec:
     tier = SlowSpec.model_validate({"type": "slow", "deadline": "200ms", **settings})
     return ChainSpec(version=1, tiers=(*above, tier), max_wait=max_wait, staging=256 * SLOT)
 
@@ -114,7 +114,7 @@ def test_writes_that_hang_hold_back_neither_answers_nor_reads_nor_other_tiers(
     assert measured(made, "reads_up") == 1
     ask(made, [9, *LONG[:80]])
     assert measured(made, "store_dropped_down") > 0
-    assert made.stats.data["cpu"]["stored_blocks"] >= 9 * 20
+    assert measured(made, "stored_blocks", "cpu") >= 9 * 20
     store.pace.resume()
 
 
@@ -146,7 +146,7 @@ def test_a_tier_that_could_not_be_opened_joins_later(
     assert len(said) == 2, "by each half"
     place.unlink()
     deadline = time.monotonic() + 30
-    while not made.stats.data["disk"].get("loaded_tokens"):
+    while not measured(made, "loaded_tokens", "disk"):
         assert time.monotonic() < deadline
         ask(made, LONG[:40])
         time.sleep(0.05)

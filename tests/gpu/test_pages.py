@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -53,7 +55,7 @@ def block_of(cache: torch.Tensor, block: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", LAYOUTS, ids=lambda make: make.__name__)
-def test_a_row_is_all_of_its_block_and_nothing_else(make) -> None:
+def test_a_row_is_all_of_its_block_and_nothing_else(make: Callable[[], torch.Tensor]) -> None:
     cache = make()
     pages = block_pages({"layer": cache}, BLOCKS)
     assert all(page.shape[0] == BLOCKS and page.dtype == torch.uint8 for page in pages)

@@ -124,7 +124,7 @@ def test_a_chain_is_made_of_specs_too_and_is_frozen() -> None:
     made = ChainSpec(version=1, tiers=(CpuSpec(capacity=1), CpuSpec(capacity=2)))
     assert [tier.name for tier in made.tiers] == ["cpu", "cpu-2"]
     with pytest.raises(ValidationError):
-        made.promote = False  # type: ignore[misc]
+        made.promote = False
 
 
 def test_no_salt_and_no_password_shows() -> None:

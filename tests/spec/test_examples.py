@@ -11,7 +11,7 @@ import yaml
 
 import spec
 from spec.load import load_chain
-from tests.support.replay_chains import MODEL, SLOT, close, drive
+from tests.support.replay_chains import MODEL, SLOT, close, drive, measured
 from tests.support.topologies import cluster
 from tiers.cli.validate import validate
 from tiers.connector.policy import wait_budget
@@ -73,6 +73,6 @@ def test_an_example_serves_an_engine(example: Path, monkeypatch: pytest.MonkeyPa
             drive(engine, seed=1, world_size=ranks)
             engine.settle()
         for tier in chain.tiers:
-            assert engine.stats[tier.tier_name]["stored_blocks"] > 0
-            assert engine.stats[tier.tier_name]["loaded_blocks"] > 0
+            assert measured(engine, "stored_blocks", tier.tier_name) > 0
+            assert measured(engine, "loaded_blocks", tier.tier_name) > 0
         close(engine)

@@ -48,6 +48,11 @@ def measured(engine: ReplayEngine, name: str, tier: str = "slow") -> float:
     return value
 
 
+def total(engine: ReplayEngine, name: str) -> float:
+    """The sum of one of the counters over all tiers."""
+    return sum(measured(engine, name, tier) for tier in engine.stats.data)
+
+
 def scheduler_of(engine: ReplayEngine, place: int = 0) -> OffloadingScheduler:
     """The scheduler half of the chain's tier at this place."""
     assert engine.connector is not None

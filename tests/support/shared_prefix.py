@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.replay_chains import MODEL, measured
+from tests.support.replay_chains import MODEL, total
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.engine.replay.scheduler import ReplayRequest
 
@@ -33,4 +33,4 @@ def ended(made: ReplayEngine, requests: list[ReplayRequest], world_size: int = 1
 
 def hits(made: ReplayEngine) -> float:
     """Blocks that requests were to load."""
-    return sum(measured(made, "hit_tokens", tier) for tier in made.stats.data) / MODEL.block_tokens
+    return total(made, "hit_tokens") / MODEL.block_tokens

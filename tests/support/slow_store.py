@@ -34,7 +34,8 @@ class SlowSpec(StoreSpec):
     """Both halves of an engine share the store of the fixture `store`."""
 
     def open(self, site: StoreContext) -> TierStore:
-        return STORES[0]
+        store: TierStore = STORES[0]
+        return store
 
 
 STORES: list[Any] = []

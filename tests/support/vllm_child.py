@@ -153,7 +153,7 @@ def counters(llm: Any) -> dict[str, dict[str, float]]:
 
 def total(llm: Any, name: str) -> float:
     """One of the engine's own counters."""
-    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+    return float(sum(metric.value for metric in llm.get_metrics() if metric.name == name))
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def victim(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Victim]:
             return b"".join(f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file())
     else:
         server: RedisServer = request.getfixturevalue("one_server")
-        client = redis.Redis.from_url(server.url)
+        client: Any = redis.Redis.from_url(server.url)
         prefix = secrets.token_hex(8)
         settings = {"url": server.url, "key_prefix": prefix}
         spec = RedisSpec

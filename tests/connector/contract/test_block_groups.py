@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.coverage import COMPLETE, MISSING, NO_WINDOW, usable
 from tiers.connector.contract.engine import EngineInfo, KVGroup
@@ -10,6 +12,10 @@ from tiers.connector.policy.choice import stitched
 
 def parts_of(*groups: KVGroup, block_tokens: int = 16, hash_tokens: int = 16) -> BlockGroups:
     return BlockGroups(EngineInfo({}, block_tokens, hash_tokens, num_blocks=99, groups=groups))
+
+
+def _held(levels: list[int], blocks: range) -> list[int]:
+    return levels[blocks.start : blocks.stop]
 
 
 HYBRID = parts_of(KVGroup(16), KVGroup(16, window=40), KVGroup(16, window=20))
@@ -82,10 +88,7 @@ def test_a_stitched_prefix_takes_bodies_and_whole_blocks_from_different_tiers() 
         1: [COMPLETE, MISSING, MISSING, COMPLETE, COMPLETE, MISSING],
     }
     found = stitched(
-        {
-            i: lambda blocks, held=held: held[blocks.start : blocks.stop]
-            for i, held in tiers.items()
-        },
+        {i: partial(_held, levels) for i, levels in tiers.items()},
         range(6),
         window=2,
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from spec.chain import LoadPolicy
 from tests.support.children import BlockTier, Tier, chain
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest, first_step
 
@@ -27,7 +28,7 @@ class Foreign(Tier):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("answer", [0, 4, None])
 def test_it_is_asked_once_each_time_a_request_begins_whoever_serves(
-    policy: str, answer: int | None
+    policy: LoadPolicy, answer: int | None
 ) -> None:
     foreign = Foreign(answer)
     multi = chain(BlockTier("x" * 10, tokens=40), foreign, load=policy)
@@ -49,7 +50,7 @@ def test_it_is_asked_also_where_a_request_does_not_let_it_load(limits: dict[str,
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_one_that_fails_all_of_a_request_does_not_load_it_again(policy: str) -> None:
+def test_one_that_fails_all_of_a_request_does_not_load_it_again(policy: LoadPolicy) -> None:
     """The request comes back without having run, as if it had never been loaded."""
     foreign, lower = Foreign(40), BlockTier("x", tokens=4)
     multi = chain(foreign, lower, load=policy)
@@ -65,7 +66,7 @@ def test_one_that_fails_all_of_a_request_does_not_load_it_again(policy: str) -> 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_one_whose_request_ran_and_was_preempted_loads_it_again(policy: str) -> None:
+def test_one_whose_request_ran_and_was_preempted_loads_it_again(policy: LoadPolicy) -> None:
     multi = chain(Foreign(40), BlockTier("x", tokens=4), load=policy)
     request = FakeRequest()
     for _ in range(5):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from spec.load import load_chain
+from tests.support.fake_requests import BLOCKS
 from tiers.connector.chain import open_scheduler
 from tiers.connector.contract.connector import Connector, SchedulerConnector, WorkerConnector
 from tiers.connector.contract.engine import EngineInfo
@@ -293,7 +294,7 @@ def test_what_is_loaded_within_a_step_is_not_stored_by_others(
         script.answers["get_num_new_matched_tokens"] = (0, False)
     scripts[1].answers["get_num_new_matched_tokens"] = (32, False)
     multi.get_num_new_matched_tokens(REQUEST, 0)
-    multi.update_state_after_alloc(REQUEST, "blocks", 32)
+    multi.update_state_after_alloc(REQUEST, BLOCKS, 32)
     assert [call for call in calls if call[1] == "disable_store"] == [
         (name, "disable_store", REQUEST) for name in "abc"
     ]
@@ -327,7 +328,8 @@ def test_a_chain_does_not_take_another_chains_slots_for_its_own() -> None:
     said = MultiHandshakeMetadata((WorkerHandshake(0, b"", 64, slots=9),) * 2, theirs._chain)
     for chain, slots in ((ours, 0), (theirs, 9)):
         chain.set_xfer_handshake_metadata({0: said})
-        assert chain.children[0].pool.num_slots == slots
+        child: Any = chain.children[0]
+        assert child.pool.num_slots == slots
         chain.shutdown()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -285,7 +286,8 @@ def test_another_connector_serves_where_it_has_more_than_ours_are_to_load(
     made = world(link)
     made.run_many(3)
     ours = Ours(768, made.meters[0])
-    chooser = Chooser([ours, Foreign(tokens)], "ab", "cheapest", BLOCK, cheapest=made.policy)
+    children: list[Any] = [ours, Foreign(tokens)]
+    chooser = Chooser(children, "ab", "cheapest", BLOCK, cheapest=made.policy)
     choice = chooser.choose(FakeRequest("asked", 1024), 0)
     assert choice.child == child
     chooser.decided("asked", choice)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_a_higher_tier_that_is_looking_is_waited_for() -> None:
 
 
 def test_tiers_below_the_one_that_serves_are_not_asked() -> None:
-    def answers():
+    def answers() -> Iterator[tuple[int | None, bool]]:
         yield (3, True)
         raise AssertionError("asked a lower tier for nothing")
 
@@ -40,7 +40,7 @@ def test_tiers_below_the_one_that_serves_are_not_asked() -> None:
 def test_tiers_below_one_that_is_looking_are_asked_so_that_lookups_overlap() -> None:
     asked = []
 
-    def answers():
+    def answers() -> Iterator[tuple[int | None, bool]]:
         for child in range(3):
             asked.append(child)
             yield LOOKING
@@ -62,7 +62,7 @@ def test_longest_waits_for_a_tier_that_could_still_win() -> None:
 def test_longest_does_not_wait_when_a_tier_has_all() -> None:
     assert longest([LOOKING, (9, True), LOOKING], 9) == Choice(1, 9, True)
 
-    def answers():
+    def answers() -> Iterator[tuple[int | None, bool]]:
         yield (9, True)
         raise AssertionError("asked a lower tier for nothing")
 
@@ -121,7 +121,8 @@ def test_a_tier_that_looks_is_waited_for_only_where_the_others_leave_a_gap() -> 
 
 
 def test_nobody_is_asked_for_more_than_it_can_add() -> None:
-    upper, lower = [], []
+    upper: list[range] = []
+    lower: list[range] = []
     whole = "x" * 9 * WAVE
     gap = "x" * WAVE + "." + "x" * 8 * WAVE
     stitched({0: tier(whole), 1: tier(whole, lower)}, range(9 * WAVE))

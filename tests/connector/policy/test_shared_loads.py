@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,24 +24,25 @@ def load(multi: MultiScheduler, request: FakeRequest, take: int | None = None) -
 
 
 def test_each_child_loads_its_ranges_and_the_others_nothing() -> None:
-    tiers = [BlockTier("x..x"), BlockTier(), BlockTier("xxx.")]
+    tiers: list[Any] = [BlockTier("x..x"), BlockTier(), BlockTier("xxx.")]
     assert load(chain(*tiers), FakeRequest()) == {"r": 1}
     assert [tier.loads for tier in tiers] == [[[range(1), range(3, 4)]], [0], [[range(1, 3)]]]
 
 
 def test_an_engine_that_takes_less_loads_less() -> None:
-    tiers = [BlockTier("xx"), BlockTier("xxxx")]
+    tiers: list[Any] = [BlockTier("xx"), BlockTier("xxxx")]
     assert load(chain(*tiers), FakeRequest(), take=8) == {}
     assert [tier.loads for tier in tiers] == [[[range(2)]], [0]]
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_request_is_received_when_the_last_child_has_ended(times: int) -> None:
-    tiers = [BlockTier("x"), BlockTier("xx"), BlockTier("xxx")]
+    tiers: list[Any] = [BlockTier("x"), BlockTier("xx"), BlockTier("xxx")]
     multi = chain(*tiers)
     worker = MultiWorker(tiers)
     for _ in range(times):  # a preempted request is loaded again
         tokens, _ = multi.get_num_new_matched_tokens(FakeRequest(), 0)
+        assert tokens
         multi.update_state_after_alloc(FakeRequest(), BLOCKS, tokens)
         orders = pickle.loads(pickle.dumps(multi.build_connector_meta(IDLE_STEP)))
         assert orders.extra_async_loads == {"r": 2}
@@ -56,7 +58,7 @@ def test_a_request_is_received_when_the_last_child_has_ended(times: int) -> None
 
 
 def test_a_request_of_one_child_is_received_when_that_has_ended() -> None:
-    tiers = [BlockTier("xx"), BlockTier("xx")]
+    tiers: list[Any] = [BlockTier("xx"), BlockTier("xx")]
     assert load(chain(*tiers), FakeRequest()) == {}
     worker = MultiWorker(tiers)
     tiers[0].ended = {"r"}
@@ -64,7 +66,7 @@ def test_a_request_of_one_child_is_received_when_that_has_ended() -> None:
 
 
 def test_another_connector_serves_alone_where_it_has_more() -> None:
-    tiers = [BlockTier("xx"), Tier(tokens=16), BlockTier("..x")]
+    tiers: list[Any] = [BlockTier("xx"), Tier(tokens=16), BlockTier("..x")]
     assert load(chain(*tiers), FakeRequest()) == {}
     assert [tier.loads for tier in tiers] == [[0], [16], [0]]
     tiers = [BlockTier("xx"), Tier(tokens=12), BlockTier("..x")]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spec.chain import ChainSpec
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk, drive, redis
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, drive, measured, redis, total
 from tests.support.servers import RedisServer
 from tiers.engine.replay import ReplayEngine, answer
 
@@ -56,9 +56,9 @@ def test_answers_stay_right_whatever_is_chosen(
         drive(made, seed, abort=0.3 * seed, world_size=world_size)
     counted = made.stats.data
     assert {tier for tier, c in counted.items() if c.get("loaded_tokens")} == set(counted)
-    assert sum(c.get("recompute_preferred", 0) for c in counted.values()) > 0
-    assert counted["disk"]["prefill_tokens_per_second"] > 0
-    assert counted["disk"]["load_tokens_per_second"] > 0
+    assert total(made, "recompute_preferred") > 0
+    assert measured(made, "prefill_tokens_per_second", "disk") > 0
+    assert measured(made, "load_tokens_per_second", "disk") > 0
 
 
 def test_a_prefix_that_is_quicker_to_load_is_loaded(engine: MakeEngine, tmp_path: Path) -> None:

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.replay_chains import MODEL, SLOT, chain_of, close, cpu, disk, drive, redis
+from tests.support.replay_chains import (
+    MODEL,
+    SLOT,
+    chain_of,
+    close,
+    cpu,
+    disk,
+    drive,
+    measured,
+    redis,
+    total,
+)
 from tests.support.servers import RedisServer
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 from tiers.gpu.copier import CpuCopier
@@ -20,7 +31,8 @@ def test_the_model_shows_a_single_wrong_byte(engine: Callable[..., ReplayEngine]
     prompt = list(range(20))
     plain = engine(None)
     plain.generate(prompt, 4)
-    for layer in plain.workers[0].kv.values():
+    worker: Any = plain.workers[0]
+    for layer in worker.kv.values():
         layer.view(-1)[10] += 1
     assert plain.generate(prompt, 4).output != answer(MODEL, prompt, 4)
 
@@ -57,7 +69,7 @@ def test_answers_are_those_of_an_engine_without_tiers(
     drive(made, seed=1)
     made.settle()
     drive(made, seed=1)
-    assert sum(c.get("loaded_tokens", 0) for c in made.stats.data.values()) > 0
+    assert total(made, "loaded_tokens") > 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -93,7 +105,7 @@ def test_preempted_requests_come_back(engine: Callable[..., ReplayEngine], tmp_p
     requests = [made.add(prompt, 40) for prompt in prompts]
     made.run()
     assert made.scheduler.preemptions > 0
-    assert made.stats["cpu"]["loaded_tokens"] > 0, "their own blocks are loaded again"
+    assert measured(made, "loaded_tokens", "cpu") > 0, "their own blocks are loaded again"
     for request, prompt in zip(requests, prompts, strict=True):
         assert request.output == answer(MODEL, prompt, 40)
 
@@ -110,7 +122,7 @@ def test_two_ranks(
     drive(made, seed=3, world_size=2)
     made.settle()
     drive(made, seed=3, world_size=2)
-    assert sum(c.get("loaded_tokens", 0) for c in made.stats.data.values()) > 0
+    assert total(made, "loaded_tokens") > 0
 
 
 def test_a_restart_finds_the_disk_as_it_was(
@@ -137,8 +149,8 @@ def test_a_replica_finds_what_another_stored(
     two = engine(chain_of(cpu(), disk(tmp_path / "two"), shared))
     assert two.generate(prompt, 3).loaded_tokens == 48
     two.settle()
-    assert two.stats["redis"]["loaded_tokens"] == 48
-    assert two.stats["disk"]["stored_blocks"] == two.stats["cpu"]["stored_blocks"] == 13
+    assert measured(two, "loaded_tokens", "redis") == 48
+    assert measured(two, "stored_blocks", "disk") == measured(two, "stored_blocks", "cpu") == 13
 
 
 def test_promote_false_keeps_loaded_blocks_where_they_were(
@@ -151,7 +163,7 @@ def test_promote_false_keeps_loaded_blocks_where_they_were(
     again = engine(chain_of(cpu(), disk(tmp_path), promote=False))
     assert again.generate(prompt, 1).loaded_tokens == 48
     again.settle()
-    assert again.stats["cpu"].get("stored_blocks", 0) == 0
+    assert measured(again, "stored_blocks", "cpu") == 0
 
 
 @pytest.mark.parametrize("change", ["facts", "salt", "request salt", "block size", "ranks"])
@@ -201,7 +213,7 @@ def test_slabs_are_damaged_while_the_engine_runs(
                 file.seek(position)
                 file.write(b"\xff\xee\xdd")
     drive(made, seed=1)
-    assert made.stats["disk"]["load_failures"] > 0
+    assert measured(made, "load_failures", "disk") > 0
 
 
 def test_more_work_than_the_host_pool_holds(
@@ -210,7 +222,7 @@ def test_more_work_than_the_host_pool_holds(
     chain = chain_of(cpu(2), disk(tmp_path), staging=3 * SLOT)
     made = engine(chain, num_blocks=24)
     drive(made, seed=4)
-    assert sum(c.get("store_dropped_no_slot", 0) for c in made.stats.data.values()) > 0
+    assert total(made, "store_dropped_no_slot") > 0
 
 
 def test_a_chain_whose_every_tier_is_unusable(

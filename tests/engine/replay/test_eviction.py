@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk
+from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, measured, scheduler_of
 from tiers.connector.worker import loads
 from tiers.disk.slab import slot_bytes
 from tiers.disk.store import DiskStore
@@ -29,9 +29,8 @@ def tier(kind: str, folder: Path) -> dict[str, Any]:
 
 def held(engine: ReplayEngine, tokens: Iterable[int]) -> list[bool]:
     """Which full blocks of these tokens the tier has."""
-    assert engine.connector is not None
     probe = ReplayRequest("probe", [*tokens], 1, MODEL.block_tokens)
-    (child,) = engine.connector.children
+    child = scheduler_of(engine)
     has = child.coverage(probe, range(len(probe.block_hashes)))
     child.request_finished(probe, [])
     assert has is not None
@@ -73,7 +72,7 @@ def test_a_conversation_is_evicted_from_its_tail(
     tokens = list(range(2 * SIZE))
     for turn in range(3):
         tokens = store(made, [*tokens, *range(50 * turn, 50 * turn + SIZE)], SIZE + 1)
-    assert made.stats[kind if kind == "disk" else "cpu"]["loaded_tokens"] == (4 + 6) * SIZE
+    assert measured(made, "loaded_tokens", kind if kind == "disk" else "cpu") == (4 + 6) * SIZE
     assert held(made, tokens) == [True] * BLOCKS
     others(made, 4)
     assert held(made, tokens) == [True] * 4 + [False] * 4
@@ -88,7 +87,7 @@ def test_a_prefix_loaded_in_waves_is_evicted_from_its_tail(
     made = engine(chain, num_blocks=24, prefix_caching=False)
     tokens = store(made, range(BLOCKS * SIZE))
     store(made, [*tokens, 1])
-    assert made.stats["disk"]["loaded_tokens"] == BLOCKS * SIZE
+    assert measured(made, "loaded_tokens", "disk") == BLOCKS * SIZE
     others(made, 4)
     assert held(made, tokens) == [True] * 4 + [False] * 4
 

@@ -16,6 +16,7 @@ from tests.support.replay_chains import (
     damage_disk,
     disk,
     drop_from_disk,
+    measured,
     names,
 )
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
@@ -41,11 +42,11 @@ def test_only_what_windows_reach_is_loaded(
     expect(one, 0, model)
     expect(one, 48, model)
     full = model.windows.count(None)
-    assert one.stats["cpu"]["stored_blocks"] == len(model.windows) * 13, "the answer fills one"
+    assert measured(one, "stored_blocks", "cpu") == len(model.windows) * 13, "the answer fills one"
     # Of the group with the shorter window the engine has a place for two blocks only.
     kept = {14: REACH, 7: 2}
     reached = sum(kept[window] for window in model.windows if window is not None)
-    assert one.stats["cpu"]["loaded_blocks"] == full * 12 + reached
+    assert measured(one, "loaded_blocks", "cpu") == full * 12 + reached
 
 
 def test_a_prefix_ends_before_a_windowed_part_that_is_gone(
@@ -74,8 +75,8 @@ def test_a_request_whose_load_fails_is_recomputed_whole(
     again.run()
     for request in requests:
         assert request.output == answer(HYBRID, request.prompt, 4)
-    assert again.stats["disk"]["load_failures"] > 0
-    assert again.stats["disk"].get("loaded_tokens", 0) == 0, "of a failed load nothing is used"
+    assert measured(again, "load_failures", "disk") > 0
+    assert measured(again, "loaded_tokens", "disk") == 0, "of a failed load nothing is used"
 
 
 def test_stitched_takes_full_layers_from_one_tier_and_windows_from_another(
@@ -92,7 +93,7 @@ def test_stitched_takes_full_layers_from_one_tier_and_windows_from_another(
     drop_from_disk(tmp_path / "slow", first_blocks)
     two = engine(chain_of(fast, slow, load_policy="stitched", staging=STAGING), model=HYBRID)
     expect(two, 48)
-    tokens = {tier: two.stats[tier]["loaded_tokens"] for tier in ("fast", "slow")}
+    tokens = {tier: measured(two, "loaded_tokens", tier) for tier in ("fast", "slow")}
     assert tokens == {"fast": (12 - REACH) * 4, "slow": REACH * 4}
 
 
@@ -102,4 +103,4 @@ def test_a_limit_ends_the_prefix_at_whole_blocks(engine: Callable[..., ReplayEng
     limited = one.generate(PROMPT, kv_transfer_params={"kvtiers": {"max_load_tokens": 30}})
     assert limited.loaded_tokens == 28
     assert limited.output == answer(HYBRID, PROMPT, 4)
-    assert not one.stats["cpu"].get("load_failures")
+    assert not measured(one, "load_failures", "cpu")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import PrivateAttr
 
-from spec.chain import ChainSpec
+from spec.chain import ChainSpec, LoadPolicy
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.replay_chains import (
     MODEL,
@@ -23,8 +23,10 @@ from tests.support.replay_chains import (
     disk,
     drive,
     drop_from_disk,
+    measured,
     names,
     redis,
+    scheduler_of,
 )
 from tests.support.servers import RedisServer
 from tiers.disk.spec import DiskSpec
@@ -60,7 +62,7 @@ def ask_again(made: ReplayEngine, world_size: int = 1, **options: Any) -> Replay
 
 def loaded(made: ReplayEngine) -> dict[str, float]:
     """Blocks of use that each tier has loaded."""
-    counted = {name: c.get("loaded_tokens", 0) / 4 for name, c in made.stats.data.items()}
+    counted = {name: measured(made, "loaded_tokens", name) / 4 for name in made.stats.data}
     return {name: blocks for name, blocks in counted.items() if blocks}
 
 
@@ -105,7 +107,7 @@ def test_a_small_cpu_tier_over_disk_over_redis(
 
 @pytest.mark.parametrize(("load", "expected"), [("first", 4), ("longest", 48), ("stitched", 48)])
 def test_a_short_prefix_above_hides_a_longer_one_only_from_first(
-    engine: MakeEngine, tmp_path: Path, load: str, expected: int
+    engine: MakeEngine, tmp_path: Path, load: LoadPolicy, expected: int
 ) -> None:
     one = tmp_path / "one"
     made = engine(
@@ -133,12 +135,12 @@ def test_a_block_that_fails_in_one_of_two_tiers_truncates_what_both_load(
         # With nothing usable the request starts again, and the tier that is left has no prefix.
         assert loaded(made) == {}
     assert request.loaded_tokens == (48 if damaged == "one" else 0)
-    assert made.stats["disk" if damaged == "one" else "disk-2"]["load_failures"] > 0
+    assert measured(made, "load_failures", "disk" if damaged == "one" else "disk-2") > 0
 
 
 @pytest.mark.parametrize("load", ["first", "longest", "stitched"])
 def test_a_request_ends_when_every_tier_fails_to_load_it(
-    engine: MakeEngine, tmp_path: Path, load: str
+    engine: MakeEngine, tmp_path: Path, load: LoadPolicy
 ) -> None:
     folders = [tmp_path / name for name in ("one", "two", "three")]
     made = engine(chain_of(*map(disk, folders), load_policy=load), prefix_caching=False)
@@ -148,7 +150,7 @@ def test_a_request_ends_when_every_tier_fails_to_load_it(
     ask_again(made)
     assert loaded(made) == {}
     for tier in ("disk", "disk-2", "disk-3"):
-        assert made.stats[tier]["load_failures"] <= 12, "each tier fails it once at most"
+        assert measured(made, "load_failures", tier) <= 12, "each tier fails it once at most"
     again = made.generate(PROMPT, 3)
     assert again.output == answer(MODEL, PROMPT, 3)
 
@@ -184,7 +186,7 @@ class LyingSpec(StoreSpec):
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("load", ["first", "longest", "stitched"])
 def test_tiers_that_never_load_what_they_promise_are_each_tried_once(
-    engine: MakeEngine, tmp_path: Path, load: str, world_size: int
+    engine: MakeEngine, tmp_path: Path, load: LoadPolicy, world_size: int
 ) -> None:
     tiers = [LyingSpec(type="lying", name="a"), LyingSpec(type="lying", name="b")]
     honest = DiskSpec(type="disk", path=tmp_path, capacity=1 << 20)
@@ -195,7 +197,7 @@ def test_tiers_that_never_load_what_they_promise_are_each_tried_once(
     assert request.loaded_tokens == 48
     assert loaded(made) == {"disk": 12}, "the tier that can serves in the end"
     for tier in ("a", "b"):
-        assert made.stats[tier]["load_failures"] == 2 * 12 * world_size, "once per request"
+        assert measured(made, "load_failures", tier) == 2 * 12 * world_size, "once per request"
 
 
 class SlowScatters(CpuCopier):
@@ -244,7 +246,7 @@ def test_an_aborted_request_keeps_its_blocks_until_the_last_tier_has_ended(
     assert request.status is Status.LOADING
     blocks = request.get_block_ids()[0]
     made.scheduler.abort(request.request_id)
-    tiers = made.connector.children
+    tiers = [scheduler_of(made, place) for place in range(2)]
     while request.request_id in made.scheduler.requests:
         assert made.scheduler.pool.num_free == made.num_blocks - len(blocks)
         made.step()
@@ -298,7 +300,7 @@ class SilentSpec(StoreSpec):
 
 @pytest.mark.parametrize("load", ["longest", "stitched"])
 def test_a_tier_that_is_looking_delays_nobody_once_the_others_have_all(
-    engine: MakeEngine, tmp_path: Path, load: str
+    engine: MakeEngine, tmp_path: Path, load: LoadPolicy
 ) -> None:
     silent = SilentSpec(type="silent")
     speak = silent._store.speak
@@ -322,7 +324,9 @@ def test_a_tier_that_is_looking_delays_nobody_once_the_others_have_all(
 
 
 @pytest.mark.parametrize("load", ["first", "longest", "stitched"])
-def test_a_request_limits_its_own_loading(engine: MakeEngine, tmp_path: Path, load: str) -> None:
+def test_a_request_limits_its_own_loading(
+    engine: MakeEngine, tmp_path: Path, load: LoadPolicy
+) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     made = engine(chain_of(disk(one), disk(two), load_policy=load), prefix_caching=False)
     drop_from_disk(one, names(made, fill(made)[2:]))

@@ -6,7 +6,7 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
-from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, redis
+from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, measured, redis
 from tests.support.servers import RedisServer
 from tiers.engine.replay import ReplayEngine
 
@@ -20,10 +20,10 @@ def replica(seeds: tuple[int, int], tiers: list[dict[str, Any]], barrier: Any, p
     drive(made, seeds[0], abort=0.1, world_size=2)
     made.settle()
     barrier.wait(PATIENCE)
-    before = {tier: measures.get("loaded_tokens", 0) for tier, measures in made.stats.data.items()}
+    before = {tier: measured(made, "loaded_tokens", tier) for tier in made.stats.data}
     drive(made, seeds[1], world_size=2)
     close(made)
-    after = {tier: measures.get("loaded_tokens", 0) for tier, measures in made.stats.data.items()}
+    after = {tier: measured(made, "loaded_tokens", tier) for tier in made.stats.data}
     pipe.send({tier: tokens - before.get(tier, 0) for tier, tokens in after.items()})
 
 

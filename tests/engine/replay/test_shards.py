@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.damage import damage_blocks
-from tests.support.replay_chains import MODEL, chain_of, disk, drop_from_disk, names, redis
+from tests.support.replay_chains import (
+    MODEL,
+    chain_of,
+    disk,
+    drop_from_disk,
+    measured,
+    names,
+    redis,
+)
 from tests.support.servers import RedisServer
 from tiers.engine.replay import ReplayEngine, answer
 
@@ -54,7 +62,7 @@ def test_a_shard_that_one_rank_lacks_ends_the_prefix(
         request = made.generate(PROMPT, 3, kv_transfer_params=limits)
         assert request.output == answer(MODEL, PROMPT, 3, 2)
         assert request.loaded_tokens == 5 * 4
-        assert made.stats[tier["type"]]["load_failures"] == 0
+        assert measured(made, "load_failures", tier["type"]) == 0
 
 
 @RANKS
@@ -66,13 +74,13 @@ def test_a_shard_damaged_on_one_rank_is_recomputed_on_all_and_others_load_on(
     made = engine(chain, prefix_caching=False, world_size=2, processes=processes)
     bad = shard(made, rank, fill(made, PROMPT, OTHER)[5])
     assert damage_blocks(tmp_path, bad.__eq__) == 1
-    before = made.stats["disk"].get("loaded_tokens", 0)
+    before = measured(made, "loaded_tokens", "disk")
     requests = [(made.add(prompt, 3), prompt) for prompt in (PROMPT, OTHER)]
     made.run()
     for request, prompt in requests:
         assert request.output == answer(MODEL, prompt, 3, 2)
-    assert made.stats["disk"]["loaded_tokens"] - before == (5 + 12) * 4
-    assert made.stats["disk"]["load_failures"] > 0
+    assert measured(made, "loaded_tokens", "disk") - before == (5 + 12) * 4
+    assert measured(made, "load_failures", "disk") > 0
 
 
 @RANKS
@@ -92,6 +100,6 @@ def test_one_of_two_tiers_fails_on_one_rank(
     made.run()
     for request, prompt in requests:
         assert request.output == answer(MODEL, prompt, 3, 2)
-    assert made.stats["disk"]["loaded_tokens"] == (4 + 12) * 4
-    assert made.stats["disk-2"]["loaded_tokens"] == 3 * 4
-    assert made.stats["disk-2"]["load_failures"] > 0 == made.stats["disk"]["load_failures"]
+    assert measured(made, "loaded_tokens", "disk") == (4 + 12) * 4
+    assert measured(made, "loaded_tokens", "disk-2") == 3 * 4
+    assert measured(made, "load_failures", "disk-2") > 0 == measured(made, "load_failures", "disk")

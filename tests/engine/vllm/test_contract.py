@@ -159,7 +159,7 @@ def test_layouts_must_agree_and_a_conflict_names_who_asks(monkeypatch: pytest.Mo
 
     from tiers.engine.vllm import KVTiersConnector
 
-    def asks(vllm_config: Any) -> str | None:
+    def asks(vllm_config: Any) -> Any:
         return vllm_config.kv_transfer_config.kv_connector_extra_config.get("layout")
 
     monkeypatch.setattr(ExampleConnector, "get_required_kvcache_layout", staticmethod(asks))
@@ -280,7 +280,14 @@ def test_metrics_are_registered_once_whatever_the_children() -> None:
             "connectors": [{"kv_role": "kv_both", **child} for child in (OURS, NIXL)]
         },
     }
-    children = [{**NIXL, "name": "left"}, {**NIXL, "name": "right"}, OURS, OURS, EXAMPLE, inner]
+    children: list[dict[str, Any]] = [
+        {**NIXL, "name": "left"},
+        {**NIXL, "name": "right"},
+        OURS,
+        OURS,
+        EXAMPLE,
+        inner,
+    ]
     metrics = KVTiersConnector.build_prom_metrics(
         config_of(*children),
         {kind: typed(kind) for kind in (Counter, Gauge, Histogram)},

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from spec.load import load_chain
+from tiers.disk.spec import DiskSpec
 from tiers.lab.demo.plan import default_chain, make_plan
 
 CPU = {"type": "cpu", "capacity": "1GiB"}
@@ -35,7 +36,9 @@ def test_a_replica_shares_redis_and_not_the_disk(tmp_path: Path) -> None:
     plan = make_plan(mine, tmp_path)
     (first, _, replica) = (load_chain(run.chain) for run in plan.runs)
     assert first.tiers[0] == replica.tiers[0] and first.tiers[2] == replica.tiers[2]
-    assert first.tiers[1].path != replica.tiers[1].path
+    one, other = first.tiers[1], replica.tiers[1]
+    assert isinstance(one, DiskSpec) and isinstance(other, DiskSpec)
+    assert one.path != other.path
 
 
 def test_phases_without_a_tier_to_show_are_left_out_and_said(tmp_path: Path) -> None:
