@@ -31,27 +31,14 @@ def demo(
     ] = "{}",
 ) -> None:
     """Serve real prompts cold, then from CPU memory, from disk and from Redis, and compare."""
-    from contextlib import ExitStack
-    from tempfile import TemporaryDirectory
-
     from rich.console import Console
 
     from spec.errors import SpecError
     from tiers.errors import KVTiersError
-    from tiers.lab.demo import phases
-    from tiers.lab.demo.plan import make_plan
 
     arguments = _engine_arguments(engine_args)
-    console = Console(highlight=False)
     try:
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvtiers-demo-")))
-            chain = spec or stack.enter_context(phases.embedded_chain(folder))
-            plan = make_plan(chain, folder)
-            asked = _run(console, plan, model, arguments, folder)
-            faults = _show(console, plan, asked, json_file)
-            for phase, fault in faults.items():
-                _complain(f"{phases.log_tail(plan, phase, folder)}\n{phase}: {fault}")
+        faults = _demonstrate(Console(highlight=False), spec, model, arguments, json_file)
     except SpecError:
         raise  # as for any command: status 2
     except KVTiersError as error:
@@ -59,6 +46,31 @@ def demo(
         raise typer.Exit(1) from error
     if faults:
         raise typer.Exit(1)
+
+
+def _demonstrate(
+    console: Console,
+    spec: Path | None,
+    model: str | None,
+    arguments: dict[str, Any],
+    json_file: Path | None,
+) -> dict[str, str]:
+    """Run every phase, show the results, and return what went wrong by phase."""
+    from contextlib import ExitStack
+    from tempfile import TemporaryDirectory
+
+    from tiers.lab.demo import phases
+    from tiers.lab.demo.plan import make_plan
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvtiers-demo-")))
+        chain = spec or stack.enter_context(phases.embedded_chain(folder))
+        plan = make_plan(chain, folder)
+        asked = _run(console, plan, model, arguments, folder)
+        faults = _show(console, plan, asked, json_file)
+        for phase, fault in faults.items():
+            _complain(f"{phases.log_tail(plan, phase, folder)}\n{phase}: {fault}")
+    return faults
 
 
 def _engine_arguments(text: str) -> dict[str, Any]:
