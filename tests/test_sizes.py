@@ -9,12 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FILE_LINES, CLASS_LINES, CLASS_METHODS, FUNCTION_LINES = 300, 250, 25, 40
 TOO_LONG: set[str] = {
-    "tiers/connector/chain.py::scheduler_parts",
     "tiers/connector/multi/scheduler.py",
     "tiers/connector/multi/scheduler.py::MultiScheduler",
-    "tiers/connector/scheduler/scheduler.py",
-    "tiers/connector/scheduler/scheduler.py::OffloadingScheduler",
-    "tiers/connector/scheduler/scheduler.py::__init__",
     "tiers/engine/replay/engine.py::__init__",
     "tiers/engine/replay/scheduler.py",
     "tiers/engine/replay/scheduler.py::ReplayScheduler",

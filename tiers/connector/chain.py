@@ -75,8 +75,7 @@ def scheduler_parts(
     generation = Generation(lasts=keeps, is_own=engine.weights_change and not keeps)
     wait_budget = WaitBudget(now, chain.max_wait)
     pool = ChainPool(PoolSize.of(chain, engine), announcer)
-    deadline = wait_budget.lookup_seconds
-    opener = TierOpener(pool, generation, deadline, engine.host, announcer)
+    opener = TierOpener(pool, generation, wait_budget.lookup_seconds, engine.host, announcer)
 
     def open_tier(tier: OffloadingSpec) -> OffloadingScheduler:
         return OffloadingScheduler(
@@ -104,8 +103,7 @@ def scheduler_parts(
         sharing=LoadSharing(engine, wait_budget) if engine.caches_prefixes else None,
         media=engine.media,
     )
-    children = [open_tier(tier) for tier in chain.tiers]
-    return SchedulerParts(children, _names(chain), _identity(chain), settings)
+    return SchedulerParts([*map(open_tier, chain.tiers)], _names(chain), _identity(chain), settings)
 
 
 def worker_parts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,22 +28,11 @@ from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad
 from tiers.connector.scheduler.kv_events import KVEvents
-from tiers.connector.scheduler.loads import TierLoads
-from tiers.connector.scheduler.manager import TierManager
-from tiers.connector.scheduler.opening import NOT_OPEN, OnEvict, OpenTier
 from tiers.connector.scheduler.requests import RequestState, RequestTable
-from tiers.connector.scheduler.store_reservations import StoreReservations
-from tiers.connector.scheduler.stores import TierStores
 from tiers.connector.scheduler.tenant_quotas import Tenants
+from tiers.connector.scheduler.tier_halves import OpenManager, TierHalves
 from tiers.connector.scheduler.tier_health import TierHealth
-from tiers.errors import TierUnusable
 from tiers.host.slots import SlotPool
-
-logger = logging.getLogger(__name__)
-
-
-OpenManager = Callable[[Sequence[WorkerHandshake], bool, OnEvict], OpenTier]
-"""`TierOpener.open` for one tier."""
 
 
 class OffloadingScheduler(SchedulerConnector):
@@ -71,7 +59,7 @@ class OffloadingScheduler(SchedulerConnector):
         self.load_cost = LoadCost(now)
         self.stats = TierStats()
         groups = BlockGroups(engine)
-        self._context = TierContext(
+        context = TierContext(
             engine,
             groups,
             generation,
@@ -83,62 +71,20 @@ class OffloadingScheduler(SchedulerConnector):
             KVEvents(tier, engine, groups, generation),
             self.note,
         )
-        self._engine = engine
-        self._requests = self._context.requests
-        self._jobs = self._context.jobs
-        self._health = self._context.health
-        self._wait_budget = wait_budget
-        self._admission = admission
-        self._open_manager = open_manager
-        self._handshakes: dict[int, WorkerHandshake] = {}
+        self._context, self._engine = context, engine
+        self._requests, self._jobs, self._health = context.requests, context.jobs, context.health
+        self._halves = TierHalves(
+            tier, context, open_manager, wait_budget, admission, self.load_cost
+        )
         self._told: dict[str, float] = {}
         self._overwritten: set[int] = set()
-        self._manager: TierManager = NOT_OPEN.manager
-        self._loads, self._stores = self._loads_of(NOT_OPEN), self._stores_of(NOT_OPEN)
 
     # -- opening -----------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         """Open the tier with what its workers said; another connector's words are ignored."""
         said = [one for one in metadata.values() if isinstance(one, WorkerHandshake)]
-        self.register_workers({handshake.rank: handshake for handshake in said})
-
-    def register_workers(
-        self, handshakes: Mapping[int, WorkerHandshake], in_step: bool = False
-    ) -> None:
-        """Take what workers say of themselves; with the last of them the tier opens.
-
-        `in_step`: the engine has begun to serve, so that opening may take a moment only.
-        """
-        self._handshakes.update(handshakes)
-        if self._health.is_settled or len(self._handshakes) < self._engine.world_size:
-            return
-        ranks = [self._handshakes[rank] for rank in sorted(self._handshakes)]
-        try:
-            tier = self._open_manager(ranks, in_step, self._evicted)
-        except TierUnusable as error:
-            self._fail(str(error))
-            return
-        self._manager = tier.manager
-        self._loads, self._stores = self._loads_of(tier), self._stores_of(tier)
-        self._health.opened(tier.manager)
-
-    def _loads_of(self, tier: OpenTier) -> TierLoads:
-        return TierLoads(self._context, tier.manager, self._wait_budget, self.load_cost)
-
-    def _stores_of(self, tier: OpenTier) -> TierStores:
-        reservations = StoreReservations(tier, self._admission, self._health)
-        return TierStores(self._context, tier.manager, reservations, self._admission.intake)
-
-    def _fail(self, reason: str) -> None:
-        if self._health.failed():
-            logger.error(
-                "tier %r is unusable and the chain goes on without it: %s", self.tier, reason
-            )
-
-    def _evicted(self, key: bytes) -> None:
-        self._context.kv_events.evicted(key)
-        self._context.tenants.gone((key,))
+        self._halves.register_workers({handshake.rank: handshake for handshake in said})
 
     # -- state -------------------------------------------------------------------------------
 
@@ -150,17 +96,17 @@ class OffloadingScheduler(SchedulerConnector):
     @property
     def pool(self) -> SlotPool:
         """The slots of the chain; none until the tier is open."""
-        return self._stores.reservations.pool
+        return self._halves.stores.reservations.pool
 
     @property
     def slots_pinned(self) -> int:
         """Slots that blocks on their way into the tier hold."""
-        return self._stores.reservations.slots_pinned
+        return self._halves.stores.reservations.slots_pinned
 
     @property
     def blocks_held(self) -> int:
         """Blocks that the tier keeps in slots."""
-        return self._manager.slots_kept()
+        return self._halves.manager.slots_kept()
 
     @property
     def jobs_under_way(self) -> int:
@@ -186,7 +132,8 @@ class OffloadingScheduler(SchedulerConnector):
         stats, self.stats = self.stats, TierStats()
         if evictions := self._context.kv_events.take_evictions():
             stats.add(self.tier, evictions=evictions)
-        gauges = self._jobs.gauges(self._stores.reservations.block_bytes) | self._health.gauges()
+        block_bytes = self._halves.stores.reservations.block_bytes
+        gauges = self._jobs.gauges(block_bytes) | self._health.gauges()
         if gauges != self._told:
             self._told = gauges
             stats.add(self.tier, **gauges)
@@ -194,7 +141,8 @@ class OffloadingScheduler(SchedulerConnector):
 
     def has_pending_push_work(self) -> bool:
         """Whether a transfer will end soon whose end only a step can tell us of."""
-        return bool(self._jobs) and (self._manager.completes_on_gather or self._jobs.any_loading)
+        ends_soon = self._halves.manager.completes_on_gather or self._jobs.any_loading
+        return bool(self._jobs) and ends_soon
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -220,7 +168,7 @@ class OffloadingScheduler(SchedulerConnector):
             return None
         if not self._health.reads:
             return [MISSING] * len(blocks)
-        return self._loads.coverage(self._requests.state_of(request), blocks)
+        return self._halves.loads.coverage(self._requests.state_of(request), blocks)
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int
@@ -231,8 +179,8 @@ class OffloadingScheduler(SchedulerConnector):
         if count:
             first, found = state.match
             assert count <= found, f"{count} blocks to load of {found} found"
-            self._loads.begin(state, list(range(first, first + count)), SharedLoad(1))
-        self._loads.count(state, count)
+            self._halves.loads.begin(state, list(range(first, first + count)), SharedLoad(1))
+        self._halves.loads.count(state, count)
 
     def load_blocks(
         self, request: Request, blocks: Blocks, ranges: Sequence[range], shared: SharedLoad
@@ -240,8 +188,8 @@ class OffloadingScheduler(SchedulerConnector):
         """Note the request's blocks; load into them this tier's part of a shared load."""
         state = self._allocated(request, blocks)
         mine = [block for part in ranges for block in part]
-        self._loads.begin(state, mine, shared)
-        self._loads.count(state, len(mine))
+        self._halves.loads.begin(state, mine, shared)
+        self._halves.loads.count(state, len(mine))
 
     def _allocated(self, request: Request, blocks: Blocks) -> RequestState:
         state = self._requests.state_of(request)
@@ -257,7 +205,7 @@ class OffloadingScheduler(SchedulerConnector):
             return
         state = self._requests.state_of(request)
         if state.keys and state.limits.may_load(self.tier):
-            self._manager.prefetch_lookup(state.lookup, state.keys)
+            self._halves.manager.prefetch_lookup(state.lookup, state.keys)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -272,8 +220,8 @@ class OffloadingScheduler(SchedulerConnector):
         self.load_cost.stepped()
         overwritten, self._overwritten = self._overwritten, set()
         scheduled = self._requests.scheduled(scheduler_output, overwritten)
-        stores, flush = self._stores.orders(scheduled, overwritten)
-        loads = self._loads.take_orders()
+        stores, flush = self._halves.stores.orders(scheduled, overwritten)
+        loads = self._halves.loads.take_orders()
         idle = not scheduler_output.num_scheduled_tokens
         return OffloadingConnectorMetadata(loads, stores, flush, idle)
 
@@ -284,15 +232,15 @@ class OffloadingScheduler(SchedulerConnector):
             return
         self.note(**meta.measures)
         if meta.unusable is not None:
-            self._fail(meta.unusable)
-        self.register_workers(meta.handshakes, in_step=True)
+            self._halves.fail(meta.unusable)
+        self._halves.register_workers(meta.handshakes, in_step=True)
         self._health.update(meta.health)
         for job_id, result in meta.jobs.items():
             ended = self._jobs.end(job_id, result)
             if isinstance(ended, PendingLoad):
-                self._loads.ended(ended)
+                self._halves.loads.ended(ended)
             elif ended is not None:
-                self._stores.ended(ended)
+                self._halves.stores.ended(ended)
 
     def take_events(self) -> list[BlockEvent]:
         """What the tier came to hold and lost since the last call."""
@@ -308,11 +256,11 @@ class OffloadingScheduler(SchedulerConnector):
         """
         # An engine that sleeps gives its memory up next, and these are not read before. A copy
         # under way is done by then: vLLM waits for its device first.
-        self._stores.drop_last_offers()
+        self._halves.stores.drop_last_offers()
         generation = self._context.generation
         if not generation.lasts:
-            self._context.kv_events.lost(self._manager.reset())
-            self._manager.clear(generation.renew())
+            self._context.kv_events.lost(self._halves.manager.reset())
+            self._halves.manager.clear(generation.renew())
             self._requests.reset()
         return not self.reqs_being_loaded
 
@@ -326,12 +274,10 @@ class OffloadingScheduler(SchedulerConnector):
         """
         state = self._requests.get(request.request_id)
         if state is not None:
-            self._stores.request_finished(state, block_ids)
+            self._halves.stores.request_finished(state, block_ids)
         self.note(**self._requests.forget(request.request_id))
         return False, None
 
     def shutdown(self) -> None:
         """Release the tier, which has nothing and wants nothing from now on."""
-        self._health.failed()
-        manager, self._manager = self._manager, NOT_OPEN.manager
-        manager.close()
+        self._halves.close()
