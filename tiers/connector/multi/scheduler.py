@@ -97,12 +97,21 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """What the children that the policy chooses have."""
-        choice = self._choose(request, num_computed_tokens)
+        choice = self._without_asking(request)
+        if choice is None:
+            choice = self._chooser.choose(request, num_computed_tokens)
+            if choice.tokens is None:
+                self._wait_budget.looks(request.request_id)
+            else:
+                self._wait_budget.found(request.request_id)
+                if self._joins(request, num_computed_tokens, choice.tokens):
+                    choice = LATER
         self._choices[request.request_id] = choice._replace(computed=num_computed_tokens)
         self._undecided.add(request.request_id)
         return choice.tokens, choice.is_async
 
-    def _choose(self, request: Request, computed: int) -> Choice:
+    def _without_asking(self, request: Request) -> Choice | None:
+        """The choice for a request for which no child is asked now; None: they are asked."""
         request_id = request.request_id
         # Also one that nobody may load anything for: whoever begins it asks for its marks, and the
         # engine would wait for them.
@@ -112,14 +121,11 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             return LATER
         if self._wait_budget.left(request_id) <= 0:
             return NOBODY
-        choice = self._chooser.choose(request, computed)
-        if choice.tokens is None:
-            self._wait_budget.looks(request_id)
-            return choice
-        self._wait_budget.found(request_id)
-        if self._sharing is not None and self._sharing.joins(request, computed, choice.tokens):
-            return LATER
-        return choice
+        return None
+
+    def _joins(self, request: Request, computed: int, tokens: int) -> bool:
+        """Whether another request loads the same blocks, so that this one waits for them."""
+        return self._sharing is not None and self._sharing.joins(request, computed, tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int

@@ -104,8 +104,17 @@ def stitched(children: Mapping[int, Coverage], blocks: range, window: int = 0) -
     wholes: list[int] = []
     looking = False
     for wave in waves(blocks):
-        answers, best, is_waited = _ask(children, wave, COMPLETE if window else NO_WINDOW)
-        looking |= is_waited
+        answers: dict[int, Sequence[int]] = {}
+        best: Sequence[int] = [MISSING] * len(wave)
+        for child, coverage in children.items():
+            held = coverage(wave)
+            if held is None:
+                looking = True
+                continue
+            best = list(map(max, best, held)) if answers else held
+            answers[child] = held
+            if all(best) and (not window or min(best) >= COMPLETE):
+                break
         gap = leading(best)
         bodies += _owners(answers, NO_WINDOW, gap)
         if window:
@@ -119,28 +128,6 @@ def stitched(children: Mapping[int, Coverage], blocks: range, window: int = 0) -
     return Stitch(
         _runs(owners, blocks.start), blocks.start + count, looking and count < len(blocks)
     )
-
-
-def _ask(
-    children: Mapping[int, Coverage], wave: range, enough: int
-) -> tuple[dict[int, Sequence[int]], Sequence[int], bool]:
-    """Ask child after child, until those asked hold `enough` of each block.
-
-    What each holds, what the best of them holds, and whether one is still looking.
-    """
-    answers: dict[int, Sequence[int]] = {}
-    best: Sequence[int] = [MISSING] * len(wave)
-    looking = False
-    for child, coverage in children.items():
-        held = coverage(wave)
-        if held is None:
-            looking = True
-            continue
-        best = list(map(max, best, held)) if answers else held
-        answers[child] = held
-        if all(best) and (enough == NO_WINDOW or min(best) >= enough):
-            break
-    return answers, best, looking
 
 
 NOT_OWNED = -1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from tiers.connector.policy.choice import (
     LATER,
     NOBODY,
     Choice,
+    Coverage,
     Stitch,
     clip,
     first,
@@ -66,7 +67,12 @@ class Chooser:
         end of a prefix that must be whole (see `BlockGroups`). `drops_last`: see `EngineInfo`."""
         self._children = tuple(zip(names, children, strict=True))
         self._cheapest = cheapest
-        self._load = load
+        self._apply_policy: Callable[[_Question], Choice] = {
+            "first": self._first,
+            "longest": self._longest,
+            "stitched": self._stitch,
+            "cheapest": self._stitch if cheapest is None else partial(self._cheapest_of, cheapest),
+        }[load]
         self._block_tokens = block_tokens
         self._window = window
         self._dropped = int(drops_last)
@@ -92,37 +98,31 @@ class Chooser:
         failed = self._loading.pop(request.request_id, None)
         if failed is not None:
             self._failed.setdefault(request.request_id, set()).add(failed)
-        asked: set[int] = set()
-        choice = self._choose(request, num_computed_tokens, asked)
+        question = self._question(request, num_computed_tokens)
+        may_load = question.limits.max_load_tokens is None or question.loadable > 0
+        choice = self._apply_policy(question) if may_load else NOBODY
         if choice.tokens is not None:
-            for index in self._foreign.keys() - asked:
+            for index in self._foreign.keys() - question.asked:
                 self._foreign[index].get_num_new_matched_tokens(request, num_computed_tokens)
-        return choice
-
-    def _choose(self, request: Request, num_computed_tokens: int, asked: set[int]) -> Choice:
-        limits = self._limits_of(request)
-        loadable = request.num_tokens - num_computed_tokens
-        if limits.max_load_tokens is not None:
-            loadable = min(loadable, limits.max_load_tokens)
-        loadable -= loadable % self._block_tokens
-        question = _Question(request, num_computed_tokens, loadable, limits, asked)
-        if limits.max_load_tokens is not None and loadable <= 0:
-            return NOBODY
-        choice = self._apply_policy(question)
         if choice.child in self._loaders and choice.tokens:
             start = num_computed_tokens // self._block_tokens
             alone = range(start, start + choice.tokens // self._block_tokens)
             return choice._replace(shares={choice.child: [alone]})
         return choice
 
-    def _apply_policy(self, question: _Question) -> Choice:
-        if self._load == "first":
-            return first(self._answers(question))
-        if self._load == "longest":
-            return longest(self._answers(question), question.loadable)
-        if self._cheapest is not None:
-            return self._choose_cheapest(self._cheapest, question)
-        return self._stitch(question)
+    def _question(self, request: Request, num_computed_tokens: int) -> _Question:
+        limits = self._limits_of(request)
+        loadable = request.num_tokens - num_computed_tokens
+        if limits.max_load_tokens is not None:
+            loadable = min(loadable, limits.max_load_tokens)
+        loadable -= loadable % self._block_tokens
+        return _Question(request, num_computed_tokens, loadable, limits, set())
+
+    def _first(self, question: _Question) -> Choice:
+        return first(self._answers(question))
+
+    def _longest(self, question: _Question) -> Choice:
+        return longest(self._answers(question), question.loadable)
 
     def decided(self, request_id: str, choice: Choice) -> None:
         """The engine begins the request as it was chosen."""
@@ -193,7 +193,9 @@ class Chooser:
         self, index: int, child: SchedulerConnector, question: _Question
     ) -> tuple[int | None, bool]:
         if index in self._loaders:
-            tokens, found = self._prefix((index,), question)
+            blocks = self._blocks(question)
+            found = stitched(self._coverage_of((index,), question), blocks, self._window)
+            tokens = self._tokens(found, blocks)
             return (None, False) if found.looking else (tokens, tokens > 0)
         question.asked.add(index)
         tokens_of, is_async = child.get_num_new_matched_tokens(question.request, question.computed)
@@ -202,15 +204,14 @@ class Chooser:
             return 0, False
         return tokens_of, is_async
 
-    def _prefix(self, loaders: Iterable[int], question: _Question) -> tuple[int, Stitch]:
-        """The tokens of the longest prefix that these children have together, and its stitch."""
-        blocks = self._blocks(question)
-        asked = {i: partial(self._loaders[i].coverage, question.request) for i in loaders}
-        found = stitched(asked, blocks, self._window)
-        count = max(0, found.stop - blocks.start - self._dropped)
-        return count * self._block_tokens, found
+    def _coverage_of(self, loaders: Iterable[int], question: _Question) -> dict[int, Coverage]:
+        return {i: partial(self._loaders[i].coverage, question.request) for i in loaders}
 
-    def _choose_cheapest(self, cheapest: Cheapest, question: _Question) -> Choice:
+    def _tokens(self, found: Stitch, blocks: range) -> int:
+        """How many tokens a stitched prefix brings."""
+        return max(0, found.stop - blocks.start - self._dropped) * self._block_tokens
+
+    def _cheapest_of(self, cheapest: Cheapest, question: _Question) -> Choice:
         cheapest.prefill.expect(question.request)
         answers = list(self._answers(question))
         choice = cheapest.choose(question.request.request_id, answers, self._blocks(question))
@@ -226,7 +227,9 @@ class Chooser:
 
     def _stitch(self, question: _Question) -> Choice:
         loaders = [i for i in self._loaders if question.limits.may_load(self._children[i][0])]
-        tokens, found = self._prefix(loaders, question)
+        blocks = self._blocks(question)
+        found = stitched(self._coverage_of(loaders, question), blocks, self._window)
+        tokens = self._tokens(found, blocks)
         if tokens < question.loadable:
             alone = longest(self._answers(question, but=self._loaders), question.loadable)
             if alone.tokens is None or (found.looking and alone.tokens < question.loadable):

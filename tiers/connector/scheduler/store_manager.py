@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from operator import and_
 
 from tiers.concurrency.executors import io_executor
 from tiers.connector.contract.generation import Generation, space_of
@@ -66,7 +67,12 @@ class StoreManager:
     ) -> Sequence[bool] | None:
         """Look the keys up in the index, or begin to ask for all keys from `asked` on."""
         if (index := self._index) is not None:
-            return self._peek(index, lookup, keys, asked)
+            now = self._clock()
+            if not lookup.peeked or now > lookup.until:
+                lookup.renew(until=now + self.LOOKUP_LIFETIME)
+            if asked not in lookup.peeked:
+                lookup.peeked[asked] = self._look(index.peek, keys[asked.start : asked.stop])
+            return lookup.peeked[asked]
         if not self.health().reads:
             return [False] * len(asked)
         first, answer, since = self._look_up(lookup, keys, asked.start)
@@ -75,18 +81,6 @@ class StoreManager:
             return [False] * len(asked) if is_late else None
         held = answer.result()[asked.start - first : asked.stop - first]
         return held + [False] * (len(asked) - len(held))
-
-    def _peek(
-        self, index: LocalIndex, lookup: Lookup, keys: Sequence[bytes], asked: range
-    ) -> list[bool]:
-        now = self._clock()
-        if not lookup.peeked or now > lookup.until:
-            lookup.renew(until=now + self.LOOKUP_LIFETIME)
-        held = lookup.peeked.get(asked)
-        if held is None:
-            held = self._look(index.peek, keys[asked.start : asked.stop])
-            lookup.peeked[asked] = held
-        return held
 
     def _look_up(self, lookup: Lookup, keys: Sequence[bytes], first: int) -> Asked:
         """What the store is or was asked about the keys from number `first` on, at least."""
@@ -106,20 +100,19 @@ class StoreManager:
         return [space_of(namespace, self._generation.tag) for namespace in self._namespaces]
 
     def _look(
-        self, has: Callable[[Sequence[bytes]], list[bool]], keys: Sequence[bytes]
+        self,
+        has: Callable[[Sequence[bytes]], list[bool]],
+        keys: Sequence[bytes],
+        to_load: bool = True,
     ) -> list[bool]:
-        held = self._on_all_ranks(has, keys)
-        if self.health().reads_up:
+        """Ask which keys the store has of all ranks. `to_load`: notes that none is ever found."""
+        held: list[bool] = []
+        for rank, space in enumerate(self._spaces()):
+            found = has([space + key for key in keys])
+            held = list(map(and_, held, found)) if rank else found
+        if to_load and self.health().reads_up:
             self._unfound.asked(keys, held)
         return held
-
-    def _on_all_ranks(
-        self, has: Callable[[Sequence[bytes]], list[bool]], keys: Sequence[bytes]
-    ) -> list[bool]:
-        ranks = [has([space + key for key in keys]) for space in self._spaces()]
-        if len(ranks) == 1:
-            return ranks[0]
-        return [all(held) for held in zip(*ranks, strict=True)]
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
         """Stores keep their blocks elsewhere; one that goes before it is read is a miss."""
@@ -135,7 +128,7 @@ class StoreManager:
         index = self._index
         if index is not None and not all(held):
             unknown = [key for key, has in zip(keys, held, strict=True) if not has]
-            peeked = self._on_all_ranks(index.peek, unknown)
+            peeked = self._look(index.peek, unknown, to_load=False)
             found = {key for key, has in zip(unknown, peeked, strict=True) if has}
             self._recent.add(found)
             held = [has or key in found for key, has in zip(keys, held, strict=True)]
