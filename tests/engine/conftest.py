@@ -29,7 +29,8 @@ from tiers.engine.replay import ReplayEngine
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReplayEngine]]:
     """Make replay engines; what they leave is checked, and they are closed, after the test."""
-    # A busy machine must not make misses of hits that a test counts on.
+    # A busy machine must not make misses of hits that a test counts on, so lookups have longer
+    # here, as Redis has in `replay_chains.redis`. test_production_limits.py runs with the defaults.
     monkeypatch.setattr(wait_budget, "LOOKUP_SECONDS", 30.0)
     engines: list[ReplayEngine] = []
 
