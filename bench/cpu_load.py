@@ -13,7 +13,7 @@ from tiers.connector.chain import open_scheduler, open_worker
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.cpu.spec import CpuSpec
-from tiers.engine.replay.scheduler import NewRequest
+from tiers.engine.replay.requests import NewRequest
 from tiers.gpu.copier import open_copier
 from tiers.host.memory import slot_stride
 

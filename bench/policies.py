@@ -42,7 +42,7 @@ from tiers.connector.contract.messages import (
 from tiers.connector.contract.stats import TierStats
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.cpu.spec import CpuSpec
-from tiers.engine.replay.scheduler import CachedRequests, NewRequest
+from tiers.engine.replay.requests import CachedRequests, NewRequest
 from tiers.host.memory import ALIGNMENT
 from tiers.store import Block
 

@@ -33,7 +33,7 @@ from tiers.disk.rows import index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
-from tiers.engine.replay.scheduler import NewRequest
+from tiers.engine.replay.requests import NewRequest
 from tiers.host.memory import ALIGNMENT, slot_stride
 from tiers.testing import MemoryStore
 

@@ -21,7 +21,7 @@ from spec.chain import ChainSpec
 from tests.support.replay_chains import MODEL, SLOT, close, cpu, damage_disk
 from tiers.disk.spec import DiskSpec
 from tiers.engine.replay import ReplayEngine, answer
-from tiers.engine.replay.scheduler import ReplayRequest
+from tiers.engine.replay.requests import ReplayRequest
 from tiers.lab.soak.sabotage import Sabotaged
 
 ROOTS = [[13 * root + token for token in range(30)] for root in range(3)]

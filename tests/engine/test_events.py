@@ -16,7 +16,7 @@ from tests.support.replay_chains import (
     workload,
 )
 from tiers.engine.replay import ReplayEngine
-from tiers.engine.replay.scheduler import ReplayRequest
+from tiers.engine.replay.requests import ReplayRequest
 
 
 def told(engine: ReplayEngine, tier: str) -> set[bytes]:

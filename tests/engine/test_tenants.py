@@ -14,7 +14,7 @@ from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, na
 from tests.support.servers import RedisServer
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, answer
-from tiers.engine.replay.scheduler import ReplayRequest
+from tiers.engine.replay.requests import ReplayRequest
 
 PROMPT = list(range(100, 141))
 RIGHT = answer(MODEL, PROMPT, 4, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.support.replay_chains import MODEL, total
 from tiers.engine.replay import ReplayEngine, answer
-from tiers.engine.replay.scheduler import ReplayRequest
+from tiers.engine.replay.requests import ReplayRequest
 
 PREFIX = [7 * token % 997 for token in range(16 * MODEL.block_tokens)]
 POLICIES = ["first", "longest", "stitched", "cheapest"]

@@ -10,7 +10,7 @@ import pytest
 from tests.support.replay_chains import HYBRID, SLOT, chain_of, cpu, disk, drop_from_disk, names
 from tests.support.shared_prefix import POLICIES, PREFIX, add, ended, fill, hits
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
-from tiers.engine.replay.scheduler import Status
+from tiers.engine.replay.requests import Status
 
 MakeEngine = Callable[..., ReplayEngine]
 MODELS = [

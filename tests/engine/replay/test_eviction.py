@@ -13,7 +13,7 @@ from tiers.connector.worker import loads
 from tiers.disk.slab import slot_bytes
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, answer
-from tiers.engine.replay.scheduler import ReplayRequest
+from tiers.engine.replay.requests import ReplayRequest
 
 BLOCKS = 8
 """Blocks that each tier has room for, and that the prefix has."""

@@ -31,7 +31,7 @@ from tests.support.replay_chains import (
 from tests.support.servers import RedisServer
 from tiers.disk.spec import DiskSpec
 from tiers.engine.replay import ReplayEngine, answer
-from tiers.engine.replay.scheduler import ReplayRequest, Status
+from tiers.engine.replay.requests import ReplayRequest, Status
 from tiers.gpu.copier import CpuCopier
 from tiers.store import Block
 

@@ -23,7 +23,7 @@ from tests.support.replay_chains import (
 from tests.support.shared_prefix import POLICIES, PREFIX, add, ended, fill, hits
 from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.engine.replay import ReplayEngine, ReplayModel
-from tiers.engine.replay.scheduler import ReplayRequest, Status
+from tiers.engine.replay.requests import ReplayRequest, Status
 
 MakeEngine = Callable[..., ReplayEngine]
 

@@ -22,7 +22,8 @@ from tiers.connector.multi.worker import MultiWorker
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.engine.replay.blocks import BlockPool, has_null
 from tiers.engine.replay.model import VOCABULARY, ReplayModel
-from tiers.engine.replay.scheduler import ReplayRequest, ReplayScheduler, StepOutput, describe
+from tiers.engine.replay.requests import ReplayRequest, StepOutput, describe
+from tiers.engine.replay.scheduler import ReplayScheduler
 from tiers.engine.replay.worker import LocalWorker, ProcessWorker, Worker
 from tiers.gpu.copier import open_copier
 

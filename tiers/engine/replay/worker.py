@@ -13,7 +13,7 @@ import torch
 
 from tiers.connector.contract.connector import WorkerConnector
 from tiers.engine.replay.model import ReplayModel, kv_of, states
-from tiers.engine.replay.scheduler import Step, StepOutput, Work
+from tiers.engine.replay.requests import Step, StepOutput, Work
 
 OpenConnector = Callable[[int], WorkerConnector | None]
 """Makes the worker half for a rank, in that rank's process; picklable for workers of their own."""
