@@ -111,6 +111,8 @@ def stitched(children: Mapping[int, Coverage], blocks: range, window: int = 0) -
             if held is None:
                 looking = True
                 continue
+            if not any(held):
+                continue
             best = list(map(max, best, held)) if answers else held
             answers[child] = held
             if all(best) and (not window or min(best) >= COMPLETE):

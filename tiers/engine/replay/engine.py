@@ -14,7 +14,7 @@ from typing import Any
 from spec.chain import ChainSpec
 from tiers.connector.chain import open_scheduler, open_worker
 from tiers.connector.contract.copier import OpenCopier
-from tiers.connector.contract.engine import EngineInfo, KVGroup, LateFacts
+from tiers.connector.contract.engine import EngineInfo, LateFacts
 from tiers.connector.contract.messages import BlockEvent
 from tiers.connector.contract.stats import TierStats
 from tiers.connector.multi.scheduler import MultiScheduler
@@ -68,41 +68,43 @@ class ReplayEngine:
         self.stats = TierStats()
         self.steps = 0
         self.events: list[BlockEvent] = []
-        info = EngineInfo(
+        info = replace(
+            self.model.engine_info(num_blocks),
             facts=dict(facts or {"model": "replay"}),
-            block_tokens=self.model.block_tokens,
-            hash_tokens=self.model.block_tokens,
-            num_blocks=num_blocks,
             world_size=world_size,
             kv_events=kv_events,
             weights_change=weights_change,
             caches_prefixes=prefix_caching,
             drops_last=drops_last,
-            groups=tuple(KVGroup(self.model.block_tokens, w) for w in self.model.windows),
             step_tokens=batch_tokens,
             late_facts=late_facts,
             host=hosts[0] if hosts else "",
         )
-        make: Callable[..., Worker] = ProcessWorker if processes else LocalWorker
         open_half = functools.partial(_open_worker, chain, info, open_copier, hosts, root)
+        make: Callable[..., Worker] = ProcessWorker if processes else LocalWorker
         self.workers = [make(self.model, num_blocks, rank, open_half) for rank in range(world_size)]
+        self._open(chain, info, now)
+
+    def _open(self, chain: ChainSpec | None, info: EngineInfo, now: Callable[[], float]) -> None:
+        """Make the scheduler, and the chain's half that it asks, which hears of the workers."""
+        self.closed = False
         self.connector: MultiScheduler | None = None
         if chain is not None:
             self.connector = open_scheduler(chain, info, now)
             said = {rank: worker.handshake() for rank, worker in enumerate(self.workers)}
             self.connector.set_xfer_handshake_metadata(said)
-        pool = BlockPool(num_blocks, prefix_caching, first=int(has_null(self.model.windows)))
+        has_null_block = has_null(self.model.windows)
+        pool = BlockPool(info.num_blocks, info.caches_prefixes, first=int(has_null_block))
         self.num_blocks = pool.num_free
         self.scheduler = ReplayScheduler(
             self.connector,
             pool,
             self.model.block_tokens,
-            batch_tokens,
+            info.step_tokens,
             self.model.windows,
-            drops_last,
+            info.drops_last,
         )
-        self._aggregator = _Aggregator(world_size)
-        self.closed = False
+        self._aggregator = _Aggregator(info.world_size)
         self._ids = itertools.count()
 
     def add(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tiers.connector.contract.engine import EngineInfo, KVGroup
+
 VOCABULARY = 50_000
 _PRIME = 1_000_003
 _MASK = (1 << 31) - 1
@@ -37,6 +39,11 @@ class ReplayModel:
     def payload_bytes(self) -> int:
         """Bytes of one block on one rank."""
         return self.layers * self.block_tokens * self.width * 8
+
+    def engine_info(self, num_blocks: int) -> EngineInfo:
+        """What a connector must know of an engine that serves this model."""
+        groups = tuple(KVGroup(self.block_tokens, window) for window in self.windows)
+        return EngineInfo({}, self.block_tokens, self.block_tokens, num_blocks, groups=groups)
 
     def allocate(self, num_blocks: int) -> dict[str, torch.Tensor]:
         """Paged KV for one rank."""

@@ -136,3 +136,22 @@ def describe(requests: Sequence[ReplayRequest]) -> str:
         f"{r.request_id}: {r.status.name}, {r.num_computed_tokens}/{r.num_tokens} tokens"
         for r in requests
     )
+
+
+def describe_run(request: ReplayRequest, step: Step, added: Tables) -> None:
+    """Tell a step that it runs a request, which was given the blocks `added`."""
+    start = request.num_computed_tokens
+    if not request.has_run:
+        request.has_run = True
+        step.scheduled_new_reqs.append(
+            NewRequest(request.request_id, request.get_block_ids(), start)
+        )
+        return
+    cached = step.scheduled_cached_reqs
+    resumed = request.status is not Status.RUNNING
+    if resumed:
+        cached.resumed_req_ids.add(request.request_id)
+    blocks = request.get_block_ids() if resumed else tuple(added)
+    cached.req_ids.append(request.request_id)
+    cached.new_block_ids.append(blocks if any(blocks) else None)
+    cached.num_computed_tokens.append(start)

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Sequence
 
 from tiers.connector.contract.connector import SchedulerConnector
-from tiers.engine.replay.blocks import BlockPool, BlockTables, Tables
+from tiers.engine.replay.blocks import BlockPool, BlockTables
 from tiers.engine.replay.requests import (
-    NewRequest,
     ReplayRequest,
     Status,
     Step,
     StepOutput,
     Work,
+    describe_run,
 )
 
 
@@ -163,25 +163,8 @@ class ReplayScheduler:
         tables = request.get_block_ids()
         step.work.append(Work(request.request_id, tokens, start, tables, samples))
         step.num_scheduled_tokens[request.request_id] = count
-        self._describe(request, step, added)
+        describe_run(request, step, added)
         return count
-
-    def _describe(self, request: ReplayRequest, step: Step, added: Tables) -> None:
-        start = request.num_computed_tokens
-        if not request.has_run:
-            request.has_run = True
-            step.scheduled_new_reqs.append(
-                NewRequest(request.request_id, request.get_block_ids(), start)
-            )
-            return
-        cached = step.scheduled_cached_reqs
-        resumed = request.status is not Status.RUNNING
-        if resumed:
-            cached.resumed_req_ids.add(request.request_id)
-        blocks = request.get_block_ids() if resumed else tuple(added)
-        cached.req_ids.append(request.request_id)
-        cached.new_block_ids.append(blocks if any(blocks) else None)
-        cached.num_computed_tokens.append(start)
 
     def _take(self, request: ReplayRequest, step: Step, count: int) -> list[int] | None:
         """Take blocks for a request, from others that are less far if need be."""
