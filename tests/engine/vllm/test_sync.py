@@ -19,7 +19,7 @@ def test_what_it_loses_is_computed_and_never_stored(
     """Of ours, the cpu tier is too small for all prompts, so it would store them again."""
     failing = {
         "kv_connector": "FailingExample",
-        "kv_connector_module_path": "failing_example",
+        "kv_connector_module_path": "tests.support.failing_example",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
     both = transfer("KVTiersConnector", [failing, tiers(cpu("2MiB"), name="ours")])
