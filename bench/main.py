@@ -61,8 +61,8 @@ def run(
 
 
 def show(rows: Sequence[Row], png: Path | None = None) -> None:
-    """Print the table, what holds us off a target or a measurement, and the curves; write the
-    picture."""
+    """Print the table, the known costs of rows off their target, what this machine lacks for the
+    others, and the curves; write the picture."""
     from rich.console import Console
     from rich.table import Table
 
@@ -75,7 +75,8 @@ def show(rows: Sequence[Row], png: Path | None = None) -> None:
     console.print(grid)
     for row in rows:
         if row.why and (row.met is False or row.ours is None):
-            console.print(f"{row.suite}, {row.case}: {row.why}", soft_wrap=True)
+            said = "not measured" if row.ours is None else "known cost, not measured in this run"
+            console.print(f"{row.suite}, {row.case}: {said}: {row.why}", soft_wrap=True)
     print(in_terminal(rows))
     if png is None:
         return

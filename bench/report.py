@@ -34,8 +34,8 @@ class Case:
     `unit`: of all three figures; more is better, unless it is one of `LESS_IS_BETTER`.
     `limit`: what the hardware does with the same bytes; `peer`: what a user would take instead.
     `target`: the ratio aimed at, to the limit (`of`: "limit"), to the peer (`of`: "peer"), or the
-    figure itself (`of`: "ours"). `why`: what holds us off it, where something does. `rounds`: how
-    many are enough, for one that takes long.
+    figure itself (`of`: "ours"). `why`: a known cost, which no case measures, that may hold us off.
+    `rounds`: how many are enough, for one that takes long.
     """
 
     suite: str
