@@ -56,7 +56,10 @@ class Local(Store):
 
 
 @pytest.fixture
-def slow(request: pytest.FixtureRequest) -> Iterator[tuple[StoreManager, Store, Generation]]:
+def slow(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[StoreManager, Store, Generation]]:
+    monkeypatch.setattr(Clearing, "DEADLINE", 0.5)  # of a close, for what never ends
     store, generation = request.param(), Generation()
     manager = StoreManager(store, [b"space"], generation)
     yield manager, store, generation

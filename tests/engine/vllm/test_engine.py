@@ -87,6 +87,7 @@ def test_concurrent_requests_and_preemption(
     assert run.tokens == [expected, expected]
 
 
+@pytest.mark.faults
 def test_hundreds_of_requests_with_aborts_in_too_little_kv(
     run_vllm: Callable[..., Run], plain: Run, tmp_path: Path, shared_server: Any
 ) -> None:

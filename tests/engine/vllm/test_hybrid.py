@@ -80,6 +80,7 @@ def test_requests_are_preempted_and_aborted_in_too_little_kv(
         assert tokens == expected[: len(tokens)], f"request {number}"
 
 
+@pytest.mark.faults
 def test_windows_only(run_windowed: Callable[..., Run], tmp_path: Path) -> None:
     plain = run_windowed(MISTRAL, LONG)
     run = run_windowed(MISTRAL, LONG * 2, [CPU, disk(tmp_path)], enable_prefix_caching=False)
