@@ -11,6 +11,8 @@ import pytest
 from spec.chain import ChainSpec, LoadPolicy
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, drive, measured
 from tests.support.slow_store import SlowSpec, TroubledStore
+from tiers.connector.scheduler.host_manager import HostManager
+from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierUnavailable
 
@@ -38,6 +40,25 @@ def test_a_request_that_waits_for_room_is_looked_up_once(
     assert made.scheduler.preemptions > 0
     for request, prompt in zip(requests, prompts, strict=True):
         assert request.output == answer(MODEL, prompt, 20)
+
+
+def test_a_step_that_completes_no_block_asks_no_tier(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    for manager in (HostManager, StoreManager):
+        missing = manager.missing
+
+        def count(self: Any, keys: Any, missing: Any = missing) -> Any:
+            asked.append(len(keys))
+            return missing(self, keys)
+
+        monkeypatch.setattr(manager, "missing", count)
+    made = engine(chain_of(cpu(400), disk(tmp_path)))
+    prompt = [*range(30)]
+    assert made.generate(prompt, 40).output == answer(MODEL, prompt, 40)
+    assert asked, "blocks are stored"
+    assert 0 not in asked
 
 
 @pytest.mark.parametrize("load", POLICIES)

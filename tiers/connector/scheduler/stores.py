@@ -68,6 +68,8 @@ class TierStores:
 
     def _offer_new(self, offers: Offers, waiting: dict[int, str]) -> dict[int, StoreItem]:
         """Offer blocks for the first time. Those that find no room go to `waiting`."""
+        if not offers.pairs:  # most steps of an answer complete no block: ask the tier nothing
+            return {}
         items, refused = self.reservations.claim(offers)
         if items or refused:
             self._intake.offered(len(items), Counter(refused.values()))

@@ -56,9 +56,10 @@ class TierHalves:
         `in_step`: the engine has begun to serve, so that opening may take a moment only.
         """
         self._handshakes.update(handshakes)
-        ranks = [self._handshakes[rank] for rank in sorted(self._handshakes)]
-        if self._context.health.is_settled or len(ranks) < self._context.engine.world_size:
+        known, needed = len(self._handshakes), self._context.engine.world_size
+        if self._context.health.is_settled or known < needed:
             return
+        ranks = [self._handshakes[rank] for rank in sorted(self._handshakes)]
         try:
             tier = self._open_manager(ranks, in_step, self._evicted)
         except TierUnusable as error:
