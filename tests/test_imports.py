@@ -108,8 +108,10 @@ ROOMS: dict[str, set[str]] = {
         "concurrency",
     },
     "testing": set(),
+    "traces": set(),
+    "tuning": {"traces"},
     "lab": {"engine", "connector", "connector/contract", "connector/scheduler", "testing"},
-    "cli": {"engine", "lab"},
+    "cli": {"engine", "lab", "traces", "tuning"},
 }
 """Which rooms of `tiers` each room may import from; `connector` itself is its files that assemble
 the others. All may import the files that lie in `tiers` itself."""

@@ -7,7 +7,8 @@ KVTiersError             (in spec/errors.py)
 │   ├── TierFull         no room could be made
 │   ├── TierUnusable     not as it is configured: said once at open, the chain goes on without it
 │   └── TierNotOpen      not now: what it is kept on is not there, full or read-only; tried again
-└── RecordError          bytes that are not the record they should be
+├── RecordError          bytes that are not the record they should be
+└── TraceError           a file that is no trace; has the file and line
 
 Others stand beside the code that raises them: UnknownTierType and BrokenTierType in
 spec/registry.py, UnsupportedEngine in engine/versions.py, StreamError and ServerError in remote/.
@@ -40,3 +41,7 @@ class TierNotOpen(TierError):
 
 class RecordError(KVTiersError):
     """Stored bytes are not the record they were looked up as."""
+
+
+class TraceError(KVTiersError):
+    """A file is no trace, or has a line that is none of a request."""

@@ -1,0 +1,107 @@
+"""The format that is recorded: written and read back, compressed, cut off, rotated, merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from tiers.errors import TraceError
+from tiers.traces.opening import open_trace
+from tiers.traces.recorded import FileHeader, encode_header, encode_request
+from tiers.traces.trace import TraceRequest
+
+HEADER = FileHeader(block_tokens=16, started=1000.0, kv_bytes_per_token=2048)
+REQUESTS = [
+    TraceRequest(0.0, 40, 7, [2**64 - 1, 0]),
+    TraceRequest(2.5, 15, 0, [], "tenant", "salt"),
+    TraceRequest(1e9, 33, 1, [2**64 - 1, 5]),
+]
+
+
+def written(*requests: TraceRequest, header: FileHeader = HEADER) -> bytes:
+    return encode_header(header) + b"".join(map(encode_request, requests))
+
+
+def test_what_is_written_is_read_again_and_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(written(*REQUESTS))
+    trace = open_trace(path)
+    assert (trace.header.block_tokens, trace.header.kv_bytes_per_token) == (16, 2048)
+    assert list(trace) == list(trace) == REQUESTS
+    assert (trace.summary.requests, trace.summary.skipped) == (3, {})
+    assert trace.summary.bytes_read == trace.file_bytes
+
+
+def frames(text: bytes, size: int) -> bytes:
+    parts = (text[at : at + size] for at in range(0, len(text), size))
+    return b"".join(map(zstandard.ZstdCompressor().compress, parts))
+
+
+def test_zstd_of_many_frames(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(frames(written(*REQUESTS), 20))
+    trace = open_trace(path)
+    assert list(trace) == REQUESTS
+    assert trace.summary.bytes_read == trace.file_bytes
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.zst"])
+def test_a_file_cut_off_anywhere_is_read_up_to_there(tmp_path: Path, suffix: str) -> None:
+    whole = written(*REQUESTS)
+    data = frames(whole, 150) if suffix.endswith("zst") else whole
+    path = tmp_path / f"a.{suffix}"
+    read = set()
+    for length in range(170, len(data)):  # behind the first line and the first frame
+        path.write_bytes(data[:length])
+        trace = open_trace(path)
+        found = list(trace)
+        assert found == REQUESTS[: len(found)]
+        read.add(len(found))
+    assert read >= {0, 1, 2}
+
+
+def test_a_cut_off_line_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(written(*REQUESTS)[:-9])
+    trace = open_trace(path)
+    assert list(trace) == REQUESTS[:2]
+    assert trace.summary.skipped == {"last lines that were cut off": 1}
+    assert trace.summary.notes == [f"{path}:4: cut off"]
+
+
+def test_zeros_behind_the_last_frame_are_said(tmp_path: Path) -> None:
+    # What some file systems leave after a power failure.
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(frames(written(*REQUESTS), 10**6) + bytes(5000))
+    trace = open_trace(path)
+    assert list(trace) == REQUESTS
+    assert trace.summary.skipped == {"damaged ends of files": 1}
+
+
+def test_a_folder_of_rotated_files_is_read_in_order(tmp_path: Path) -> None:
+    for name, started, ids in (("b", 5000.0, 1), ("a", 9000.0, 2), ("c", 7000.0, 3)):
+        request = TraceRequest(100.0, 16, 1, [ids])
+        header = HEADER._replace(started=started)
+        (tmp_path / f"{name}.jsonl").write_bytes(written(request, header=header))
+    (tmp_path / "new.jsonl.zst").write_bytes(b"")
+    trace = open_trace(tmp_path)
+    assert [(r.timestamp, r.blocks) for r in trace] == [(0, [1]), (2000, [3]), (4000, [2])]
+    assert trace.summary.skipped == {"files without a whole first line": 1}
+
+
+def test_writers_are_merged_by_time(tmp_path: Path) -> None:
+    for writer in range(2):
+        requests = [TraceRequest(float(t), 16, 1, [t]) for t in range(writer, 10, 2)]
+        header = HEADER._replace(writer=str(writer))
+        (tmp_path / f"{writer}.jsonl").write_bytes(written(*requests, header=header))
+    assert [r.blocks for r in open_trace(tmp_path)] == [[t] for t in range(10)]
+
+
+def test_files_of_two_traces_are_refused(tmp_path: Path) -> None:
+    for tokens in (16, 32):
+        header = HEADER._replace(block_tokens=tokens)
+        (tmp_path / f"{tokens}.jsonl").write_bytes(written(header=header))
+    with pytest.raises(TraceError, match=r"32.jsonl:1: block_tokens is 32, but 16 in .*16.jsonl"):
+        open_trace(tmp_path)

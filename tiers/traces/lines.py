@@ -1,0 +1,112 @@
+"""Reading a file line by line: plain or zstd, whole or cut off, with bounded memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+from tiers.errors import TraceError
+from tiers.traces.trace import TraceSummary
+
+MAX_LINE = 32 * 2**20
+"""A line may be this long: a prompt of 4 million tokens in 16-token blocks has 6 MiB of ids."""
+_CHUNK = 2**18
+_MAX_WINDOW = 2**27
+"""Memory that a zstd frame may ask for: what level 19 with long matching takes."""
+
+
+class Malformed(TraceError):
+    """A line that can't be used, without its place: whoever knows file and line adds them."""
+
+
+class Line(NamedTuple):
+    """A line without its end."""
+
+    number: int
+    text: bytes
+    is_whole: bool
+    """False for a last line without a newline: its writer may have crashed."""
+
+
+def read_lines(path: Path, summary: TraceSummary) -> Iterator[Line]:
+    """Yield the lines of a file that are not empty.
+
+    Of a zstd file that is cut off or damaged what precedes the damage is read, and `summary` says
+    so. Raises `TraceError` for a file that can't be read and for a line over `MAX_LINE`.
+    """
+    number = 0
+    rest = b""
+    for chunk in _chunks(path, summary):
+        lines = (rest + chunk).split(b"\n") if b"\n" in chunk else [rest + chunk]
+        rest = lines.pop()
+        for text in lines:
+            number += 1
+            if text and not text.isspace():
+                yield Line(number, text, True)
+        if len(rest) > MAX_LINE:
+            raise TraceError(
+                f"{path}:{number + 1}: the line is longer than {MAX_LINE >> 20} MiB; "
+                "a trace has one JSON object a line, which ends with a newline"
+            )
+    if rest and not rest.isspace():
+        yield Line(number + 1, rest, False)
+
+
+def parse_object(text: bytes) -> dict[str, Any]:
+    """The JSON object of a line. Raises `Malformed`, also for NaN and for nested bombs."""
+    try:
+        found = _DECODER.decode(text.decode())
+    except RecursionError:
+        raise Malformed("it is nested too deep for a trace") from None
+    except ValueError as error:
+        raise Malformed(f"it is no JSON object ({error}): {_shortened(text)}") from None
+    if not isinstance(found, dict):
+        raise Malformed(f"it is no JSON object but {_shortened(text)}")
+    return found
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+def _shortened(text: bytes) -> str:
+    shown = ascii(text[:60].decode(errors="replace"))
+    return shown if len(text) <= 60 else f"{shown}..."
+
+
+def _chunks(path: Path, summary: TraceSummary) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            if path.suffix == ".zst":
+                yield from _decompressed(path, file, summary)
+                return
+            while chunk := file.read(_CHUNK):
+                summary.bytes_read += len(chunk)
+                yield chunk
+    except OSError as error:
+        raise TraceError(f"{path}: it can't be read: {error.strerror or error}") from error
+
+
+def _decompressed(path: Path, file: BinaryIO, summary: TraceSummary) -> Iterator[bytes]:
+    import zstandard
+
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+    stream = decompressor.stream_reader(file, read_across_frames=True)
+    before = 0
+    while True:
+        try:
+            chunk = stream.read1(_CHUNK)  # read() loses what precedes an error
+        except zstandard.ZstdError as error:
+            where = f"{path}: it is damaged before byte {file.tell()} ({error})"
+            summary.skip("damaged ends of files", f"{where}; what precedes that was read")
+            return
+        summary.bytes_read += file.tell() - before
+        before = file.tell()
+        if not chunk:
+            return
+        yield chunk

@@ -1,0 +1,160 @@
+"""The format that kvtiers records: a header line, then a JSON object a line.
+
+    {"format": "kvtiers-trace", "version": 1, "block_tokens": 16, "started": 1763797000000.0,
+     "writer": "host-1234", "kv_bytes_per_token": 131072}
+    {"timestamp": 12.5, "input_length": 40, "output_length": 7, "hash_ids": [71, 72]}
+
+`started` is the time of the file's timestamp 0 in milliseconds of Unix time; `hash_ids` has the
+full blocks of the prompt alone. `writer`, `kv_bytes_per_token` and a request's `tenant` and `salt`
+(keyed digests) may be absent. A file may be compressed with zstd (`.zst`), in any number of frames.
+A folder is read as the files that rotation left: those of one writer in the order of their start,
+several writers merged by time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tiers.errors import TraceError
+from tiers.traces import fields
+from tiers.traces.lines import Malformed, parse_object, read_lines
+from tiers.traces.reading import place, read_requests
+from tiers.traces.trace import Trace, TraceHeader, TraceRequest, TraceSummary
+
+FORMAT = "kvtiers-trace"
+VERSION = 1
+
+
+class FileHeader(NamedTuple):
+    """The first line of a file."""
+
+    block_tokens: int
+    started: float
+    """Unix time of timestamp 0, in milliseconds."""
+    writer: str | None = None
+    """Who wrote the file, where several write into one folder."""
+    kv_bytes_per_token: int | None = None
+
+
+def encode_header(header: FileHeader) -> bytes:
+    """The first line of a file, with its newline."""
+    known = {key: value for key, value in header._asdict().items() if value is not None}
+    return _line({"format": FORMAT, "version": VERSION, **known})
+
+
+def encode_request(request: TraceRequest) -> bytes:
+    """A request's line, with its newline; `timestamp` counts from the file's `started`."""
+    line: dict[str, object] = {
+        "timestamp": round(request.timestamp, 3),
+        "input_length": request.input_length,
+        "output_length": request.output_length,
+        "hash_ids": list(request.blocks),
+    }
+    if request.tenant is not None:
+        line["tenant"] = request.tenant
+    if request.salt is not None:
+        line["salt"] = request.salt
+    return _line(line)
+
+
+def _line(content: dict[str, object]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+
+
+def open_recorded(paths: Sequence[Path], skip_bad_lines: bool = False) -> Trace:
+    """The trace of these files; raises `TraceError` where they can't be one trace."""
+    headers = {path: header for path in paths if (header := _header_of(path)) is not None}
+    if not headers:
+        raise TraceError(f"{paths[0].parent}: none of the files has a whole first line")
+    first_path, first = next(iter(headers.items()))
+    for path, header in headers.items():
+        for key in ("block_tokens", "kv_bytes_per_token"):
+            if getattr(header, key) != getattr(first, key):
+                raise TraceError(
+                    f"{path}:1: {key} is {getattr(header, key)}, but {getattr(first, key)} in "
+                    f"{first_path}; they are no one trace: read them apart"
+                )
+    origin = min(header.started for header in headers.values())
+    files = sorted(headers.items(), key=lambda item: (item[1].started, item[0].name))
+    by_writer: dict[str | None, list[tuple[Path, float]]] = defaultdict(list)
+    for path, header in files:
+        by_writer[header.writer].append((path, header.started - origin))
+
+    def read(summary: TraceSummary) -> Iterator[TraceRequest]:
+        for path in set(paths) - headers.keys():
+            summary.skip("files without a whole first line", str(path))
+        streams = [
+            _read_files(of_one, first.block_tokens, summary, skip_bad_lines)
+            for of_one in by_writer.values()
+        ]
+        return heapq.merge(*streams, key=attrgetter("timestamp"))
+
+    described = TraceHeader(first.block_tokens, "kvtiers", first.kv_bytes_per_token)
+    return Trace(described, list(headers), read)
+
+
+def is_header(found: dict[str, Any]) -> bool:
+    """Whether a first line is that of this format."""
+    return found.get("format") == FORMAT
+
+
+def _header_of(path: Path) -> FileHeader | None:
+    """The header of a file; None if its writer crashed before it was written."""
+    line = next(read_lines(path, TraceSummary()), None)
+    if line is None:
+        return None
+    try:
+        return _parse_header(parse_object(line.text))
+    except Malformed as error:
+        if not line.is_whole:
+            return None
+        raise place(error, path, line.number) from None
+
+
+def _parse_header(found: dict[str, Any]) -> FileHeader:
+    if not is_header(found):
+        raise Malformed(f'the first line must have "format": "{FORMAT}"')
+    if found.get("version") != VERSION:
+        version = fields.shown(found.get("version"))
+        raise Malformed(f"its version is {version}, and this release reads version {VERSION}")
+    return FileHeader(
+        fields.whole(found, "block_tokens", at_least=1),
+        fields.number(found, "started"),
+        fields.text(found, "writer"),
+        fields.whole(found, "kv_bytes_per_token", 1) if "kv_bytes_per_token" in found else None,
+    )
+
+
+def _read_files(
+    files: list[tuple[Path, float]], block_tokens: int, summary: TraceSummary, skip_bad: bool
+) -> Iterator[TraceRequest]:
+    for path, shift in files:
+
+        def parse(found: dict[str, Any], shift: float = shift) -> TraceRequest | None:
+            return None if is_header(found) else _parse_request(found, block_tokens, shift)
+
+        yield from read_requests(path, parse, summary, skip_bad)
+
+
+def _parse_request(found: dict[str, Any], block_tokens: int, shift: float) -> TraceRequest:
+    length = fields.whole(found, "input_length")
+    ids = fields.prefix_ids(found)
+    if len(ids) > length // block_tokens:
+        raise Malformed(
+            f"{len(ids)} hash_ids are more than the full blocks of {length} tokens, "
+            f"{length // block_tokens} of {block_tokens} tokens each"
+        )
+    return TraceRequest(
+        fields.number(found, "timestamp") + shift,
+        length,
+        fields.whole(found, "output_length"),
+        ids,
+        fields.text(found, "tenant"),
+        fields.text(found, "salt"),
+    )

@@ -1,0 +1,108 @@
+"""A trace as its users see it, whatever format its files have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+_MAX_NOTES = 20
+
+
+class TraceRequest(NamedTuple):
+    """One request. Ids stand for a block and all blocks before it, so equal ids mean equal
+    prefixes, also in other requests."""
+
+    timestamp: float
+    """Milliseconds since the start of the trace; never less than that of the request before."""
+    input_length: int
+    """Tokens of the prompt."""
+    output_length: int
+    """Tokens of the answer."""
+    blocks: Sequence[int]
+    """Ids of the prompt's full blocks, from the first on; a partial last block has none. The
+    list is the reader's own: do not change it."""
+    tenant: str | None = None
+    """Keyed digest of the tenant's name, where it was recorded."""
+    salt: str | None = None
+    """Keyed digest of the request's cache salt, where it was recorded; `blocks` depend on it."""
+
+
+@dataclass(frozen=True)
+class TraceHeader:
+    """What holds for all requests of a trace."""
+
+    block_tokens: int
+    """Tokens of a block, as its ids count them."""
+    format: str
+    """The format of the files, in words."""
+    kv_bytes_per_token: int | None = None
+    """KV bytes of a token, over all layers and ranks, where it was recorded."""
+
+
+@dataclass
+class TraceSummary:
+    """What one iteration over a trace has read so far, and what it left out."""
+
+    requests: int = 0
+    bytes_read: int = 0
+    """Bytes of the files that have been read, as they lie on disk: progress towards
+    `Trace.file_bytes`."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """How often something was left out or mended, by what it was."""
+    notes: list[str] = field(default_factory=list)
+    """The first examples of it, each with its file and line."""
+
+    def skip(self, what: str, where: str | None = None, count: int = 1) -> None:
+        """Count what was left out, and keep `where` as an example if there are few yet."""
+        self.skipped[what] += count
+        if where is not None and len(self.notes) < _MAX_NOTES:
+            self.notes.append(where)
+
+
+class Trace:
+    """Requests in the order of their time. Each iteration reads the files again, as a stream: in
+    memory is one line, or one conversation where a format nests them.
+
+    Iterating raises `TraceError` naming file and line, unless told to skip bad lines. Not for two
+    iterations at once where `summary` matters.
+    """
+
+    def __init__(
+        self,
+        header: TraceHeader,
+        paths: Sequence[Path],
+        read: Callable[[TraceSummary], Iterator[TraceRequest]],
+    ) -> None:
+        self.header = header
+        self.paths = tuple(paths)
+        self.summary = TraceSummary()
+        """Of the iteration that was begun last."""
+        self._read = read
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the files on disk."""
+        return sum(path.stat().st_size for path in self.paths)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        self.summary = TraceSummary()
+        return _in_order(self._read(self.summary), self.summary)
+
+
+def _in_order(requests: Iterator[TraceRequest], summary: TraceSummary) -> Iterator[TraceRequest]:
+    """Give the requests times that never go backwards and begin at 0."""
+    start: float | None = None
+    latest = 0.0
+    for request in requests:
+        if start is None:
+            start = request.timestamp
+        time = request.timestamp - start
+        if time < latest:
+            summary.skip("times before the request before, taken as equal to it")
+            time = latest
+        latest = time
+        summary.requests += 1
+        yield request if time == request.timestamp else request._replace(timestamp=time)

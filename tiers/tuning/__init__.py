@@ -1,0 +1,1 @@
+"""What a trace says about chains: curves of hit ratios, simulations, searches."""
