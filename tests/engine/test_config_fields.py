@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from tests.engine.needless_fields import NEEDLESS
 from tiers.engine.identity.config_fields import FIELDS, PARTS
 from tiers.engine.identity.facts import attention_facts, config_facts, text_of
 from tiers.engine.versions import NEWEST, OLDEST
 
+TABLE = FIELDS | NEEDLESS
 RECORDS = sorted(Path(__file__).with_name("fields").glob("*.json"))
 sys.path.insert(0, str(Path(__file__).with_name("fields")))
 try:
@@ -31,7 +33,7 @@ def unknown(classes: dict[str, list[str]]) -> list[str]:
         f"{name}.{field}"
         for name, fields in classes.items()
         for field in fields
-        if name not in FIELDS or field not in FIELDS[name].known
+        if name not in TABLE or field not in TABLE[name].known
     ]
 
 
@@ -67,27 +69,27 @@ def test_the_table_has_no_field_that_no_version_has() -> None:
     for path in RECORDS:
         for name, fields in json.loads(path.read_text()).items():
             recorded.setdefault(name, set()).update(fields.split())
-    assert {name: fields.known - recorded.get(name, set()) for name, fields in FIELDS.items()} == {
-        name: frozenset() for name in FIELDS
+    assert {name: fields.known - recorded.get(name, set()) for name, fields in TABLE.items()} == {
+        name: frozenset() for name in TABLE
     }
 
 
 def test_each_field_has_one_place() -> None:
-    for name, fields in FIELDS.items():
+    for name, fields in TABLE.items():
         everything = " ".join([fields.key, *fields.why.values()]).split()
         twice = {field for field in everything if everything.count(field) > 1}
         assert not twice, name
 
 
 def test_what_is_irrelevant_says_why() -> None:
-    assert all(len(why) > 10 for fields in FIELDS.values() for why in fields.why)
+    assert all(len(why) > 10 for fields in TABLE.values() for why in fields.why)
 
 
 def test_all_facts_are_reached() -> None:
     """A class with fields in the key is a part of one that is."""
     parts = {part for inner in PARTS.values() for part in inner.values()}
-    with_facts = {name for name, fields in FIELDS.items() if fields.key}
-    assert with_facts - {"VllmConfig"} <= parts
+    assert FIELDS.keys() - {"VllmConfig"} == parts and not FIELDS.keys() & NEEDLESS.keys()
+    assert not any(fields.key for fields in NEEDLESS.values())
     for name, inner in PARTS.items():
         assert inner.keys() <= FIELDS[name].known
 

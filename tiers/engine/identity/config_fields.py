@@ -1,36 +1,59 @@
-"""Every field of the engine's configuration: it is in the key, or irrelevant for a given reason.
+"""The fields of the engine's configuration: in the key, or irrelevant for a given reason.
 
 The facts of a namespace are made from this table (see `tiers.engine.identity.facts`). Fields of
-vLLM 0.29 to 0.32; a test compares the table with the configuration classes of each version.
+vLLM 0.29 to 0.32; a test compares the table, and that of the classes without facts, with the
+configuration classes of each version.
 """
 
 from __future__ import annotations
 
-from tiers.engine.identity.field_reasons import (
-    BY_CONFIG,
-    BY_DEVICE,
-    BY_LAYOUT,
-    BY_RANK,
-    BY_SALT,
-    BY_WEIGHTS,
-    CAPACITY,
-    DERIVED,
-    HANDED_ON,
-    HASHED,
-    LIMITS,
-    OWN,
-    PLACEMENT,
-    PROMPTS,
-    REFUSED,
-    ROUNDING,
-    SAMPLING,
-    SCHEDULING,
-    STATES,
-    WATCHING,
-    WEIGHTS,
-    Fields,
-)
-from tiers.engine.identity.needless_fields import NEEDLESS
+from dataclasses import dataclass
+
+ROUNDING = "the same computation in another order or by another kernel; rounding at most"
+SCHEDULING = "decides when and with what else a token is computed, not what is computed of it"
+PLACEMENT = "decides where data or processes are, not what they hold"
+WATCHING = "tells people or programs how the engine does"
+SAMPLING = "decides which tokens come next; tokens are in the block hashes"
+PROMPTS = "decides which tokens a prompt has, or which prompts are taken; tokens are in the hashes"
+HASHED = "part of the block hashes, or of the mark of a request"
+LIMITS = "a limit: what is beyond it is refused"
+DERIVED = "computed from other fields, which are in the key"
+HANDED_ON = "handed on to a field of another class of this table"
+STATES = "about recurrent state; kvtiers refuses models that have any"
+WEIGHTS = "decides how weights reach the device, not which"
+CAPACITY = "how many blocks there are, or bytes for them"
+REFUSED = "kvtiers refuses to start with it"
+
+OWN = "a configuration with rows of its own"
+BY_WEIGHTS = "in the key: the content of the weights stands for it (see `identity.weights`)"
+BY_CONFIG = "in the key: through the digest of the model's own configuration"
+BY_LAYOUT = "in the key: through the layout of the paged KV, and its groups"
+BY_DEVICE = "in the key: as the device, and what each layer's attention is"
+BY_RANK = "in the key: through the ranks' numbers and their layers' shapes"
+BY_SALT = "in the key: the chain's salt; its other settings don't change what a block is"
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of one class, as names separated by blanks.
+
+    `key`: those whose values are facts. `why`: all others, by the reason why the key does not need
+    them.
+    """
+
+    key: str
+    why: dict[str, str]
+
+    @property
+    def keyed(self) -> tuple[str, ...]:
+        """The names of the fields whose values are facts."""
+        return tuple(self.key.split())
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The names of all fields."""
+        return frozenset(self.key.split()).union(*(names.split() for names in self.why.values()))
+
 
 PARTS = {
     "VllmConfig": {
@@ -52,7 +75,6 @@ PARTS = {
 which a newer engine may add some."""
 
 FIELDS = {
-    **NEEDLESS,
     "VllmConfig": Fields(
         "additional_config",
         {
@@ -172,7 +194,6 @@ FIELDS = {
             "flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size",
         },
     ),
-    "HiSparseConfig": Fields("", {"in AttentionConfig": "device_buffer_size eager_host_mirror"}),
     "KernelConfig": Fields(
         "moe_backend linear_backend linear_backend_per_quant",
         {
@@ -182,7 +203,6 @@ FIELDS = {
             "enable_bf16x3_router_gemm",
         },
     ),
-    "IrOpPriorityConfig": Fields("", {ROUNDING: "rms_norm fused_add_rms_norm gelu_and_mul_sparse"}),
     "LoRAConfig": Fields(
         "lora_dtype target_modules default_mm_loras enable_tower_connector_lora "
         "enable_moe_shared_loras",
@@ -228,16 +248,6 @@ FIELDS = {
             "encoder_compilation_time",
         },
     ),
-    "PassConfig": Fields(
-        "",
-        {
-            ROUNDING: "fuse_norm_quant fuse_act_quant fuse_attn_quant eliminate_noops "
-            "fuse_allreduce_rms enable_qk_norm_rope_fusion fuse_rope_kvcache_cat_mla "
-            "fuse_act_padding fuse_mla_dual_rms_norm fuse_rope_kvcache fuse_qk_norm_rope_kvcache "
-            "rope_kvcache_fusion_max_token_num fi_allreduce_fusion_max_size_mb enable_sp "
-            "fuse_gemm_comms sp_min_token_num"
-        },
-    ),
     "KVTransferConfig": Fields(
         "enable_permute_local_kv",
         {
@@ -258,20 +268,6 @@ FIELDS = {
             "encoder_cache_size policy disable_chunked_mm_input scheduler_cls "
             "scheduler_reserve_full_isl watermark prefill_schedule_interval async_scheduling "
             "stream_interval",
-        },
-    ),
-    "QuantSpec": Fields("", {"in ModelConfig.quantization_config": "weight activation"}),
-    "QuantizationConfigArgs": Fields(
-        "", {"in ModelConfig.quantization_config": "linear moe ignore targets"}
-    ),
-    "ModelArchitectureConfig": Fields(
-        "",
-        {
-            BY_CONFIG: "architectures model_type text_model_type hidden_size "
-            "total_num_hidden_layers total_num_attention_heads head_size vocab_size "
-            "total_num_kv_heads num_experts num_experts_per_token quantization_config "
-            "is_deepseek_mla is_mm_prefix_lm rswa_window derived_max_model_len_and_key "
-            "per_layer_overrides"
         },
     ),
 }

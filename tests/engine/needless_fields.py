@@ -1,10 +1,10 @@
-"""The configuration classes that have no facts, and why: see `config_fields`."""
+"""The configuration classes that have no facts, and why: the rest of `config_fields`."""
 
 from __future__ import annotations
 
-from tiers.engine.identity.field_reasons import (
+from tiers.engine.identity.config_fields import (
+    BY_CONFIG,
     BY_DEVICE,
-    OUTPUTS,
     PLACEMENT,
     PROMPTS,
     ROUNDING,
@@ -15,6 +15,7 @@ from tiers.engine.identity.field_reasons import (
     Fields,
 )
 
+OUTPUTS = "decides what is made of the last layer's output"
 DIFFUSION = "kvtiers refuses models whose KV depends on later tokens"
 ENCODER = "where the outputs of the model's own encoder are computed; what they are of is hashed"
 PROFILING = "made-up inputs, which are no requests, to measure memory"
@@ -146,4 +147,30 @@ NEEDLESS = {
         },
     ),
     "WeightTransferConfig": Fields("", {RESET: "backend"}),
+    "HiSparseConfig": Fields("", {"in AttentionConfig": "device_buffer_size eager_host_mirror"}),
+    "IrOpPriorityConfig": Fields("", {ROUNDING: "rms_norm fused_add_rms_norm gelu_and_mul_sparse"}),
+    "PassConfig": Fields(
+        "",
+        {
+            ROUNDING: "fuse_norm_quant fuse_act_quant fuse_attn_quant eliminate_noops "
+            "fuse_allreduce_rms enable_qk_norm_rope_fusion fuse_rope_kvcache_cat_mla "
+            "fuse_act_padding fuse_mla_dual_rms_norm fuse_rope_kvcache fuse_qk_norm_rope_kvcache "
+            "rope_kvcache_fusion_max_token_num fi_allreduce_fusion_max_size_mb enable_sp "
+            "fuse_gemm_comms sp_min_token_num"
+        },
+    ),
+    "QuantSpec": Fields("", {"in ModelConfig.quantization_config": "weight activation"}),
+    "QuantizationConfigArgs": Fields(
+        "", {"in ModelConfig.quantization_config": "linear moe ignore targets"}
+    ),
+    "ModelArchitectureConfig": Fields(
+        "",
+        {
+            BY_CONFIG: "architectures model_type text_model_type hidden_size "
+            "total_num_hidden_layers total_num_attention_heads head_size vocab_size "
+            "total_num_kv_heads num_experts num_experts_per_token quantization_config "
+            "is_deepseek_mla is_mm_prefix_lm rswa_window derived_max_model_len_and_key "
+            "per_layer_overrides"
+        },
+    ),
 }
