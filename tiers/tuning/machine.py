@@ -1,0 +1,180 @@
+"""Machine: what a chain runs on, as far as time and money are concerned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+)
+
+from spec.document import Document, NotYaml, read_yaml
+from spec.errors import SpecError
+from spec.fields import exact_size, format_rate, parse_duration, parse_rate, parse_size
+from spec.problems import problem_line
+
+MAX_BYTES = 1 << 20
+"""A larger file is refused."""
+
+
+def _or_number(parse: Callable[[object], float]) -> Callable[[object], object]:
+    """Take a number as it is, zero too, and let `parse` read text."""
+
+    def read(value: object) -> object:
+        return parse(value) if isinstance(value, str) else value
+
+    return read
+
+
+Size = Annotated[
+    int,
+    BeforeValidator(_or_number(parse_size)),
+    PlainSerializer(lambda v: exact_size(v) if v else 0, when_used="json"),
+    Field(ge=0),
+]
+"""Bytes: a number, or text like "8GiB"."""
+Bandwidth = Annotated[
+    float,
+    BeforeValidator(_or_number(parse_rate)),
+    PlainSerializer(format_rate, when_used="json"),
+    Field(gt=0, allow_inf_nan=False),
+]
+"""Bytes per second: a number, or text like "5GB/s"."""
+Seconds = Annotated[
+    float,
+    BeforeValidator(_or_number(parse_duration)),
+    Field(ge=0, allow_inf_nan=False),
+]
+"""Seconds: a number, or text like "2ms"."""
+
+
+class TierProfile(BaseModel):
+    """How fast a tier moves blocks, and what it costs. Frozen; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    load_bandwidth: Bandwidth = Field(description="Bytes loaded per second, by all loads at once.")
+    store_bandwidth: Bandwidth = Field(description="Bytes stored per second.")
+    load_latency: Seconds = Field(default=0.0, description="Seconds until a load's first byte.")
+    store_latency: Seconds = Field(default=0.0, description="Seconds that each store takes more.")
+    concurrency: int = Field(
+        default=2, ge=1, description="Loads that the link serves at once, each with its latency."
+    )
+    shared_link: bool = Field(
+        default=False, description="Whether loads and stores take bandwidth from each other."
+    )
+    capacity: Size | None = Field(
+        default=None,
+        description="Bytes for blocks, where the chain's YAML has no capacity, as for a server.",
+    )
+    stored_share: float = Field(
+        default=1.0,
+        gt=0,
+        le=2,
+        description="Bytes stored and sent for each byte of KV, as the tier's codec leaves them.",
+    )
+    price_per_gb_month: float | None = Field(
+        default=None, ge=0, description="Price of a gigabyte (1e9 bytes) of capacity for a month."
+    )
+    price_per_month: float | None = Field(
+        default=None, ge=0, description="Price of the device for a month, whatever is used of it."
+    )
+    endurance: Size | None = Field(
+        default=None, description="Bytes that may be written to the device in its life."
+    )
+
+
+class Machine(BaseModel):
+    """What a chain runs on. Frozen; unknown keys are refused.
+
+    The GPUs share one scheduler, one prefix cache and one chain, and each computes one step at a
+    time. For tensor parallelism write one GPU with the rate of all of them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kv_bytes_per_token: int = Field(gt=0, description="KV bytes of a token, all layers and ranks.")
+    engine_cache: Size = Field(description="Bytes of KV that the engine keeps itself, all GPUs.")
+    prefill_rate: float = Field(
+        gt=0, allow_inf_nan=False, description="Prompt tokens that a GPU computes per second."
+    )
+    gpus: int = Field(default=1, ge=1, description="GPUs that compute prompts.")
+    step_tokens: int = Field(
+        default=8192, ge=1, description="Tokens of a step at most (--max-num-batched-tokens)."
+    )
+    step_overhead: Seconds = Field(default=0.0, description="Seconds that each step takes more.")
+    decode_seconds_per_token: Seconds = Field(
+        default=0.0, description="Seconds a request runs on for each token of its answer."
+    )
+    tiers: Mapping[str, TierProfile] = Field(
+        default_factory=dict, description="A profile for each tier, by its name or its type."
+    )
+
+    def profile(self, name: str, tier_type: str) -> TierProfile:
+        """The profile of a tier. Raises SpecError where neither name nor type has one."""
+        found = self.tiers.get(name) or self.tiers.get(tier_type)
+        if found is None:
+            known = ", ".join(sorted(self.tiers)) or "none"
+            line = problem_line(
+                "profile",
+                None,
+                ("tiers",),
+                f"profiles of {known}",
+                f"add {name}: {{load_bandwidth: 5GB/s, store_bandwidth: 3GB/s}}",
+            )
+            raise SpecError([line])
+        return found
+
+
+def load_machine(path: str | Path) -> Machine:
+    """Read a machine from a YAML or JSON file.
+
+    Raises SpecError with a line for each problem: file, line, key, what was found, what would do.
+    """
+    source = str(path)
+    document = _read(Path(path), source)
+    try:
+        return Machine.model_validate(document.data)
+    except ValidationError as error:
+        lines = []
+        for one in error.errors(include_url=False):
+            loc = document.written_part(one["loc"])
+            lines.append((document.line(loc) or 0, loc, one))
+        lines.sort(key=lambda line: line[0])
+        raise SpecError(
+            [problem_line(source, at or None, loc, *_said(one)) for at, loc, one in lines]
+        ) from None
+
+
+def _read(path: Path, source: str) -> Document:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) <= MAX_BYTES:
+            return read_yaml(data.decode("utf-8-sig"))
+        found, remedy = "more than 1 MiB", "a profile is some lines of YAML"
+    except OSError as error:
+        found, remedy = error.strerror or "no readable file", "write the path of a profile"
+    except UnicodeDecodeError:
+        found, remedy = "bytes that are not UTF-8", "save it as UTF-8"
+    except NotYaml as error:
+        lines = [problem_line(source, at, (), found, do) for at, found, do in error.faults]
+        raise SpecError(lines) from None
+    raise SpecError([problem_line(source, None, (), found, remedy)])
+
+
+def _said(problem: Any) -> tuple[str, str]:
+    """What was found, and what would do."""
+    if problem["type"] == "missing":
+        return "nothing", f"add {problem['loc'][-1]}"
+    if problem["type"] == "extra_forbidden":
+        return "an unknown key", "remove it, or see the keys in docs/tuning.md"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return repr(problem["input"])[:80], message[:1].lower() + message[1:]

@@ -1,0 +1,74 @@
+"""SimChain: what the simulation needs of a chain, quick to make by the thousand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spec.chain import ChainSpec, CheapestSpec
+from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
+
+
+@dataclass(frozen=True)
+class SimTier:
+    """One tier. Sizes in bytes, rates in bytes per second, times in seconds; None: no limit."""
+
+    name: str
+    type: str
+    is_host: bool
+    """Whether its blocks stay in the host pool (cpu), rather than in a store."""
+    capacity: int | None = None
+    """None: as the machine's profile says, else without limit."""
+    eviction: str = "lru"
+    """`lru`, `arc` or `s3fifo`; stores have `lru`."""
+    store_threshold: int = 1
+    max_inflight: int | None = None
+    store_rate: float | None = None
+    load_rate: float | None = None
+    write_budget: float | None = None
+    ttl: float | None = None
+
+    @classmethod
+    def of(cls, spec: OffloadingSpec) -> SimTier:
+        """What a tier's settings say."""
+        limits = {}
+        if isinstance(spec, StoreSpec):
+            names = ("max_inflight", "store_rate", "load_rate", "write_budget")
+            limits = {name: getattr(spec, name) for name in names}
+        return cls(
+            spec.tier_name,
+            spec.type,
+            isinstance(spec, HostSpec),
+            getattr(spec, "capacity", None),
+            getattr(spec, "eviction", "lru"),
+            spec.store_threshold,
+            ttl=getattr(spec, "ttl", None),
+            **limits,
+        )
+
+
+@dataclass(frozen=True)
+class SimChain:
+    """A chain: its tiers in load priority, and how they work together."""
+
+    tiers: tuple[SimTier, ...]
+    load_policy: str = "stitched"
+    promote: bool = True
+    max_wait: float = 10.0
+    staging: int | None = None
+    min_tokens: int = 64
+    """Of the load policy `cheapest`, as `margin` is."""
+    margin: float = 0.05
+
+    @classmethod
+    def of(cls, spec: ChainSpec) -> SimChain:
+        """What a chain's YAML says."""
+        cheapest = spec.cheapest or CheapestSpec()
+        return cls(
+            tuple(map(SimTier.of, spec.tiers)),
+            spec.load_policy,
+            spec.promote,
+            spec.max_wait,
+            spec.staging,
+            cheapest.min_tokens,
+            cheapest.margin,
+        )

@@ -1,0 +1,108 @@
+"""Workload: a trace's requests by runs of blocks, made once and simulated many times."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import neg
+
+from tiers.errors import TraceError
+from tiers.traces.trace import TraceRequest
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests whose prompts are paths of runs; nothing in it changes.
+
+    A run is a longest row of blocks that every request has all of, in order, or none of. An id
+    stands for its block and all before it, so two neighbours are in one run if they occur equally
+    often. What decides on a run decides on all its blocks; only room ends within one. All lists
+    have one item per request, but `lengths`: blocks of each run.
+    """
+
+    block_tokens: int
+    lengths: Sequence[int]
+    times: Sequence[float]
+    """Arrivals, in seconds."""
+    tokens: Sequence[int]
+    answers: Sequence[int]
+    """Tokens of the answers."""
+    paths: Sequence[tuple[int, ...]]
+    references: int
+    """Blocks of all prompts."""
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    @classmethod
+    def of(
+        cls, requests: Iterable[TraceRequest], block_tokens: int, single: bool = False
+    ) -> Workload:
+        """Compile requests. `single`: every block is a run of its own, which is slower and changes
+        nothing but what ends within a run.
+
+        Raises TraceError where an id does not stand for its block and all before it.
+        """
+        requests = list(requests)
+        uses: Counter[int] = Counter()
+        for request in requests:
+            uses.update(request.blocks)
+        runs: dict[int, int] = {}
+        lengths: list[int] = []
+        paths = [
+            _path(number, request.blocks, uses, runs, lengths, single)
+            for number, request in enumerate(requests)
+        ]
+        return cls(
+            block_tokens,
+            lengths,
+            [request.timestamp / 1000 for request in requests],
+            [max(1, request.input_length) for request in requests],
+            [request.output_length for request in requests],
+            paths,
+            sum(len(request.blocks) for request in requests),
+        )
+
+    def part(self, start: float, stop: float) -> Workload:
+        """The requests from one fraction of all to another, such as the second half."""
+        some = slice(int(len(self) * start), int(len(self) * stop))
+        paths = self.paths[some]
+        return replace(
+            self,
+            times=self.times[some],
+            tokens=self.tokens[some],
+            answers=self.answers[some],
+            paths=paths,
+            references=sum(self.lengths[run] for path in paths for run in path),
+        )
+
+
+def _path(
+    number: int,
+    blocks: Sequence[int],
+    uses: Counter[int],
+    runs: dict[int, int],
+    lengths: list[int],
+    single: bool,
+) -> tuple[int, ...]:
+    """The runs of a prompt; new ones are added to `runs`, by their first block, and `lengths`."""
+    path = []
+    counts = list(map(uses.__getitem__, blocks))
+    at, end = 0, len(blocks)
+    while at < end:
+        # Counts never grow with depth, so that the end of equal ones is found by bisection.
+        stop = at + 1 if single else bisect_right(counts, -counts[at], lo=at, key=neg)
+        run = runs.get(blocks[at])
+        if run is None:
+            run = runs[blocks[at]] = len(lengths)
+            lengths.append(stop - at)
+        elif lengths[run] != stop - at:
+            raise TraceError(
+                f"request {number + 1}: found block {blocks[at]} before other blocks than in an "
+                "earlier request; ids must stand for a block and all blocks before it"
+            )
+        path.append(run)
+        at = stop
+    return tuple(path)
