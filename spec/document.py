@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import yaml
+from pydantic import BaseModel
 from yaml.constructor import ConstructorError, SafeConstructor
 from yaml.reader import ReaderError
 
@@ -56,10 +57,14 @@ class NotYaml(KVTiersError, ValueError):
 
 
 class Document:
-    """Data and the YAML nodes that it was read from; data without nodes has no lines."""
+    """Data and the YAML nodes that it was read from; data without nodes has no lines.
+
+    `model`: the class that the data is checked by, if it is no chain.
+    """
 
     def __init__(self, data: object, root: yaml.Node | None = None) -> None:
         self.data = data
+        self.model: type[BaseModel] | None = None
         self._root = root
 
     def known_part(self, loc: Loc) -> Loc:

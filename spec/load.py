@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from spec.chain import ChainSpec
 from spec.document import Document, NotYaml, read_yaml
@@ -15,6 +16,8 @@ from spec.problems import explain, first_lines, problem_line
 
 MAX_BYTES = 1 << 20
 """A larger file is refused; reading stops here, so that an endless device or pipe does no harm."""
+
+Model = TypeVar("Model", bound=BaseModel)
 
 _EXAMPLE = "write version: 1 and tiers: like - {type: cpu, capacity: 8GiB}"
 
@@ -25,12 +28,25 @@ def load_chain(chain: str | Path | Mapping[str, object]) -> ChainSpec:
     Raises SpecError. Opens and connects to nothing that the chain names.
     """
     if isinstance(chain, str | Path):
-        return _validate(*_read(Path(chain)))
+        return _validate(*_read(Path(chain), "write the path of a chain's YAML"))
     if isinstance(chain, Mapping):
         return _validate(Document(dict(chain)), "chain")
     raise SpecError(
         [problem_line("chain", None, (), f"a {type(chain).__name__}", "write a file's path")]
     )
+
+
+def load_document(path: Path, model: type[Model], example: str) -> Model:
+    """Make a `model` from the YAML (or JSON) file at a path. `example`: what a file without content
+    is told to begin with. Raises SpecError, with a line for each problem as for a chain."""
+    document, source = _read(path, "write the path of a YAML file")
+    document.model = model
+    if document.data is None:
+        raise SpecError([problem_line(source, 1, (), "nothing", example)])
+    try:
+        return model.model_validate(document.data)
+    except ValidationError as error:
+        raise SpecError(explain(error, document, source)) from None
 
 
 def _validate(document: Document, source: str) -> ChainSpec:
@@ -43,23 +59,23 @@ def _validate(document: Document, source: str) -> ChainSpec:
         raise SpecError(explain(error, document, source)) from None
 
 
-def _read(path: Path) -> tuple[Document, str]:
+def _read(path: Path, remedy: str) -> tuple[Document, str]:
     source = str(path)
     try:
-        return read_yaml(_text(path, source)), source
+        return read_yaml(_text(path, source, remedy)), source
     except NotYaml as error:
         lines = [problem_line(source, at, (), found, do) for at, found, do in sorted(error.faults)]
         raise SpecError(first_lines(lines, source)) from None
 
 
-def _text(path: Path, source: str) -> str:
+def _text(path: Path, source: str, remedy: str) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise _unreadable(source, "no such file", "write the path of a chain's YAML") from None
+        raise _unreadable(source, "no such file", remedy) from None
     except IsADirectoryError:
-        raise _unreadable(source, "a folder", "write the path of a chain's YAML") from None
+        raise _unreadable(source, "a folder", remedy) from None
     except PermissionError:
         user = f"user {os.getuid()}"
         raise _unreadable(source, "a file closed to us", f"let {user} read it") from None

@@ -19,7 +19,6 @@ MAX_LINES = 50
 
 _SHOWN = 80
 _PRIVATE = re.compile(r"pass|secret|token|auth|salt|credential", re.I)
-_TOP_LEVEL = "write version: 1 and tiers: at the top"
 _PLAIN_REMEDIES = {
     "string_type": "write text, in quotes if it looks like a number, a date, or yes and no",
     "path_type": "write a path, like /var/lib/kvtiers",
@@ -27,9 +26,11 @@ _PLAIN_REMEDIES = {
     "bool_parsing": "use true or false",
     "tuple_type": "write a list, one line that begins with - for each",
     "list_type": "write a list, one line that begins with - for each",
-    "dict_type": "write a mapping, like {type: cpu, capacity: 8GiB}",
-    "model_type": _TOP_LEVEL,
     "invalid_key": "write keys as plain words, in quotes if need be",
+}
+_CHAIN_REMEDIES = {
+    "dict_type": "write a mapping, like {type: cpu, capacity: 8GiB}",
+    "model_type": "write version: 1 and tiers: at the top",
     "too_short": "add at least one tier, like - {type: cpu, capacity: 8GiB}",
     "too_long": f"keep {MAX_TIERS} tiers at most",
 }
@@ -39,17 +40,13 @@ Problem = Mapping[str, Any]
 
 
 def explain(error: ValidationError, document: Document, source: str) -> list[str]:
-    """Return a line for each error of a chain, in the order of the document's lines."""
+    """Return a line for each error of a document, in the order of the document's lines."""
     problems: list[Problem] = [
         {**problem, "loc": document.written_part(problem["loc"])}
         for problem in error.errors(include_url=False)
     ]
-    wrong_version = [p for p in problems if p["loc"] == ("version",) and p["type"] != "missing"]
-    if wrong_version:
-        # Another version may have other keys, so errors about keys would mislead.
-        problems = wrong_version
-    else:
-        problems += _clashes_so_far(document)
+    if document.model is None:
+        problems = _of_chain(problems, document)
     untold = len(problems[MAX_LINES:])
     problems = problems[:MAX_LINES]
     slips = dict(_slips(problems, document))
@@ -60,6 +57,12 @@ def explain(error: ValidationError, document: Document, source: str) -> list[str
     ]
     told = [text for _, text in sorted(lines, key=lambda line: line[0])]
     return first_lines(list(dict.fromkeys(told)), source, untold)
+
+
+def _of_chain(problems: list[Problem], document: Document) -> list[Problem]:
+    wrong_version = [p for p in problems if p["loc"] == ("version",) and p["type"] != "missing"]
+    # Another version may have other keys, so errors about keys would mislead.
+    return wrong_version or [*problems, *_clashes_so_far(document)]
 
 
 def first_lines(lines: list[str], source: str, untold: int = 0) -> list[str]:
@@ -105,7 +108,7 @@ def _line(problem: Problem, document: Document, source: str, slips: Mapping[Loc,
 
 def _remedy(problem: Problem, document: Document) -> str:
     kind, context = problem["type"], problem.get("ctx", {})
-    if problem["loc"] == ("version",):
+    if problem["loc"] == ("version",) and document.model is None:
         return f"this kvtiers understands version {FORMAT_VERSION}"
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"]) or [context["expected"]]
@@ -119,6 +122,8 @@ def _remedy(problem: Problem, document: Document) -> str:
         return f"write its settings, like {_example(model)}"
     if kind == "value_error" and "error" in context:
         return str(context["error"])
+    if kind in _CHAIN_REMEDIES and document.model is None:
+        return _CHAIN_REMEDIES[kind]
     if kind in _PLAIN_REMEDIES:
         return _PLAIN_REMEDIES[kind]
     message = str(problem["msg"]).removeprefix("Value error, ")
@@ -126,9 +131,9 @@ def _remedy(problem: Problem, document: Document) -> str:
 
 
 def _add_it(loc: Loc, document: Document) -> str:
-    if loc == ("tiers",):
-        return _PLAIN_REMEDIES["too_short"]
-    if loc == ("version",):
+    if document.model is None and loc == ("tiers",):
+        return _CHAIN_REMEDIES["too_short"]
+    if document.model is None and loc == ("version",):
         return f"add version: {FORMAT_VERSION}"
     if loc[-1] == "type":
         return f"add type: {one_of(tier_types())}"
@@ -165,10 +170,10 @@ def _slips(problems: Iterable[Problem], document: Document) -> Iterator[tuple[Lo
 
 def _model(loc: Loc, document: Document) -> type[BaseModel] | None:
     """Return the model that the mapping at `loc` is validated by, or None if it is not known."""
-    if loc[:1] == ("tiers",) and len(loc) > 1:
+    if document.model is None and loc[:1] == ("tiers",) and len(loc) > 1:
         model, inner = _tier_model(loc[:2], document), loc[2:]
     else:
-        model, inner = ChainSpec, loc
+        model, inner = document.model or ChainSpec, loc
     for key in inner:
         field = model.model_fields.get(str(key)) if model else None
         model = _model_in(field.annotation) if field else None

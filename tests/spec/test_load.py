@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict, Field
 
 from spec.document import read_yaml
 from spec.errors import SpecError
-from spec.load import MAX_BYTES, load_chain
+from spec.load import MAX_BYTES, load_chain, load_document
 
 SECRET = "s3same"
 GOOD = """\
@@ -247,3 +248,30 @@ def test_any_mapping_is_a_chain_or_lines_about_it(
     except SpecError as error:
         for line in error.problems:
             assert line.startswith("chain: ") and "; " in line and line.isprintable()
+
+
+class Shelf(BaseModel):
+    """A document that is no chain."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    width: int = Field(gt=0, description="How wide it is. In millimetres.", examples=[600])
+    books: tuple[str, ...] = Field(min_length=1)
+
+
+def test_other_documents_get_the_same_lines(tmp_path: Path) -> None:
+    path = tmp_path / "shelf.yaml"
+    path.write_text("widht: 3\nbooks: []\nversion: 2\n")
+    with pytest.raises(SpecError) as caught:
+        load_document(path, Shelf, "write width:")
+    assert [line.replace(f"{tmp_path}/", "") for line in caught.value.problems] == [
+        "shelf.yaml:1: widht: found an unknown key; did you mean width?",
+        "shelf.yaml:2: books: found an empty list; tuple should have at least 1 item after "
+        "validation, not 0",
+        "shelf.yaml:3: version: found an unknown key; use one of width, books",
+    ]
+    path.write_text("")
+    with pytest.raises(SpecError, match=r"shelf\.yaml:1: found nothing; write width:$"):
+        load_document(path, Shelf, "write width:")
+    path.write_text('{"width": 2, "books": ["one"]}')
+    assert load_document(path, Shelf, "write width:") == Shelf(width=2, books=("one",))
