@@ -24,7 +24,20 @@ TINY = LlamaConfig(
     rms_norm_eps=1e-5,
     tie_word_embeddings=True,
 )
-NAMES = {hf: ours for ours, hf in model._TENSORS.items()}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""What GGUF calls the tensors of a Llama."""
 
 
 @pytest.fixture

