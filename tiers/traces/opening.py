@@ -6,34 +6,53 @@ from pathlib import Path
 from typing import Any
 
 from tiers.errors import TraceError
+from tiers.traces.fields import shown
 from tiers.traces.lines import Malformed, parse_object, read_lines
 from tiers.traces.mooncake import open_mooncake
+from tiers.traces.qwen import is_qwen, open_qwen
 from tiers.traces.reading import place
 from tiers.traces.recorded import is_header, open_recorded
 from tiers.traces.trace import Trace, TraceSummary
+from tiers.traces.weka import is_weka, open_weka
 
-_SUFFIXES = (".jsonl", ".jsonl.zst")
+_RECORDED = (".jsonl", ".jsonl.zst")
 
 
-def open_trace(path: Path, skip_bad_lines: bool = False) -> Trace:
-    """Open a file, or a folder of recorded files, and return its trace.
+def open_trace(path: Path, skip_bad_lines: bool = False, conversations: int = 16) -> Trace:
+    """Open a file, or a folder of recorded files or of conversations, and return its trace.
 
-    Reads the first lines to tell the format. Raises `TraceError` for what is no trace.
+    Reads the first lines to tell the format. Conversations that do not say when they began run so
+    many at a time (`weka.py`). Raises `TraceError` for what is no trace.
     """
     if not path.exists():
         raise TraceError(f"{path}: there is no such file or folder")
     if path.is_dir():
-        files = sorted(one for one in path.iterdir() if one.name.endswith(_SUFFIXES))
-        if not files:
-            raise TraceError(f"{path}: the folder has no file *{' or *'.join(_SUFFIXES)}")
-        return open_recorded(files, skip_bad_lines)
+        return _open_folder(path, skip_bad_lines, conversations)
+    if path.suffix == ".json":
+        return open_weka([path], skip_bad_lines, conversations)
     first = _first_object(path)
     if is_header(first):
         return open_recorded([path], skip_bad_lines)
+    if is_weka(first):
+        return open_weka([path], skip_bad_lines, conversations)
+    if is_qwen(first):
+        return open_qwen(path, skip_bad_lines)
     if "hash_ids" in first:
         return open_mooncake(path, skip_bad_lines)
-    keys = ", ".join(sorted(first)[:8])
-    raise TraceError(f"{path}:1: its keys are those of no known format of traces: {keys}")
+    keys = ", ".join(sorted(map(shown, first))[:8])
+    raise TraceError(
+        f"{path}:1: its keys are those of no known format (kvtiers, Mooncake, Qwen-Bailian, "
+        f"WEKA): {keys or 'none'}"
+    )
+
+
+def _open_folder(path: Path, skip_bad_lines: bool, conversations: int) -> Trace:
+    names = sorted(one for one in path.iterdir() if not one.name.startswith("."))
+    if recorded := [one for one in names if one.name.endswith(_RECORDED)]:
+        return open_recorded(recorded, skip_bad_lines)
+    if found := [one for one in names if one.suffix == ".json"]:
+        return open_weka(found, skip_bad_lines, conversations)
+    raise TraceError(f"{path}: the folder has no file *{', *'.join(_RECORDED)} or *.json")
 
 
 def _first_object(path: Path) -> dict[str, Any]:
