@@ -9,6 +9,9 @@ from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import Report
 from tiers.tuning.simulation.chain import SimChain
+from tiers.tuning.simulation.engine import Engine
+from tiers.tuning.simulation.measures import report_of
+from tiers.tuning.simulation.tiers import tiers_of
 from tiers.tuning.simulation.workload import Workload
 
 
@@ -26,4 +29,11 @@ def simulate(
     that only warms the caches, from 0 to less than 1. Who simulates many chains makes a `Workload`
     once. Raises TraceError for requests that are no trace, SpecError for a tier without a profile.
     """
-    raise NotImplementedError("the body comes next")
+    if not isinstance(requests, Workload):
+        requests = Workload.of(requests, block_tokens)
+    if isinstance(chain, ChainSpec):
+        chain = SimChain.of(chain)
+    tiers = tiers_of(chain, machine, requests)
+    engine = Engine(requests, tiers, chain, machine, int(len(requests) * warm))
+    engine.run()
+    return report_of(engine, chain, machine)

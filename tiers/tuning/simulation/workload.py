@@ -30,8 +30,13 @@ class Workload:
     answers: Sequence[int]
     """Tokens of the answers."""
     paths: Sequence[tuple[int, ...]]
-    references: int
-    """Blocks of all prompts."""
+    blocks: Sequence[int]
+    """Full blocks of each prompt."""
+
+    @property
+    def references(self) -> int:
+        """Blocks of all prompts."""
+        return sum(self.blocks)
 
     def __len__(self) -> int:
         return len(self.times)
@@ -62,20 +67,19 @@ class Workload:
             [max(1, request.input_length) for request in requests],
             [request.output_length for request in requests],
             paths,
-            sum(len(request.blocks) for request in requests),
+            [len(request.blocks) for request in requests],
         )
 
     def part(self, start: float, stop: float) -> Workload:
         """The requests from one fraction of all to another, such as the second half."""
         some = slice(int(len(self) * start), int(len(self) * stop))
-        paths = self.paths[some]
         return replace(
             self,
             times=self.times[some],
             tokens=self.tokens[some],
             answers=self.answers[some],
-            paths=paths,
-            references=sum(self.lengths[run] for path in paths for run in path),
+            paths=self.paths[some],
+            blocks=self.blocks[some],
         )
 
 

@@ -1,0 +1,205 @@
+"""Engine: a serving engine in simulated time, whose steps ask a chain and load beside it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from tiers.tuning.machine import Machine
+from tiers.tuning.simulation.chain import SimChain
+from tiers.tuning.simulation.loads import Loads
+from tiers.tuning.simulation.own_cache import OwnCache
+from tiers.tuning.simulation.prompt import Prompt
+from tiers.tuning.simulation.tier import StoreJob, Tier
+from tiers.tuning.simulation.workload import Workload
+
+Batch = list[tuple[Prompt, int]]
+"""Prompts of a step, each with its tokens done after it."""
+STEP_ENDS, LOAD_ENDS, ANSWER_ENDS = range(3)
+
+
+class Engine:
+    """Serves a workload: continuous batching of prompts, a prefix cache, loads beside the steps.
+
+    What precedes request number `warm` only warms: `marks` are the counts when that one comes.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        tiers: Sequence[Tier],
+        chain: SimChain,
+        machine: Machine,
+        warm: int = 0,
+    ) -> None:
+        self.workload = workload
+        self.tiers = tiers
+        self.warm = warm
+        self.now = self.since = 0.0
+        self.gpu_busy = 0.0
+        self.own_hits = 0
+        """Tokens that the counted requests found in the engine's own cache."""
+        self.waits: list[float] = []
+        """Seconds from each counted request's arrival to the end of its prompt."""
+        self.marks: list[dict[str, float]] = []
+        size = workload.block_tokens
+        self._size = size
+        self._machine = machine
+        self._token_seconds = 1 / machine.prefill_rate
+        capacity = machine.engine_cache // (machine.kv_bytes_per_token * size)
+        self._cache = OwnCache(capacity, workload.lengths, size)
+        self._loads = Loads(tiers, chain, workload, machine.prefill_rate)
+        self._promote = chain.promote
+        self._events: list[tuple[float, int, int, Any]] = []
+        self._order = 0
+        self._waiting: deque[Prompt] = deque()
+        self._ready: deque[Prompt] = deque()
+        self._idle = machine.gpus
+
+    # -- the clock ---------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve all requests."""
+        workload, events, waiting = self.workload, self._events, self._waiting
+        requests = zip(
+            workload.times,
+            workload.tokens,
+            workload.answers,
+            workload.paths,
+            workload.blocks,
+            strict=True,
+        )
+        for number, (arrival, tokens, answer, path, blocks) in enumerate(requests):
+            while events and events[0][0] <= arrival:
+                self._next_event()
+            if number == self.warm:
+                self._mark(arrival)
+            self.now = arrival
+            waiting.append(Prompt(number, arrival, tokens, answer, path, blocks))
+            if self._idle:
+                self._begin_steps()
+        while events:
+            self._next_event()
+
+    def _mark(self, now: float) -> None:
+        self.since = now
+        self.marks = [{"gpu_busy": self.gpu_busy}, *(tier.counts.values() for tier in self.tiers)]
+
+    def _push(self, time: float, kind: int, what: Any) -> None:
+        self._order += 1
+        heappush(self._events, (time, self._order, kind, what))
+
+    def _next_event(self) -> None:
+        self.now, _, kind, what = heappop(self._events)
+        if kind == STEP_ENDS:
+            self._idle += 1
+            self._end_step(*what)
+        elif kind == LOAD_ENDS:
+            self._end_load(what)
+        else:
+            self._cache.give_back(what)
+        if self._idle:
+            self._begin_steps()
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def _begin_steps(self) -> None:
+        while self._idle and (self._ready or self._waiting):
+            batch, tokens = self._batch()
+            if not batch:
+                return
+            seconds = tokens * self._token_seconds
+            self.gpu_busy += seconds + self._machine.step_overhead
+            self._idle -= 1
+            ends = self.now + seconds + self._machine.step_overhead
+            self._push(ends, STEP_ENDS, (batch, self._offer(batch)))
+
+    def _batch(self) -> tuple[Batch, int]:
+        """The prompts of a step, and its tokens: first those under way, then the next in line."""
+        ready, waiting = self._ready, self._waiting
+        batch: Batch = []
+        budget = self._machine.step_tokens
+        while budget > 0:
+            if ready:
+                prompt = ready.popleft()
+            elif waiting:
+                prompt = waiting.popleft()
+                begins = self._begin(prompt)
+                if begins is None:
+                    waiting.appendleft(prompt)
+                    break
+                if not begins:
+                    continue
+            else:
+                break
+            count = min(prompt.tokens - prompt.done, budget)
+            budget -= count
+            batch.append((prompt, prompt.done + count))
+        return batch, self._machine.step_tokens - budget
+
+    def _offer(self, batch: Batch) -> list[tuple[Tier, StoreJob]]:
+        """Offer the tiers what the step completes; the stores that begin when it ends."""
+        now, size, tiers = self.now, self._size, self.tiers
+        jobs = []
+        for tier in tiers:
+            tier.drain(now)
+        for prompt, done in batch:
+            last = min(done // size, prompt.blocks)
+            if last > prompt.offered:
+                for tier in tiers:
+                    job = tier.offer(prompt, prompt.offered, last, now)
+                    if job is not None:
+                        jobs.append((tier, job))
+                prompt.offered = last
+        return jobs
+
+    def _end_step(self, batch: Batch, jobs: list[tuple[Tier, StoreJob]]) -> None:
+        now = self.now
+        for tier, job in jobs:
+            tier.submit(job, now)
+        for prompt, done in batch:
+            prompt.done = done
+            if done < prompt.tokens:
+                self._cache.know(prompt, done // self._size)
+                self._ready.appendleft(prompt)
+                continue
+            if prompt.number >= self.warm:
+                self.waits.append(now - prompt.arrival)
+            self._cache.know(prompt, prompt.blocks)
+            answering = prompt.answer * self._machine.decode_seconds_per_token
+            prompt.until = now + answering
+            if answering:
+                self._push(prompt.until, ANSWER_ENDS, prompt)
+            else:
+                self._cache.give_back(prompt)
+
+    # -- beginning and loading ---------------------------------------------------------------
+
+    def _begin(self, prompt: Prompt) -> bool | None:
+        """Find a prompt's prefix here and in the chain. True: it can be computed now. False: it
+        loads, or waits for another's load. None: there is no room for it."""
+        known, at, skip = self._cache.find(prompt)
+        loads = self._loads
+        is_lacking = known < prompt.blocks
+        if is_lacking and loads.joins(prompt, at, skip):
+            return False
+        pieces = loads.choose(prompt, known, at, skip, self.now) if is_lacking else []
+        if not self._cache.reserve(prompt, known):
+            return None
+        if prompt.number >= self.warm:
+            self.own_hits += known * self._size
+        blocks, ends = known, self.now
+        if pieces:
+            blocks, ends = loads.begin(prompt, known, pieces, self.now)
+            self._push(ends, LOAD_ENDS, prompt)
+        prompt.done = blocks * self._size
+        prompt.offered = 0 if self._promote else blocks
+        return not pieces
+
+    def _end_load(self, prompt: Prompt) -> None:
+        self._waiting.extendleft(reversed(self._loads.end(prompt)))
+        self._cache.know(prompt, prompt.done // self._size)
+        prompt.done = min(prompt.done, prompt.tokens - 1)
+        self._ready.append(prompt)

@@ -1,0 +1,77 @@
+"""The report of a simulated engine."""
+
+from __future__ import annotations
+
+from tiers.tuning.machine import Machine, TierProfile
+from tiers.tuning.report import DAY, YEAR, Report, TierUse
+from tiers.tuning.simulation.chain import SimChain, SimTier
+from tiers.tuning.simulation.engine import Engine
+
+
+def report_of(engine: Engine, chain: SimChain, machine: Machine) -> Report:
+    """What the counted requests came to."""
+    workload = engine.workload
+    seconds = max(engine.now - engine.since, 1e-9)
+    size = workload.block_tokens
+    own = engine.marks[0] if engine.marks else {"gpu_busy": 0.0}
+    uses = []
+    for number, (tier, spec) in enumerate(zip(engine.tiers, chain.tiers, strict=True), 1):
+        before = engine.marks[number] if engine.marks else dict.fromkeys(tier.counts.__slots__, 0)
+        done = {name: value - before[name] for name, value in tier.counts.values().items()}
+        profile = machine.profile(spec.name, spec.type)
+        uses.append(_use(spec, profile, done, seconds, size * machine.kv_bytes_per_token, size))
+    prompt_tokens = sum(workload.tokens[engine.warm :])
+    tier_hits = sum(use.hit_tokens for use in uses)
+    own_hits = engine.own_hits
+    waits = sorted(engine.waits)
+    return Report(
+        requests=len(waits),
+        seconds=seconds,
+        gpu_load=(engine.gpu_busy - own["gpu_busy"]) / seconds / machine.gpus,
+        tiers=tuple(uses),
+        prompt_tokens=prompt_tokens,
+        engine_hit_tokens=own_hits,
+        computed_tokens=prompt_tokens - own_hits - tier_hits,
+        ttft_mean=sum(waits) / len(waits) if waits else 0.0,
+        ttft_p50=_quantile(waits, 0.5),
+        ttft_p99=_quantile(waits, 0.99),
+        prefill_seconds_saved=tier_hits / machine.prefill_rate,
+    )
+
+
+def _use(
+    spec: SimTier,
+    profile: TierProfile,
+    done: dict[str, float],
+    seconds: float,
+    block_bytes: int,
+    block_tokens: int,
+) -> TierUse:
+    stored = int(done["claimed"])
+    size = block_bytes * profile.stored_share
+    a_day = stored * size / seconds * DAY
+    years = None
+    if profile.endurance is not None and a_day:
+        years = profile.endurance / a_day * DAY / YEAR
+    capacity = spec.capacity if spec.capacity is not None else profile.capacity
+    price = profile.price_per_month
+    if profile.price_per_gb_month is not None and capacity is not None:
+        price = (price or 0.0) + profile.price_per_gb_month * capacity / 1e9
+    return TierUse(
+        name=spec.name,
+        hit_tokens=int(done["hits"]) * block_tokens,
+        load_busy=done["load_busy"] / seconds,
+        store_busy=done["store_busy"] / seconds,
+        loaded_bytes=int(done["loaded"] * size),
+        stored_bytes=int(stored * size),
+        written_bytes_per_day=a_day,
+        offered_blocks=int(done["admitted"]),
+        dropped_blocks=max(0, int(done["admitted"]) - stored),
+        life_years=years,
+        price_per_month=price,
+    )
+
+
+def _quantile(values: list[float], part: float) -> float:
+    """The value that so large a part of the sorted values is at or below."""
+    return values[min(len(values) - 1, int(part * len(values)))] if values else 0.0

@@ -1,0 +1,236 @@
+"""Tier: what one tier holds, what it admits, and its link, in time."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tiers.tuning.simulation.prompt import Prompt
+from tiers.tuning.simulation.spaces import LruSpace, Part
+
+BURST = 3600.0
+"""Seconds whose part of a write budget may be spent at once, as in the chain's admission."""
+
+StoreJob = tuple[list[Part], int, Sequence[int]]
+"""Blocks of one prompt on their way: their parts of runs, how many, and the path of the prompt."""
+
+
+class TierSettings(NamedTuple):
+    """A tier in blocks and seconds. `room`: blocks that may be on their way into it."""
+
+    name: str
+    room: float
+    store_threshold: int
+    load_seconds: float
+    """For each block, as `store_seconds` is."""
+    store_seconds: float
+    load_latency: float
+    store_latency: float
+    concurrency: int
+    shared_link: bool
+    budget: float | None
+    """Blocks per second that the write budget admits."""
+
+
+class Counts:
+    """What a tier has done so far, in blocks and seconds. `hits`: loaded, and in time."""
+
+    __slots__ = ("admitted", "claimed", "hits", "load_busy", "loaded", "store_busy")
+
+    def __init__(self) -> None:
+        self.hits = self.loaded = self.admitted = self.claimed = 0
+        self.load_busy = self.store_busy = 0.0
+
+    def values(self) -> dict[str, float]:
+        """All of them, by their names."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Tier:
+    """One tier. Times never go back from call to call.
+
+    Loads and stores wait in a queue each. Stores end on a clock that stands still for as long as
+    loads take bandwidth from them: `_delay` is how far it is behind.
+    """
+
+    def __init__(self, settings: TierSettings, lengths: Sequence[int], space: LruSpace) -> None:
+        self.settings = settings
+        self.space = space
+        self.held = space.held
+        self.counts = Counts()
+        self.load_free = 0.0
+        self._lengths = lengths
+        self._room = settings.room
+        self._threshold = settings.store_threshold
+        self._pending: dict[int, int] = {}
+        self._uses: dict[int, int] = {}
+        self._jobs: deque[tuple[float, StoreJob]] = deque()
+        self._waiting: deque[tuple[Prompt, list[Part]]] = deque()
+        self._under_way = 0
+        self._store_free = 0.0
+        self._delay = 0.0
+        self._budget_left = (settings.budget or 0.0) * BURST
+        self._budget_since = 0.0
+
+    # -- loads -------------------------------------------------------------------------------
+
+    def load(self, blocks: int, now: float) -> float:
+        """Load blocks from now on; when the last of them has come."""
+        settings, counts = self.settings, self.counts
+        begin = max(now, self.load_free)
+        busy = blocks * settings.load_seconds
+        if settings.shared_link:
+            # Each has half of the link for as long as both have something to move.
+            behind = min(busy, max(0.0, self._store_free + self._delay - begin))
+            self._delay += behind
+            busy += behind
+        self.load_free = end = begin + busy
+        end += settings.load_latency
+        if settings.concurrency == 1:
+            self.load_free = end
+        counts.load_busy += busy
+        counts.loaded += blocks
+        return end
+
+    def wait_for(self, blocks: int, now: float) -> float:
+        """Seconds until so many blocks would be loaded."""
+        settings = self.settings
+        queued = max(0.0, self.load_free - now)
+        return queued + settings.load_latency + blocks * settings.load_seconds
+
+    # -- stores ------------------------------------------------------------------------------
+
+    def offer(self, prompt: Prompt, first: int, last: int, now: float) -> StoreJob | None:
+        """Take what the tier lacks of a prompt's blocks from `first` to `last`, head first, as far
+        as its rules and its room admit; those that it has count as used."""
+        held, pending, lengths = self.held, self._pending, self._lengths
+        parts: list[Part] = []
+        depth = lacking = 0
+        for run in prompt.path:
+            length = lengths[run]
+            want = length if depth + length <= last else last - depth
+            have = held.get(run, 0)
+            if have < want and depth + length > first:
+                under_way = pending.get(run, 0)
+                if under_way > have:
+                    have = under_way
+                # What begins behind a gap in its run is left out: nothing could use it.
+                if first - depth <= have < want and (
+                    self._threshold == 1 or self._is_asked_enough(run, is_again=first > depth)
+                ):
+                    parts.append((run, have, want))
+                    lacking += want - have
+            depth += length
+            if depth >= last:
+                break
+        self.space.touch(prompt.path)
+        return self._claim(prompt, parts, lacking, now) if parts else None
+
+    def _is_asked_enough(self, run: int, is_again: bool) -> bool:
+        """Whether enough prompts have asked for a run; `is_again`: this one has before."""
+        count = self._uses.get(run, 0) + (not is_again)
+        self._uses[run] = count
+        return count >= self._threshold
+
+    def _claim(
+        self, prompt: Prompt, parts: list[Part], lacking: int, now: float
+    ) -> StoreJob | None:
+        """Take slots for these parts; those without one wait while the prompt has its blocks."""
+        self.counts.admitted += lacking
+        if self.settings.budget is not None:
+            affordable = self._affordable(now)
+            if lacking > affordable:
+                parts, _ = split(parts, affordable)
+                lacking = math.floor(affordable)
+        room = self._room - self._under_way
+        if lacking > room:
+            parts, left = split(parts, room)
+            self._waiting.append((prompt, left))
+            lacking = max(0, math.floor(room))
+        return self._begin(prompt, parts, lacking) if parts else None
+
+    def _begin(self, prompt: Prompt, parts: list[Part], blocks: int) -> StoreJob:
+        pending = self._pending
+        for run, _, stop in parts:
+            pending[run] = stop
+        if self._threshold > 1:
+            for run, _, stop in parts:
+                if stop == self._lengths[run]:
+                    self._uses.pop(run, None)
+        self.counts.claimed += blocks
+        self._under_way += blocks
+        self._budget_left -= blocks
+        return parts, blocks, prompt.path
+
+    def _affordable(self, now: float) -> float:
+        rate = self.settings.budget or 0.0
+        earned = (now - self._budget_since) * rate
+        self._budget_left = min(rate * BURST, self._budget_left + earned)
+        self._budget_since = now
+        return max(0.0, self._budget_left)
+
+    def submit(self, job: StoreJob, now: float) -> None:
+        """The blocks of a job are in their slots: they wait for the link."""
+        settings = self.settings
+        busy = job[1] * settings.store_seconds
+        begin = max(now, self._store_free + self._delay)
+        if settings.shared_link:
+            busy += min(busy, max(0.0, self.load_free - begin))
+        self.counts.store_busy += busy
+        self._store_free = end = begin + busy + settings.store_latency - self._delay
+        self._jobs.append((end, job))
+
+    def drain(self, now: float) -> None:
+        """Take in the stores that have ended by now."""
+        jobs = self._jobs
+        if jobs and jobs[0][0] + self._delay <= now:
+            self._drain(now)
+        self.space.pass_time(now)
+
+    def _drain(self, now: float) -> None:
+        jobs, pending = self._jobs, self._pending
+        while jobs and jobs[0][0] + self._delay <= now:
+            end, (parts, blocks, path) = jobs.popleft()
+            for run, _, stop in parts:
+                if pending.get(run) == stop:
+                    del pending[run]
+            self.space.store(parts, path)
+            self._under_way -= blocks
+            if self._waiting:
+                self._take_waiting(end + self._delay)
+
+    def _take_waiting(self, now: float) -> None:
+        """Give the room that has come free to what waits for it, head first."""
+        waiting = self._waiting
+        while waiting and (room := self._room - self._under_way) >= 1:
+            prompt, parts = waiting.popleft()
+            if prompt.until <= now:
+                continue
+            lacking = [self._lacking(part) for part in parts]
+            parts, left = split([part for part in lacking if part[1] < part[2]], room)
+            if left:
+                waiting.appendleft((prompt, left))
+            if parts:
+                blocks = sum(stop - start for _, start, stop in parts)
+                self.submit(self._begin(prompt, parts, blocks), now)
+
+    def _lacking(self, part: Part) -> Part:
+        run, start, stop = part
+        return run, max(start, self.held.get(run, 0), self._pending.get(run, 0)), stop
+
+
+def split(parts: list[Part], most: float) -> tuple[list[Part], list[Part]]:
+    """The first `most` blocks of these parts, and the others."""
+    taken: list[Part] = []
+    room = max(0, math.floor(most))
+    for index, part in enumerate(parts):
+        run, start, stop = part
+        if stop - start > room:
+            middle = start + room
+            head = [(run, start, middle)] if room else []
+            return taken + head, [(run, middle, stop), *parts[index + 1 :]]
+        taken.append(part)
+        room -= stop - start
+    return taken, []

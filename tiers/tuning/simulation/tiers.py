@@ -1,0 +1,65 @@
+"""The tiers of a chain on a machine, in blocks and seconds."""
+
+from __future__ import annotations
+
+import math
+
+from tiers.tuning.machine import Machine, TierProfile
+from tiers.tuning.simulation.chain import SimChain, SimTier
+from tiers.tuning.simulation.spaces import LruSpace, TimedSpace
+from tiers.tuning.simulation.tier import Tier, TierSettings
+from tiers.tuning.simulation.workload import Workload
+
+STAGING = 256 << 20
+STEPS = 2
+"""See `tiers/connector/contract/pool_size.py`, as for STAGING."""
+SHARE = 0.5
+"""Of all slots, what the stores under way of a tier beside others may hold."""
+
+
+def tiers_of(chain: SimChain, machine: Machine, workload: Workload) -> list[Tier]:
+    """The tiers, empty. Raises SpecError for one without a profile."""
+    block_bytes = machine.kv_bytes_per_token * workload.block_tokens
+    slots = _slots(chain, machine, workload.block_tokens, block_bytes)
+    share = 1.0 if len(chain.tiers) == 1 else SHARE
+    tiers = []
+    for tier in chain.tiers:
+        profile = machine.profile(tier.name, tier.type)
+        settings = _settings(tier, profile, block_bytes, slots * share)
+        capacity = tier.capacity if tier.capacity is not None else profile.capacity
+        blocks = math.inf if capacity is None else _blocks(tier, capacity, profile, block_bytes)
+        space = LruSpace(blocks) if tier.ttl is None else TimedSpace(blocks, tier.ttl)
+        tiers.append(Tier(settings, workload.lengths, space))
+    return tiers
+
+
+def _blocks(tier: SimTier, capacity: int, profile: TierProfile, block_bytes: int) -> int:
+    return int(capacity // (block_bytes * (1.0 if tier.is_host else profile.stored_share)))
+
+
+def _slots(chain: SimChain, machine: Machine, block_tokens: int, block_bytes: int) -> int:
+    """Slots of the host pool."""
+    capacity = sum(tier.capacity or 0 for tier in chain.tiers if tier.is_host)
+    if chain.staging is not None:
+        return int((capacity + chain.staging) // block_bytes)
+    step_blocks = -(-machine.step_tokens // block_tokens)
+    return max(int((capacity + STAGING) // block_bytes), STEPS * step_blocks)
+
+
+def _settings(tier: SimTier, profile: TierProfile, block_bytes: int, most: float) -> TierSettings:
+    size = block_bytes * profile.stored_share
+    room = math.inf if tier.is_host else float(max(1, int(most)))
+    if tier.max_inflight is not None:
+        room = min(room, max(1, tier.max_inflight // block_bytes))
+    return TierSettings(
+        tier.name,
+        room,
+        tier.store_threshold,
+        size / min(profile.load_bandwidth, tier.load_rate or math.inf),
+        size / min(profile.store_bandwidth, tier.store_rate or math.inf),
+        profile.load_latency,
+        profile.store_latency,
+        profile.concurrency,
+        profile.shared_link,
+        None if tier.write_budget is None else tier.write_budget / size,
+    )
