@@ -20,8 +20,8 @@ from tiers.errors import TierError
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, TierStore, Usage
 from tiers.testing import GivenSpec, MemoryStore, StoreContract
-from tiers.wrappers.encryption import Cipher, encrypted, encrypted_bytes
-from tiers.wrappers.guard import guard
+from tiers.wrappers.encryption import Cipher, EncryptedStore, encrypted_bytes
+from tiers.wrappers.guard import Guarded
 
 
 class OneProcess:
@@ -84,7 +84,7 @@ class TestRedisOverUnixSocket(OneProcess, TestRedis):
 
 class TestGuardedRedis(OneProcess, TestRedis):
     def open_store(self, payload_bytes: int) -> TierStore:
-        return guard(super().open_store(payload_bytes), "redis")
+        return Guarded(super().open_store(payload_bytes), "redis")
 
 
 class TestDisk(StoreContract):
@@ -114,7 +114,7 @@ class TestDisk(StoreContract):
 class TestEncryptedDisk(OneProcess, TestDisk):
     def open_store(self, payload_bytes: int) -> TierStore:
         inner = self.make_spec().open(StoreContext(encrypted_bytes(payload_bytes)))
-        return encrypted(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
+        return EncryptedStore(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
 
 
 class TestEncryptedRedis(OneProcess, TestRedis):
@@ -123,12 +123,12 @@ class TestEncryptedRedis(OneProcess, TestRedis):
 
     def open_store(self, payload_bytes: int) -> TierStore:
         inner = self.make_spec().open(StoreContext(encrypted_bytes(payload_bytes)))
-        return encrypted(inner, [b"k" * KEY_BYTES], payload_bytes)
+        return EncryptedStore(inner, [b"k" * KEY_BYTES], payload_bytes)
 
 
 class TestGuardedDisk(OneProcess, TestDisk):
     def open_store(self, payload_bytes: int) -> TierStore:
-        return guard(super().open_store(payload_bytes), "disk")
+        return Guarded(super().open_store(payload_bytes), "disk")
 
 
 class KeepsTheCallersMemory(MemoryStore):

@@ -182,7 +182,11 @@ class StoreWrapper:
     """
 
     def __init__(self, store: TierStore) -> None:
-        self._inner = store
+        self._store = store
+
+    @property
+    def _inner(self) -> TierStore:
+        return self._store
 
     def capability(self, kind: type[Capability]) -> Capability | None:
         """This wrapper as one that has a capability, or None."""
@@ -195,47 +199,38 @@ class StoreWrapper:
         return found
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """As the store."""
         return self._inner.has(keys)
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """As the store."""
         return self._inner.put(blocks)
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
-        """As the store."""
         return self._inner.get(blocks)
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """As the store."""
         self._inner.drop(keys)
 
     def close(self) -> None:
-        """Close the store."""
         self._inner.close()
 
+    # -- only with the capability ------------------------------------------------------------
+
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        """As the store, if it has a LocalIndex."""
         return self._inner_as(LocalIndex).peek(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """As the store, if it has Touch."""
         self._inner_as(Touch).touch(keys)
 
     def clear(self, namespace: bytes) -> bool:
-        """As the store, if it has Clear."""
         return self._inner_as(Clear).clear(namespace)
 
     def damaged(self) -> int:
-        """As the store, if it has Damages."""
         return self._inner_as(Damages).damaged()
 
     def usage(self) -> Usage:
-        """As the store, if it is Measured."""
         return self._inner_as(Measured).usage()
 
     def describe(self) -> str:
-        """As the store, if it is Described."""
         return self._inner_as(Described).describe()
 
 

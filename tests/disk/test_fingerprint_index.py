@@ -20,7 +20,7 @@ from tiers.disk.fingerprint_index import CELLS, FingerprintTable
 from tiers.disk.index import Index, Snapshot
 from tiers.disk.rows import ADDED, fingerprint, index_key
 from tiers.disk.store import DiskStore
-from tiers.wrappers.guard import guard
+from tiers.wrappers.guard import Guarded
 
 WAIT_S = 60.0
 EVERY = keys(*range(300))
@@ -168,6 +168,6 @@ def test_a_peek_reaches_the_table_in_four_frames(
     with opened(tmp_path) as store:
         settled(store)
         monkeypatch.setattr(FingerprintTable, "has", has)
-        assert guard(store, "disk").peek(keys(0)) == [True]
+        assert Guarded(store, "disk").peek(keys(0)) == [True]
     here = frames.index("test_a_peek_reaches_the_table_in_four_frames")
     assert frames[here + 1 :] == ["peek", "peek", "peek", "has"]

@@ -20,8 +20,8 @@ from tiers.engine.replay import ReplayEngine
 from tiers.errors import TierUnavailable
 from tiers.gpu.copier import CpuCopier
 from tiers.store import Block
-from tiers.wrappers.encryption import encrypted, encrypted_bytes
-from tiers.wrappers.guard import guard
+from tiers.wrappers.encryption import EncryptedStore, encrypted_bytes
+from tiers.wrappers.guard import Guarded
 
 
 def chain(deadline: str = "200ms", **more: Any) -> ChainSpec:
@@ -105,7 +105,7 @@ def test_an_index_that_fails_is_left_alone_after_each_try() -> None:
     now = [0.0]
     store = TroubledStore()
     store.faults.fail("peek", error=TierUnavailable("index"))
-    guarded: Any = guard(store, "disk", retry_after=1.0, clock=lambda: now[0])
+    guarded: Any = Guarded(store, "disk", retry_after=1.0, clock=lambda: now[0])
     for _ in range(1000):
         guarded.peek([b"k"])
         now[0] += 0.01
@@ -115,7 +115,7 @@ def test_an_index_that_fails_is_left_alone_after_each_try() -> None:
 def test_a_damaged_block_that_can_not_be_dropped_costs_the_others_nothing() -> None:
     inner = TroubledStore()
     inner.faults.fail("drop", error=TierUnavailable("read-only"))
-    guarded = guard(encrypted(inner, [bytes(32)], 4096), "disk")
+    guarded = Guarded(EncryptedStore(inner, [bytes(32)], 4096), "disk")
     keys = [bytes([n]) * 48 for n in range(4)]
     assert all(guarded.put([Block(key, memoryview(bytearray(4096))) for key in keys]))
     name = next(iter(inner.blocks))
@@ -146,7 +146,7 @@ def test_nobody_waits_for_lookups_that_hang(
 
 def test_lookups_of_requests_that_are_gone_take_no_memory() -> None:
     remote = TroubledStore(indexed=False)
-    manager = StoreManager(guard(remote, "slow", deadline=0.05), [bytes(16)], Generation())
+    manager = StoreManager(Guarded(remote, "slow", deadline=0.05), [bytes(16)], Generation())
     remote.pace.hang("has")
     try:
         for _ in range(1000):

@@ -27,7 +27,7 @@ from tiers.remote.spec import RedisSpec
 from tiers.remote.store import RedisStore
 from tiers.store import TierStore
 from tiers.testing import StoreContract, make_key
-from tiers.wrappers.guard import guard
+from tiers.wrappers.guard import Guarded
 
 
 def open_store(url: str, timeout: str = "10s", payload_bytes: int = PAYLOAD) -> RedisStore:
@@ -161,7 +161,7 @@ def test_a_lost_masters_blocks_are_misses_and_the_others_are_served(
     with cluster(cluster_require_full_coverage="no") as nodes:
         at_first = [node_of(nodes, key) == 0 for key in keys]
         store = open_store(url_of(*nodes), "1s")
-        guarded = guard(store, "remote")
+        guarded = Guarded(store, "remote")
         assert put(guarded, *keys) == [True] * 30
         getattr(nodes[0], fault)()
         others = [not lost for lost in at_first]
@@ -188,7 +188,7 @@ def test_a_lost_masters_blocks_are_misses_and_the_others_are_served(
     outcome="its blocks are not stored, all are loaded; stores again by itself",
 )
 def test_a_node_that_takes_no_writes_still_serves_its_blocks(nodes: list[RedisServer]) -> None:
-    guarded = guard(open_store(url_of(*nodes)), "remote")
+    guarded = Guarded(open_store(url_of(*nodes)), "remote")
     keys, more = ([make_key() for _ in range(30)] for _ in range(2))
     assert put(guarded, *keys) == [True] * 30
     client = nodes[0].client()
@@ -215,7 +215,7 @@ def test_a_cluster_without_a_node_is_down_and_back_when_they_are() -> None:
     keys = [make_key() for _ in range(12)]
     with cluster() as nodes:
         store = open_store(url_of(*nodes), "500ms")
-        guarded = guard(store, "remote", retry_after=0.1)
+        guarded = Guarded(store, "remote", retry_after=0.1)
         assert put(guarded, *keys) == [True] * 12
         for node in nodes:
             node.hang()
@@ -240,7 +240,7 @@ def test_a_cluster_without_a_node_is_down_and_back_when_they_are() -> None:
 def test_a_cluster_that_refuses_to_serve_is_down_and_back_after_a_restart() -> None:
     keys = [make_key() for _ in range(12)]
     with cluster() as nodes:
-        guarded = guard(open_store(url_of(*nodes), "1s"), "remote", retry_after=0.2)
+        guarded = Guarded(open_store(url_of(*nodes), "1s"), "remote", retry_after=0.2)
         assert put(guarded, *keys) == [True] * 12
         nodes[0].kill()
         wait_until(lambda: not any(guarded.has(keys)) and not guarded.is_up)
@@ -261,7 +261,7 @@ def test_a_replica_that_took_over_serves_its_masters_blocks() -> None:
     keys = [make_key() for _ in range(30)]
     with cluster() as nodes, ExitStack() as stack:
         replica = stack.enter_context(joined(nodes, replica_of=nodes[0]))
-        guarded = guard(open_store(url_of(*nodes), "1s"), "remote")
+        guarded = Guarded(open_store(url_of(*nodes), "1s"), "remote")
         stack.callback(guarded.close)
         assert put(guarded, *keys) == [True] * 30
         wait_until(lambda: replica.client().dbsize() == nodes[0].client().dbsize())

@@ -21,7 +21,7 @@ from tiers.errors import TierUnavailable
 from tiers.remote.store import RedisStore
 from tiers.remote.stream import PIECE_BYTES
 from tiers.testing import Memory, make_key
-from tiers.wrappers.guard import guard
+from tiers.wrappers.guard import Guarded
 
 HANG_LIMIT = 20.0
 SECRET = "s3same-0pen"
@@ -334,7 +334,7 @@ def test_a_refused_password_is_unavailable_and_never_shown(
         with opened(url) as store:
             with pytest.raises(TierUnavailable, match="refused the user or password") as caught:
                 store.has([make_key()])
-            guarded = guard(store, "remote")
+            guarded = Guarded(store, "remote")
             assert guarded.has([make_key()]) == [False]
             assert SECRET not in shown_by(caught.value, caplog.text)
             assert "remote: reads are down" in caplog.text

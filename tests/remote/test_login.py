@@ -18,7 +18,7 @@ from tiers.errors import TierUnavailable, TierUnusable
 from tiers.remote.spec import RedisSpec
 from tiers.remote.store import RedisStore
 from tiers.testing import Memory, make_key
-from tiers.wrappers.guard import guard
+from tiers.wrappers.guard import Guarded
 
 SECRET = "s3same-0pen"
 NEEDED = ("~kvtiers:*", "+get", "+set", "+exists", "+pexpire", "+unlink")
@@ -111,7 +111,7 @@ def test_no_fault_shows_the_password(
     with opened(url, username=user, password=password) as store:
         with pytest.raises(TierUnavailable) as caught:
             store.has([make_key()])
-        guarded = guard(store, "remote")
+        guarded = Guarded(store, "remote")
         assert guarded.has([make_key()]) == [False]
         assert not guarded.is_up
         trace = "".join(traceback.format_exception(caught.value))

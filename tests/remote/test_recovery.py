@@ -19,7 +19,7 @@ from tests.support.servers import RedisServer
 from tests.support.topologies import Link, wait_until
 from tiers.remote.spec import RedisSpec
 from tiers.testing import make_key
-from tiers.wrappers.guard import Guarded, guard
+from tiers.wrappers.guard import Guarded
 
 HANG_LIMIT = 20.0
 PAUSE_MS = 2500
@@ -121,7 +121,7 @@ FAULTS = [
 def guarded_tier(url: str) -> Iterator[Guarded]:
     spec = RedisSpec.model_validate({"url": url, "timeout": "400ms"})
     store = spec.open(StoreContext(payload_bytes=PAYLOAD))
-    guarded = guard(store, "remote", retry_after=0.1, retry_after_max=0.2)
+    guarded = Guarded(store, "remote", retry_after=0.1, retry_after_max=0.2)
     try:
         yield guarded
     finally:

@@ -19,7 +19,7 @@ from tests.support.topologies import Sentinel, cluster
 from tiers.errors import TierUnavailable, TierUnusable
 from tiers.remote.spec import RedisSpec
 from tiers.testing import make_key
-from tiers.wrappers.guard import guard
+from tiers.wrappers.guard import Guarded
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_server_that_can_not_be_made_sure_of_is_unavailable(
         with opened(f"rediss://127.0.0.1:{port}", timeout="1s", **settings) as store:
             with pytest.raises(TierUnavailable, match=says):
                 store.has([make_key()])
-            guarded = guard(store, "remote")
+            guarded = Guarded(store, "remote")
             assert guarded.has([make_key()]) == [False]
             assert not guarded.is_up
             assert "down" in caplog.text

@@ -25,7 +25,7 @@ from tiers.store import (
     capability,
 )
 from tiers.testing import Memory, make_key
-from tiers.wrappers.guard import Guarded, Health, guard
+from tiers.wrappers.guard import Guarded, Health
 
 KEY = make_key()
 
@@ -133,7 +133,7 @@ def ask_all(guarded: Guarded) -> None:
 
 def test_what_works_goes_through_unchanged() -> None:
     store = Everything()
-    guarded = guard(store, "t")
+    guarded = Guarded(store, "t")
     assert guarded.has([KEY, KEY]) == [True, True]
     assert guarded.get(Memory([KEY], 8).blocks) == [True]
     assert capability(guarded, LocalIndex) and guarded.peek([KEY]) == [True]
@@ -146,7 +146,7 @@ def test_what_works_goes_through_unchanged() -> None:
 @pytest.mark.parametrize("store", [Store, Peeking, Touching, Measuring, Clearing, Everything])
 def test_a_guarded_store_has_just_the_capabilities_of_the_store(store: type[Store]) -> None:
     plain: TierStore = store()
-    guarded: TierStore = guard(plain, "t")
+    guarded: TierStore = Guarded(plain, "t")
     for kind in (LocalIndex, Touch, Measured, Clear):
         assert bool(capability(guarded, kind)) == isinstance(plain, kind)
 
@@ -158,7 +158,7 @@ def test_a_guarded_store_has_just_the_capabilities_of_the_store(store: type[Stor
 def test_any_failure_is_a_miss_and_opens_the_breaker(error: Exception | str, clock: Clock) -> None:
     store = Everything()
     store.error = error if isinstance(error, Exception) else UnicodeDecodeError("x", b"", 0, 1, "")
-    guarded = guard(store, "t", clock=clock)
+    guarded = Guarded(store, "t", clock=clock)
     ask_all(guarded)
     assert store.asked == ["has", "put"]  # nothing more was asked of a tier that is down
     assert not guarded.is_up
@@ -172,7 +172,7 @@ def test_any_failure_is_a_miss_and_opens_the_breaker(error: Exception | str, clo
 def test_a_full_tier_or_a_bad_record_is_a_miss_and_no_more(error: Exception) -> None:
     store = Everything()
     store.error = error
-    guarded = guard(store, "t")
+    guarded = Guarded(store, "t")
     ask_all(guarded)
     assert len(store.asked) == 9
     assert guarded.is_up
@@ -184,7 +184,7 @@ def test_a_request_to_stop_is_no_failure(stop: BaseException) -> None:
     store = Store()
     store.error = stop
     with pytest.raises(type(stop)):
-        guard(store, "t").has([KEY])
+        Guarded(store, "t").has([KEY])
 
 
 @pytest.mark.fault(
@@ -198,7 +198,7 @@ def test_a_store_that_answers_too_little_is_a_miss() -> None:
             return [True]
 
     for verb in ("has", "peek"):
-        guarded = guard(Short(), "t")
+        guarded = Guarded(Short(), "t")
         assert getattr(guarded, verb)([KEY, KEY]) == [False, False]
         assert guarded.failures.by_kind() == {"TierError": 1}
 
@@ -206,7 +206,7 @@ def test_a_store_that_answers_too_little_is_a_miss() -> None:
 def test_trials_get_rarer_until_one_succeeds(clock: Clock) -> None:
     store = Store()
     store.error = TierUnavailable("gone")
-    guarded = guard(store, "t", clock=clock)
+    guarded = Guarded(store, "t", clock=clock)
     guarded.has([KEY])
     for wait in (1, 2, 4, 8, 16, 30, 30):
         asked = len(store.asked)
@@ -230,7 +230,7 @@ def test_trials_get_rarer_until_one_succeeds(clock: Clock) -> None:
 
 def test_a_look_is_no_trial_and_never_ends_the_rest(clock: Clock) -> None:
     store = Everything()
-    guarded = guard(store, "t", clock=clock)
+    guarded = Guarded(store, "t", clock=clock)
     assert capability(guarded, LocalIndex)
     store.error = TierUnavailable("gone")
     guarded.has([KEY])
@@ -253,7 +253,7 @@ def test_a_call_from_before_the_failure_decides_nothing(clock: Clock) -> None:
             return [True] * len(blocks)
 
     store = Slow()
-    guarded = guard(store, "t", clock=clock)
+    guarded = Guarded(store, "t", clock=clock)
     hits: list[bool] = []
     thread = threading.Thread(target=lambda: hits.extend(guarded.get(Memory([KEY], 8).blocks)))
     thread.start()
@@ -276,7 +276,7 @@ def test_a_tier_that_takes_nothing_still_gives(clock: Clock) -> None:
         def put(self, blocks: Sequence[Block]) -> list[bool]:
             raise TierUnavailable("read-only file system")
 
-    guarded = guard(ReadOnly(), "t", clock=clock)
+    guarded = Guarded(ReadOnly(), "t", clock=clock)
     blocks = Memory([KEY], 8).blocks
     assert guarded.put(blocks) == [False]
     assert guarded.get(blocks) == [True]
@@ -312,7 +312,7 @@ def test_what_hangs_takes_one_thread_and_is_left_alone(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Hanging()
-    guarded = guard(store, "t", deadline=5, clock=clock)
+    guarded = Guarded(store, "t", deadline=5, clock=clock)
     assert capability(guarded, LocalIndex)
     hung = start_get(guarded)
     while not store.asked:
@@ -336,7 +336,7 @@ def test_what_hangs_takes_one_thread_and_is_left_alone(
 
 def test_a_trial_that_hangs_is_a_trial_that_failed(clock: Clock) -> None:
     store = Hanging()
-    guarded = guard(store, "t", deadline=5, clock=clock)
+    guarded = Guarded(store, "t", deadline=5, clock=clock)
     store.error = TierUnavailable("gone")
     guarded.has([KEY])
     store.error = None
@@ -361,7 +361,7 @@ def test_each_change_of_state_is_logged_once(
 ) -> None:
     caplog.set_level(logging.INFO)
     store = Store()
-    guarded = guard(store, "nearby", clock=clock)
+    guarded = Guarded(store, "nearby", clock=clock)
     for _ in range(2):
         store.error = TierUnavailable("no route")
         for _ in range(5):
@@ -383,7 +383,7 @@ def test_a_tier_that_flaps_and_damages_is_said_and_then_summed_up(
     minutes: list[Callable[[], None]] = []
     monkeypatch.setattr(threading, "Timer", lambda seconds, call: Timer(minutes, call))
     store = Damaging()
-    guarded = guard(store, "nearby", clock=clock)
+    guarded = Guarded(store, "nearby", clock=clock)
     for _ in range(3):
         store.error = TierUnavailable("no route")
         guarded.has([KEY])
@@ -412,7 +412,7 @@ def test_a_tier_that_flaps_and_damages_is_said_and_then_summed_up(
 def test_close_reaches_a_store_that_is_down_and_only_once() -> None:
     store = Store()
     store.error = OSError("bad")
-    guarded = guard(store, "t")
+    guarded = Guarded(store, "t")
     guarded.has([KEY])
     guarded.close()
     guarded.close()
@@ -422,7 +422,7 @@ def test_close_reaches_a_store_that_is_down_and_only_once() -> None:
 def test_failures_of_many_threads_are_all_counted(clock: Clock) -> None:
     store = Store()
     store.error = TierFull("full")
-    guarded = guard(store, "t", clock=clock)
+    guarded = Guarded(store, "t", clock=clock)
 
     def ask() -> None:
         for _ in range(500):
@@ -439,7 +439,7 @@ def test_failures_of_many_threads_are_all_counted(clock: Clock) -> None:
 @pytest.fixture
 def guarded_redis(server: RedisServer, clock: Clock) -> Iterator[Guarded]:
     spec = RedisSpec.model_validate({"url": server.url, "timeout": "300ms"})
-    guarded = guard(spec.open(StoreContext(payload_bytes=4096)), "redis", clock=clock)
+    guarded = Guarded(spec.open(StoreContext(payload_bytes=4096)), "redis", clock=clock)
     yield guarded
     guarded.close()
 

@@ -23,7 +23,7 @@ With pytest, call `pytest.register_assert_rewrite("tiers.testing")` in your conf
 they compared.
 
 To see what an engine does with a slow or failing tier, put `SlowStore` or `FaultyStore` around a
-store; `MemoryStore` is the simplest one, and `GivenSpec` makes a tier of a store.
+store; `MemoryStore` is the simplest, and `GivenSpec` makes a tier of one.
 """
 
 from tiers.testing.contract import StoreContract

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,20 +32,15 @@ class MemoryStore:
         self.blocks: dict[bytes, bytes] = {}
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say which keys are kept."""
         return [key in self.blocks for key in keys]
 
-    def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say which keys are kept."""
-        return [key in self.blocks for key in keys]
+    peek = has
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """Copy each payload."""
         self.blocks.update((block.key, bytes(block.payload)) for block in blocks)
         return [True] * len(blocks)
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
-        """Copy each payload back."""
         return [self._copy_to(block) for block in blocks]
 
     def _copy_to(self, block: Block) -> bool:
@@ -55,7 +51,6 @@ class MemoryStore:
         return True
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Forget keys."""
         for key in keys:
             self.blocks.pop(key, None)
 
@@ -101,7 +96,29 @@ class Pace:
             time.sleep(seconds)
 
 
-class SlowStore(StoreWrapper):
+class _Tried(StoreWrapper, ABC):
+    """A store whose verbs but `put` and `get` go through `_call`."""
+
+    @abstractmethod
+    def _call(self, verb: str, call: Callable[[], Answer]) -> Answer: ...
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._call("has", partial(super().has, keys))
+
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._call("peek", partial(super().peek, keys))
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        self._call("drop", partial(super().drop, keys))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._call("touch", partial(super().touch, keys))
+
+    def clear(self, namespace: bytes) -> bool:
+        return self._call("clear", partial(super().clear, namespace))
+
+
+class SlowStore(_Tried):
     """A store whose calls take as long as `pace` says.
 
     `indexed` False hides the store's LocalIndex, so that an engine asks it in the background.
@@ -116,19 +133,11 @@ class SlowStore(StoreWrapper):
         """The store's capabilities, without LocalIndex unless it is `indexed`."""
         return None if kind is LocalIndex and not self.indexed else super().capability(kind)
 
-    def _slowly(self, verb: str, call: Callable[[], Answer]) -> Answer:
+    def _call(self, verb: str, call: Callable[[], Answer]) -> Answer:
         self.pace.wait(verb)
         answer = call()
         self.pace.spend(verb)
         return answer
-
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask the store, slowly."""
-        return self._slowly("has", partial(super().has, keys))
-
-    def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask the store's index, slowly."""
-        return self._slowly("peek", partial(super().peek, keys))
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """Store after the delay."""
@@ -143,18 +152,6 @@ class SlowStore(StoreWrapper):
         loaded = sum(len(block.payload) for block, hit in zip(blocks, hits, strict=True) if hit)
         self.pace.spend("get", loaded)
         return hits
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        """Forget keys, slowly."""
-        self._slowly("drop", partial(super().drop, keys))
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Touch keys, slowly."""
-        self._slowly("touch", partial(super().touch, keys))
-
-    def clear(self, namespace: bytes) -> bool:
-        """Clear a part of the namespace, slowly."""
-        return self._slowly("clear", partial(super().clear, namespace))
 
     def close(self) -> None:
         """Let calls that hang go on, and close the store."""
@@ -202,22 +199,27 @@ class Faults:
         return self._random.random() < chance
 
 
-class FaultyStore(StoreWrapper):
+class FaultyStore(_Tried):
     """A store that fails as `faults` says. A payload that it misses is filled with garbage."""
 
     def __init__(self, store: TierStore, faults: Faults | None = None) -> None:
         super().__init__(store)
         self.faults = Faults() if faults is None else faults
 
+    def _call(self, verb: str, call: Callable[[], Answer]) -> Answer:
+        self.faults.meet(verb)
+        return call()
+
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Ask the store; report keys that it does not hold, too."""
-        self.faults.meet("has")
-        return [held or self.faults.happens(self.faults.invented) for held in super().has(keys)]
+        return self._invent(super().has(keys))
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask the store's index; report keys that it does not hold, too."""
-        self.faults.meet("peek")
-        return [held or self.faults.happens(self.faults.invented) for held in super().peek(keys)]
+        """As `has`."""
+        return self._invent(super().peek(keys))
+
+    def _invent(self, held: list[bool]) -> list[bool]:
+        return [has or self.faults.happens(self.faults.invented) for has in held]
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """Store the blocks that are not refused."""
@@ -239,21 +241,6 @@ class FaultyStore(StoreWrapper):
             if not hit:
                 block.payload[:] = b"\xa5" * len(block.payload)
         return hits
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        """Forget keys."""
-        self.faults.meet("drop")
-        super().drop(keys)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Touch keys."""
-        self.faults.meet("touch")
-        super().touch(keys)
-
-    def clear(self, namespace: bytes) -> bool:
-        """Clear a part of the namespace."""
-        self.faults.meet("clear")
-        return super().clear(namespace)
 
 
 class GivenSpec(StoreSpec):

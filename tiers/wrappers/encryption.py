@@ -13,26 +13,13 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import cast
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tiers.block import NAMESPACE_BYTES
-from tiers.concurrency.counter import LockedCounter
 from tiers.host.memory import slot_stride
-from tiers.store import (
-    Block,
-    Capability,
-    Clear,
-    Damages,
-    LocalIndex,
-    TierStore,
-    Touch,
-    capability,
-    each,
-)
+from tiers.store import Block, Clear, LocalIndex, TierStore, Touch, each
 from tiers.wrappers.staged import StagedStore
 
 NONCE_BYTES = 12
@@ -93,28 +80,21 @@ def _associated_data(block: Block) -> bytes:
 
 
 class EncryptedStore(StagedStore):
-    """A TierStore over another that is opened for payloads of `encrypted_bytes`. Create with
-    `encrypted()`. Thread-safe, as the other is.
+    """A TierStore over another that is opened for payloads of `encrypted_bytes`.
 
-    The first cipher encrypts. A block that is not found under its first cipher's name is looked for
-    under those of the others. Blocks that do not decrypt count as damaged.
+    The first of `keys`, of 32 bytes each, encrypts. A block that is not found under the name of its
+    cipher is looked for, as it is dropped and touched, under those of the others. Blocks that do
+    not decrypt count as damaged.
     """
 
-    def __init__(self, store: TierStore, ciphers: Sequence[Cipher], payload_bytes: int) -> None:
+    def __init__(self, store: TierStore, keys: Sequence[bytes], payload_bytes: int) -> None:
         super().__init__(store, encrypted_bytes(payload_bytes))
-        self._ciphers = ciphers
-        self._damaged = LockedCounter()
-
-    def capability(self, kind: type[Capability]) -> Capability | None:
-        """As the store, and that of counting damage."""
-        return cast(Capability, self) if kind is Damages else super().capability(kind)
+        self._ciphers = [Cipher(key) for key in keys]
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """As the store, for the names of all ciphers."""
         return self._under_any("has", self._inner.has, keys)
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        """As `has`."""
         return self._under_any("peek", self._inner_as(LocalIndex).peek, keys)
 
     def _under_any(
@@ -135,7 +115,6 @@ class EncryptedStore(StagedStore):
         return Block(cipher.name(block.key), form)
 
     def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
-        """Load and decrypt; drop blocks that do not decrypt."""
         found = [False] * len(blocks)
         for cipher in self._ciphers:
             places = [place for place, done in enumerate(found) if not done]
@@ -155,35 +134,19 @@ class EncryptedStore(StagedStore):
         got = each("get", self._inner.get(forms_asked), len(forms_asked))
         there = [p for p, ok in zip(places, got, strict=True) if ok]
         opened = [p for p in there if cipher.decrypt(blocks[p], forms[p])]
-        planted = [cipher.name(blocks[p].key) for p in there if p not in opened]
-        if planted:
-            self._damaged.count("encrypted", len(planted))
-            # What was loaded stays loaded, even if the store fails to drop.
-            with suppress(Exception):
-                self._inner.drop(planted)
+        self._drop_damaged([cipher.name(blocks[p].key) for p in there if p not in opened])
         return opened
 
+    def _names(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [cipher.name(key) for key in keys for cipher in self._ciphers]
+
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Drop the names of every cipher."""
-        self._inner.drop([cipher.name(key) for key in keys for cipher in self._ciphers])
+        self._inner.drop(self._names(keys))
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Touch the names of every cipher."""
-        names = [cipher.name(key) for key in keys for cipher in self._ciphers]
-        self._inner_as(Touch).touch(names)
+        self._inner_as(Touch).touch(self._names(keys))
 
     def clear(self, namespace: bytes) -> bool:
-        """Clear the namespace of every cipher, one after the other."""
+        """Clear what each cipher makes of the namespace, one after the other."""
         clear = self._inner_as(Clear).clear
         return any(clear(cipher.space(namespace)) for cipher in self._ciphers)
-
-    def damaged(self) -> int:
-        """Blocks that did not decrypt, and those that the store itself found damaged."""
-        inner = capability(self._inner, Damages)
-        return self._damaged.total + (0 if inner is None else inner.damaged())
-
-
-def encrypted(store: TierStore, keys: Sequence[bytes], payload_bytes: int) -> EncryptedStore:
-    """Encrypt what `store` is given; the result owns it. `keys`: 32 bytes each; the first one
-    encrypts, all decrypt."""
-    return EncryptedStore(store, [Cipher(key) for key in keys], payload_bytes)

@@ -59,19 +59,38 @@ HEALTHY = Health(reads=True, writes=True, reads_up=True, writes_up=True)
 
 
 class Guarded(StoreWrapper):
-    """A TierStore that never raises: a failure is a miss. Create with `guard()`. Thread-safe."""
+    """A TierStore over another that never raises: a failure is a miss. Thread-safe.
+
+    A failure other than TierFull and RecordError, or a verb that takes longer than `deadline`,
+    opens the breaker of reads, of writes, or of lookups in memory: the tier is left alone for
+    `retry_after`, then one call tries it; while trials fail, the wait doubles up to
+    `retry_after_max`. Changes are logged; if they repeat, a sum each minute is. All times are in
+    seconds.
+
+    `is_prompt`: `peek` never waits, so the engine's thread may call it. Otherwise the result has no
+    LocalIndex.
+    """
 
     def __init__(
-        self, store: TierStore, tier_name: str, make: Callable[[], Breaker], is_prompt: bool
+        self,
+        store: TierStore,
+        tier_name: str,
+        *,
+        retry_after: float = RETRY_AFTER,
+        retry_after_max: float = RETRY_AFTER_MAX,
+        deadline: float = DEADLINE,
+        clock: Callable[[], float] = time.monotonic,
+        is_prompt: bool = True,
     ) -> None:
         super().__init__(store)
         self.tier_name = tier_name
         self.failures = LockedCounter()
         """Calls that failed, by the error's name."""
         self._is_prompt = is_prompt
-        self._reads, self._writes = make(), make()
         # Lookups without I/O have a breaker of their own: that they work proves nothing of reads.
-        self._looks = make()
+        self._reads, self._writes, self._looks = (
+            Breaker(retry_after, retry_after_max, deadline, clock) for _ in range(3)
+        )
         names = {self._reads: "reads", self._writes: "writes", self._looks: "lookups"}
         self._log = GuardLog(tier_name, names)
         self._damaged = 0
@@ -97,28 +116,25 @@ class Guarded(StoreWrapper):
         self._notice_late()
         reads = (self._reads, self._looks)
         return Health(
-            not any(breaker.is_refusing() for breaker in reads),
-            not self._writes.is_refusing(),
-            all(breaker.is_closed for breaker in reads),
-            self._writes.is_closed,
+            reads=not any(breaker.is_refusing() for breaker in reads),
+            writes=not self._writes.is_refusing(),
+            reads_up=all(breaker.is_closed for breaker in reads),
+            writes_up=self._writes.is_closed,
         )
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """As the store; a failure is False."""
         with self._enter(self._reads) as allowed:
             if allowed:
                 return each("has", self._inner.has(keys), len(keys))
         return [False] * len(keys)
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """As the store; a failure is False."""
         with self._enter(self._writes) as allowed:
             if allowed:
                 return each("put", self._inner.put(blocks), len(blocks))
         return [False] * len(blocks)
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
-        """As the store; a failure is a miss."""
         with self._enter(self._reads) as allowed:
             if allowed:
                 got = each("get", self._inner.get(blocks), len(blocks))
@@ -136,7 +152,6 @@ class Guarded(StoreWrapper):
             self._damaged = found
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """As the store; a failure drops nothing."""
         with self._enter(self._writes) as allowed:
             if allowed:
                 self._inner.drop(keys)
@@ -160,20 +175,17 @@ class Guarded(StoreWrapper):
             self._inner.close()
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        """As the store; False while the tier is left alone."""
         with self._look() as allowed:
             if allowed:
                 return each("peek", cast(LocalIndex, self._inner).peek(keys), len(keys))
         return [False] * len(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """As the store; nothing while the tier is left alone."""
         with self._look() as allowed:
             if allowed:
                 cast(Touch, self._inner).touch(keys)
 
     def clear(self, namespace: bytes) -> bool:
-        """As the store; a failure is False."""
         with self._enter(self._writes) as allowed:
             # Only True means more: a plugin's other truthy answer could come back for ever.
             return allowed and cast(Clear, self._inner).clear(namespace) is True
@@ -258,32 +270,3 @@ class _Attempt:
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> bool:
         return self._guarded.end(self._breaker, self._call, error)
-
-
-def guard(
-    store: TierStore,
-    tier_name: str,
-    *,
-    retry_after: float = RETRY_AFTER,
-    retry_after_max: float = RETRY_AFTER_MAX,
-    deadline: float = DEADLINE,
-    clock: Callable[[], float] = time.monotonic,
-    is_prompt: bool = True,
-) -> Guarded:
-    """Guard a store; the result owns it and has the store's capabilities.
-
-    No verb of the result raises. Failures are counted by the error's name. A failure other than
-    TierFull and RecordError, or a verb that takes longer than `deadline`, opens the breaker of
-    reads, of writes, or of lookups in memory: the tier is left alone for `retry_after`, then one
-    call tries it; while trials fail, the wait doubles up to `retry_after_max`. Changes are logged;
-    if they repeat, a sum each minute is. All times are in seconds.
-
-    `is_prompt`: `peek` never waits, so the engine's thread may call it. Otherwise the result has no
-    LocalIndex.
-    """
-    return Guarded(
-        store,
-        tier_name,
-        lambda: Breaker(retry_after, retry_after_max, deadline, clock),
-        is_prompt,
-    )

@@ -8,14 +8,11 @@ mistaken, and is no defence against who can write to the tier: that is encryptio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import cast
 
-from tiers.block import HEADER_BYTES, Header, expect, pack_header, verify
-from tiers.concurrency.counter import LockedCounter
+from tiers.block import HEADER_BYTES, expect, pack_header, verify
 from tiers.errors import RecordError
 from tiers.host.memory import slot_stride
-from tiers.store import Block, Capability, Damages, TierStore, capability, each
+from tiers.store import Block, TierStore, each
 from tiers.wrappers.staged import StagedStore
 
 _NO_HEADER = bytes(HEADER_BYTES)
@@ -32,7 +29,6 @@ class VerifiedStore(StagedStore):
 
     def __init__(self, store: TierStore, payload_bytes: int) -> None:
         super().__init__(store, record_bytes(payload_bytes))
-        self._damaged = LockedCounter()
 
     def _pack(self, block: Block, form: memoryview) -> Block:
         size = len(block.payload)
@@ -42,40 +38,21 @@ class VerifiedStore(StagedStore):
         return Block(block.key, form)
 
     def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
-        for form in forms:
-            form[:HEADER_BYTES] = (
-                _NO_HEADER  # an older record in this memory must not pass for an answer
-            )
+        for form in forms:  # an older record in this memory must not pass for an answer
+            form[:HEADER_BYTES] = _NO_HEADER
         asked = [Block(block.key, form) for block, form in zip(blocks, forms, strict=True)]
         got = each("get", self._inner.get(asked), len(asked))
-        good = [
-            ok and _take(block, form) for block, form, ok in zip(blocks, forms, got, strict=True)
-        ]
-        lies = [
-            b.key for b, ok, is_good in zip(blocks, got, good, strict=True) if ok and not is_good
-        ]
-        if lies:
-            self._damaged.count("record", len(lies))
-            # What verified stays loaded, even if the store fails to drop.
-            with suppress(Exception):
-                self._inner.drop(lies)
+        good = [ok and _take(b, form) for b, form, ok in zip(blocks, forms, got, strict=True)]
+        said = zip(blocks, got, good, strict=True)
+        self._drop_damaged([block.key for block, ok, is_good in said if ok and not is_good])
         return good
-
-    def capability(self, kind: type[Capability]) -> Capability | None:
-        """As the store, and Damages."""
-        return cast(Capability, self) if kind is Damages else super().capability(kind)
-
-    def damaged(self) -> int:
-        """Blocks that did not verify, and those that the store itself found damaged."""
-        inner = capability(self._inner, Damages)
-        return self._damaged.total + (0 if inner is None else inner.damaged())
 
 
 def _take(block: Block, form: memoryview) -> bool:
     """Copy a payload out of its record; return whether the record is the block's."""
     size = len(block.payload)
     try:
-        header: Header = expect(form[:HEADER_BYTES], block.key, size)
+        header = expect(form[:HEADER_BYTES], block.key, size)
         # Verified in memory that the store can't reach: it may write on after it has answered.
         block.payload[:] = form[HEADER_BYTES : HEADER_BYTES + size]
         verify(header, block.payload)

@@ -10,7 +10,7 @@ from spec.encryption import EncryptionSpec, others_can_read, read_keys
 from spec.offloading import OffloadingSpec, StoreContext, StoreSpec
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
 from tiers.store import TierStore
-from tiers.wrappers.guard import Guarded, guard
+from tiers.wrappers.guard import Guarded
 from tiers.wrappers.integrity import VerifiedStore, record_bytes
 from tiers.wrappers.reopening import Opening, Reopening
 
@@ -57,7 +57,7 @@ def open_guarded(
         raise
     except Exception as error:
         raise TierUnusable(f"{name}: open raised {type(error).__name__}: {error}") from error
-    return guard(store, name, deadline=spec.deadline, is_prompt=spec.is_prompt)
+    return Guarded(store, name, deadline=spec.deadline, is_prompt=spec.is_prompt)
 
 
 def log_name(spec: OffloadingSpec) -> str:
@@ -85,7 +85,7 @@ def _whole(store: TierStore) -> TierStore:
 
 def _encrypt(spec: StoreSpec, encryption: EncryptionSpec, site: StoreContext) -> TierStore:
     try:
-        from tiers.wrappers.encryption import encrypted, encrypted_bytes
+        from tiers.wrappers.encryption import EncryptedStore, encrypted_bytes
     except ModuleNotFoundError as error:
         raise TierUnusable(f"encryption needs {error.name}: install kvtiers[encryption]") from error
     try:
@@ -96,4 +96,4 @@ def _encrypt(spec: StoreSpec, encryption: EncryptionSpec, site: StoreContext) ->
     if open_to_all:
         logger.warning("every user can read the keys in %s", encryption.key_file)
     inner = spec.open(replace(site, payload_bytes=encrypted_bytes(site.payload_bytes)))
-    return encrypted(_whole(inner), keys, site.payload_bytes)
+    return EncryptedStore(_whole(inner), keys, site.payload_bytes)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from tiers.concurrency.executors import widen_affinity
 from tiers.errors import TierNotOpen, TierUnusable
-from tiers.store import Block, StoreWrapper, TierStore
+from tiers.store import Capability, StoreWrapper, TierStore
 
 JOIN_SECONDS = 1.0
 """Seconds that a verb waits for a store to open."""
@@ -72,72 +72,47 @@ def _close(store: TierStore) -> None:
         store.close()
 
 
-class _NotOpen:
-    """A TierStore whose verbs raise TierNotOpen."""
-
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        raise TierNotOpen("not open yet")
-
-    def put(self, blocks: Sequence[Block]) -> list[bool]:
-        raise TierNotOpen("not open yet")
-
-    get = put
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        raise TierNotOpen("not open yet")
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-_NOT_OPEN = _NotOpen()
-
-
 class Reopening(StoreWrapper):
     """A TierStore that its verbs open. Until one succeeds, each verb raises and the store has no
     capabilities; from then on it is as the inner store."""
 
     def __init__(self, open_store: Callable[[], TierStore], opening: Opening | None = None) -> None:
         """`opening`: one that is under way or has failed."""
-        super().__init__(_NOT_OPEN)
+        self._opened: TierStore | None = None
         self._open = open_store
         self._opening = opening
         self._closed = False
         # Without it two verbs would open the store twice. Held for no longer than `JOIN_SECONDS`.
         self._lock = threading.Lock()
 
-    def _join(self) -> TierStore:
-        if self._inner is not _NOT_OPEN:
-            return self._inner
+    @property
+    def _inner(self) -> TierStore:
+        """The store, which a verb that asks for it opens. Raises as `Opening.result`."""
+        if self._opened is not None:
+            return self._opened
         with self._lock:
-            if self._inner is _NOT_OPEN:
+            if self._opened is None:
                 if self._closed:
                     raise TierNotOpen("closed before it could be opened")
                 if self._opening is None or self._opening.has_failed:
                     self._opening = Opening(self._open)
-                self._inner = self._opening.result(JOIN_SECONDS)
-            return self._inner
+                self._opened = self._opening.result(JOIN_SECONDS)
+            return self._opened
 
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """As the store, once it is open."""
-        return self._join().has(keys)
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """As the store, once it is open; does not wait for that."""
+        return None if self._opened is None else super().capability(kind)
 
-    def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """As the store, once it is open."""
-        return self._join().put(blocks)
-
-    def get(self, blocks: Sequence[Block]) -> list[bool]:
-        """As the store, once it is open."""
-        return self._join().get(blocks)
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        """As the store, once it is open."""
-        self._join().drop(keys)
+    def _inner_as(self, kind: type[Capability]) -> Capability:
+        if self._opened is None:  # what needs a capability runs where nothing may wait
+            raise TierNotOpen("not open yet")
+        return super()._inner_as(kind)
 
     def close(self) -> None:
         """Close the store; one that is being opened is closed as soon as it is open."""
         with self._lock:
             self._closed = True
-        self._inner.close()
-        if self._inner is _NOT_OPEN and self._opening is not None:
+        if self._opened is not None:
+            self._opened.close()
+        elif self._opening is not None:
             self._opening.abandon()

@@ -25,8 +25,8 @@ FAILED = Health(reads=False, writes=False, reads_up=False, writes_up=False)
 
 
 class TierSlots:
-    """The host pool as a plugin's tier sees it. The tier keeps `max_slots` blocks at most, each by
-    one reference on its slot, and can release no other reference."""
+    """The host pool as a plugin's tier sees it: `Slots`. The tier keeps `max_slots` blocks at most,
+    each by one reference on its slot, and can release no other reference."""
 
     def __init__(self, pool: SlotPool, max_slots: int, evicting: Evicting) -> None:
         self.num_slots = pool.num_slots
@@ -37,19 +37,15 @@ class TierSlots:
         """Slots on which the tier has a reference."""
 
     def add_evictor(self, evict_one: Callable[[], bool]) -> None:
-        """Register what is asked, when no slot is free, to give up one resident block."""
         self._pool.add_evictor(lambda: self._evicting(evict_one))
 
     def key(self, slot: int) -> bytes | None:
-        """Whose block the slot holds, or None."""
         return self._pool.key(slot)
 
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
-        """The slot of each of these keys, resident or on its way, or None."""
         return self._pool.find_all(keys)
 
     def references(self, slot: int) -> int:
-        """How many references the slot has now; more than one: it is being copied."""
         return self._pool.references(slot)
 
     def retain(self, slot: int) -> None:
@@ -92,26 +88,18 @@ class GuardedResidency:
             ) from error
 
     def find(self, key: bytes) -> int | None:
-        """As the plugin; None once it has failed."""
-        nothing: list[int | None] = [None]
-        return self._ask(lambda: self._slots_of([key], [self._residency.find(key)]), nothing)[0]
+        return self._slots_of([key], lambda keys: [self._residency.find(keys[0])])[0]
 
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
-        """As the plugin; None once it has failed."""
-        nothing: list[int | None] = [None] * len(keys)
-        return self._ask(lambda: self._slots_of(keys, self._residency.find_all(keys)), nothing)
+        return self._slots_of(keys, self._residency.find_all)
 
     def touch(self, keys: Sequence[bytes]) -> list[int | None]:
-        """As the plugin; None once it has failed."""
-        nothing: list[int | None] = [None] * len(keys)
-        return self._ask(lambda: self._slots_of(keys, self._residency.touch(keys)), nothing)
+        return self._slots_of(keys, self._residency.touch)
 
     def admit(self, key: bytes, slot: int, head: int | None = None) -> None:
-        """As the plugin; nothing is kept once it has failed."""
         self._ask(lambda: self._residency.admit(key, slot, head), None)
 
     def discard(self, key: bytes) -> None:
-        """As the plugin."""
         self._ask(lambda: self._residency.discard(key), None)
 
     def clear(self) -> list[bytes]:
@@ -129,10 +117,15 @@ class GuardedResidency:
             raise TierError(f"clear has kept {len(self._slots.kept)} blocks")
 
     def _keys(self) -> list[bytes]:
-        found = (self._pool.key(slot) for slot in self._slots.kept)
-        return [key for key in found if key is not None]
+        return [key for slot in self._slots.kept if (key := self._pool.key(slot)) is not None]
 
-    def _slots_of(self, keys: Sequence[bytes], slots: object) -> list[int | None]:
+    def _slots_of(
+        self, keys: Sequence[bytes], ask: Callable[[Sequence[bytes]], list[int | None]]
+    ) -> list[int | None]:
+        nothing: list[int | None] = [None] * len(keys)
+        return self._ask(lambda: self._check(keys, ask(keys)), nothing)
+
+    def _check(self, keys: Sequence[bytes], slots: object) -> list[int | None]:
         if not isinstance(slots, list) or len(slots) != len(keys):
             raise TierError(f"{len(keys)} slots, or None, were asked for, not {slots!r:.100}")
         for key, slot in zip(keys, slots, strict=True):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import cast
 
+from tiers.concurrency.counter import LockedCounter
 from tiers.errors import TierError
 from tiers.host.scratch import Scratch
-from tiers.store import Block, StoreWrapper, TierStore, each
+from tiers.store import Block, Capability, Damages, StoreWrapper, TierStore, capability, each
 
 SCRATCH_BYTES = 32 << 20
 """Scratch memory that a verb uses at most; one block at least."""
@@ -15,7 +18,8 @@ SCRATCH_BYTES = 32 << 20
 
 class StagedStore(StoreWrapper, ABC):
     """A TierStore over another that is opened for payloads of `form_bytes`, and keeps blocks in a
-    form of its own. Thread-safe, as the other is; each thread in a verb has its own scratch memory.
+    form of its own, which shows damage. Thread-safe, as the other is; each thread in a verb has its
+    own scratch memory.
     """
 
     def __init__(self, store: TierStore, form_bytes: int) -> None:
@@ -23,6 +27,23 @@ class StagedStore(StoreWrapper, ABC):
         self._form_bytes = form_bytes
         self._at_once = max(1, SCRATCH_BYTES // form_bytes)
         self._scratch = Scratch(self._at_once * form_bytes)
+        self._damaged = LockedCounter()
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """As the store, and Damages."""
+        return cast(Capability, self) if kind is Damages else super().capability(kind)
+
+    def damaged(self) -> int:
+        """Blocks that were damaged in their form, and those that the store itself found damaged."""
+        inner = capability(self._inner, Damages)
+        return self._damaged.total + (0 if inner is None else inner.damaged())
+
+    def _drop_damaged(self, keys: Sequence[bytes]) -> None:
+        if keys:
+            self._damaged.count("form", len(keys))
+            # What was loaded stays loaded, even if the store fails to drop.
+            with suppress(Exception):
+                self._inner.drop(keys)
 
     @abstractmethod
     def _pack(self, block: Block, form: memoryview) -> Block:

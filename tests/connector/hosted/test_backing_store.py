@@ -12,7 +12,7 @@ from tiers.connector.contract.generation import Generation
 from tiers.connector.hosted.backing_store import BackingStore
 from tiers.host.slots import SlotPool
 from tiers.store import Block
-from tiers.wrappers.guard import guard
+from tiers.wrappers.guard import Guarded
 
 
 class Batches:
@@ -34,7 +34,7 @@ def test_batches_are_bounded(block_bytes: int, sizes: list[int]) -> None:
     memory = SimpleNamespace(payload=lambda slot: payload, payload_bytes=block_bytes)
     region: Any = SimpleNamespace(namespace=bytes(16), memory=memory)
     backing = BackingStore(None, [region], SlotPool(0), Generation())
-    guarded = guard(cast(Any, store), "store")
+    guarded = Guarded(cast(Any, store), "store")
     items = [(b"%d" % number, number) for number in range(150)]
     assert backing._move(guarded.put, items, b"") == [True] * 150
     assert backing._move(guarded.get, items, b"") == [True] * 150

@@ -22,7 +22,7 @@ from tiers.disk.slab import slot_bytes
 from tiers.disk.store import DiskStore
 from tiers.errors import TierUnusable
 from tiers.store import Block
-from tiers.wrappers.guard import Guarded, guard
+from tiers.wrappers.guard import Guarded
 
 PAYLOAD = 5000
 SLOTS = 8
@@ -54,7 +54,9 @@ class Engine:
         assert list(folder.iterdir()) == [], "a killed engine must leave nothing behind"
 
         def open_store() -> Guarded | None:
-            return guard(spec.open(StoreContext(PAYLOAD, 2)), "tier") if spec is not None else None
+            if spec is None:
+                return None
+            return Guarded(spec.open(StoreContext(PAYLOAD, 2)), "tier")
 
         host = tier_class("cpu").model_validate(
             {"type": "cpu", "capacity": "1MiB", "eviction": "lru"}
