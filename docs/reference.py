@@ -55,6 +55,7 @@ def configuration() -> str:
         CONFIGURATION,
         _section("The chain", schema["properties"], schema),
         _part("`cheapest`", parts["CheapestSpec"]),
+        _part("`record`", parts["RecordSpec"]),
         _part("`tenants`, by cache salt", parts["TenantSpec"]),
         _section("`tiers`: keys of every tier", tier, shared),
         _section(

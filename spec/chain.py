@@ -20,6 +20,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from spec.fields import ByteSize, Duration
 from spec.hints import closest, one_of
 from spec.offloading import OffloadingSpec
+from spec.record import RecordSpec
 from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_types
 from spec.tenants import TenantSpec
 
@@ -148,6 +149,11 @@ class ChainSpec(BaseModel):
         description="Identify images, audio and video by the uuid that the client sends, and do "
         "not read their content. Write true only if no client can send one uuid for two "
         "different contents, by mistake or to deceive.",
+    )
+    record: RecordSpec | None = Field(
+        default=None,
+        description="Record when requests come and which blocks they share, to choose a better "
+        "chain by. Unset: nothing is recorded.",
     )
     salt: str = Field(
         default="",

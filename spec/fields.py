@@ -1,14 +1,16 @@
-"""Value objects that specs share: sizes and durations as an operator writes them."""
+"""Value objects that specs share: sizes, durations and folders as an operator writes them."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from decimal import Decimal
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer, WithJsonSchema
 
 _SIZE_UNITS = {
     "B": Decimal(1),
@@ -160,6 +162,25 @@ ByteRate = Annotated[
     ),
 ]
 """Bytes per second, above zero; always written with the time it is for."""
+
+
+def _named(value: object) -> object:
+    if value == "":
+        raise ValueError("no path; write it like /var/lib/kvtiers")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("a path can't hold a NUL character")
+    return value
+
+
+def _absolute(path: Path) -> Path:
+    try:
+        return Path(os.path.abspath(path.expanduser()))
+    except RuntimeError as error:
+        raise ValueError(f"{error} in {str(path)!r}; write the whole path") from error
+
+
+FolderPath = Annotated[Path, BeforeValidator(_named), AfterValidator(_absolute)]
+"""A folder: `~` stands for the home folder, a relative path starts at the working directory."""
 
 _USERINFO = re.compile(r"(.*?://)?(?:([^:/?#@\s]*):)?.*@", re.S)
 _LOST_AT = re.compile(r"(://[^:/?#\s\[]*:)(?!\d{0,5}(?:[/?#]|$))[^/?#\s]*")

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
+from spec.record import RecordSpec
 from spec.registry import BrokenTierType, tier_parts, tier_types
 
 
@@ -21,6 +22,7 @@ def chain_schema(left_out: Callable[[str], None] = lambda told: None) -> dict[st
     schema = ChainSpec.model_json_schema()
     _write_defaults(schema, ChainSpec)
     definitions = schema["$defs"]
+    _write_defaults(definitions["RecordSpec"], RecordSpec)
     del definitions["OffloadingSpec"]  # stands for all types of tiers
     choices = []
     for tier_type in tier_types():

@@ -8,7 +8,8 @@ KVTiersError             (in spec/errors.py)
 │   ├── TierUnusable     not as it is configured: said once at open, the chain goes on without it
 │   └── TierNotOpen      not now: what it is kept on is not there, full or read-only; tried again
 ├── RecordError          bytes that are not the record they should be
-└── TraceError           a file that is no trace; has the file and line
+├── TraceError           a file that is no trace; has the file and line
+└── RecordingError       requests can't be recorded for now
 
 Others stand beside the code that raises them: UnknownTierType and BrokenTierType in
 spec/registry.py, UnsupportedEngine in engine/versions.py, StreamError and ServerError in remote/.
@@ -45,3 +46,7 @@ class RecordError(KVTiersError):
 
 class TraceError(KVTiersError):
     """A file is no trace, or has a line that is none of a request."""
+
+
+class RecordingError(KVTiersError):
+    """Requests can't be recorded for now; says what would help."""

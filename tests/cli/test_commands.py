@@ -136,6 +136,7 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
         "staging",
         "on_reset",
         "trust_client_ids",
+        "record",
         "salt",
     }
     assert schema["$defs"]["CheapestSpec"]["additionalProperties"] is False

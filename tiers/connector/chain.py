@@ -16,11 +16,13 @@ from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.copier import OpenCopier
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
+from tiers.connector.contract.observer import RequestObserver
 from tiers.connector.contract.pool_size import PoolSize
 from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.worker import MultiWorker
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.wait_budget import WaitBudget
+from tiers.connector.recording import open_recorder
 from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.announcing import Announcer
 from tiers.connector.scheduler.opening import ChainPool, TierOpener
@@ -92,7 +94,19 @@ def scheduler_parts(
             hit_source=tier.hit_source,
         )
 
-    settings = MultiSettings(
+    observers = open_recorder(chain, engine, pool, now)
+    settings = _settings(chain, engine, wait_budget, observers, now)
+    return SchedulerParts([*map(open_tier, chain.tiers)], _names(chain), _identity(chain), settings)
+
+
+def _settings(
+    chain: ChainSpec,
+    engine: EngineInfo,
+    wait_budget: WaitBudget,
+    observers: Sequence[RequestObserver],
+    now: Callable[[], float],
+) -> MultiSettings:
+    return MultiSettings(
         load_policy=chain.load_policy,
         block_tokens=engine.block_tokens,
         window=BlockGroups(engine).window,
@@ -102,8 +116,8 @@ def scheduler_parts(
         wait_budget=wait_budget,
         sharing=LoadSharing(engine, wait_budget) if engine.caches_prefixes else None,
         media=engine.media,
+        observers=observers,
     )
-    return SchedulerParts([*map(open_tier, chain.tiers)], _names(chain), _identity(chain), settings)
 
 
 def worker_parts(

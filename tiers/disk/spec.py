@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import Field
 
-from spec.fields import ByteSize
+from spec.fields import ByteSize, FolderPath
 from spec.offloading import StoreContext, StoreSpec
 from tiers.disk.access import Access, Durability, Io
 
 if TYPE_CHECKING:
     from tiers.disk.store import DiskStore
-
-
-def _named(value: object) -> object:
-    if value == "":
-        raise ValueError("no path; write it like /var/lib/kvtiers")
-    if isinstance(value, str) and "\0" in value:
-        raise ValueError("a path can't hold a NUL character")
-    return value
-
-
-def _absolute(path: Path) -> Path:
-    try:
-        return Path(os.path.abspath(path.expanduser()))
-    except RuntimeError as error:
-        raise ValueError(f"{error} in {str(path)!r}; write the whole path") from error
-
-
-FolderPath = Annotated[Path, BeforeValidator(_named), AfterValidator(_absolute)]
-"""A folder: `~` stands for the home folder, a relative path starts at the working directory."""
 
 
 class DiskSpec(StoreSpec):

@@ -5,8 +5,12 @@
     {"timestamp": 12.5, "input_length": 40, "output_length": 7, "hash_ids": [71, 72]}
 
 `started` is the time of the file's timestamp 0 in milliseconds of Unix time; `hash_ids` has the
-full blocks of the prompt alone. `writer`, `kv_bytes_per_token` and a request's `tenant` and `salt`
-(keyed digests) may be absent. A file may be compressed with zstd (`.zst`), in any number of frames.
+full blocks of the prompt alone, `answer_hash_ids` those that the answer filled. Lines are in the
+order in which requests ended. `open_since` is when the first request came that had not ended yet,
+so that no later line of this writer has an earlier timestamp; without it lines are in order.
+`writer`, `kv_bytes_per_token` and a request's `tenant` and `salt` (keyed digests),
+`answer_hash_ids` and `open_since` may be absent. A file may be compressed with zstd (`.zst`), in
+any number of frames.
 A folder is read as the files that rotation left: those of one writer in the order of their start,
 several writers merged by time.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
@@ -48,7 +53,7 @@ def encode_header(header: FileHeader) -> bytes:
     return _line({"format": FORMAT, "version": VERSION, **known})
 
 
-def encode_request(request: TraceRequest) -> bytes:
+def encode_request(request: TraceRequest, open_since: float | None = None) -> bytes:
     """A request's line, with its newline; `timestamp` counts from the file's `started`."""
     line: dict[str, object] = {
         "timestamp": round(request.timestamp, 3),
@@ -56,6 +61,10 @@ def encode_request(request: TraceRequest) -> bytes:
         "output_length": request.output_length,
         "hash_ids": list(request.blocks),
     }
+    if request.answer_blocks:
+        line["answer_hash_ids"] = list(request.answer_blocks)
+    if open_since is not None:
+        line["open_since"] = round(open_since, 3)
     if request.tenant is not None:
         line["tenant"] = request.tenant
     if request.salt is not None:
@@ -134,12 +143,29 @@ def _parse_header(found: dict[str, Any]) -> FileHeader:
 def _read_files(
     files: list[tuple[Path, float]], block_tokens: int, summary: TraceSummary, skip_bad: bool
 ) -> Iterator[TraceRequest]:
+    """One writer's requests, in the order in which they came. In memory are those that came after
+    one that had not ended yet."""
+    waiting: list[tuple[float, int, TraceRequest]] = []
+    since = math.inf
+    count = 0
     for path, shift in files:
 
         def parse(found: dict[str, Any], shift: float = shift) -> TraceRequest | None:
-            return None if is_header(found) else _parse_request(found, block_tokens, shift)
+            nonlocal since
+            if is_header(found):
+                return None
+            request = _parse_request(found, block_tokens, shift)
+            is_said = "open_since" in found
+            since = fields.number(found, "open_since") + shift if is_said else math.inf
+            return request
 
-        yield from read_requests(path, parse, summary, skip_bad)
+        for request in read_requests(path, parse, summary, skip_bad):
+            count += 1
+            heapq.heappush(waiting, (request.timestamp, count, request))
+            while waiting and waiting[0][0] <= since:
+                yield heapq.heappop(waiting)[2]
+    while waiting:
+        yield heapq.heappop(waiting)[2]
 
 
 def _parse_request(found: dict[str, Any], block_tokens: int, shift: float) -> TraceRequest:
@@ -150,11 +176,19 @@ def _parse_request(found: dict[str, Any], block_tokens: int, shift: float) -> Tr
             f"{len(ids)} hash_ids are more than the full blocks of {length} tokens, "
             f"{length // block_tokens} of {block_tokens} tokens each"
         )
+    output = fields.whole(found, "output_length")
+    of_answer = fields.prefix_ids(found, "answer_hash_ids") if "answer_hash_ids" in found else ()
+    if len(ids) + len(of_answer) > (length + output) // block_tokens:
+        raise Malformed(
+            f"{len(ids)} hash_ids and {len(of_answer)} answer_hash_ids are more than the full "
+            f"blocks of {length + output} tokens, of {block_tokens} tokens each"
+        )
     return TraceRequest(
         fields.number(found, "timestamp") + shift,
         length,
-        fields.whole(found, "output_length"),
+        output,
         ids,
         fields.text(found, "tenant"),
         fields.text(found, "salt"),
+        of_answer,
     )

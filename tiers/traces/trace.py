@@ -28,6 +28,9 @@ class TraceRequest(NamedTuple):
     """Keyed digest of the tenant's name, where it was recorded."""
     salt: str | None = None
     """Keyed digest of the request's cache salt, where it was recorded; `blocks` depend on it."""
+    answer_blocks: Sequence[int] = ()
+    """Ids of the blocks that the answer filled, where they were recorded; the first of them may
+    begin in the prompt. A later turn of the conversation has them in its prompt."""
 
 
 @dataclass(frozen=True)

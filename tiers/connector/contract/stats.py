@@ -31,6 +31,8 @@ COUNTERS = {
     "store_deferred": "Blocks not stored because fewer requests than store_threshold had them.",
     "evictions": "Blocks evicted for room; of our own tiers only cpu reports them.",
     "tier_failures": "Operations of the tier that failed.",
+    "recorded_requests": "Requests that record wrote; its tier is (chain), the chain itself.",
+    "record_dropped": "Requests that record could not write, or not in time; its tier is (chain).",
 }
 """Every counter of a tier, and what it counts. Values of ranks and intervals are added."""
 

@@ -11,7 +11,9 @@ from typing import Any
 from spec.chain import CheapestSpec, LoadPolicy
 from tiers.connector.contract.connector import SchedulerConnector
 from tiers.connector.contract.media import MediaMarks, NoMedia
+from tiers.connector.contract.observer import CHAIN, RequestObserver
 from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
+from tiers.connector.contract.stats import TierStats
 from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.multi.every_child import EveryChild
 from tiers.connector.multi.metadata import (
@@ -38,6 +40,7 @@ class MultiSettings:
     see `EngineInfo`. `cheapest`: settings of the load policy of that name. `now`: seconds, never
     going back. `wait_budget`: that of the children; None: requests wait as long as it takes.
     `sharing`: of loads, where children are tiers. `media`: the marks that the children use.
+    `observers`: hear of every request.
     """
 
     load_policy: LoadPolicy = "first"
@@ -49,6 +52,7 @@ class MultiSettings:
     wait_budget: WaitBudget | None = None
     sharing: LoadSharing | None = None
     media: MediaMarks | None = None
+    observers: Sequence[RequestObserver] = ()
 
 
 class MultiScheduler(EveryChild):
@@ -56,6 +60,7 @@ class MultiScheduler(EveryChild):
 
     limits_requests = True
     """It applies what a request says of itself (see `limits`), also as a child of another."""
+    _observers: Sequence[RequestObserver] = ()
 
     def __init__(
         self,
@@ -90,8 +95,15 @@ class MultiScheduler(EveryChild):
         self._undecided: set[str] = set()
         self._wait_budget = settings.wait_budget or WaitBudget(settings.now)
         self._media = settings.media or NoMedia()
+        self._observers = settings.observers
         self._more_saves: dict[str, int] = {}
         self._more_loads: dict[str, int] = {}
+
+    def on_new_request(self, request: Request) -> None:
+        """Observers and every child learn of a request before it is first asked for it."""
+        for observer in self._observers:
+            observer.arrived(request)
+        super().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -242,10 +254,28 @@ class MultiScheduler(EveryChild):
             self._media.forget(request.request_id)
             if self._sharing is not None:
                 self._sharing.forget(request.request_id)
+            for observer in self._observers:
+                observer.ended(request)
         saving = sum(is_saving for is_saving, _ in answers)
         if saving > 1:
             self._more_saves[request.request_id] = saving - 1
         return saving > 0, merged
+
+    def stats_by_child(self) -> dict[str, Any]:
+        """As of any connector; what observers counted stands under `CHAIN`."""
+        stats = super().stats_by_child()
+        of_chain = TierStats()
+        for observer in self._observers:
+            of_chain.add(CHAIN, **observer.take_counts())
+        return stats if of_chain.is_empty() else {**stats, CHAIN: of_chain}
+
+    def shutdown(self) -> None:
+        """Shut every child down, also when one raises, and then the observers."""
+        try:
+            super().shutdown()
+        finally:
+            for observer in self._observers:
+                observer.close()
 
 
 def _tokens_of_each(choice: Choice, tokens: int, block_tokens: int) -> dict[int, int]:

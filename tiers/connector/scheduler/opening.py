@@ -46,12 +46,15 @@ class ChainPool:
         self._size = size
         self._announcer = announcer
         self._pool: SlotPool | None = None
+        self.block_bytes = 0
+        """Bytes of one key's block over all ranks; 0 until a tier opens."""
 
     def open(self, payload_bytes: int, handshakes: Sequence[WorkerHandshake]) -> SlotPool:
         """The slots, as many as every worker has; blocks have `payload_bytes` on a rank."""
         if self._pool is None:
             made = [handshake.slots for handshake in handshakes if handshake.slots is not None]
             self._pool = SlotPool(min([self._size.slots(payload_bytes), *made]))
+            self.block_bytes = payload_bytes * len(handshakes)
             self._announcer.chain(payload_bytes, len(handshakes), self._pool.num_slots)
         return self._pool
 

@@ -1,0 +1,154 @@
+"""What the replay engine is asked stands in the trace: each request once, its prefixes as ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from tests.support.clock import Clock
+from tests.support.replay_chains import MODEL, chain_of, cpu, drive
+from tiers.engine.hosted_chain import hosted_tiers
+from tiers.engine.replay import ReplayEngine
+from tiers.traces.opening import open_trace
+from tiers.traces.trace import TraceRequest
+
+SIZE = MODEL.block_tokens
+
+
+@contextmanager
+def recording(path: Path, tenants: Any = None, **engine: Any) -> Iterator[ReplayEngine]:
+    chain = chain_of(cpu(), record={"path": str(path)}, tenants=tenants or {})
+    made = ReplayEngine(chain, **engine)
+    yield made
+    made.settle()
+    made.close()
+
+
+def recorded(path: Path) -> list[TraceRequest]:
+    trace = open_trace(path)
+    requests = list(trace)
+    assert not trace.summary.skipped
+    return requests
+
+
+def test_the_trace_has_what_was_asked(tmp_path: Path) -> None:
+    clock = Clock(100.0)
+    prefix = list(range(3 * SIZE))
+    with recording(tmp_path / "trace", now=clock) as engine:
+        engine.generate([*prefix, 1], max_tokens=SIZE)
+        clock.now += 2.5
+        engine.generate([*prefix, *[2] * (2 * SIZE)], max_tokens=1)
+        engine.generate(prefix, max_tokens=3, salt="a")
+        engine.generate([5] * (SIZE - 1), max_tokens=1)
+    first, second, salted, short = recorded(tmp_path / "trace")
+    assert [r.timestamp for r in (first, second, salted, short)] == [0.0, 2500.0, 2500.0, 2500.0]
+    assert (first.input_length, first.output_length) == (3 * SIZE + 1, SIZE)
+    assert (second.input_length, second.output_length) == (5 * SIZE, 1)
+    assert first.blocks == second.blocks[:3] and len(set(second.blocks)) == 5
+    assert (len(first.answer_blocks), len(second.answer_blocks)) == (1, 0)
+    assert len(salted.blocks) == 3 and not {*salted.blocks} & {*second.blocks}
+    assert (first.salt, first.tenant) == (None, None)
+    assert salted.salt is not None and salted.salt != "a" and salted.tenant is None
+    assert short.blocks == []
+
+
+def test_an_answer_is_the_next_turns_prompt(tmp_path: Path) -> None:
+    with recording(tmp_path / "trace") as engine:
+        first = engine.generate(range(3 * SIZE + 1), max_tokens=2 * SIZE)
+        engine.generate(first.tokens + [7] * SIZE, max_tokens=1)
+    asked, again = recorded(tmp_path / "trace")
+    both = [*asked.blocks, *asked.answer_blocks]
+    assert len(both) == 5 and again.blocks[:5] == both
+
+
+def test_ids_are_the_same_after_a_restart_and_for_nobody_elses_key(tmp_path: Path) -> None:
+    found = []
+    for folder, facts in [("a", "m"), ("a", "m"), ("b", "m"), ("a", "other")]:
+        with recording(tmp_path / folder, facts={"model": facts}) as engine:
+            engine.generate(range(2 * SIZE), max_tokens=1)
+        newest = max((tmp_path / folder).glob("*.zst"))
+        found.append(recorded(newest)[0].blocks)
+    assert found[0] == found[1]
+    assert not {*found[0]} & {*found[2]}, "another folder has another key"
+    assert not {*found[0]} & {*found[3]}, "another model's KV is other blocks"
+
+
+def test_who_is_a_tenant(tmp_path: Path) -> None:
+    with recording(tmp_path / "trace", tenants={"acme": {}}) as engine:
+        engine.generate(range(SIZE), max_tokens=1, salt="acme")
+        engine.generate(range(SIZE), max_tokens=1, salt="acme")
+        engine.generate(range(SIZE), max_tokens=1, salt="other")
+    one, two, other = recorded(tmp_path / "trace")
+    assert one.tenant == one.salt == two.tenant and other.tenant is None
+    assert other.salt not in (None, one.salt)
+
+
+def test_each_request_once_in_the_order_in_which_they_came(tmp_path: Path) -> None:
+    # So few blocks that requests are preempted, and some are aborted in between.
+    clock = Clock()
+    with recording(tmp_path / "trace", num_blocks=24, now=clock) as engine:
+        long = engine.add(range(40), max_tokens=40)
+        asked: dict[int, int] = {}
+        for number in range(1, 30):
+            clock.now += 1.0
+            asked[number] = 10 + number
+            engine.add([number] * (10 + number), max_tokens=1 + number % 7)
+            engine.step()
+        aborted = engine.add([99] * 9, max_tokens=9)
+        engine.scheduler.abort(aborted.request_id)
+        engine.run()
+        assert engine.scheduler.preemptions
+        assert len(long.output) == 40
+    requests = recorded(tmp_path / "trace")
+    assert [r.timestamp for r in requests] == [1000.0 * n for n in range(30)]
+    assert requests[0].output_length == 40, "the first ended behind others"
+    assert [r.input_length for r in requests[1:]] == list(asked.values())
+    assert [r.output_length for r in requests[1:]] == [1 + n % 7 for n in asked]
+
+
+def test_aborted_requests_have_what_was_answered(tmp_path: Path) -> None:
+    with recording(tmp_path / "trace") as engine:
+        begun = engine.add(range(2 * SIZE), max_tokens=50)
+        for _ in range(6):
+            engine.step()
+        answered = len(begun.output)
+        engine.scheduler.abort(begun.request_id)
+        engine.run()
+    (request,) = recorded(tmp_path / "trace")
+    assert 0 < answered == request.output_length
+
+
+def test_no_token_and_no_text(tmp_path: Path) -> None:
+    with recording(tmp_path / "trace") as engine:
+        request = engine.generate([271_828] * (2 * SIZE), max_tokens=2, salt="secret-salt")
+    (file,) = (tmp_path / "trace").glob("*.zst")
+    text = zstandard.ZstdDecompressor().stream_reader(file.read_bytes(), read_across_frames=True)
+    lines = text.read().decode().splitlines()
+    _, line = map(json.loads, lines)
+    assert {"timestamp", "input_length", "output_length", "hash_ids", "salt", "open_since"} == {
+        *line
+    }
+    told = " ".join(lines)
+    assert "271828" not in told and "secret" not in told
+    for block_hash in request.block_hashes:
+        assert block_hash.hex()[:12] not in told
+        numbers = {int.from_bytes(block_hash[i : i + 8], "little") for i in range(24)}
+        assert not {n >> 11 for n in numbers} & {*line["hash_ids"]}
+
+
+def test_a_folder_that_can_t_be_used_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with recording(tmp_path / "file") as engine:
+        drive(engine, 1)
+    assert (tmp_path / "file").read_text() == "no folder"
+
+
+def test_vllms_own_connector_hosts_no_recording(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="record"):
+        hosted_tiers(chain_of(cpu(), record={"path": str(tmp_path)}))

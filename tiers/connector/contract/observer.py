@@ -1,0 +1,31 @@
+"""RequestObserver: hears of every request of a chain, and decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from tiers.connector.contract.protocols import Request
+
+CHAIN = "(chain)"
+"""Stands for the chain itself where measures are named by tier; no tier can be called that."""
+
+
+class RequestObserver(Protocol):
+    """Is told on the scheduler's thread, and keeps it waiting for nothing."""
+
+    def arrived(self, request: Request) -> None:
+        """A request was queued."""
+        ...
+
+    def ended(self, request: Request) -> None:
+        """A request ended, or was given up; told once."""
+        ...
+
+    def take_counts(self) -> Mapping[str, float]:
+        """What was counted since the last call, by the names of `COUNTERS`."""
+        ...
+
+    def close(self) -> None:
+        """Finish within a few seconds."""
+        ...

@@ -1,0 +1,75 @@
+"""TrafficRecorder: shows the requests of a chain to the recorder of its traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from spec.chain import ChainSpec
+from tiers.connector.contract.block_groups import BlockGroups
+from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.protocols import Request
+from tiers.connector.scheduler.opening import ChainPool
+from tiers.traces.recorder import Recorder
+from tiers.traces.recorder_writer import Ended, Recording
+
+
+class TrafficRecorder:
+    """A `RequestObserver` that records each request once, at its end, with the time at which it
+    came. Requests that ended before the engine began them are left out."""
+
+    def __init__(self, recorder: Recorder, now: Callable[[], float]) -> None:
+        self._recorder = recorder
+        self._now = now
+        self._arrivals: dict[str, float] = {}
+
+    def arrived(self, request: Request) -> None:
+        """Note the time."""
+        self._arrivals.setdefault(request.request_id, self._now())
+
+    def ended(self, request: Request) -> None:
+        """Hand the request to the recorder."""
+        now = self._now()
+        arrived = self._arrivals.pop(request.request_id, now)
+        prompt, known = request.num_prompt_tokens, request.num_tokens
+        if not request.num_computed_tokens and known == prompt:
+            return
+        self._recorder.put(
+            Ended(
+                arrived,
+                min(arrived, next(iter(self._arrivals.values()), now)),
+                prompt,
+                known - prompt,
+                request.block_hashes,
+                getattr(request, "cache_salt", None) or "",
+            )
+        )
+
+    def take_counts(self) -> Mapping[str, float]:
+        """What the recorder wrote and dropped."""
+        return self._recorder.take_counts()
+
+    def close(self) -> None:
+        """Write what waits."""
+        self._recorder.close()
+
+
+def open_recorder(
+    chain: ChainSpec,
+    engine: EngineInfo,
+    pool: ChainPool,
+    now: Callable[[], float],
+) -> tuple[TrafficRecorder, ...]:
+    """The recorder of a chain that has one."""
+    if chain.record is None:
+        return ()
+    parts = len(BlockGroups(engine))
+    recording = Recording(
+        chain.record,
+        engine.block_tokens,
+        engine.hash_tokens,
+        repr(sorted(engine.facts.items())).encode(),
+        lambda: pool.block_bytes * parts // engine.block_tokens or None,
+        frozenset(chain.tenants),
+        now,
+    )
+    return (TrafficRecorder(Recorder(recording), now),)

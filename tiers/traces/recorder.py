@@ -1,0 +1,92 @@
+"""Recorder: takes requests that ended from the scheduler's thread, and has them written."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+
+from tiers.concurrency.repeated_log import RepeatedLog
+from tiers.traces.recorder_writer import Ended, Recording, RecordWriter
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUESTS = 4096
+MAX_BLOCKS = 1 << 18
+"""What may wait to be written: requests, and hashes of their blocks, which take 65 bytes each."""
+POLL_SECONDS = 0.25
+"""The thread looks for itself, so that the scheduler's thread need not wake it."""
+CLOSE_SECONDS = 2.0
+
+
+class Recorder:
+    """Writes a trace on a thread of its own. What comes faster than it is written, or can't be
+    written, is counted as dropped. Everything here is for the scheduler's thread alone, and never
+    waits, but `close`."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._late = RepeatedLog(logger, "record", "requests came faster than they were recorded")
+        self._dropped = self._blocks = 0
+        self._told = (0, 0)
+        self._start()
+
+    def put(self, ended: Ended) -> None:
+        """Record a request."""
+        if os.getpid() != self._process:
+            # A fork leaves the thread and the files to the parent.
+            self._writer.leave()
+            self._start()
+        blocks = len(ended.hashes)
+        if (
+            len(self._queue) >= MAX_REQUESTS
+            or self._blocks - self._writer.blocks_taken >= MAX_BLOCKS
+        ):
+            self._dropped += 1
+            self._late.log("record: requests come faster than they are recorded; some are dropped")
+            return
+        self._blocks += blocks
+        self._queue.append(ended)
+
+    def take_counts(self) -> dict[str, float]:
+        """How many requests were recorded and dropped since the last call, by their counters."""
+        before, self._told = (
+            self._told,
+            (
+                self._writer.recorded,
+                self._writer.dropped + self._dropped,
+            ),
+        )
+        recorded, dropped = (now - then for now, then in zip(self._told, before, strict=True))
+        counts = {"recorded_requests": recorded, "record_dropped": dropped}
+        return {name: count for name, count in counts.items() if count}
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Write what waits, for so many seconds at most."""
+        self._stop.set()
+        if os.getpid() == self._process:
+            self._thread.join(seconds)
+
+    def _start(self) -> None:
+        self._process = os.getpid()
+        self._queue: deque[Ended] = deque()
+        self._blocks = 0
+        self._stop = threading.Event()
+        self._writer = RecordWriter(self._recording)
+        self._told = (0, 0)
+        self._dropped = 0
+        run = (self._writer, self._queue, self._stop)
+        self._thread = threading.Thread(target=_run, args=run, name="kvtiers-record", daemon=True)
+        self._thread.start()
+
+
+def _run(writer: RecordWriter, queue: deque[Ended], stop: threading.Event) -> None:
+    writer.open()
+    stopping = False
+    while not stopping:
+        stopping = stop.wait(POLL_SECONDS)
+        while queue:
+            writer.write(queue.popleft())
+        writer.tick()
+    writer.close()

@@ -1,0 +1,230 @@
+"""The folder of a recording: its key, and which files fit into it.
+
+PATH/                              0700 when we make it, everything in it 0600
+  kvtiers-trace.key                makes ids and digests; never leaves the folder's owner
+  kvtiers-trace.lock               held briefly, while a writer begins a file
+  kvtiers-trace-TIME-WRITER.jsonl.zst   one writer's; locked while it is written
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from tiers.errors import RecordingError
+
+KEY_BYTES = 32
+_KEY = "kvtiers-trace.key"
+_DRAFT = "kvtiers-trace.key.draft"
+_LOCK = "kvtiers-trace.lock"
+_FILE = re.compile(r"kvtiers-trace-([0-9]{13})-[A-Za-z0-9._-]{1,100}\.jsonl\.zst")
+_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OLD = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+WRITERS = 16
+"""A file is at most this part of `max`, so that the oldest can go without losing much."""
+LOCK_SECONDS = 1.0
+
+
+class _Found(NamedTuple):
+    """A file of a recording that nobody writes any more."""
+
+    started: int
+    name: str
+    size: int
+
+
+class RecordFolder:
+    """One writer's view of the folder, by its descriptor: what is put in its place later is not
+    written to. Used by one thread; every method may raise OSError and RecordingError."""
+
+    def __init__(
+        self, path: Path, max_bytes: int, keep: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`keep`: seconds. `clock`: Unix time."""
+        self.path = path
+        self.file_bytes = max_bytes // WRITERS
+        self._max_bytes = max_bytes
+        self._keep = keep
+        self._clock = clock
+        self._folder = -1
+
+    def open(self) -> bytes:
+        """Make the folder or check the one that exists, and return its key."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            self.path.mkdir(mode=0o700)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._folder = os.open(self.path, flags)
+        except OSError as error:
+            raise RecordingError(
+                f"{self.path} is no folder, or a symbolic link ({error.strerror}); name a folder"
+            ) from error
+        self._check()
+        with self._locked():
+            return self._key()
+
+    def close(self) -> None:
+        """Let the folder go."""
+        if self._folder >= 0:
+            os.close(self._folder)
+        self._folder = -1
+
+    def begin(self, writer: str) -> tuple[str, int]:
+        """Make room for a file and create it; its name, and its descriptor, which is locked.
+
+        Files of this folder that are too old go, and the oldest of the others until a file of
+        `file_bytes` fits. Raises RecordingError where those that are being written leave no room.
+        """
+        with self._locked():
+            self._make_room()
+            started = int(self._clock() * 1000)
+            while True:
+                name = f"kvtiers-trace-{started:013}-{writer}.jsonl.zst"
+                with suppress(FileExistsError):
+                    file = os.open(name, _NEW | os.O_WRONLY, 0o600, dir_fd=self._folder)
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return name, file
+                started += 1
+
+    def tidy(self) -> None:
+        """Delete files that are too old."""
+        with self._locked():
+            for file in self._ended()[0]:
+                if self._is_old(file):
+                    os.unlink(file.name, dir_fd=self._folder)
+
+    def remove(self, name: str) -> None:
+        """Delete a file that this writer began."""
+        os.unlink(name, dir_fd=self._folder)
+
+    def _check(self) -> None:
+        found = os.fstat(self._folder)
+        if found.st_uid != os.geteuid():
+            raise RecordingError(
+                f"{self.path} belongs to user {found.st_uid}, this process runs as "
+                f"{os.geteuid()}; give the folder to that user, or name another"
+            )
+        if found.st_mode & 0o022:
+            raise RecordingError(
+                f"{self.path} has mode {found.st_mode & 0o7777:04o}, so others can write to it; "
+                "chmod it to 0700, or name a folder of the recording's own"
+            )
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        flags = os.O_RDWR | os.O_CREAT | _OLD
+        lock = os.open(_LOCK, flags, 0o600, dir_fd=self._folder)
+        try:
+            deadline = time.monotonic() + LOCK_SECONDS
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise RecordingError(
+                            f"{self.path}: another process holds {_LOCK} "
+                            f"(fuser {self.path / _LOCK} names it)"
+                        ) from None
+                time.sleep(0.01)
+            yield
+        finally:
+            os.close(lock)
+
+    def _key(self) -> bytes:
+        """The key, made by whoever comes first. Only under the lock."""
+        try:
+            return self._read_key()
+        except FileNotFoundError:
+            pass
+        with suppress(FileNotFoundError):  # of a writer that died here
+            os.unlink(_DRAFT, dir_fd=self._folder)
+        key = secrets.token_bytes(KEY_BYTES)
+        draft = os.open(_DRAFT, _NEW | os.O_WRONLY, 0o600, dir_fd=self._folder)
+        try:
+            os.write(draft, key.hex().encode() + b"\n")
+            os.fsync(draft)
+        finally:
+            os.close(draft)
+        os.rename(_DRAFT, _KEY, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        return self._read_key()
+
+    def _read_key(self) -> bytes:
+        file = os.open(_KEY, os.O_RDONLY | _OLD, dir_fd=self._folder)
+        try:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise RecordingError(f"{self.path / _KEY} is no file of this user's; move it away")
+            if found.st_mode & 0o077:
+                raise RecordingError(
+                    f"{self.path / _KEY} has mode {found.st_mode & 0o7777:04o}, so others can read "
+                    "it; chmod it to 0600, or remove it, and ids change"
+                )
+            text = os.read(file, 4 * KEY_BYTES)
+        finally:
+            os.close(file)
+        try:
+            key = bytes.fromhex(text.decode())
+        except ValueError:
+            key = b""
+        if len(key) != KEY_BYTES:
+            raise RecordingError(
+                f"{self.path / _KEY} is damaged: it has no {2 * KEY_BYTES} hexadecimal digits; "
+                "restore it, or remove it, and ids change"
+            )
+        return key
+
+    def _make_room(self) -> None:
+        """Delete until a file fits. Only under the lock, so that two writers never take the same
+        room."""
+        ended, taken = self._ended()
+        left = [file for file in ended if not self._is_old(file)]
+        while left and taken + sum(file.size for file in left) + self.file_bytes > self._max_bytes:
+            left.pop(0)
+        for file in set(ended) - set(left):
+            os.unlink(file.name, dir_fd=self._folder)
+        if taken + self.file_bytes > self._max_bytes:
+            raise RecordingError(
+                f"{self.path}: others write {taken // self.file_bytes} files there, and record.max "
+                f"has room for {WRITERS}; raise it, or name another folder"
+            )
+
+    def _is_old(self, file: _Found) -> bool:
+        return file.started < (self._clock() - self._keep) * 1000
+
+    def _ended(self) -> tuple[list[_Found], int]:
+        """Files that nobody writes, the oldest first, and the bytes that the others may take."""
+        ended = []
+        taken = 0
+        for name in os.listdir(self._folder):
+            match = _FILE.fullmatch(name)
+            if match is None:
+                continue
+            with suppress(FileNotFoundError):
+                found = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                    continue
+                if self._is_being_written(name):
+                    taken += max(found.st_size, self.file_bytes)
+                else:
+                    ended.append(_Found(int(match[1]), name, found.st_size))
+        return sorted(ended), taken
+
+    def _is_being_written(self, name: str) -> bool:
+        file = os.open(name, os.O_RDWR | _OLD, dir_fd=self._folder)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(file)
+        return False

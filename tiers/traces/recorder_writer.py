@@ -1,0 +1,218 @@
+"""RecordWriter: makes lines of requests and writes them; all that the recorder's thread does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from spec.record import RecordSpec
+from tiers.concurrency.executors import widen_affinity
+from tiers.concurrency.repeated_log import RepeatedLog
+from tiers.errors import RecordingError
+from tiers.traces.recorded import FileHeader, encode_header, encode_request
+from tiers.traces.recorder_file import RecordedFiles
+from tiers.traces.recorder_folder import RecordFolder
+from tiers.traces.recorder_ids import KeyedIds
+from tiers.traces.trace import TraceRequest
+
+logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 1.0
+_FLUSH_BYTES = 1 << 20
+TIDY_SECONDS = 60.0
+RETRY_SECONDS = 1.0, 60.0
+"""How long a folder that failed is left alone, at first and at most."""
+_CHUNK = 256
+_PAUSE = 1e-4
+"""After so many ids, which take half a millisecond, the thread lets the interpreter go for so
+long. The scheduler's thread would have to wait for its turn for five milliseconds otherwise."""
+
+
+class Ended(NamedTuple):
+    """A request that has ended. Times are seconds of the recording's clock."""
+
+    arrived: float
+    since: float
+    """When the first request came that has not ended."""
+    prompt_tokens: int
+    answer_tokens: int
+    hashes: Sequence[bytes]
+    """The engine's, one for `hash_tokens` tokens each, answer included; nobody changes it now."""
+    salt: str
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is recorded. `block_tokens`, `hash_tokens`: see `EngineInfo`. `facts`: see `KeyedIds`.
+    `kv_bytes_per_token`: see `FileHeader`; asked for each file. `tenants`: salts that are names of
+    tenants. `now`: the clock of requests' times, in seconds."""
+
+    spec: RecordSpec
+    block_tokens: int
+    hash_tokens: int
+    facts: bytes = b""
+    kv_bytes_per_token: Callable[[], int | None] = lambda: None
+    tenants: frozenset[str] = frozenset()
+    now: Callable[[], float] = time.monotonic
+
+
+class RecordWriter:
+    """Writes lines into the folder of a recording, as long as that works. A folder that fails is
+    tried again later; meanwhile requests are dropped."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recorded = self.dropped = self.blocks_taken = 0
+        """Requests that were written, requests that were not, and hashes taken from the queue."""
+        self._recording = recording
+        self._zero = recording.now()
+        self._started = time.time() * 1000
+        host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:64]
+        self._name = f"{host}-{os.getpid()}"
+        spec = recording.spec
+        self._path = spec.path
+        self._folder = RecordFolder(spec.path, spec.max, spec.keep)
+        self._files: RecordedFiles | None = None
+        self._ids = KeyedIds(b"", b"")
+        self._lines: list[bytes] = []
+        self._waiting = 0
+        self._flushes = self._tidies = self._tries = 0.0
+        self._pause = RETRY_SECONDS[0]
+        self._error = ""
+        self._failed = RepeatedLog(logger, f"record {spec.path}", "requests were not recorded")
+
+    def open(self) -> None:
+        """Begin, on the thread that will call the others."""
+        widen_affinity()
+        if self._opened():
+            logger.info("record: requests are recorded in %s", self._path)
+
+    def write(self, ended: Ended) -> None:
+        """Take a request's line to the others that wait, and write them if they are many."""
+        self.blocks_taken += len(ended.hashes)
+        if self._files is None and not self._opened():
+            self._drop(1)
+            return
+        line = self._line(ended)
+        self._lines.append(line)
+        self._waiting += len(line)
+        if self._waiting >= _FLUSH_BYTES:
+            self._flush()
+
+    def tick(self) -> None:
+        """Write what has waited for long enough, and delete what is too old."""
+        now = time.monotonic()
+        if self._lines and now >= self._flushes:
+            self._flush()
+        if self._files is not None and now >= self._tidies:
+            self._tidies = now + TIDY_SECONDS
+            self._works(self._files.rotate)
+
+    def close(self) -> None:
+        """Write what waits, and close the file."""
+        self._flush()
+        if self._files is not None:
+            self._works(self._files.end)
+        self._folder.close()
+
+    def leave(self) -> None:
+        """Let go of what the parent goes on writing, in a child of a fork."""
+        if self._files is not None:
+            self._files.leave()
+        self._folder.close()
+
+    def _opened(self) -> bool:
+        """Open the folder, unless that failed a moment ago."""
+        now = time.monotonic()
+        if now < self._tries:
+            return False
+        return self._works(self._open)
+
+    def _open(self) -> None:
+        self._folder.close()
+        key = self._folder.open()
+        self._ids = KeyedIds(key, self._recording.facts)
+        keep = self._recording.spec.keep
+        self._files = RecordedFiles(self._folder, self._name, self._header, keep)
+
+    def _header(self) -> bytes:
+        recording = self._recording
+        return encode_header(
+            FileHeader(
+                recording.block_tokens,
+                self._started,
+                f"{self._name}-{self._started:.0f}",
+                recording.kv_bytes_per_token(),
+            )
+        )
+
+    def _line(self, ended: Ended) -> bytes:
+        tokens = self._recording.block_tokens
+        in_prompt = ended.prompt_tokens // tokens
+        # The KV of the last token is not computed.
+        whole = (ended.prompt_tokens + max(ended.answer_tokens - 1, 0)) // tokens
+        ids = self._block_ids(ended.hashes, whole)
+        salt = self._ids.of_name(ended.salt) if ended.salt else None
+        request = TraceRequest(
+            self._milliseconds(ended.arrived),
+            ended.prompt_tokens,
+            ended.answer_tokens,
+            ids[:in_prompt],
+            tenant=salt if ended.salt in self._recording.tenants else None,
+            salt=salt,
+            answer_blocks=ids[in_prompt:],
+        )
+        return encode_request(request, self._milliseconds(ended.since))
+
+    def _milliseconds(self, time: float) -> float:
+        return (time - self._zero) * 1000
+
+    def _block_ids(self, hashes: Sequence[bytes], blocks: int) -> list[int]:
+        step = self._recording.block_tokens // self._recording.hash_tokens
+        ids: list[int] = []
+        each = iter(hashes[step - 1 : blocks * step : step])
+        while some := list(islice(each, _CHUNK)):
+            ids += self._ids.of_blocks(some)
+            time.sleep(_PAUSE)
+        return ids
+
+    def _flush(self) -> None:
+        lines, self._lines, self._waiting = self._lines, [], 0
+        self._flushes = time.monotonic() + FLUSH_SECONDS
+        files = self._files
+        if not lines:
+            return
+        if files is None:
+            self._drop(len(lines))
+        elif self._works(lambda: files.append(b"".join(lines)), len(lines)):
+            self.recorded += len(lines)
+            self._pause = RETRY_SECONDS[0]
+
+    def _works(self, call: Callable[[], None], requests: int = 0) -> bool:
+        """Call, and tell whether that worked. If not, so many requests are dropped, and the folder
+        is left alone for a while."""
+        try:
+            call()
+        except (OSError, RecordingError) as error:
+            is_ours = isinstance(error, RecordingError)
+            self._error = str(error) if is_ours else f"{self._path}: {error}"
+            self._drop(requests)
+        else:
+            return True
+        self.leave()
+        self._files = None
+        self._tries = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, RETRY_SECONDS[1])
+        return False
+
+    def _drop(self, requests: int) -> None:
+        self.dropped += requests
+        self._failed.log(
+            "record: %s. Requests are not recorded until this works", self._error, count=requests
+        )
