@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    ValidationError,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from spec.document import Document, NotYaml, read_yaml
 from spec.errors import SpecError
 from spec.fields import exact_size, format_rate, parse_duration, parse_rate, parse_size
+from spec.load import load_document
 from spec.problems import problem_line
 
-MAX_BYTES = 1 << 20
-"""A larger file is refused."""
+EXAMPLE = "write kv_bytes_per_token, engine_cache, prefill_rate and tiers"
 
 
 def _or_number(parse: Callable[[object], float]) -> Callable[[object], object]:
@@ -138,43 +130,4 @@ def load_machine(path: str | Path) -> Machine:
 
     Raises SpecError with a line for each problem: file, line, key, what was found, what would do.
     """
-    source = str(path)
-    document = _read(Path(path), source)
-    try:
-        return Machine.model_validate(document.data)
-    except ValidationError as error:
-        lines = []
-        for one in error.errors(include_url=False):
-            loc = document.written_part(one["loc"])
-            lines.append((document.line(loc) or 0, loc, one))
-        lines.sort(key=lambda line: line[0])
-        raise SpecError(
-            [problem_line(source, at or None, loc, *_said(one)) for at, loc, one in lines]
-        ) from None
-
-
-def _read(path: Path, source: str) -> Document:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) <= MAX_BYTES:
-            return read_yaml(data.decode("utf-8-sig"))
-        found, remedy = "more than 1 MiB", "a profile is some lines of YAML"
-    except OSError as error:
-        found, remedy = error.strerror or "no readable file", "write the path of a profile"
-    except UnicodeDecodeError:
-        found, remedy = "bytes that are not UTF-8", "save it as UTF-8"
-    except NotYaml as error:
-        lines = [problem_line(source, at, (), found, do) for at, found, do in error.faults]
-        raise SpecError(lines) from None
-    raise SpecError([problem_line(source, None, (), found, remedy)])
-
-
-def _said(problem: Any) -> tuple[str, str]:
-    """What was found, and what would do."""
-    if problem["type"] == "missing":
-        return "nothing", f"add {problem['loc'][-1]}"
-    if problem["type"] == "extra_forbidden":
-        return "an unknown key", "remove it, or see the keys in docs/tuning.md"
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    return repr(problem["input"])[:80], message[:1].lower() + message[1:]
+    return load_document(Path(path), Machine, EXAMPLE)

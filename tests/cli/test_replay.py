@@ -1,0 +1,78 @@
+"""`kvtiers replay`: what it prints and writes, and what it says of input that is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Ran
+
+CHAIN = """
+version: 1
+tiers:
+  - {type: cpu, capacity: 20GiB}
+  - {type: disk, capacity: 64GiB, path: /nowhere}
+"""
+PROFILE = """
+kv_bytes_per_token: 131072
+engine_cache: 2GiB
+prefill_rate: 20000
+tiers:
+  cpu: {load_bandwidth: 20GB/s, store_bandwidth: 20GB/s}
+  disk: {load_bandwidth: 5GB/s, store_bandwidth: 3GB/s, endurance: 600TB}
+"""
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[object]:
+    """A trace in which the second half repeats the first, a chain and a profile."""
+    lines = [
+        {
+            "timestamp": 1000 * number,
+            "input_length": 5 * 512 + 7,
+            "output_length": 10,
+            "hash_ids": [5 * (number % 50) + block for block in range(6)],
+        }
+        for number in range(100)
+    ]
+    files = {
+        "trace.jsonl": "".join(json.dumps(line) + "\n" for line in lines),
+        "chain.yaml": CHAIN,
+        "profile.yaml": PROFILE,
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    trace, chain, profile = (tmp_path / name for name in files)
+    return [trace, "--spec", chain, "--profile", profile]
+
+
+def test_the_report_is_printed_and_written(
+    kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path
+) -> None:
+    ran = kvtiers("replay", *arguments, "--simulate", "--warm", 0.5, "--json", tmp_path / "r.json")
+    assert (ran.status, ran.err.strip()) == (0, "")
+    assert "SSD life" in ran.out
+    said = json.loads((tmp_path / "r.json").read_text())
+    assert said["requests"] == 50
+    # All of the second half was stored in the first; 20 GiB hold it all.
+    assert [tier["hit_tokens"] for tier in said["tiers"]] == [50 * 5 * 512, 0]
+    assert said["computed_tokens"] == 50 * 7
+
+
+def test_what_is_wrong_is_said(
+    kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path
+) -> None:
+    assert kvtiers("replay", *arguments).status == 2
+    (tmp_path / "profile.yaml").write_text(PROFILE.replace("disk:", "disc:"))
+    ran = kvtiers("replay", *arguments, "--simulate")
+    assert ran.status == 2 and "add disk: {load_bandwidth" in ran.err
+    (tmp_path / "profile.yaml").write_text(PROFILE.replace("engine_cache", "engine_cash"))
+    ran = kvtiers("replay", *arguments, "--simulate")
+    assert ran.status == 2 and "did you mean engine_cache?" in ran.err
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    (tmp_path / "trace.jsonl").write_text("{}\n")
+    ran = kvtiers("replay", *arguments, "--simulate")
+    assert ran.status == 2 and "trace.jsonl:1" in ran.err
