@@ -49,13 +49,16 @@ class Engine:
         self._machine = machine
         self._token_seconds = 1 / machine.prefill_rate
         capacity = machine.engine_cache // (machine.kv_bytes_per_token * size)
-        self._cache = OwnCache(capacity, workload.lengths, size)
+        self._cache = OwnCache(capacity, workload)
         self._loads = Loads(tiers, chain, workload, machine.prefill_rate)
         self._promote = chain.promote
         self._events: list[tuple[float, int, int, Any]] = []
         self._order = 0
         self._waiting: deque[Prompt] = deque()
-        self._ready: deque[Prompt] = deque()
+        self._going_on: deque[Prompt] = deque()
+        self._back: list[tuple[int, Prompt]] = []
+        """Those that have waited for a load, their own or another's, by their place in line."""
+        self._answering: dict[Prompt, None] = {}
         self._idle = machine.gpus
 
     # -- the clock ---------------------------------------------------------------------------
@@ -99,14 +102,14 @@ class Engine:
         elif kind == LOAD_ENDS:
             self._end_load(what)
         else:
-            self._cache.give_back(what)
+            self._give_back(what)
         if self._idle:
             self._begin_steps()
 
     # -- steps -------------------------------------------------------------------------------
 
     def _begin_steps(self) -> None:
-        while self._idle and (self._ready or self._waiting):
+        while self._idle and (self._waiting or self._back or self._going_on):
             batch, tokens = self._batch()
             if not batch:
                 return
@@ -118,22 +121,24 @@ class Engine:
 
     def _batch(self) -> tuple[Batch, int]:
         """The prompts of a step, and its tokens: first those under way, then the next in line."""
-        ready, waiting = self._ready, self._waiting
         batch: Batch = []
         budget = self._machine.step_tokens
         while budget > 0:
-            if ready:
-                prompt = ready.popleft()
-            elif waiting:
-                prompt = waiting.popleft()
+            if self._going_on:
+                prompt = self._going_on.popleft()
+            elif self._back:
+                prompt = heappop(self._back)[1]
+            elif self._waiting:
+                prompt = self._waiting.popleft()
+            else:
+                break
+            if not prompt.has_begun:
                 begins = self._begin(prompt)
                 if begins is None:
-                    waiting.appendleft(prompt)
+                    heappush(self._back, (prompt.number, prompt))
                     break
                 if not begins:
                     continue
-            else:
-                break
             count = min(prompt.tokens - prompt.done, budget)
             budget -= count
             batch.append((prompt, prompt.done + count))
@@ -145,14 +150,21 @@ class Engine:
         jobs = []
         for tier in tiers:
             tier.drain(now)
+        # As engines tell it: first those that are new, then those that go on, then who answers.
+        batch = sorted(batch, key=_has_run) if len(batch) > 1 else batch
         for prompt, done in batch:
             last = min(done // size, prompt.blocks)
-            if last > prompt.offered:
-                for tier in tiers:
+            for tier in tiers:
+                again = tier.offer_again(prompt) if prompt.offered else None
+                if again is not None:
+                    jobs.append((tier, again))
+                if last > prompt.offered:
                     job = tier.offer(prompt, prompt.offered, last, now)
                     if job is not None:
                         jobs.append((tier, job))
-                prompt.offered = last
+            prompt.offered = max(last, prompt.offered)
+        for prompt in self._answering:
+            jobs += [(tier, job) for tier in tiers if (job := tier.offer_again(prompt))]
         return jobs
 
     def _end_step(self, batch: Batch, jobs: list[tuple[Tier, StoreJob]]) -> None:
@@ -163,17 +175,23 @@ class Engine:
             prompt.done = done
             if done < prompt.tokens:
                 self._cache.know(prompt, done // self._size)
-                self._ready.appendleft(prompt)
+                self._going_on.append(prompt)
                 continue
             if prompt.number >= self.warm:
                 self.waits.append(now - prompt.arrival)
             self._cache.know(prompt, prompt.blocks)
             answering = prompt.answer * self._machine.decode_seconds_per_token
-            prompt.until = now + answering
             if answering:
-                self._push(prompt.until, ANSWER_ENDS, prompt)
+                self._answering[prompt] = None
+                self._push(now + answering, ANSWER_ENDS, prompt)
             else:
-                self._cache.give_back(prompt)
+                self._give_back(prompt)
+
+    def _give_back(self, prompt: Prompt) -> None:
+        self._answering.pop(prompt, None)
+        self._cache.give_back(prompt)
+        for tier in self.tiers:
+            tier.forget(prompt)
 
     # -- beginning and loading ---------------------------------------------------------------
 
@@ -190,7 +208,8 @@ class Engine:
             return None
         if prompt.number >= self.warm:
             self.own_hits += known * self._size
-        blocks, ends = known, self.now
+        prompt.has_begun = True
+        blocks = known
         if pieces:
             blocks, ends = loads.begin(prompt, known, pieces, self.now)
             self._push(ends, LOAD_ENDS, prompt)
@@ -199,7 +218,11 @@ class Engine:
         return not pieces
 
     def _end_load(self, prompt: Prompt) -> None:
-        self._waiting.extendleft(reversed(self._loads.end(prompt)))
         self._cache.know(prompt, prompt.done // self._size)
         prompt.done = min(prompt.done, prompt.tokens - 1)
-        self._ready.append(prompt)
+        for one in (prompt, *self._loads.end(prompt)):
+            heappush(self._back, (one.number, one))
+
+
+def _has_run(pair: tuple[Prompt, int]) -> bool:
+    return pair[0].offered > 0

@@ -21,7 +21,7 @@ class Loads:
         size = workload.block_tokens
         costs = Costs(size / prefill_rate, chain.min_tokens / size, chain.margin)
         self._policy = policy(chain.load_policy, costs)
-        self._lengths = workload.lengths
+        self._masks = workload.masks
         self._tiers = tiers
         self._max_wait = chain.max_wait
         self._under_way: dict[tuple[int, int], Prompt] = {}
@@ -42,7 +42,7 @@ class Loads:
             tier.drain(now)
         prompt.place = (prompt.path[at], skip)
         question = Question(prompt.path, at, skip, prompt.blocks - known, now)
-        return self._policy(self._tiers, question, self._lengths)
+        return self._policy(self._tiers, question, self._masks)
 
     def begin(self, prompt: Prompt, known: int, pieces: Pieces, now: float) -> tuple[int, float]:
         """Begin the loads; the prompt's blocks when they have ended, and when that is.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tiers.tuning.simulation.prompt import Prompt
-from tiers.tuning.simulation.spaces import LruSpace, Part
+from tiers.tuning.simulation.spaces import LruSpace, Part, leading
+from tiers.tuning.simulation.workload import Workload
 
 
 class OwnCache:
@@ -14,29 +13,30 @@ class OwnCache:
     `capacity`: blocks; 0 for an engine without a prefix cache, which never lacks room.
     """
 
-    def __init__(self, capacity: int, lengths: Sequence[int], block_tokens: int) -> None:
+    def __init__(self, capacity: int, workload: Workload) -> None:
         self._capacity = capacity
-        self._lengths = lengths
-        self._size = block_tokens
+        self._lengths = workload.lengths
+        self._masks = workload.masks
+        self._size = workload.block_tokens
         self._space = LruSpace(capacity)
         self._reserved = 0
 
     def find(self, prompt: Prompt) -> tuple[int, int, int]:
         """Leading blocks of a prompt that are in place; of its path the run and the block in it
         that come next. The last token is always computed."""
-        path, lengths, get = prompt.path, self._lengths, self._space.held.get
-        known = at = 0
+        path, lengths, masks, get = prompt.path, self._lengths, self._masks, self._space.held.get
+        known = at = skip = 0
         for run in path:
             have = get(run, 0)
-            known += have
-            if have < lengths[run]:
+            if have != masks[run]:
+                skip = leading(have)
+                known += skip
                 break
+            known += lengths[run]
             at += 1
-        else:
-            have = 0
         limit = (prompt.tokens - 1) // self._size
         if known <= limit:
-            return known, at, have
+            return known, at, skip
         at, skip = 0, limit
         while skip >= lengths[path[at]]:
             skip -= lengths[path[at]]
@@ -66,20 +66,20 @@ class OwnCache:
         """The first blocks of a prompt are computed or loaded: others find them in place."""
         if not self._capacity:
             return
-        lengths, space = self._lengths, self._space
+        lengths, masks, space = self._lengths, self._masks, self._space
         held = space.held
         parts: list[Part] = []
         depth = fresh = 0
         for run in prompt.path:
-            length = lengths[run]
-            stop = length if depth + length <= blocks else blocks - depth
-            if stop <= 0:
+            stop = depth + lengths[run]
+            known = masks[run] if stop <= blocks else (1 << blocks - depth) - 1
+            new = known & ~held.get(run, 0)
+            if new:
+                parts.append((run, new))
+                fresh += new.bit_count()
+            depth = stop
+            if depth >= blocks:
                 break
-            have = held.get(run, 0)
-            if have < stop:
-                parts.append((run, have, stop))
-                fresh += stop - have
-            depth += length
         self._release(prompt, fresh)
         space.store(parts, prompt.path)
 

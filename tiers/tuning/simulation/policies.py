@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from tiers.tuning.simulation.spaces import leading
 from tiers.tuning.simulation.tier import Tier
 
 Pieces = list[tuple[int, int]]
@@ -24,7 +25,7 @@ class Question(NamedTuple):
 
 
 Policy = Callable[[Sequence[Tier], Question, Sequence[int]], Pieces]
-"""Asked with the blocks of each run."""
+"""Asked with the masks of the runs."""
 
 
 class Costs(NamedTuple):
@@ -49,19 +50,19 @@ def policy(name: str, costs: Costs) -> Policy:
     return policies[name]
 
 
-def first(tiers: Sequence[Tier], question: Question, lengths: Sequence[int]) -> Pieces:
+def first(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) -> Pieces:
     """The first tier that has any of it."""
     for index, tier in enumerate(tiers):
-        if blocks := _prefix(tier, question, lengths):
+        if blocks := _prefix(tier, question, masks):
             return [(index, blocks)]
     return []
 
 
-def longest(tiers: Sequence[Tier], question: Question, lengths: Sequence[int]) -> Pieces:
+def longest(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) -> Pieces:
     """The tier that has the most of it, the first of several."""
     most, best = 0, -1
     for index, tier in enumerate(tiers):
-        blocks = _prefix(tier, question, lengths)
+        blocks = _prefix(tier, question, masks)
         if blocks > most:
             most, best = blocks, index
             if most == question.most:
@@ -70,13 +71,13 @@ def longest(tiers: Sequence[Tier], question: Question, lengths: Sequence[int]) -
 
 
 def cheapest(
-    costs: Costs, tiers: Sequence[Tier], question: Question, lengths: Sequence[int]
+    costs: Costs, tiers: Sequence[Tier], question: Question, masks: Sequence[int]
 ) -> Pieces:
     """The tier that saves most time, if any saves enough of it."""
     best: Pieces = []
     saved = 0.0
     for index, tier in enumerate(tiers):
-        blocks = _prefix(tier, question, lengths)
+        blocks = _prefix(tier, question, masks)
         compute, load = blocks * costs.compute, tier.wait_for(blocks, question.now)
         pays = blocks >= costs.least and load * (1 + costs.margin) < compute
         if pays and compute - load > saved:
@@ -84,53 +85,63 @@ def cheapest(
     return best
 
 
-def _prefix(tier: Tier, question: Question, lengths: Sequence[int]) -> int:
+def _prefix(tier: Tier, question: Question, masks: Sequence[int]) -> int:
     """How many blocks in a row the tier holds."""
     path, at, skip, most, _ = question
     held = tier.held
-    count = -skip
+    count = 0
     for run in path[at:]:
-        have = held.get(run, 0)
-        count += have
-        if have < lengths[run]:
+        blocks = held.get(run, 0) >> skip
+        if blocks != masks[run] >> skip:
+            count += leading(blocks)
             break
-    return 0 if count <= 0 else count if count < most else most
+        count += blocks.bit_length()
+        skip = 0
+    return count if count < most else most
 
 
-def stitched(tiers: Sequence[Tier], question: Question, lengths: Sequence[int]) -> Pieces:
+def stitched(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) -> Pieces:
     """Each block from the first tier that has it."""
     path, at, skip, left, _ = question
     pieces: Pieces = []
     for run in path[at:]:
-        have = skip
+        whole = masks[run] >> skip
+        found = 0
+        shares = []
         for index, tier in enumerate(tiers):
-            more = tier.held.get(run, 0) - have
-            if more > 0:
-                more = min(more, left)
-                pieces.append((index, more))
-                have += more
-                left -= more
-                if have == lengths[run] or not left:
+            more = tier.held.get(run, 0) >> skip & ~found
+            if more:
+                shares.append((index, more))
+                found |= more
+                if found == whole:
                     break
-        if have < lengths[run] or not left:
+        count = min(leading(found), left)
+        prefix = (1 << count) - 1
+        pieces += [(index, n) for index, more in shares if (n := (more & prefix).bit_count())]
+        left -= count
+        if found != whole or not left:
             break
         skip = 0
     return pieces
 
 
-def soonest(tiers: Sequence[Tier], question: Question, lengths: Sequence[int]) -> Pieces:
+def soonest(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) -> Pieces:
     """Each block from the tier that delivers it first, given what is queued."""
     path, at, skip, left, now = question
-    ready = [max(now, t.load_free) + t.settings.load_latency for t in tiers]
+    ready = [max(now, tier.load_free) + tier.settings.load_latency for tier in tiers]
+    each = [tier.settings.load_seconds for tier in tiers]
     pieces: Pieces = []
     for run in path[at:]:
-        held = [tier.held.get(run, 0) for tier in tiers]
-        stop = min(max(held, default=0), skip + left)
-        for block in range(skip, stop):
+        held = [tier.held.get(run, 0) >> skip for tier in tiers]
+        found = 0
+        for blocks in held:
+            found |= blocks
+        count = min(leading(found), left)
+        for block in range(count):
             ends = [
-                (ready[index] + tier.settings.load_seconds, index)
-                for index, tier in enumerate(tiers)
-                if held[index] > block
+                (ready[index] + each[index], index)
+                for index, blocks in enumerate(held)
+                if blocks >> block & 1
             ]
             end, index = min(ends)
             ready[index] = end
@@ -138,8 +149,8 @@ def soonest(tiers: Sequence[Tier], question: Question, lengths: Sequence[int]) -
                 pieces[-1] = (index, pieces[-1][1] + 1)
             else:
                 pieces.append((index, 1))
-        left -= max(0, stop - skip)
-        if stop < lengths[run] or left <= 0:
+        left -= count
+        if found != masks[run] >> skip or not left:
             break
         skip = 0
     return pieces

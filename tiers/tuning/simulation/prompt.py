@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 
 class Prompt:
     """A request: its prompt's runs, and how far it is.
 
-    `done`: tokens loaded or computed. `offered`: blocks offered to the tiers. `until`: when the
-    engine takes its blocks back. `reserved`: blocks of the engine's that it holds beyond the
-    prefix cache. `place`: the run and the block in it where it began to load. `woken`: prompts
-    that wait for what this one loads.
+    `has_begun`: it has its blocks of the engine's. `done`: tokens loaded or computed. `offered`:
+    blocks offered to the tiers. `reserved`: blocks of the engine's that it holds beyond the prefix
+    cache. `place`: the run, and the block in it, where it began to load. `woken`: prompts that
+    wait for what this one loads.
     """
 
     __slots__ = (
@@ -20,13 +19,13 @@ class Prompt:
         "arrival",
         "blocks",
         "done",
+        "has_begun",
         "number",
         "offered",
         "path",
         "place",
         "reserved",
         "tokens",
-        "until",
         "woken",
     )
 
@@ -46,6 +45,6 @@ class Prompt:
         self.path = path
         self.blocks = blocks
         self.done = self.offered = self.reserved = 0
-        self.until = math.inf
         self.place = (-1, 0)
+        self.has_begun = False
         self.woken: list[Prompt] = []

@@ -1,18 +1,19 @@
-"""Spaces: which blocks a cache keeps, by runs."""
+"""Spaces: which blocks a cache keeps, by runs of blocks."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-Part = tuple[int, int, int]
-"""Blocks of one run: the run, the first of them, and the one behind the last."""
+Part = tuple[int, int]
+"""Blocks of one run: the run, and a mask with a bit for each of its blocks, the first lowest."""
 
 
 class LruSpace:
-    """Keeps what was used last, each run from its first block on: a prefix goes from its tail.
+    """Keeps what was used last, of each run the first blocks longest: a prefix goes from its tail.
 
-    `held`: blocks of each run, in the order of their use; for reading. `capacity` may change.
+    `held`: the blocks of each run as a mask, in the order of the runs' use; for reading.
+    `capacity`, in blocks, may change.
     """
 
     def __init__(self, capacity: float) -> None:
@@ -31,12 +32,10 @@ class LruSpace:
     def store(self, parts: Iterable[Part], path: Sequence[int]) -> None:
         """Keep these blocks, and count the runs of their path as used now."""
         held = self.held
-        for run, start, stop in parts:
+        for run, blocks in parts:
             have = held.get(run, 0)
-            # What went meanwhile leaves a gap, and what is behind a gap is of no use.
-            if start <= have < stop:
-                held[run] = stop
-                self.used += stop - have
+            held[run] = have | blocks
+            self.used += (blocks & ~have).bit_count()
         move = held.move_to_end
         for run in path[::-1]:
             if run in held:
@@ -50,14 +49,15 @@ class LruSpace:
         over = int(self.used - self.capacity)
         while over > 0 and held:
             run = next(iter(held))
-            have = held[run]
-            if have > over:
-                held[run] = have - over
+            blocks = held[run]
+            count = blocks.bit_count()
+            if count > over:
+                held[run] = first_of(blocks, count - over)
                 self.used -= over
                 return
             del held[run]
-            self.used -= have
-            over -= have
+            self.used -= count
+            over -= count
 
     def pass_time(self, now: float) -> None:
         """Evict what is too old by now: nothing."""
@@ -87,5 +87,20 @@ class TimedSpace(LruSpace):
         self._now = now
         held, since, oldest = self.held, self._since, now - self._ttl
         while held and since[run := next(iter(held))] < oldest:
-            self.used -= held.pop(run)
+            self.used -= held.pop(run).bit_count()
             del since[run]
+
+
+def first_of(blocks: int, count: int) -> int:
+    """The first `count` blocks of a mask, at most."""
+    first = blocks & ((1 << count) - 1)
+    if first.bit_count() == count:  # by far most often: the mask has no gap there
+        return first
+    while blocks.bit_count() > count:
+        blocks ^= 1 << blocks.bit_length() - 1
+    return blocks
+
+
+def leading(blocks: int) -> int:
+    """How many blocks the mask has from the run's first one on, without a gap."""
+    return (~blocks & (blocks + 1)).bit_length() - 1

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiers.tuning.simulation.prompt import Prompt
-from tiers.tuning.simulation.spaces import LruSpace, Part
+from tiers.tuning.simulation.spaces import LruSpace, Part, first_of
+from tiers.tuning.simulation.workload import Workload
 
 BURST = 3600.0
 """Seconds whose part of a write budget may be spent at once, as in the chain's admission."""
@@ -55,19 +56,21 @@ class Tier:
     loads take bandwidth from them: `_delay` is how far it is behind.
     """
 
-    def __init__(self, settings: TierSettings, lengths: Sequence[int], space: LruSpace) -> None:
+    def __init__(self, settings: TierSettings, workload: Workload, space: LruSpace) -> None:
         self.settings = settings
         self.space = space
         self.held = space.held
         self.counts = Counts()
         self.load_free = 0.0
-        self._lengths = lengths
+        self._lengths = workload.lengths
+        self._masks = workload.masks
         self._room = settings.room
         self._threshold = settings.store_threshold
         self._pending: dict[int, int] = {}
         self._uses: dict[int, int] = {}
         self._jobs: deque[tuple[float, StoreJob]] = deque()
-        self._waiting: deque[tuple[Prompt, list[Part]]] = deque()
+        self._refused: dict[int, list[Part]] = {}
+        """By the number of a prompt that still has its blocks: what found no room."""
         self._under_way = 0
         self._store_free = 0.0
         self._delay = 0.0
@@ -105,26 +108,28 @@ class Tier:
     def offer(self, prompt: Prompt, first: int, last: int, now: float) -> StoreJob | None:
         """Take what the tier lacks of a prompt's blocks from `first` to `last`, head first, as far
         as its rules and its room admit; those that it has count as used."""
-        held, pending, lengths = self.held, self._pending, self._lengths
+        held, pending, lengths, masks = self.held, self._pending, self._lengths, self._masks
         parts: list[Part] = []
         depth = lacking = 0
         for run in prompt.path:
-            length = lengths[run]
-            want = length if depth + length <= last else last - depth
-            have = held.get(run, 0)
-            if have < want and depth + length > first:
-                under_way = pending.get(run, 0)
-                if under_way > have:
-                    have = under_way
-                # What begins behind a gap in its run is left out: nothing could use it.
-                if first - depth <= have < want and (
+            stop = depth + lengths[run]
+            if stop > first:
+                offered = masks[run]
+                if stop > last:
+                    offered &= (1 << last - depth) - 1
+                if depth < first:
+                    offered = offered >> first - depth << first - depth
+                lacks = offered & ~held.get(run, 0)
+                if lacks and run in pending:
+                    lacks &= ~pending[run]
+                if lacks and (
                     self._threshold == 1 or self._is_asked_enough(run, is_again=first > depth)
                 ):
-                    parts.append((run, have, want))
-                    lacking += want - have
-            depth += length
-            if depth >= last:
-                break
+                    parts.append((run, lacks))
+                    lacking += lacks.bit_count()
+                if stop >= last:
+                    break
+            depth = stop
         self.space.touch(prompt.path)
         return self._claim(prompt, parts, lacking, now) if parts else None
 
@@ -147,17 +152,17 @@ class Tier:
         room = self._room - self._under_way
         if lacking > room:
             parts, left = split(parts, room)
-            self._waiting.append((prompt, left))
+            self._refused[prompt.number] = self._refused.get(prompt.number, []) + left
             lacking = max(0, math.floor(room))
         return self._begin(prompt, parts, lacking) if parts else None
 
     def _begin(self, prompt: Prompt, parts: list[Part], blocks: int) -> StoreJob:
         pending = self._pending
-        for run, _, stop in parts:
-            pending[run] = stop
+        for run, taken in parts:
+            pending[run] = pending.get(run, 0) | taken
         if self._threshold > 1:
-            for run, _, stop in parts:
-                if stop == self._lengths[run]:
+            for run, taken in parts:
+                if taken.bit_length() == self._lengths[run]:
                     self._uses.pop(run, None)
         self.counts.claimed += blocks
         self._under_way += blocks
@@ -192,33 +197,36 @@ class Tier:
     def _drain(self, now: float) -> None:
         jobs, pending = self._jobs, self._pending
         while jobs and jobs[0][0] + self._delay <= now:
-            end, (parts, blocks, path) = jobs.popleft()
-            for run, _, stop in parts:
-                if pending.get(run) == stop:
+            _, (parts, blocks, path) = jobs.popleft()
+            for run, taken in parts:
+                left = pending[run] & ~taken
+                if left:
+                    pending[run] = left
+                else:
                     del pending[run]
             self.space.store(parts, path)
             self._under_way -= blocks
-            if self._waiting:
-                self._take_waiting(end + self._delay)
 
-    def _take_waiting(self, now: float) -> None:
-        """Give the room that has come free to what waits for it, head first."""
-        waiting = self._waiting
-        while waiting and (room := self._room - self._under_way) >= 1:
-            prompt, parts = waiting.popleft()
-            if prompt.until <= now:
-                continue
-            lacking = [self._lacking(part) for part in parts]
-            parts, left = split([part for part in lacking if part[1] < part[2]], room)
-            if left:
-                waiting.appendleft((prompt, left))
-            if parts:
-                blocks = sum(stop - start for _, start, stop in parts)
-                self.submit(self._begin(prompt, parts, blocks), now)
+    def offer_again(self, prompt: Prompt) -> StoreJob | None:
+        """Take what had no room before, head first."""
+        room = self._room - self._under_way
+        if room < 1 or prompt.number not in self._refused:
+            return None
+        parts = [
+            (run, lacks)
+            for run, blocks in self._refused.pop(prompt.number)
+            if (lacks := blocks & ~(self.held.get(run, 0) | self._pending.get(run, 0)))
+        ]
+        parts, left = split(parts, room)
+        if left:
+            self._refused[prompt.number] = left
+        blocks = sum(taken.bit_count() for _, taken in parts)
+        return self._begin(prompt, parts, blocks) if parts else None
 
-    def _lacking(self, part: Part) -> Part:
-        run, start, stop = part
-        return run, max(start, self.held.get(run, 0), self._pending.get(run, 0)), stop
+    def forget(self, prompt: Prompt) -> None:
+        """The engine has taken the blocks of a prompt back."""
+        if self._refused:
+            self._refused.pop(prompt.number, None)
 
 
 def split(parts: list[Part], most: float) -> tuple[list[Part], list[Part]]:
@@ -226,11 +234,12 @@ def split(parts: list[Part], most: float) -> tuple[list[Part], list[Part]]:
     taken: list[Part] = []
     room = max(0, math.floor(most))
     for index, part in enumerate(parts):
-        run, start, stop = part
-        if stop - start > room:
-            middle = start + room
-            head = [(run, start, middle)] if room else []
-            return taken + head, [(run, middle, stop), *parts[index + 1 :]]
+        run, blocks = part
+        count = blocks.bit_count()
+        if count > room:
+            first = first_of(blocks, room)
+            head = [(run, first)] if room else []
+            return taken + head, [(run, blocks & ~first), *parts[index + 1 :]]
         taken.append(part)
-        room -= stop - start
+        room -= count
     return taken, []

@@ -29,7 +29,7 @@ def tiers_of(chain: SimChain, machine: Machine, workload: Workload) -> list[Tier
         capacity = tier.capacity if tier.capacity is not None else profile.capacity
         blocks = math.inf if capacity is None else _blocks(tier, capacity, profile, block_bytes)
         space = LruSpace(blocks) if tier.ttl is None else TimedSpace(blocks, tier.ttl)
-        tiers.append(Tier(settings, workload.lengths, space))
+        tiers.append(Tier(settings, workload, space))
     return tiers
 
 

@@ -19,11 +19,13 @@ class Workload:
     A run is a longest row of blocks that every request has all of, in order, or none of. An id
     stands for its block and all before it, so two neighbours are in one run if they occur equally
     often. What decides on a run decides on all its blocks; only room ends within one. All lists
-    have one item per request, but `lengths`: blocks of each run.
+    have one item per request, but `lengths`, the blocks of each run, and `masks`.
     """
 
     block_tokens: int
     lengths: Sequence[int]
+    masks: Sequence[int]
+    """For each run as many ones as it has blocks."""
     times: Sequence[float]
     """Arrivals, in seconds."""
     tokens: Sequence[int]
@@ -63,6 +65,7 @@ class Workload:
         return cls(
             block_tokens,
             lengths,
+            [(1 << length) - 1 for length in lengths],
             [request.timestamp / 1000 for request in requests],
             [max(1, request.input_length) for request in requests],
             [request.output_length for request in requests],
