@@ -36,15 +36,18 @@ def load_chain(chain: str | Path | Mapping[str, object]) -> ChainSpec:
     )
 
 
-def load_document(path: Path, model: type[Model], example: str) -> Model:
+def load_document(
+    path: Path, model: type[Model], example: str, context: Mapping[str, object] | None = None
+) -> Model:
     """Make a `model` from the YAML (or JSON) file at a path. `example`: what a file without content
-    is told to begin with. Raises SpecError, with a line for each problem as for a chain."""
+    is told to begin with. `context`: for the model's validators. Raises SpecError, with a line for
+    each problem as for a chain."""
     document, source = _read(path, "write the path of a YAML file")
     document.model = model
     if document.data is None:
         raise SpecError([problem_line(source, 1, (), "nothing", example)])
     try:
-        return model.model_validate(document.data)
+        return model.model_validate(document.data, context=dict(context or {}))
     except ValidationError as error:
         raise SpecError(explain(error, document, source)) from None
 

@@ -69,8 +69,7 @@ ROOMS: dict[str, set[str]] = {
     "wrappers": {"host", "concurrency"},
     **{leaf: {"host", "concurrency"} for leaf in LEAVES},
     "connector/contract": {"wrappers", "host", "concurrency"},
-    "explain": {"connector/contract", "concurrency"},
-    "connector/policy": {"connector/contract", "explain", "concurrency"},
+    "connector/policy": {"connector/contract", "concurrency"},
     "connector/scheduler": {
         "connector/contract",
         "connector/policy",
@@ -79,7 +78,7 @@ ROOMS: dict[str, set[str]] = {
         "concurrency",
     },
     "connector/worker": {"connector/contract", "wrappers", "host", "concurrency"},
-    "connector/multi": {"connector/contract", "connector/policy", "explain"},
+    "connector/multi": {"connector/contract", "connector/policy"},
     "connector/hosted": {
         "connector/contract",
         "connector/scheduler",
@@ -94,7 +93,6 @@ ROOMS: dict[str, set[str]] = {
         "connector/worker",
         "connector/multi",
         "traces",
-        "explain",
         "wrappers",
         "host",
     },
@@ -114,7 +112,7 @@ ROOMS: dict[str, set[str]] = {
     "traces": {"concurrency"},
     "tuning": {"traces"},
     "lab": {"engine", "connector", "connector/contract", "connector/scheduler", "testing"},
-    "cli": {"engine", "lab", "traces", "tuning", "explain"},
+    "cli": {"engine", "lab", "traces", "tuning"},
 }
 """Which rooms of `tiers` each room may import from; `connector` itself is its files that assemble
 the others. All may import the files that lie in `tiers` itself."""

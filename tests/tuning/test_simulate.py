@@ -89,3 +89,10 @@ def test_an_inclusive_chain_is_the_curve_at_each_size(policy: str) -> None:
     assert sum(found) == both
     if policy == "stitched":
         assert found == [upper, both - upper]
+
+
+def test_quarters_show_how_waiting_times_vary() -> None:
+    later = [TraceRequest(n * 1e6, 10 + 10 * (n >= 50), 1, []) for n in range(100)]
+    one = simulate(later, SIZE, SimChain(()), machine(prefill_rate=10.0), warm=0.2)
+    assert [mean for mean, _ in one.ttft_quarters] == pytest.approx([1, 1.5, 2, 2])
+    assert [p99 for _, p99 in one.ttft_quarters] == pytest.approx([1, 2, 2, 2])

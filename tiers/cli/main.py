@@ -15,13 +15,13 @@ from spec.errors import SpecError
 from tiers.cli.bench import bench
 from tiers.cli.config import config
 from tiers.cli.demo import demo
-from tiers.cli.explain import explain
 from tiers.cli.replay import replay
 from tiers.cli.schema import schema
 from tiers.cli.soak import soak
+from tiers.cli.tune import tune
 from tiers.cli.validate import validate
 
-COMMANDS = (validate, config, schema, explain, demo, bench, soak, replay)
+COMMANDS = (validate, config, schema, demo, bench, soak, replay, tune)
 
 app = typer.Typer(
     name="kvtiers",

@@ -30,8 +30,6 @@ from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.connector.scheduler.tenant_quotas import Tenants
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.worker import OffloadingWorker
-from tiers.explain.explanations import NoExplanations
-from tiers.explain.opening import open_explanations
 
 DRAIN_SECONDS = 10.0
 """How long a tier may go on storing when the engine shuts down."""
@@ -108,7 +106,6 @@ def _settings(
     observers: Sequence[RequestObserver],
     now: Callable[[], float],
 ) -> MultiSettings:
-    explanations = open_explanations(chain.explain, _names(chain), engine.block_tokens)
     return MultiSettings(
         load_policy=chain.load_policy,
         block_tokens=engine.block_tokens,
@@ -119,8 +116,7 @@ def _settings(
         wait_budget=wait_budget,
         sharing=LoadSharing(engine, wait_budget) if engine.caches_prefixes else None,
         media=engine.media,
-        observers=observers if explanations is None else (*observers, explanations),
-        explainer=explanations or NoExplanations(),
+        observers=observers,
     )
 
 

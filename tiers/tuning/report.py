@@ -64,6 +64,9 @@ class Report:
     """Seconds from arrival to the end of the prompt."""
     prefill_seconds_saved: float
     """GPU seconds that tokens from tiers would have taken to compute."""
+    ttft_quarters: tuple[tuple[float, float], ...] = ()
+    """Mean and p99 of each quarter of the counted prompts, in the order in which they ended: how
+    much they vary over time."""
 
     @property
     def hit_tokens(self) -> Mapping[str, int]:

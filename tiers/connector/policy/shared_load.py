@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tiers.explain.attempt import UNNOTED, Attempt
-
 
 class SharedLoad:
     """What of a load the engine can use: the blocks before the first that failed in any tier.
@@ -13,9 +11,7 @@ class SharedLoad:
     That is known when the last tier has ended. Used by the scheduler's thread alone.
     """
 
-    def __init__(self, tiers: int, notes: Attempt = UNNOTED) -> None:
-        """`notes`: told what came of it."""
-        self.notes = notes
+    def __init__(self, tiers: int) -> None:
         self._left = tiers
         self._failed: list[int] = []
         self._parts: list[tuple[Sequence[int], Callable[[int], None]]] = []
@@ -32,7 +28,5 @@ class SharedLoad:
             return False
         first = min(self._failed, default=None)
         for part, count_usable in self._parts:
-            usable = len(part) if first is None else sum(block < first for block in part)
-            count_usable(usable)
-            self.notes.part_usable(part[0], usable)
+            count_usable(len(part) if first is None else sum(block < first for block in part))
         return True

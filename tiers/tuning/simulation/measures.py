@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.report import DAY, YEAR, Report, TierUse
 from tiers.tuning.simulation.chain import SimChain, SimTier
@@ -36,6 +38,7 @@ def report_of(engine: Engine, chain: SimChain, machine: Machine) -> Report:
         ttft_p50=_quantile(waits, 0.5),
         ttft_p99=_quantile(waits, 0.99),
         prefill_seconds_saved=tier_hits / machine.prefill_rate,
+        ttft_quarters=_quarters(engine.waits),
     )
 
 
@@ -70,6 +73,12 @@ def _use(
         life_years=years,
         price_per_month=price,
     )
+
+
+def _quarters(waits: list[float]) -> tuple[tuple[float, float], ...]:
+    cuts = [len(waits) * quarter // 4 for quarter in range(5)]
+    parts = [sorted(waits[start:end]) for start, end in pairwise(cuts)]
+    return tuple((sum(part) / len(part), _quantile(part, 0.99)) for part in parts if part)
 
 
 def _quantile(values: list[float], part: float) -> float:

@@ -1,0 +1,129 @@
+"""The search finds what is known to be best, for each thing that it chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, islice
+from typing import Any
+
+import pytest
+
+from tests.support.known_traffic import BLOCK, BLOCK_TOKENS, KV_BYTES, loop, mixed, once, requests
+from tiers.traces.trace import TraceRequest
+from tiers.tuning.search.budget import Budget
+from tiers.tuning.search.show import left_out
+from tiers.tuning.search.tune import Tuned, tune
+from tiers.tuning.simulation.chain import SimTier
+from tiers.tuning.simulation.workload import Workload
+
+MB = 10**6
+SETTINGS = {"disk": {"path": "/var/lib/kvtiers"}, "redis": {"url": "redis://cache.internal"}}
+
+
+Media = dict[str, tuple[int, dict[str, Any]]]
+
+
+def budget(media: Media, **more: Any) -> Budget:
+    """A budget of media, by type the limit in blocks and what differs from a quick profile. The
+    engine has no cache to speak of, and computes 1,600 tokens, a hundred blocks, in a second."""
+    machine: dict[str, Any] = {
+        "kv_bytes_per_token": KV_BYTES,
+        "engine_cache": 25 * BLOCK,
+        "prefill_rate": 1600.0,
+        "tiers": {
+            kind: {"load_bandwidth": 1000 * MB, "store_bandwidth": 1000 * MB} | profile
+            for kind, (_, profile) in media.items()
+        },
+    }
+    machine |= more.pop("machine", {})
+    listed = [
+        {"type": kind, "limit": blocks * BLOCK, "settings": SETTINGS.get(kind, {})}
+        for kind, (blocks, _) in media.items()
+    ]
+    return Budget.model_validate({"media": listed, "machine": machine} | more)
+
+
+def tuned(traffic: Sequence[TraceRequest], given: Budget, limit: int = 60) -> Tuned:
+    workload = Workload.of(traffic, BLOCK_TOKENS)
+    return tune(workload, given, lambda size: size / 1e9, limit=limit)
+
+
+def order(found: Tuned) -> list[str]:
+    return [tier.type for tier in found.verdict.chosen.chain.tiers]
+
+
+def chosen(found: Tuned, kind: str) -> SimTier:
+    """The chosen tier of this type."""
+    return next(tier for tier in found.verdict.chosen.chain.tiers if tier.type == kind)
+
+
+def hot_and_cold(count: int = 240) -> list[TraceRequest]:
+    """8 documents that come often, 50 that come seldom, all of 10 blocks."""
+    return requests(islice(mixed((loop(8, 10, count), 4), (loop(50, 10, count, 100), 1)), count))
+
+
+@pytest.mark.parametrize("fast", ["disk", "redis"])
+def test_order_the_faster_tier_first(fast: str) -> None:
+    """The fast one has room for what comes often alone."""
+    slow = {"load_bandwidth": 4 * MB}
+    media: Media = {kind: (200, {}) if kind == fast else (1000, slow) for kind in ("disk", "redis")}
+    found = tuned(hot_and_cold(), budget(media))
+    assert order(found) == [fast, *({"disk", "redis"} - {fast})]
+    assert found.verdict.none.report.ttft_mean > 2 * found.verdict.chosen.report.ttft_mean
+
+
+def test_a_tier_that_brings_nothing_is_left_out() -> None:
+    media: Media = {"cpu": (1000, {}), "disk": (1000, {"load_bandwidth": 100 * MB})}
+    found = tuned(hot_and_cold(), budget(media))
+    assert order(found) == ["cpu"]
+    assert found.verdict.stitched.score == found.verdict.best.score
+    (said,) = left_out(found.verdict, found.found, found.space)
+    assert said.startswith("disk is left out: the best chain with it is as good; it would serve 0%")
+
+
+def test_a_tier_that_takes_longer_than_computing_is_left_out() -> None:
+    """It would serve much, in three times the time that computing takes."""
+    media: Media = {"cpu": (200, {}), "disk": (1000, {"load_bandwidth": 30 * BLOCK})}
+    found = tuned(hot_and_cold(), budget(media))
+    assert order(found) == ["cpu"]
+    (said,) = left_out(found.verdict, found.found, found.space)
+    assert "disk is left out: the best chain with it is" in said
+
+
+def test_no_tier_at_all() -> None:
+    found = tuned(requests(once(10, 200)), budget({"cpu": (1000, {}), "disk": (1000, {})}))
+    assert order(found) == []
+
+
+def test_a_size_at_the_knee() -> None:
+    """A loop over 100 blocks: all hits from there on, none below."""
+    found = tuned(requests(loop(10, 10, 200)), budget({"cpu": (1600, {}), "disk": (800, {})}))
+    assert order(found) in (["cpu"], ["disk"])
+    (tier,) = found.verdict.chosen.chain.tiers
+    assert tier.capacity is not None and 100 <= tier.capacity / BLOCK <= 200
+
+
+def test_load_policy_what_is_computed_sooner_is_not_loaded() -> None:
+    """A load takes a second whatever its length: long prompts gain by it, short ones lose."""
+    lengths = mixed((loop(10, 200, 200), 1), (loop(10, 10, 200, 100), 1))
+    given = budget({"disk": (4000, {"load_latency": 1.0})}, machine={"engine_cache": 250 * BLOCK})
+    found = tuned(requests(islice(lengths, 200), 10.0), given)
+    assert found.verdict.chosen.chain.load_policy == "cheapest"
+
+
+def test_store_threshold_keeps_one_off_documents_out() -> None:
+    """What comes again comes after more one-off blocks than there is room for."""
+    again = mixed((loop(10, 10, 400), 1), (once(10, 400), 3))
+    found = tuned(requests(islice(again, 400)), budget({"disk": (240, {})}))
+    assert chosen(found, "disk").store_threshold > 1
+
+
+def test_promote_off_where_a_loop_below_drives_out_what_comes_often() -> None:
+    """The disk tier holds what comes often, until the loop that redis serves is promoted."""
+    media: Media = {"disk": (200, {}), "redis": (1000, {"load_bandwidth": 4 * MB})}
+    often, round_and_round = loop(8, 10, 400), loop(30, 10, 400, 100)
+    begin = islice(mixed((often, 5), (round_and_round, 2)), 105)
+    then = islice(mixed((often, 1), (round_and_round, 3)), 145)
+    found = tuned(requests(chain(begin, then)), budget(media))
+    assert order(found) == ["disk", "redis"]
+    assert not found.verdict.chosen.chain.promote

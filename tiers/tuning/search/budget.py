@@ -1,0 +1,193 @@
+"""Budget: what an operator could have, what it costs, and what they want of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from spec.errors import SpecError
+from spec.fields import ByteSize, Duration
+from spec.hints import one_of
+from spec.load import load_document
+from spec.offloading import HostSpec
+from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_class
+from tiers.tuning.machine import Machine, TierProfile, load_machine
+
+Objective = Literal["mean_ttft", "p99_ttft", "saved_seconds", "cost"]
+
+_EXAMPLE = "write media: like - {type: cpu, limit: 256GiB}"
+TUNED = ("name", "capacity", "store_threshold", "eviction", "write_budget", "store_rate")
+"""Settings of a tier that the search chooses."""
+
+
+class Medium(BaseModel):
+    """A tier that the chain may have. Frozen; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: str = Field(description="The tier type: cpu, disk, redis, or a plugin's.")
+    limit: ByteSize = Field(description="Bytes for blocks at most.", examples=["256GiB"])
+    settings: Mapping[str, Any] = Field(
+        default_factory=dict,
+        repr=False,
+        description="Other keys of the tier, as the chain's YAML has them: path, url.",
+    )
+    profile: TierProfile | None = Field(
+        default=None, description="How fast it is and what it costs. Unset: as the machine says."
+    )
+
+    @field_validator("type", mode="after")
+    @classmethod
+    def _is_known(cls, kind: str) -> str:
+        try:
+            tier_class(kind)
+        except (UnknownTierType, BrokenTierType) as error:
+            raise ValueError(str(error)) from None
+        return kind
+
+    @field_validator("settings", mode="after")
+    @classmethod
+    def _make_a_tier(cls, settings: Mapping[str, Any], info: ValidationInfo) -> Mapping[str, Any]:
+        tuned = [key for key in settings if key in ("type", *TUNED)]
+        if tuned:
+            raise ValueError(f"remove {tuned[0]}, which the search chooses")
+        kind, limit = info.data.get("type"), info.data.get("limit")
+        if kind is None or limit is None:
+            return settings  # they are wrong, which is said of them
+        try:
+            make_tier(kind, written(kind, settings, limit))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            key = ".".join(str(part) for part in first["loc"])
+            do = "add it" if first["type"] == "missing" else first["msg"]
+            raise ValueError(f"{key}: {do[:1].lower()}{do[1:]}") from None
+        return settings
+
+    @property
+    def has_capacity(self) -> bool:
+        """Whether the tier's YAML says its size; a server's is set at the server."""
+        return "capacity" in tier_class(self.type).model_fields
+
+    @property
+    def evictions(self) -> tuple[str, ...]:
+        """The eviction policies that the tier has, the default first; one: no choice."""
+        field = tier_class(self.type).model_fields.get("eviction")
+        return ("lru",) if field is None else get_args(field.annotation)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its blocks stay in the host pool."""
+        return issubclass(tier_class(self.type), HostSpec)
+
+
+def written(kind: str, settings: Mapping[str, Any], capacity: int) -> dict[Any, Any]:
+    """A tier's keys but `type`, with its capacity where it has that key."""
+    has_capacity = "capacity" in tier_class(kind).model_fields
+    return {**settings, "capacity": capacity} if has_capacity else {**settings}
+
+
+class Constraints(BaseModel):
+    """What a chain must keep within. Frozen; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mean_ttft: Duration | None = Field(default=None, description="Mean TTFT at most, like 800ms.")
+    p99_ttft: Duration | None = Field(default=None, description="99% of TTFTs at most, like 5s.")
+    price_per_month: float | None = Field(
+        default=None, ge=0, description="Price of the tiers for a month at most."
+    )
+    life_years: float | None = Field(
+        default=None, gt=0, description="Years that each device with an endurance lasts at least."
+    )
+
+
+class Budget(BaseModel):
+    """Media, machine, objective and constraints. Frozen; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    media: tuple[Medium, ...] = Field(
+        min_length=1, max_length=5, description="The tiers that the chain may have."
+    )
+    machine: Machine = Field(
+        description="The engine and the tiers' speeds: the path of a profile, or its keys.",
+        examples=["profile.json"],
+    )
+    objective: Objective = Field(
+        default="mean_ttft",
+        description="What is made as good as can be. mean_ttft, p99_ttft: low waiting times. "
+        "saved_seconds: much GPU time saved. cost: a low price of tiers and busy GPUs.",
+    )
+    constraints: Constraints = Field(
+        default=Constraints(), description="What the chain must keep within."
+    )
+    gpu_price_per_month: float | None = Field(
+        default=None, ge=0, description="Price of a GPU for a month, for the objective cost."
+    )
+
+    @field_validator("machine", mode="before")
+    @classmethod
+    def _read(cls, machine: object, info: ValidationInfo) -> object:
+        if not isinstance(machine, str):
+            return machine
+        folder = (info.context or {}).get("folder", Path())
+        try:
+            return load_machine(folder / machine)
+        except SpecError as error:
+            raise ValueError("; ".join(error.problems)) from None
+
+    @field_validator("media", mode="after")
+    @classmethod
+    def _differ(cls, media: tuple[Medium, ...]) -> tuple[Medium, ...]:
+        for index, medium in enumerate(media):
+            if any(medium.type == other.type for other in media[:index]):
+                raise ValidationError.from_exception_data(
+                    cls.__name__,
+                    [
+                        InitErrorDetails(
+                            type=PydanticCustomError(
+                                "clash", "an earlier medium has this type; keep one of them"
+                            ),
+                            loc=(index, "type"),
+                            input=medium.type,
+                        )
+                    ],
+                )
+        return media
+
+    @field_validator("machine", mode="after")
+    @classmethod
+    def _profile_each(cls, machine: Machine, info: ValidationInfo) -> Machine:
+        media = info.data.get("media", ())
+        given = {m.type: m.profile for m in media if m.profile is not None}
+        tiers = {**machine.tiers, **given}
+        lacking = [m.type for m in media if m.type not in tiers]
+        if lacking:
+            known = one_of(sorted(tiers)) if tiers else "none"
+            raise ValueError(f"add a profile of {lacking[0]} to tiers; there is {known}")
+        return machine.model_copy(update={"tiers": tiers})
+
+    @field_validator("gpu_price_per_month", mode="after")
+    @classmethod
+    def _of_use(cls, price: float | None, info: ValidationInfo) -> float | None:
+        limits = info.data.get("constraints")
+        bound = limits is not None and (limits.mean_ttft or limits.p99_ttft)
+        if price is None and info.data.get("objective") == "cost" and not bound:
+            raise ValueError("add a price, or constraints: else the cheapest chain is none at all")
+        return price
+
+    def medium(self, kind: str) -> Medium:
+        """The medium of a tier type. Raises KeyError."""
+        return next(m for m in self.media if m.type == kind)
+
+
+def load_budget(path: Path) -> Budget:
+    """Read a budget from a YAML file; a profile that it names lies beside it.
+
+    Raises SpecError with a line for each problem: file, line, key, what was found, what would do.
+    """
+    return load_document(path, Budget, _EXAMPLE, context={"folder": path.parent})

@@ -1,0 +1,131 @@
+"""The chosen chain as an operator's YAML, with the reason of each choice beside it."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import yaml
+
+from spec.fields import exact_size, format_rate
+from tiers.tuning.report import Report, TierUse
+from tiers.tuning.search.budget import Budget
+from tiers.tuning.search.score import Score
+from tiers.tuning.search.search import Found
+from tiers.tuning.search.space import Space
+from tiers.tuning.search.words import expected, percent, size
+from tiers.tuning.simulation.chain import SimChain, SimTier
+
+WIDTH = 100
+Reasons = Mapping[tuple[str, str | None], Sequence[str]]
+"""By what is chosen, and for which tier: what the other choices come to."""
+
+
+def reasons(chain: SimChain, space: Space, found: Found) -> Reasons:
+    """What each chain one step from this one came to in the search, compared with it."""
+    mine = found.of(chain)
+    texts: dict[tuple[str, str | None], list[str]] = {}
+    for step in space.steps(chain) if mine is not None else ():
+        other = found.of(step.chain)
+        if other is not None and mine is not None:
+            said = f"{step.text}: {compared(other.score, mine.score)}"
+            texts.setdefault((step.kind, step.tier), []).append(said)
+    return texts
+
+
+def compared(other: Score, mine: Score) -> str:
+    """How much better or worse another score is."""
+    if other.excess > mine.excess:
+        return "breaks a constraint"
+    gap = other.worse_than(mine)
+    if abs(gap) < 0.0005:
+        return "the same"
+    return f"{percent(abs(gap))} {'worse' if gap > 0 else 'better'}"
+
+
+def chain_yaml(
+    chain: SimChain, report: Report, budget: Budget, why: Reasons, head: Sequence[str]
+) -> str:
+    """The YAML of a chain that has tiers, with comments. `head`: paragraphs for its top."""
+    lines = [line for text in [*head, *expected(report)] for line in _comment(text)]
+    lines += ["version: 1"]
+    lines += _choice("load_policy", chain.load_policy, why, None, "")
+    lines += _choice("promote", str(chain.promote).lower(), why, None, "")
+    lines.append("tiers:")
+    for tier, use in zip(chain.tiers, report.tiers, strict=True):
+        lines += _tier(tier, use, report, budget, why)
+    return "\n".join(lines) + "\n"
+
+
+def _tier(tier: SimTier, use: TierUse, report: Report, budget: Budget, why: Reasons) -> list[str]:
+    medium = budget.medium(tier.type)
+    share = use.hit_tokens / max(1, report.prompt_tokens)
+    text = (
+        f"{tier.type} serves {percent(share)} of the prompts' tokens; its link is busy with loads "
+        f"{percent(use.load_busy)} of the time, with stores {percent(use.store_busy)}."
+    )
+    others = [*why.get(("tiers", tier.type), ()), *why.get(("order", tier.type), ())]
+    text += _sentences(others)
+    lines = _comment(text, "  ")
+    capacity = tier.capacity or 0
+    if not medium.has_capacity:
+        said = f"Give it {size(capacity)} at the server."
+        said += "".join(
+            f" {one[:1].upper()}{one[1:]}." for one in why.get(("capacity", tier.type), ())
+        )
+        lines += _comment(said, "  ")
+    lines.append(f"  - type: {tier.type}")
+    indent = "    "
+    lines += [f"{indent}{key}: {_inline(value)}" for key, value in medium.settings.items()]
+    if medium.has_capacity:
+        lines += _choice("capacity", exact_size(capacity), why, tier.type, indent)
+    if len(medium.evictions) > 1:
+        lines += _choice("eviction", tier.eviction, why, tier.type, indent)
+    lines += _choice("store_threshold", str(tier.store_threshold), why, tier.type, indent)
+    if tier.write_budget is not None:
+        rate = format_rate(tier.write_budget)
+        lines += _choice("write_budget", rate, why, tier.type, indent)
+    return lines
+
+
+def _sentences(said: Sequence[str]) -> str:
+    return "".join(f" {one[:1].upper()}{one[1:]}." for one in said)
+
+
+def _choice(key: str, value: str, why: Reasons, tier: str | None, indent: str) -> list[str]:
+    """A line of YAML, behind it what the other choices come to, or above it if that is long."""
+    said = ", ".join(why.get((key, tier), ()))
+    line = f"{indent}{key}: {value}"
+    if not said:
+        return [line]
+    if len(line) + len(said) + 4 <= WIDTH:
+        return [f"{line}  # {said}"]
+    return [*_comment(said, indent), line]
+
+
+def _comment(text: str, indent: str = "") -> list[str]:
+    start = f"{indent}# "
+    return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=start)
+
+
+def _inline(value: Any) -> str:
+    """A value as YAML on one line."""
+    return str(yaml.safe_dump([value], default_flow_style=True, width=1 << 20)).strip()[1:-1]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or not at all; a file that was there before is kept
+    until then. Raises OSError."""
+    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

@@ -1,0 +1,124 @@
+"""Simulations in several processes, each chain once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Self
+
+from tiers.errors import KVTiersError
+from tiers.tuning.machine import Machine
+from tiers.tuning.report import Report
+from tiers.tuning.simulation.chain import SimChain
+from tiers.tuning.simulation.simulate import simulate
+from tiers.tuning.simulation.workload import Workload
+
+Job = tuple[SimChain, float, float]
+"""A chain, the fraction of the requests at which serving ends, and the one where counting
+begins."""
+
+
+class Simulations:
+    """Reports of chains on one workload, each computed once. A context manager; one thread.
+
+    `processes`: how many simulate besides this one, which only waits; 0: this one simulates. They
+    are forked, so that the workload is not copied; make this before any thread is started.
+    """
+
+    def __init__(self, workload: Workload, machine: Machine, processes: int = 0) -> None:
+        self._workload = workload
+        self._machine = machine
+        self._reports: dict[Job, Report] = {}
+        self._workers = [_Worker(workload, machine) for _ in range(processes)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self._workers:
+            worker.end()
+
+    def run(self, jobs: Iterable[Job], advance: Callable[[], None] = lambda: None) -> list[Report]:
+        """The reports of jobs, in their order; `advance` is called once for each that is new.
+
+        Raises KVTiersError if a process dies, and what `simulate` raises.
+        """
+        jobs = list(jobs)
+        new = [job for job in dict.fromkeys(jobs) if job not in self._reports]
+        if self._workers:
+            self._share_out(new, advance)
+        else:
+            for job in new:
+                self._reports[job] = _simulate(self._workload, self._machine, job)
+                advance()
+        return [self._reports[job] for job in jobs]
+
+    def _share_out(self, jobs: Sequence[Job], advance: Callable[[], None]) -> None:
+        rest = list(reversed(jobs))
+        busy: dict[Connection, tuple[_Worker, Job]] = {}
+        free = list(self._workers)
+        while rest or busy:
+            while rest and free:
+                worker, job = free.pop(), rest.pop()
+                worker.pipe.send(job)
+                busy[worker.pipe] = worker, job
+            for pipe in wait(list(busy)):
+                assert isinstance(pipe, Connection)
+                worker, job = busy.pop(pipe)
+                self._reports[job] = worker.answer()
+                free.append(worker)
+                advance()
+
+
+class _Worker:
+    """A forked process that simulates what its pipe brings."""
+
+    def __init__(self, workload: Workload, machine: Machine) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(workload, machine, theirs), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def answer(self) -> Report:
+        try:
+            found = self.pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise KVTiersError(
+                f"a simulating process ended with status {self._process.exitcode}: if it was "
+                "killed for memory, give a shorter trace or fewer processes"
+            ) from None
+        if isinstance(found, KVTiersError):
+            raise found
+        assert isinstance(found, Report)
+        return found
+
+    def end(self) -> None:
+        self.pipe.close()
+        self._process.terminate()
+        self._process.join()
+
+
+def _serve(workload: Workload, machine: Machine, pipe: Connection) -> None:
+    # An interrupt from the terminal reaches this process too; its parent ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(_simulate(workload, machine, job))
+        except KVTiersError as error:
+            pipe.send(error)
+
+
+def _simulate(workload: Workload, machine: Machine, job: Job) -> Report:
+    chain, end, start = job
+    part = workload.part(0.0, end)
+    return simulate(part, workload.block_tokens, chain, machine, warm=start / end)

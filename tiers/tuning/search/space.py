@@ -1,0 +1,164 @@
+"""The chains that a budget allows, and which of them are one step from another.
+
+A chain differs from another by one step if one choice differs: a tier more or less, two tiers
+swapped, the load policy, promotion, or one setting of one tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import Literal, get_args
+
+from spec.chain import LoadPolicy
+from spec.fields import exact_size, format_rate
+from tiers.tuning.machine import Machine
+from tiers.tuning.report import YEAR
+from tiers.tuning.search.budget import Budget, Medium
+from tiers.tuning.simulation.chain import SimChain, SimTier
+
+POLICIES: tuple[str, ...] = ("stitched", *(p for p in get_args(LoadPolicy) if p != "stitched"))
+"""All load policies, the default first."""
+THRESHOLDS = (1, 2, 3)
+Kind = Literal[
+    "tiers",
+    "order",
+    "load_policy",
+    "promote",
+    "capacity",
+    "eviction",
+    "store_threshold",
+    "write_budget",
+]
+"""What a step changes; the last six are keys of the chain's YAML."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A chain one step away: what differs (`kind`), in which tier, and how it reads."""
+
+    kind: Kind
+    tier: str | None
+    text: str
+    chain: SimChain
+
+
+class Space:
+    """The chains of a budget. `sizes`: bytes that are worth trying for each tier type, the largest
+    first."""
+
+    def __init__(self, budget: Budget, sizes: Mapping[str, Sequence[int]]) -> None:
+        self.budget = budget
+        self.sizes = sizes
+        self._rates = {m.type: write_budgets(m, budget) for m in budget.media}
+
+    def tier(self, medium: Medium) -> SimTier:
+        """A medium's tier with the defaults, as large as is worth trying."""
+        return SimTier(medium.type, medium.type, medium.is_host, self.sizes[medium.type][0])
+
+    def starts(self) -> Iterator[SimChain]:
+        """No tiers, then each order of each choice of media with each load policy, with defaults
+        for the rest."""
+        yield SimChain(())
+        media = [self.tier(medium) for medium in self.budget.media]
+        for count in range(1, len(media) + 1):
+            for tiers in permutations(media, count):
+                for policy in policies(count):
+                    yield SimChain(tiers, policy)
+
+    def fastest_first(self) -> SimChain:
+        """What a careful guess gives: all media in the order of their bandwidth, `stitched`."""
+        profiles = self.budget.machine.tiers
+        media = sorted(self.budget.media, key=lambda m: -profiles[m.type].load_bandwidth)
+        return SimChain(tuple(self.tier(medium) for medium in media))
+
+    def steps(self, chain: SimChain) -> Iterator[Step]:
+        """All chains one step from a chain that has tiers."""
+        yield from self._tiers(chain)
+        for policy in policies(len(chain.tiers)):
+            if policy != chain.load_policy:
+                yield Step("load_policy", None, policy, replace(chain, load_policy=policy))
+        if len(chain.tiers) > 1:
+            text = str(not chain.promote).lower()
+            yield Step("promote", None, text, replace(chain, promote=not chain.promote))
+        for tier in chain.tiers:
+            yield from self._settings(chain, tier)
+
+    def _tiers(self, chain: SimChain) -> Iterator[Step]:
+        tiers = chain.tiers
+        for at, tier in enumerate(tiers):
+            less = (*tiers[:at], *tiers[at + 1 :])
+            yield Step("tiers", tier.type, "left out", _of(chain, less))
+        for at in range(1, len(tiers)):
+            swapped = (*tiers[: at - 1], tiers[at], tiers[at - 1], *tiers[at + 1 :])
+            text = f"{tiers[at].type} before {tiers[at - 1].type}"
+            yield Step("order", tiers[at].type, text, _of(chain, swapped))
+        for medium in self.budget.media:
+            if all(medium.type != tier.type for tier in tiers):
+                new = self.tier(medium)
+                for at in range(len(tiers) + 1):
+                    more = (*tiers[:at], new, *tiers[at:])
+                    yield Step("tiers", medium.type, "added", _of(chain, more))
+
+    def _settings(self, chain: SimChain, tier: SimTier) -> Iterator[Step]:
+        medium = self.budget.medium(tier.type)
+        sizes = self.sizes[tier.type]
+        at = sizes.index(tier.capacity) if tier.capacity in sizes else -1
+        for near in {at - 1, at + 1} & set(range(len(sizes))):
+            yield _with(chain, tier, "capacity", exact_size(sizes[near]), capacity=sizes[near])
+        for eviction in medium.evictions:
+            if eviction != tier.eviction:
+                yield _with(chain, tier, "eviction", eviction, eviction=eviction)
+        for threshold in THRESHOLDS:
+            if abs(threshold - tier.store_threshold) == 1:
+                yield _with(
+                    chain, tier, "store_threshold", str(threshold), store_threshold=threshold
+                )
+        for rate in self._rates[tier.type]:
+            if rate != tier.write_budget:
+                yield _with(chain, tier, "write_budget", _rate(rate), write_budget=rate)
+
+
+def policies(tiers: int) -> tuple[str, ...]:
+    """The load policies that differ for so many tiers: of one, all but `cheapest` are one."""
+    return POLICIES if tiers > 1 else tuple(p for p in POLICIES if p in ("stitched", "cheapest"))
+
+
+def write_budgets(medium: Medium, budget: Budget) -> tuple[float | None, ...]:
+    """No write budget, and the one that lets a device last as long as is asked."""
+    endurance = budget.machine.tiers[medium.type].endurance
+    years = budget.constraints.life_years
+    if endurance is None or years is None or medium.is_host:
+        return (None,)
+    return (None, endurance / (years * YEAR))
+
+
+def _rate(rate: float | None) -> str:
+    return "none" if rate is None else format_rate(rate)
+
+
+def _of(chain: SimChain, tiers: tuple[SimTier, ...]) -> SimChain:
+    """The chain with other tiers, and without settings that mean nothing for so few."""
+    policy = chain.load_policy if chain.load_policy in policies(len(tiers)) else POLICIES[0]
+    promote = chain.promote or len(tiers) < 2
+    return replace(chain, tiers=tiers, load_policy=policy, promote=promote)
+
+
+def _with(chain: SimChain, tier: SimTier, kind: Kind, text: str, **changed: object) -> Step:
+    tiers = tuple(replace(t, **changed) if t is tier else t for t in chain.tiers)  # type: ignore[arg-type]
+    return Step(kind, tier.type, text, replace(chain, tiers=tiers))
+
+
+def simplicity(chain: SimChain, machine: Machine) -> tuple[float, ...]:
+    """A chain's place among equal ones, the simplest first: few tiers, few settings that are not
+    the default, a low price, few bytes."""
+    settings = (chain.load_policy != POLICIES[0]) + (not chain.promote)
+    for tier in chain.tiers:
+        settings += (tier.eviction != "lru") + (tier.store_threshold > 1)
+        settings += tier.write_budget is not None
+    price = sum(
+        (machine.tiers[t.type].price_per_gb_month or 0.0) * (t.capacity or 0) / 1e9
+        for t in chain.tiers
+    )
+    return (len(chain.tiers), settings, price, sum(t.capacity or 0 for t in chain.tiers))
