@@ -54,8 +54,9 @@ class Loads:
         for index, count in pieces:
             blocks[index] += count
         ends = {}
+        path = prompt.path[prompt.path.index(prompt.place[0]) :]
         for index, count in blocks.items():
-            tiers[index].space.touch(prompt.path)
+            tiers[index].space.touch(path)
             ends[index] = tiers[index].load(count, now)
         self._under_way[prompt.place] = prompt
         end = max(ends.values())

@@ -110,10 +110,13 @@ class Tier:
         as its rules and its room admit; those that it has count as used."""
         held, pending, lengths, masks = self.held, self._pending, self._lengths, self._masks
         parts: list[Part] = []
-        depth = lacking = 0
+        depth = lacking = begin = end = 0
         for run in prompt.path:
             stop = depth + lengths[run]
-            if stop > first:
+            end += 1
+            if stop <= first:
+                begin = end
+            else:
                 offered = masks[run]
                 if stop > last:
                     offered &= (1 << last - depth) - 1
@@ -130,7 +133,7 @@ class Tier:
                 if stop >= last:
                     break
             depth = stop
-        self.space.touch(prompt.path)
+        self.space.touch(prompt.path[begin:end])
         return self._claim(prompt, parts, lacking, now) if parts else None
 
     def _is_asked_enough(self, run: int, is_again: bool) -> bool:

@@ -6,6 +6,7 @@ import math
 
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.simulation.chain import SimChain, SimTier
+from tiers.tuning.simulation.queues import ArcSpace, S3FifoSpace
 from tiers.tuning.simulation.spaces import LruSpace, TimedSpace
 from tiers.tuning.simulation.tier import Tier, TierSettings
 from tiers.tuning.simulation.workload import Workload
@@ -28,9 +29,18 @@ def tiers_of(chain: SimChain, machine: Machine, workload: Workload) -> list[Tier
         settings = _settings(tier, profile, block_bytes, slots * share)
         capacity = tier.capacity if tier.capacity is not None else profile.capacity
         blocks = math.inf if capacity is None else _blocks(tier, capacity, profile, block_bytes)
-        space = LruSpace(blocks) if tier.ttl is None else TimedSpace(blocks, tier.ttl)
-        tiers.append(Tier(settings, workload, space))
+        tiers.append(Tier(settings, workload, _space(tier, blocks)))
     return tiers
+
+
+def _space(tier: SimTier, blocks: float) -> LruSpace:
+    if tier.ttl is not None:
+        return TimedSpace(blocks, tier.ttl)
+    spaces = {"lru": LruSpace, "arc": ArcSpace, "s3fifo": S3FifoSpace}
+    if tier.eviction not in spaces:
+        known = ", ".join(spaces)
+        raise ValueError(f"{tier.name}: found eviction {tier.eviction!r}; simulated are {known}")
+    return spaces[tier.eviction](blocks)
 
 
 def _blocks(tier: SimTier, capacity: int, profile: TierProfile, block_bytes: int) -> int:
