@@ -60,10 +60,14 @@ def open_scheduler(
 
 
 def open_worker(
-    chain: ChainSpec, engine: EngineInfo, open_copier: OpenCopier, root: Path = Path("/")
+    chain: ChainSpec,
+    engine: EngineInfo,
+    open_copier: OpenCopier,
+    root: Path = Path("/"),
+    now: Callable[[], float] = time.monotonic,
 ) -> MultiWorker:
     """Make a worker's half of a chain; see `worker_parts`."""
-    return MultiWorker(*worker_parts(chain, engine, open_copier, root))
+    return MultiWorker(*worker_parts(chain, engine, open_copier, root, now))
 
 
 def scheduler_parts(
@@ -77,7 +81,7 @@ def scheduler_parts(
     generation = Generation(lasts=keeps, is_own=engine.weights_change and not keeps)
     wait_budget = WaitBudget(now, chain.max_wait)
     pool = ChainPool(PoolSize.of(chain, engine), announcer)
-    opener = TierOpener(pool, generation, wait_budget.lookup_seconds, engine.host, announcer)
+    opener = TierOpener(pool, generation, wait_budget.lookup_seconds, engine.host, announcer, now)
 
     def open_tier(tier: OffloadingSpec) -> OffloadingScheduler:
         return OffloadingScheduler(
@@ -121,15 +125,20 @@ def _settings(
 
 
 def worker_parts(
-    chain: ChainSpec, engine: EngineInfo, open_copier: OpenCopier, root: Path = Path("/")
+    chain: ChainSpec,
+    engine: EngineInfo,
+    open_copier: OpenCopier,
+    root: Path = Path("/"),
+    now: Callable[[], float] = time.monotonic,
 ) -> WorkerParts:
     """Make the tiers of a chain as a worker has them. They open with the engine's paged KV.
 
     Host memory over all ranks: see `PoolSize`. Each process also uses a few bounce slots per store
-    tier. `root`: where the system tells of its memory.
+    tier. `root`: where the system tells of its memory. `now`: the clock of the loads' time limits,
+    in seconds.
     """
     engine = _salted(engine, chain)
-    host = HostSlots(engine, PoolSize.of(chain, engine), open_copier, root)
+    host = HostSlots(engine, PoolSize.of(chain, engine), open_copier, root, now)
     children = [OffloadingWorker(tier, host, DRAIN_SECONDS) for tier in chain.tiers]
     return WorkerParts(children, _names(chain), _identity(chain))
 

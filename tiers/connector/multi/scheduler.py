@@ -207,6 +207,10 @@ class MultiScheduler(EveryChild):
         step = self._cheapest.prefill.step_begins(scheduler_output) if self._cheapest else None
         return MultiConnectorMetadata(metadata, saves, loads, step)
 
+    def computed(self, tokens: int, seconds: float) -> None:
+        """The engine has computed a prompt's tokens, and says itself how long that took."""
+        self._chooser.computed(tokens, seconds)
+
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Show each child its own metadata only; the output is as it was afterwards."""
         whole = connector_output.kv_connector_worker_meta

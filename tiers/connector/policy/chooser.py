@@ -136,9 +136,16 @@ class Chooser:
 
     def step_ended(self, number: int | None) -> None:
         """The results of a step are here; `number` as `Cheapest` gave it."""
-        if self._cheapest is None or not self._cheapest.step_ended(number):
-            return
-        each = self._cheapest.prefill.seconds_per_token
+        if self._cheapest is not None and self._cheapest.step_ended(number):
+            self._note_rate(self._cheapest)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step has computed so many tokens of prompts in this time."""
+        if self._cheapest is not None and self._cheapest.computed(tokens, seconds):
+            self._note_rate(self._cheapest)
+
+    def _note_rate(self, cheapest: Cheapest) -> None:
+        each = cheapest.prefill.seconds_per_token
         for _, child in self._children:
             if isinstance(child, TimedLoader) and each:
                 child.note(prefill_tokens_per_second=1 / each)

@@ -34,6 +34,10 @@ class WaitBudget:
         """A tier is asked and has no answer yet."""
         self._looking.setdefault(request_id, self._now())
 
+    def is_looking(self, request_id: str) -> bool:
+        """Whether an answer is missing."""
+        return request_id in self._looking
+
     def found(self, request_id: str) -> None:
         """The lookup has ended."""
         since = self._looking.pop(request_id, None)

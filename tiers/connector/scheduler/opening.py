@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -69,14 +70,16 @@ class TierOpener:
         lookup_deadline: float,
         host: str,
         announcer: Announcer,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`lookup_deadline`: seconds after which a lookup under way counts as a miss. `host`: where
-        this process is (see `EngineInfo`)."""
+        this process is (see `EngineInfo`). `now`: the clock of the stores' answers, in seconds."""
         self._pool = pool
         self._generation = generation
         self._lookup_deadline = lookup_deadline
         self._host = host
         self._announcer = announcer
+        self._now = now
 
     def open(
         self,
@@ -137,7 +140,7 @@ class TierOpener:
             store.close()
             raise
         spaces = [handshake.namespace for handshake in handshakes]
-        return StoreManager(store, spaces, self._generation, lookup_deadline=self._lookup_deadline)
+        return StoreManager(store, spaces, self._generation, self._now, self._lookup_deadline)
 
     def _refuse_several(
         self, tier: StoreSpec, store: TierStore | None, handshakes: Sequence[WorkerHandshake]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -35,10 +35,17 @@ class HostSlots:
     """
 
     def __init__(
-        self, engine: EngineInfo, size: PoolSize, open_copier: OpenCopier, root: Path = Path("/")
+        self,
+        engine: EngineInfo,
+        size: PoolSize,
+        open_copier: OpenCopier,
+        root: Path = Path("/"),
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`root`: where the system tells of its memory (see `spare_memory`)."""
+        """`root`: where the system tells of its memory (see `spare_memory`). `now`: the clock of
+        the tiers' loads, in seconds."""
         self.engine = engine
+        self.now = now
         self._size = size
         self._open_copier = open_copier
         self._root = root

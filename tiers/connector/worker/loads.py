@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import NamedTuple
@@ -47,10 +46,9 @@ class Ended(NamedTuple):
 class _Load:
     """A load under way. Nothing is copied after `end`."""
 
-    def __init__(self, job: LoadJob) -> None:
+    def __init__(self, job: LoadJob, now: float) -> None:
         self.job = job
-        self.began = time.monotonic()
-        self.until = self.began + job.seconds
+        self.until = now + job.seconds
         self.seconds = job.seconds
         """What moving the blocks took, once that is known."""
         self.damaged = 0
@@ -127,13 +125,13 @@ class Loading:
     def begin(self, jobs: Sequence[LoadJob]) -> None:
         """Begin loads; each copies after the work queued on the engine's device so far."""
         for job in jobs:
-            load, fence = _Load(job), self._host.copier.fence()
+            load, fence = _Load(job, self._host.now()), self._host.copier.fence()
             self._loads.append((load, self._threads.submit(self._run, load, fence)))
 
     def _run(self, load: _Load, fence: object) -> None:
-        began = time.perf_counter()
+        began = self._host.now()
         self._load_items(load, fence)
-        load.seconds = time.perf_counter() - began
+        load.seconds = self._host.now() - began
 
     def _load_items(self, load: _Load, fence: object) -> None:
         numbered = list(enumerate(load.job.items))
@@ -219,7 +217,7 @@ class Loading:
         """
         if idle and self._loads:
             wait([future for _, future in self._loads], IDLE_WAIT, FIRST_COMPLETED)
-        now = time.monotonic()
+        now = self._host.now()
         over = [(load, f) for load, f in self._loads if f.done() or now >= load.until]
         self._loads = [pair for pair in self._loads if pair not in over]
         return [self._end(load, future) for load, future in over]

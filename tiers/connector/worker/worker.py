@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class OffloadingWorker(WorkerConnector):
         self._joining: Future[None] | None = None
         self._unusable: str | None = None
         self._closed = False
-        self._stores: list[_Store] = []
+        self._stores: deque[_Store] = deque()
         self._begun: OffloadingConnectorMetadata | None = None
         self._ended: dict[int, JobResult] = {}
         self._failed_blocks: set[int] = set()
@@ -251,10 +252,10 @@ class OffloadingWorker(WorkerConnector):
         return Outcome(set(range(len(store.job.items))), 0.0)
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """What ended since the last call, and, the first time, who this worker is."""
-        for store in [s for s in self._stores if s.future.done()]:
+        """What ended since the last call (stores do in order), and once who this worker is."""
+        while self._stores and self._stores[0].future.done():
+            store = self._stores.popleft()
             self._note_end(store.job.job_id, len(store.job.items), self._outcome(store), "store")
-            self._stores.remove(store)
         if self._store is not None:
             failures = self._store.failures.total
             merge(self._measures, {"tier_failures": failures - self._failures_seen})

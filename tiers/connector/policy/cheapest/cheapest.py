@@ -109,7 +109,13 @@ class Cheapest:
 
     def step_ended(self, number: int | None) -> bool:
         """A step's results are here; whether they tell how fast the engine computes prompts."""
-        tokens = self.prefill.step_ended(number)
+        return self._computed(self.prefill.step_ended(number))
+
+    def computed(self, tokens: int, seconds: float) -> bool:
+        """A step has computed so many tokens in this time; whether that says how fast it is."""
+        return self._computed(self.prefill.measured(tokens, seconds))
+
+    def _computed(self, tokens: int) -> bool:
         if tokens >= self._probes.length(COMPUTING) * self._size:
             self._probes.rest(COMPUTING)
         return tokens > 0

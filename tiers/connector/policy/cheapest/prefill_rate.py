@@ -64,7 +64,12 @@ class PrefillRate:
         if number is None or number not in self._steps:
             return 0
         tokens, scheduled = self._steps.pop(number)
-        seconds = now - max(scheduled, before)
+        return self.measured(tokens, now - max(scheduled, before))
+
+    def measured(self, tokens: int, seconds: float) -> int:
+        """Take in a step that computed so many tokens; those that count."""
+        if tokens < self._min_tokens:
+            return 0
         self._tokens = KEEP * self._tokens + tokens
         self._seconds = KEEP * self._seconds + seconds
         return tokens

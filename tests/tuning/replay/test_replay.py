@@ -1,0 +1,101 @@
+"""A replay over real connectors and stores: its bytes, its report, and what it agrees with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec.chain import ChainSpec
+from spec.errors import SpecError
+from tests.tuning.replay.worlds import BLOCK_BYTES, SIZE, chain, chats, cpu, disk, given, machine
+from tiers.store import Block
+from tiers.testing import MemoryStore
+from tiers.traces.trace import TraceRequest
+from tiers.tuning.replay import ReplayOptions, replay
+from tiers.tuning.replay.kv import WrongBytes
+from tiers.tuning.replay.run import CannotReplay
+from tiers.tuning.report import Report
+from tiers.tuning.simulation import simulate
+
+
+def run(chain: ChainSpec, requests: Sequence[TraceRequest], **more: Any) -> Report:
+    """Replay on the usual machine, and check what holds of every report."""
+    report = replay(requests, SIZE, chain, machine(), **more)
+    tokens = report.engine_hit_tokens + report.tier_hit_tokens + report.computed_tokens
+    assert report.prompt_tokens == tokens
+    return report
+
+
+def test_a_request_that_comes_again_is_loaded() -> None:
+    prompt = TraceRequest(0.0, 100 * SIZE + 5, 1, list(range(100)))
+    others = [
+        TraceRequest(10_000.0 + n, 50 * SIZE, 1, list(range(1000 * n, 1000 * n + 50)))
+        for n in range(1, 4)
+    ]
+    again = prompt._replace(timestamp=60_000.0)
+    small = machine(engine_cache=110 * BLOCK_BYTES)
+    report = replay([prompt, *others, again], SIZE, chain(disk(1000)), small, warm=0.8)
+    assert report.requests == 1
+    assert report.hit_tokens == {"disk": 100 * SIZE}
+    assert report.computed_tokens == 5
+    # 2 ms of latency for each wave of 64 blocks, the blocks at 8 MB/s, 5 tokens at 4,000/s.
+    assert report.ttft_p50 == pytest.approx(2 * 0.002 + 100 * BLOCK_BYTES / 8e6 + 5 / 4000)
+
+
+@pytest.mark.parametrize("policy", ["first", "longest", "stitched", "cheapest"])
+def test_simulation_and_replay_agree(policy: str) -> None:
+    requests = chats(3)
+    tiers = chain(cpu(90), disk(400), given(), load_policy=policy)
+    real = run(tiers, requests)
+    simulated = simulate(requests, SIZE, tiers, machine())
+    assert real.load < 0.65
+    one_percent = real.prompt_tokens / 100
+    assert simulated.engine_hit_tokens == pytest.approx(real.engine_hit_tokens, abs=one_percent)
+    assert simulated.hit_tokens == pytest.approx(real.hit_tokens, abs=one_percent)
+    assert simulated.ttft_p50 == pytest.approx(real.ttft_p50, rel=0.2)
+
+
+class Forgetful(MemoryStore):
+    """Answers some blocks with the bytes of others."""
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        kept = list(self.blocks)
+        return super().get([Block(kept[0], block.payload) for block in blocks])
+
+
+class Believed(type(given())):  # type: ignore[misc]
+    """A tier whose store is said to verify what it loads."""
+
+    verifies = True
+
+
+def test_wrong_bytes_are_loud() -> None:
+    lying = Believed.model_validate({"type": "given"}).over(Forgetful())
+    with pytest.raises(WrongBytes, match=r"request-\d+: \d+ of \d+ loaded blocks have wrong bytes"):
+        replay(chats(3, 40), SIZE, chain(lying), machine(engine_cache=60 * BLOCK_BYTES))
+
+
+def test_nothing_is_done_in_the_operators_places(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    tiers = chain(disk(400) | {"path": str(mine)})
+    run(tiers, chats(4, 20), options=ReplayOptions(folder=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_paced_replay_takes_the_traces_time() -> None:
+    requests = chats(5, 25)
+    tiers = chain(cpu(90), disk(400))
+    paced = run(tiers, requests, options=ReplayOptions(speed=10.0))
+    counted = run(tiers, requests)
+    assert paced.requests == counted.requests == 25
+    assert paced.seconds >= requests[-1].timestamp / 1000
+
+
+def test_what_cannot_be_replayed_says_so() -> None:
+    with pytest.raises(CannotReplay, match="give the machine more engine_cache"):
+        run(chain(cpu(90)), [TraceRequest(0.0, 151 * SIZE, 1, list(range(151)))])
+    with pytest.raises(SpecError, match="add disk"):
+        replay(chats(3, 5), SIZE, chain(disk(9)), machine(tiers={}))

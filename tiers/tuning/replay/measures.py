@@ -1,0 +1,108 @@
+"""The report of a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spec.chain import ChainSpec
+from spec.offloading import HostSpec, OffloadingSpec
+from tiers.connector.contract.stats import Measures
+from tiers.tuning.machine import Machine
+from tiers.tuning.replay.engine import ReplayEngine
+from tiers.tuning.report import DAY, YEAR, Report, TierUse
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What had been done at a moment. `links`: seconds of loads and of stores by tier. `stats`:
+    the chain's own counts. `ended`: when the last request did."""
+
+    now: float
+    ended: float
+    links: Mapping[str, tuple[float, float]]
+    stats: Mapping[str, Measures]
+
+
+DROPPED = ("store_dropped_no_slot", "store_dropped_inflight", "store_dropped_budget")
+"""Counters of blocks that a tier lacked and its rules admitted."""
+
+
+def report_of(
+    engine: ReplayEngine, chain: ChainSpec, machine: Machine, start: Mark, end: Mark
+) -> Report:
+    """What was done between two marks, and what came of the requests that count."""
+    outcome = engine.outcome
+    seconds = max(start.ended - start.now, 1e-9)
+    waits = sorted(outcome.first_tokens)
+    return Report(
+        requests=outcome.requests,
+        seconds=seconds,
+        gpu_load=outcome.busy / seconds / machine.gpus,
+        tiers=tuple(
+            _use(engine, chain, machine, tier.tier_name, place, (start, end), seconds)
+            for place, tier in enumerate(chain.tiers)
+        ),
+        prompt_tokens=outcome.prompt_tokens,
+        engine_hit_tokens=outcome.own_tokens,
+        computed_tokens=outcome.computed_tokens,
+        ttft_mean=sum(waits) / len(waits) if waits else 0.0,
+        ttft_p50=_quantile(waits, 0.5),
+        ttft_p99=_quantile(waits, 0.99),
+        prefill_seconds_saved=sum(outcome.tier_tokens.values()) / machine.prefill_rate,
+    )
+
+
+def _use(
+    engine: ReplayEngine,
+    chain: ChainSpec,
+    machine: Machine,
+    name: str,
+    place: int,
+    marks: tuple[Mark, Mark],
+    seconds: float,
+) -> TierUse:
+    start, end = marks
+    tier = chain.tiers[place]
+    profile = machine.profile(name, tier.type)
+    size = engine.block_tokens * machine.kv_bytes_per_token * profile.stored_share
+
+    def grown(counter: str) -> int:
+        return int(_count(end, name, counter) - _count(start, name, counter))
+
+    stored, dropped = grown("stored_blocks"), sum(map(grown, DROPPED))
+    loads, stores = (end.links[name][way] - start.links[name][way] for way in (0, 1))
+    a_day = stored * size / seconds * DAY
+    capacity = getattr(tier, "capacity", None) or profile.capacity
+    price = profile.price_per_month
+    if profile.price_per_gb_month is not None and capacity is not None:
+        price = (price or 0.0) + profile.price_per_gb_month * capacity / 1e9
+    worn = profile.endurance is not None and a_day > 0
+    return TierUse(
+        name=name,
+        hit_tokens=engine.outcome.tier_tokens[name],
+        load_busy=loads / seconds,
+        store_busy=(stored * size / profile.store_bandwidth if _is_host(tier) else stores)
+        / seconds,
+        loaded_bytes=int(grown("loaded_blocks") * size),
+        stored_bytes=int(stored * size),
+        written_bytes_per_day=a_day,
+        offered_blocks=stored + dropped,
+        dropped_blocks=dropped,
+        life_years=(profile.endurance or 0) / a_day * DAY / YEAR if worn else None,
+        price_per_month=price,
+    )
+
+
+def _is_host(tier: OffloadingSpec) -> bool:
+    return isinstance(tier, HostSpec)
+
+
+def _count(mark: Mark, tier: str, counter: str) -> float:
+    value = mark.stats.get(tier, {}).get(counter, 0.0)
+    return value if isinstance(value, int | float) else 0.0
+
+
+def _quantile(values: list[float], part: float) -> float:
+    """The value that so large a part of the sorted values is at or below."""
+    return values[min(len(values) - 1, int(part * len(values)))] if values else 0.0

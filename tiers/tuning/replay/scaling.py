@@ -1,0 +1,104 @@
+"""A chain at the replay's scale: as many blocks as the operator's, of few bytes, on own places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from spec.chain import ChainSpec
+from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
+from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.pool_size import PoolSize
+from tiers.disk.slab import slot_bytes
+from tiers.disk.spec import DiskSpec
+from tiers.host.memory import slot_stride
+from tiers.remote.spec import RedisSpec
+from tiers.remote.url import parse_url
+from tiers.tuning.machine import Machine
+from tiers.tuning.replay.clock import Clock
+from tiers.tuning.replay.links import Link, LinkedSpec
+
+NO_DEADLINE = 600.0
+"""Seconds of the machine that a verb may take: what the trace's time makes of it says nothing."""
+
+
+class Scale(NamedTuple):
+    """Bytes of a block: in the trace's world, and here."""
+
+    real_bytes: int
+    payload_bytes: int
+
+    def blocks(self, size: float, stored_share: float = 1.0) -> int:
+        """How many blocks so many bytes of the trace's world hold."""
+        return int(size // (self.real_bytes * stored_share))
+
+
+class Places(NamedTuple):
+    """Where the replay's tiers keep their blocks. `redis`: starts a server for so many blocks
+    (None: without limit) of so many bytes and returns its URL."""
+
+    folder: Path
+    redis: Callable[[int | None, int], str]
+
+
+def scaled(
+    chain: ChainSpec, machine: Machine, engine: EngineInfo, scale: Scale, places: Places
+) -> ChainSpec:
+    """Scale a chain; the operator's folders and servers are left alone.
+
+    Raises SpecError for a tier without a profile in `machine`.
+    """
+    stride = slot_stride(scale.payload_bytes)
+    tiers = [_tier(tier, machine, scale, places) for tier in chain.tiers]
+    hosts = sum(tier.capacity // stride for tier in tiers if isinstance(tier, HostSpec))
+    slots = PoolSize.of(chain, engine).slots(scale.real_bytes)
+    staging = max(1, slots - hosts) * stride
+    settings = {name: getattr(chain, name) for name in chain.model_fields_set}
+    return ChainSpec.model_validate({**settings, "tiers": tuple(tiers), "staging": staging})
+
+
+def _tier(tier: OffloadingSpec, machine: Machine, scale: Scale, places: Places) -> OffloadingSpec:
+    profile = machine.profile(tier.tier_name, tier.type)
+    if isinstance(tier, HostSpec):
+        capacity = scale.blocks(tier.capacity) * slot_stride(scale.payload_bytes)
+        return tier.model_copy(update={"capacity": max(1, capacity)})
+    assert isinstance(tier, StoreSpec)
+    change: dict[str, object] = {"deadline": NO_DEADLINE}
+    if tier.max_inflight is not None:
+        change["max_inflight"] = scale.blocks(tier.max_inflight) * scale.payload_bytes or 1
+    if tier.write_budget is not None:
+        # The limit is on bytes as they are stored; the connector counts whole payloads.
+        share = scale.payload_bytes / scale.real_bytes / profile.stored_share
+        change["write_budget"] = tier.write_budget * share
+    if isinstance(tier, DiskSpec):
+        blocks = max(1, scale.blocks(tier.capacity, profile.stored_share))
+        change["capacity"] = blocks * slot_bytes(scale.payload_bytes)
+        change["path"] = places.folder / tier.tier_name
+    elif isinstance(tier, RedisSpec):
+        held = profile.capacity
+        blocks_held = None if held is None else scale.blocks(held, profile.stored_share)
+        url = places.redis(blocks_held, scale.payload_bytes)
+        change |= {"url": parse_url(url), "tls": None, "username": None, "password": None}
+        change["timeout"] = NO_DEADLINE
+    return tier.model_copy(update=change)
+
+
+def linked(
+    chain: ChainSpec, machine: Machine, scale: Scale, clock: Clock
+) -> tuple[ChainSpec, dict[str, Link]]:
+    """Put each tier of a scaled chain behind the link of its profile; the links by tier name."""
+    links: dict[str, Link] = {}
+    tiers: list[OffloadingSpec] = []
+    for tier in chain.tiers:
+        profile = machine.profile(tier.tier_name, tier.type)
+        if isinstance(tier, StoreSpec):
+            rates = tier.load_rate, tier.store_rate
+            link = Link(clock, profile, scale.real_bytes, *rates)
+            tiers.append(LinkedSpec.over(tier, link))
+        else:
+            link = Link(clock, profile, scale.real_bytes)
+            tiers.append(tier)
+        links[tier.tier_name] = link
+    settings = {name: getattr(chain, name) for name in chain.model_fields_set}
+    return ChainSpec.model_validate({**settings, "tiers": tuple(tiers)}), links
