@@ -85,6 +85,7 @@ class Engine:
                 self._begin_steps()
         while events:
             self._next_event()
+        assert not (waiting or self._back or self._going_on), "all requests are served"
 
     def _mark(self, now: float) -> None:
         self.since = now

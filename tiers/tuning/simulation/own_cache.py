@@ -3,8 +3,35 @@
 from __future__ import annotations
 
 from tiers.tuning.simulation.prompt import Prompt
-from tiers.tuning.simulation.spaces import LruSpace, Part, leading
+from tiers.tuning.simulation.spaces import LruSpace, Part, first_of, leading
 from tiers.tuning.simulation.workload import Workload
+
+
+class _PinnedSpace(LruSpace):
+    """Passes by the runs that prompts under way use; `users`: how many use each."""
+
+    def __init__(self, capacity: float) -> None:
+        super().__init__(capacity)
+        self.users: dict[int, int] = {}
+
+    def shrink(self) -> None:
+        """Evict what is beyond the capacity and nobody uses."""
+        held, users = self.held, self.users
+        passed = 0
+        while self.used > self.capacity and passed < len(held):
+            run = next(iter(held))
+            if run in users:
+                held.move_to_end(run)
+                passed += 1
+                continue
+            blocks = held[run]
+            count = blocks.bit_count()
+            over = int(self.used - self.capacity)
+            if count > over:
+                held[run] = first_of(blocks, count - over)
+            else:
+                del held[run]
+            self.used -= min(count, over)
 
 
 class OwnCache:
@@ -18,8 +45,11 @@ class OwnCache:
         self._lengths = workload.lengths
         self._masks = workload.masks
         self._size = workload.block_tokens
-        self._space = LruSpace(capacity)
+        self._space = _PinnedSpace(capacity)
         self._reserved = 0
+        """Blocks of prompts under way that are yet to be computed or loaded."""
+        self._pinned = 0
+        """Known blocks of such runs: they can't be taken."""
 
     def find(self, prompt: Prompt) -> tuple[int, int, int]:
         """Leading blocks of a prompt that are in place; of its path the run and the block in it
@@ -45,19 +75,21 @@ class OwnCache:
 
     def reserve(self, prompt: Prompt, known: int) -> bool:
         """Take blocks for what a prompt has not found in place; False: too few are free."""
-        capacity = self._capacity
-        if not capacity:
+        if not self._capacity:
             return True
+        space, users, get = self._space, self._space.users, self._space.held.get
+        unpinned = sum(get(run, 0).bit_count() for run in prompt.path if run not in users)
         needed = -(-prompt.tokens // self._size) - known
-        reserved = self._reserved
-        if reserved and reserved + needed > capacity:
+        taken = self._reserved + self._pinned
+        if taken and taken + unpinned + needed > self._capacity:
             return False
+        for run in prompt.path:
+            users[run] = users.get(run, 0) + 1
+        self._pinned += unpinned
         prompt.reserved = needed
-        self._reserved = reserved = reserved + needed
-        space = self._space
-        if known:
-            space.touch(prompt.path)
-        space.capacity = capacity - reserved if capacity > reserved else 0
+        self._reserved += needed
+        space.touch(prompt.path)
+        space.capacity = max(0, self._capacity - self._reserved)
         if space.used > space.capacity:
             space.shrink()
         return True
@@ -80,14 +112,22 @@ class OwnCache:
             depth = stop
             if depth >= blocks:
                 break
+        self._pinned += fresh
         self._release(prompt, fresh)
         space.store(parts, prompt.path)
 
     def give_back(self, prompt: Prompt) -> None:
         """The prompt's request has ended."""
-        if self._capacity:
-            self._release(prompt, prompt.reserved)
-            self._space.touch(prompt.path)
+        if not self._capacity:
+            return
+        users, get = self._space.users, self._space.held.get
+        for run in prompt.path:
+            users[run] -= 1
+            if not users[run]:
+                del users[run]
+                self._pinned -= get(run, 0).bit_count()
+        self._release(prompt, prompt.reserved)
+        self._space.touch(prompt.path)
 
     def _release(self, prompt: Prompt, blocks: int) -> None:
         blocks = min(blocks, prompt.reserved)
