@@ -3,35 +3,8 @@
 from __future__ import annotations
 
 from tiers.tuning.simulation.prompt import Prompt
-from tiers.tuning.simulation.spaces import LruSpace, Part, first_of, leading
+from tiers.tuning.simulation.spaces import LruSpace, Part, leading
 from tiers.tuning.simulation.workload import Workload
-
-
-class _PinnedSpace(LruSpace):
-    """Passes by the runs that prompts under way use; `users`: how many use each."""
-
-    def __init__(self, capacity: float) -> None:
-        super().__init__(capacity)
-        self.users: dict[int, int] = {}
-
-    def shrink(self) -> None:
-        """Evict what is beyond the capacity and nobody uses."""
-        held, users = self.held, self.users
-        passed = 0
-        while self.used > self.capacity and passed < len(held):
-            run = next(iter(held))
-            if run in users:
-                held.move_to_end(run)
-                passed += 1
-                continue
-            blocks = held[run]
-            count = blocks.bit_count()
-            over = int(self.used - self.capacity)
-            if count > over:
-                held[run] = first_of(blocks, count - over)
-            else:
-                del held[run]
-            self.used -= min(count, over)
 
 
 class OwnCache:
@@ -45,7 +18,11 @@ class OwnCache:
         self._lengths = workload.lengths
         self._masks = workload.masks
         self._size = workload.block_tokens
-        self._space = _PinnedSpace(capacity)
+        self._space = LruSpace(capacity)
+        self._users: dict[int, int] = {}
+        """How many prompts under way have each run in their path."""
+        self._pins: dict[int, int] = {}
+        self._space.pins = (self._pins,)
         self._reserved = 0
         """Blocks of prompts under way that are yet to be computed or loaded."""
         self._pinned = 0
@@ -77,7 +54,7 @@ class OwnCache:
         """Take blocks for what a prompt has not found in place; False: too few are free."""
         if not self._capacity:
             return True
-        space, users, get = self._space, self._space.users, self._space.held.get
+        space, users, get = self._space, self._users, self._space.held.get
         unpinned = sum(get(run, 0).bit_count() for run in prompt.path if run not in users)
         needed = -(-prompt.tokens // self._size) - known
         taken = self._reserved + self._pinned
@@ -85,6 +62,7 @@ class OwnCache:
             return False
         for run in prompt.path:
             users[run] = users.get(run, 0) + 1
+            self._pins[run] = self._masks[run]
         self._pinned += unpinned
         prompt.reserved = needed
         self._reserved += needed
@@ -120,11 +98,11 @@ class OwnCache:
         """The prompt's request has ended."""
         if not self._capacity:
             return
-        users, get = self._space.users, self._space.held.get
+        users, get = self._users, self._space.held.get
         for run in prompt.path:
             users[run] -= 1
             if not users[run]:
-                del users[run]
+                del users[run], self._pins[run]
                 self._pinned -= get(run, 0).bit_count()
         self._release(prompt, prompt.reserved)
         self._space.touch(prompt.path)

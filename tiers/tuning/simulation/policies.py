@@ -78,7 +78,7 @@ def cheapest(
     saved = 0.0
     for index, tier in enumerate(tiers):
         blocks = _prefix(tier, question, masks)
-        compute, load = blocks * costs.compute, tier.wait_for(blocks, question.now)
+        compute, load = blocks * costs.compute, tier.estimate(blocks, question.now)
         pays = blocks >= costs.least and load * (1 + costs.margin) < compute
         if pays and compute - load > saved:
             saved, best = compute - load, [(index, blocks)]

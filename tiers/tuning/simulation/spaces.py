@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 Part = tuple[int, int]
 """Blocks of one run: the run, and a mask with a bit for each of its blocks, the first lowest."""
@@ -18,6 +18,8 @@ class LruSpace:
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
+        self.pins: Sequence[Mapping[int, int]] = ()
+        """Blocks of runs that are being read, and so passed by: they count as used then."""
         self.used = 0
         self.held: OrderedDict[int, int] = OrderedDict()
 
@@ -47,15 +49,25 @@ class LruSpace:
         """Evict what is beyond the capacity."""
         held = self.held
         over = int(self.used - self.capacity)
-        while over > 0 and held:
+        passed = 0
+        while over > 0 and passed < len(held):
             run = next(iter(held))
             blocks = held[run]
-            count = blocks.bit_count()
+            kept = 0
+            for pins in self.pins:
+                kept |= blocks & pins.get(run, 0)
+            free = blocks & ~kept
+            count = free.bit_count()
             if count > over:
-                held[run] = first_of(blocks, count - over)
-                self.used -= over
-                return
-            del held[run]
+                kept |= first_of(free, count - over)
+                count = over
+            if kept:
+                held[run] = kept
+                if count < over:
+                    held.move_to_end(run)
+                    passed += 1
+            else:
+                del held[run]
             self.used -= count
             over -= count
 

@@ -13,6 +13,8 @@ from tiers.tuning.simulation.workload import Workload
 
 BURST = 3600.0
 """Seconds whose part of a write budget may be spent at once, as in the chain's admission."""
+ABREAST = 2
+"""See `tiers/connector/policy/cheapest/load_cost.py`."""
 
 StoreJob = tuple[list[Part], int, Sequence[int]]
 """Blocks of one prompt on their way: their parts of runs, how many, and the path of the prompt."""
@@ -66,11 +68,13 @@ class Tier:
         self._masks = workload.masks
         self._room = settings.room
         self._threshold = settings.store_threshold
-        self._pending: dict[int, int] = {}
+        self.pending: dict[int, int] = {}
+        """Blocks on their way into the tier, for reading."""
         self._uses: dict[int, int] = {}
         self._jobs: deque[tuple[float, StoreJob]] = deque()
         self._refused: dict[int, list[Part]] = {}
         """By the number of a prompt that still has its blocks: what found no room."""
+        self._loads: deque[tuple[float, int]] = deque()
         self._under_way = 0
         self._store_free = 0.0
         self._delay = 0.0
@@ -95,20 +99,25 @@ class Tier:
             self.load_free = end
         counts.load_busy += busy
         counts.loaded += blocks
+        self._loads.append((end, blocks))
         return end
 
-    def wait_for(self, blocks: int, now: float) -> float:
-        """Seconds until so many blocks would be loaded."""
+    def estimate(self, blocks: int, now: float) -> float:
+        """How long the load policy `cheapest` takes a load of so many blocks to need: the loads
+        under way are taken to run two at a time."""
+        loads = self._loads
+        while loads and loads[0][0] <= now:
+            loads.popleft()
+        queued = sum(one for _, one in loads) / ABREAST
         settings = self.settings
-        queued = max(0.0, self.load_free - now)
-        return queued + settings.load_latency + blocks * settings.load_seconds
+        return settings.load_latency + (queued + blocks) * settings.load_seconds
 
     # -- stores ------------------------------------------------------------------------------
 
     def offer(self, prompt: Prompt, first: int, last: int, now: float) -> StoreJob | None:
         """Take what the tier lacks of a prompt's blocks from `first` to `last`, head first, as far
         as its rules and its room admit; those that it has count as used."""
-        held, pending, lengths, masks = self.held, self._pending, self._lengths, self._masks
+        held, pending, lengths, masks = self.held, self.pending, self._lengths, self._masks
         parts: list[Part] = []
         depth = lacking = begin = end = 0
         for run in prompt.path:
@@ -160,7 +169,7 @@ class Tier:
         return self._begin(prompt, parts, lacking) if parts else None
 
     def _begin(self, prompt: Prompt, parts: list[Part], blocks: int) -> StoreJob:
-        pending = self._pending
+        pending = self.pending
         for run, taken in parts:
             pending[run] = pending.get(run, 0) | taken
         if self._threshold > 1:
@@ -198,7 +207,7 @@ class Tier:
         self.space.pass_time(now)
 
     def _drain(self, now: float) -> None:
-        jobs, pending = self._jobs, self._pending
+        jobs, pending = self._jobs, self.pending
         while jobs and jobs[0][0] + self._delay <= now:
             _, (parts, blocks, path) = jobs.popleft()
             for run, taken in parts:
@@ -218,7 +227,7 @@ class Tier:
         parts = [
             (run, lacks)
             for run, blocks in self._refused.pop(prompt.number)
-            if (lacks := blocks & ~(self.held.get(run, 0) | self._pending.get(run, 0)))
+            if (lacks := blocks & ~(self.held.get(run, 0) | self.pending.get(run, 0)))
         ]
         parts, left = split(parts, room)
         if left:
