@@ -11,3 +11,26 @@ ChainFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="A chain's YAML.", show_default=False)
 ]
 """The path of a chain; whether it can be read is for `load_chain` to say."""
+
+TraceFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="TRACE", help="A trace: a file, or a folder of files.", show_default=False
+    ),
+]
+"""The path of a trace; what is wrong with it is for `open_trace` to say."""
+
+SkipBadLines = Annotated[
+    bool, typer.Option("--skip-bad-lines", help="Count bad lines of the trace and go on.")
+]
+
+Conversations = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Conversations at a time, where a trace does not say when they began."
+    ),
+]
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the result to this file, as JSON.")
+]

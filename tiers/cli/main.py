@@ -14,14 +14,16 @@ import typer
 from spec.errors import SpecError
 from tiers.cli.bench import bench
 from tiers.cli.config import config
+from tiers.cli.curve import curve
 from tiers.cli.demo import demo
 from tiers.cli.replay import replay
 from tiers.cli.schema import schema
 from tiers.cli.soak import soak
 from tiers.cli.tune import tune
 from tiers.cli.validate import validate
+from tiers.errors import TraceError
 
-COMMANDS = (validate, config, schema, demo, bench, soak, replay, tune)
+COMMANDS = (validate, config, schema, demo, bench, soak, curve, replay, tune)
 
 app = typer.Typer(
     name="kvtiers",
@@ -53,9 +55,9 @@ def kvtiers(
 
 
 def main() -> None:
-    """Run the command line; a chain that can't be used ends any command with status 2."""
+    """Run the command line; a chain or trace that can't be used ends any command with status 2."""
     try:
         app(prog_name="kvtiers")
-    except SpecError as error:
+    except (SpecError, TraceError) as error:
         typer.echo(str(error), err=True)
         sys.exit(2)

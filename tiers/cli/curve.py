@@ -1,0 +1,131 @@
+"""`kvtiers curve`: the hit ratio of every size, from a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tiers.cli.arguments import Conversations, JsonFile, SkipBadLines, TraceFile
+
+if TYPE_CHECKING:
+    from tiers.traces.trace import Trace
+    from tiers.tuning.curve_report import CurveReport
+
+
+Largest = Annotated[
+    str | None,
+    typer.Option(
+        help="Ask for no size beyond this one, like 4TB or a number of blocks. It bounds memory; "
+        "unset, every block of the trace is remembered."
+    ),
+]
+
+
+def curve(
+    trace: TraceFile,
+    spec: Annotated[Path | None, typer.Option(help="Mark the tiers of this chain's YAML.")] = None,
+    model: Annotated[str | None, typer.Option(help="Take KV bytes from this model.")] = None,
+    kv_bytes_per_token: Annotated[
+        int | None, typer.Option(min=1, help="KV bytes of a token, over all layers and ranks.")
+    ] = None,
+    largest: Largest = None,
+    conversations: Conversations = 16,
+    skip_bad_lines: SkipBadLines = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a picture of the curves to this PNG file.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure which part of a trace's blocks a cache would have served, for every size.
+
+    Exact for LRU. All tiers of a chain together serve what the largest would.
+    """
+    from importlib.util import find_spec
+
+    from tiers.cli.reading import say_skipped
+    from tiers.traces.opening import open_trace
+    from tiers.tuning.files import write_json, write_whole
+    from tiers.tuning.plot import in_terminal, write_png
+
+    if plot is not None and find_spec("matplotlib") is None:
+        raise _refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
+    opened = open_trace(trace, skip_bad_lines, conversations)
+    token_bytes = _token_bytes(opened, model, kv_bytes_per_token)
+    report = _measured(opened, spec, token_bytes, largest)
+    say_skipped(opened.summary)
+    typer.echo(_facts(opened, report))
+    typer.echo(report.table())
+    typer.echo(f"\n{in_terminal(report.plot())}")
+    if json_file is not None:
+        write_json(json_file, {"trace": str(trace), **report.to_json()})
+    if plot is not None:
+        write_whole(plot, lambda path: write_png(report.plot(), path))
+
+
+def _measured(
+    trace: Trace, spec: Path | None, token_bytes: int | None, largest: str | None
+) -> CurveReport:
+    from spec.load import load_chain
+    from tiers.cli.reading import with_bar
+    from tiers.tuning.curve import measure
+    from tiers.tuning.curve_report import CurveReport, marks_of
+
+    block_tokens = trace.header.block_tokens
+    chain = None if spec is None else load_chain(spec)
+    if chain is not None and token_bytes is None:
+        raise _refused("--spec has sizes in bytes: say what a token takes, with --model NAME")
+    bound = None if largest is None else _blocks(largest, block_tokens, token_bytes)
+    curves = measure(with_bar(trace), block_tokens, bound)
+    if not curves.all.references:
+        raise _refused(f"{trace.paths[0]}: no prompt has a full block of {block_tokens} tokens")
+    tiers = () if chain is None else chain.tiers
+    marks, without = marks_of(tiers, block_tokens * (token_bytes or 1), bound)
+    for line in without:
+        typer.echo(line, err=True)
+    return CurveReport(curves, token_bytes, marks)
+
+
+def _token_bytes(trace: Trace, model: str | None, given: int | None) -> int | None:
+    from tiers.tuning.models import KV_SHAPES, kv_bytes_per_token
+
+    if given is not None:
+        return given
+    if model is None:
+        return trace.header.kv_bytes_per_token
+    if model not in KV_SHAPES:
+        known = ", ".join(KV_SHAPES)
+        raise _refused(f"no model {model} is known here; write --kv-bytes-per-token, or {known}")
+    return kv_bytes_per_token(model)
+
+
+def _blocks(largest: str, block_tokens: int, token_bytes: int | None) -> int:
+    from spec.fields import parse_size
+
+    try:
+        if largest.isdecimal() and int(largest) > 0:
+            return int(largest)
+        size = parse_size(largest)
+    except ValueError as error:
+        raise _refused(f"--largest {largest}: {error}") from None
+    if token_bytes is None:
+        raise _refused(f"--largest {largest}: say what a token takes, with --model NAME")
+    return max(1, size // (block_tokens * token_bytes))
+
+
+def _facts(trace: Trace, report: CurveReport) -> str:
+    header, curves = trace.header, report.curves
+    distinct = "" if curves.distinct is None else f", {curves.distinct:,} different ones"
+    token = "" if report.token_bytes is None else f", {report.token_bytes:,} KV bytes a token"
+    return (
+        f"{header.format} trace, blocks of {header.block_tokens} tokens{token}\n"
+        f"{curves.all.requests:,} requests, {curves.all.tokens:,} prompt tokens, "
+        f"{curves.all.references:,} full blocks{distinct}\n"
+    )
+
+
+def _refused(why: str) -> typer.Exit:
+    """Print why the arguments are refused, and return the exit with status 2."""
+    typer.echo(why, err=True)
+    return typer.Exit(2)

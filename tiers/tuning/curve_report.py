@@ -1,0 +1,182 @@
+"""Curves as an operator reads them: table, plot and JSON, in blocks, tokens and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from spec.fields import format_size
+from spec.offloading import OffloadingSpec
+from tiers.tuning.curve import Curves, HitCurve
+from tiers.tuning.plot import Plot
+
+FORMAT, VERSION = "kvtiers-curve", 1
+_ROWS, _POINTS = 13, 200
+
+
+class Mark(NamedTuple):
+    """A tier of a given chain, and its size."""
+
+    name: str
+    blocks: int
+    from_second_use: bool
+    """It stores a block from its second request on."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a size serves; ratios are of all full blocks of prompts."""
+
+    tier: str | None
+    blocks: int
+    tokens: int
+    bytes: int | None
+    hits: int
+    hit_ratio: float
+    token_ratio: float
+    """Of all prompt tokens, partial last blocks included."""
+    from_second_use: float | None
+    first_half: float | None
+    second_half: float | None
+
+
+@dataclass(frozen=True)
+class CurveReport:
+    """Curves and what gives them units. `token_bytes`: KV bytes of a token, if known."""
+
+    curves: Curves
+    token_bytes: int | None
+    marks: Sequence[Mark] = ()
+
+    def rows(self) -> list[Row]:
+        """A row for round sizes up to the largest that brings something, and for each mark."""
+        sizes = [(size, None) for size in self._round_sizes()]
+        marked = [(mark.blocks, mark.name) for mark in self.marks if mark.blocks]
+        return [self._row(size, name) for size, name in sorted([*sizes, *marked], key=_by_size)]
+
+    def table(self) -> str:
+        """The rows as text; a chain's tiers are named."""
+        head = ["size", "blocks", "tokens", "hits", "of tokens", "2nd use", "1st half", "2nd half"]
+        lines = [head, *([*self._cells(row)] for row in self.rows())]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        second = {mark.name for mark in self.marks if mark.from_second_use}
+        named = [None, *(row.tier for row in self.rows())]
+        return "\n".join(
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            + (f"  <- {tier}" if tier else "")
+            + (" (2nd use)" if tier in second else "")
+            for line, tier in zip(lines, named, strict=True)
+        )
+
+    def plot(self) -> Plot:
+        """The curves over sizes."""
+        lines = {"stored at once": self.curves.all}
+        if self.curves.second_use is not None:
+            lines["from the second use"] = self.curves.second_use
+        sizes = self._log_sizes(max(self._most, *(mark.blocks for mark in self.marks), 1))
+        return Plot(
+            "Hit ratio of full blocks, by size",
+            "size" if self.token_bytes else "blocks",
+            {name: [(size, curve.ratio(size)) for size in sizes] for name, curve in lines.items()},
+            lambda blocks: self._size(round(blocks)),
+            "{:.1%}".format,
+            {mark.name: mark.blocks for mark in self.marks if mark.blocks},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What `--json` writes."""
+        curves = self.curves
+        sizes = [self._row(size, None) for size in self._log_sizes(self._most)]
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "block_tokens": curves.block_tokens,
+            "kv_bytes_per_token": self.token_bytes,
+            "requests": curves.all.requests,
+            "tokens": curves.all.tokens,
+            "blocks": curves.all.references,
+            "distinct_blocks": curves.distinct,
+            "useful_blocks": curves.all.useful,
+            "tiers": [asdict(self._row(mark.blocks, mark.name)) for mark in self.marks],
+            "sizes": [asdict(row) for row in sizes],
+        }
+
+    def _row(self, blocks: int, tier: str | None) -> Row:
+        curves = self.curves
+        first, second = curves.halves or (None, None)
+        hits = curves.all.hits(blocks)
+        tokens = hits * curves.block_tokens
+
+        def ratio(curve: HitCurve | None) -> float | None:
+            return None if curve is None else round(curve.ratio(blocks), 6)
+
+        return Row(
+            tier,
+            blocks,
+            blocks * curves.block_tokens,
+            None if self.token_bytes is None else blocks * self._block_bytes,
+            hits,
+            round(curves.all.ratio(blocks), 6),
+            round(tokens / curves.all.tokens, 6) if curves.all.tokens else 0.0,
+            ratio(curves.second_use),
+            ratio(first),
+            ratio(second),
+        )
+
+    def _cells(self, row: Row) -> Iterator[str]:
+        yield self._size(row.blocks) if row.bytes is not None else "-"
+        yield f"{row.blocks:,}"
+        yield f"{row.tokens:,}"
+        yield f"{row.hit_ratio:.2%}"
+        yield f"{row.token_ratio:.2%}"
+        for ratio in (row.from_second_use, row.first_half, row.second_half):
+            yield "-" if ratio is None else f"{ratio:.2%}"
+
+    @property
+    def _block_bytes(self) -> int:
+        return self.curves.block_tokens * (self.token_bytes or 1)
+
+    @property
+    def _most(self) -> int:
+        """The largest size to show."""
+        return max(1, self.curves.all.useful)
+
+    def _size(self, blocks: int) -> str:
+        return format_size(blocks * self._block_bytes) if self.token_bytes else f"{blocks:,}"
+
+    def _round_sizes(self) -> Iterator[int]:
+        """Powers of two of gigabytes, or of blocks, up to the largest; then that itself."""
+        unit = 1.0 if self.token_bytes is None else 2**30 / self._block_bytes
+        highest = math.floor(math.log2(self._most / unit))
+        sizes = {round(unit * 2.0**step) for step in range(highest - _ROWS + 2, highest + 1)}
+        yield from sorted(size for size in sizes if 1 <= size < self._most)
+        yield self._most
+
+    def _log_sizes(self, largest: int) -> list[int]:
+        """Sizes from 1 to the largest, in equal ratios."""
+        step = math.log(largest) / (_POINTS - 1)
+        return sorted({round(math.exp(step * number)) for number in range(_POINTS)} | {largest})
+
+
+def _by_size(one: tuple[int, str | None]) -> tuple[int, str]:
+    return one[0], one[1] or ""
+
+
+def marks_of(
+    tiers: Sequence[OffloadingSpec], block_bytes: int, largest: int | None
+) -> tuple[list[Mark], list[str]]:
+    """The tiers of a chain by size in blocks, and for each that can't be shown why."""
+    marks, without = [], []
+    for tier in tiers:
+        name, capacity = tier.tier_name, getattr(tier, "capacity", None)
+        if not isinstance(capacity, int):
+            without.append(f"{name} is not marked: its YAML has no capacity")
+        elif largest is not None and capacity // block_bytes > largest:
+            without.append(f"{name} is not marked: its capacity is beyond --largest")
+        elif capacity < block_bytes:
+            without.append(f"{name} is not marked: a block of {block_bytes} bytes does not fit")
+        else:
+            marks.append(Mark(name, capacity // block_bytes, tier.store_threshold >= 2))
+    return marks, without
