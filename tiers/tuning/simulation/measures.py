@@ -18,6 +18,7 @@ def report_of(engine: Engine, chain: SimChain, machine: Machine) -> Report:
     own = engine.marks[0] if engine.marks else {"gpu_busy": 0.0}
     uses = []
     for number, (tier, spec) in enumerate(zip(engine.tiers, chain.tiers, strict=True), 1):
+        tier.drain(engine.now)
         before = engine.marks[number] if engine.marks else dict.fromkeys(tier.counts.__slots__, 0)
         done = {name: value - before[name] for name, value in tier.counts.values().items()}
         profile = machine.profile(spec.name, spec.type)
@@ -50,7 +51,8 @@ def _use(
     block_bytes: int,
     block_tokens: int,
 ) -> TierUse:
-    stored = int(done["claimed"])
+    stored = int(done["stored"])
+    dropped = max(0, int(done["admitted"] - done["claimed"]))
     size = block_bytes * profile.stored_share
     a_day = stored * size / seconds * DAY
     years = None
@@ -68,8 +70,8 @@ def _use(
         loaded_bytes=int(done["loaded"] * size),
         stored_bytes=int(stored * size),
         written_bytes_per_day=a_day,
-        offered_blocks=int(done["admitted"]),
-        dropped_blocks=max(0, int(done["admitted"]) - stored),
+        offered_blocks=stored + dropped,
+        dropped_blocks=dropped,
         life_years=years,
         price_per_month=price,
     )

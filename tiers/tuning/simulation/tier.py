@@ -40,10 +40,10 @@ class TierSettings(NamedTuple):
 class Counts:
     """What a tier has done so far, in blocks and seconds. `hits`: loaded, and in time."""
 
-    __slots__ = ("admitted", "claimed", "hits", "load_busy", "loaded", "store_busy")
+    __slots__ = ("admitted", "claimed", "hits", "load_busy", "loaded", "store_busy", "stored")
 
     def __init__(self) -> None:
-        self.hits = self.loaded = self.admitted = self.claimed = 0
+        self.hits = self.loaded = self.admitted = self.claimed = self.stored = 0
         self.load_busy = self.store_busy = 0.0
 
     def values(self) -> dict[str, float]:
@@ -71,7 +71,7 @@ class Tier:
         self.pending: dict[int, int] = {}
         """Blocks on their way into the tier, for reading."""
         self._uses: dict[int, int] = {}
-        self._jobs: deque[tuple[float, StoreJob]] = deque()
+        self._jobs: deque[tuple[float, float, StoreJob]] = deque()
         self._refused: dict[int, list[Part]] = {}
         """By the number of a prompt that still has its blocks: what found no room."""
         self._loads: deque[tuple[float, int]] = deque()
@@ -195,9 +195,8 @@ class Tier:
         begin = max(now, self._store_free + self._delay)
         if settings.shared_link:
             busy += min(busy, max(0.0, self.load_free - begin))
-        self.counts.store_busy += busy
         self._store_free = end = begin + busy + settings.store_latency - self._delay
-        self._jobs.append((end, job))
+        self._jobs.append((end, busy, job))
 
     def drain(self, now: float) -> None:
         """Take in the stores that have ended by now."""
@@ -209,7 +208,7 @@ class Tier:
     def _drain(self, now: float) -> None:
         jobs, pending = self._jobs, self.pending
         while jobs and jobs[0][0] + self._delay <= now:
-            _, (parts, blocks, path) = jobs.popleft()
+            _, busy, (parts, blocks, path) = jobs.popleft()
             for run, taken in parts:
                 left = pending[run] & ~taken
                 if left:
@@ -218,6 +217,8 @@ class Tier:
                     del pending[run]
             self.space.store(parts, path)
             self._under_way -= blocks
+            self.counts.stored += blocks
+            self.counts.store_busy += busy
 
     def offer_again(self, prompt: Prompt) -> StoreJob | None:
         """Take what had no room before, head first."""

@@ -30,12 +30,11 @@ def tiers_of(chain: SimChain, machine: Machine, workload: Workload) -> list[Tier
         capacity = tier.capacity if tier.capacity is not None else profile.capacity
         blocks = math.inf if capacity is None else _blocks(tier, capacity, profile, block_bytes)
         tiers.append(Tier(settings, workload, _space(tier, blocks)))
-    stores = [
-        tier.pending for tier, spec in zip(tiers, chain.tiers, strict=True) if not spec.is_host
-    ]
-    for tier, spec in zip(tiers, chain.tiers, strict=True):
+    pairs = list(zip(tiers, chain.tiers, strict=True))
+    under_way = [tier.pending for tier, spec in pairs if not spec.is_host]
+    for one, spec in pairs:
         # A block on its way from its slot into a store is not evicted.
-        tier.space.pins = stores if spec.is_host else ()
+        one.space.pins = under_way if spec.is_host else ()
     return tiers
 
 
