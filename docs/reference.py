@@ -57,6 +57,7 @@ def configuration() -> str:
         _part("`cheapest`", parts["CheapestSpec"]),
         _part("`record`", parts["RecordSpec"]),
         _part("`tenants`, by cache salt", parts["TenantSpec"]),
+        _part("`explain`", parts["ExplainSpec"]),
         _section("`tiers`: keys of every tier", tier, shared),
         _section(
             "`tiers`: more keys of every store (disk, redis, plugins)", store, parts["disk"], tier

@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from spec.explain import ExplainSpec
 from spec.fields import ByteSize, Duration
 from spec.hints import closest, one_of
 from spec.offloading import OffloadingSpec
@@ -154,6 +155,11 @@ class ChainSpec(BaseModel):
         default=None,
         description="Record when requests come and which blocks they share, to choose a better "
         "chain by. Unset: nothing is recorded.",
+    )
+    explain: ExplainSpec | None = Field(
+        default=None,
+        description="Keep of each request why it was served as it was, for `kvtiers explain`. "
+        "Unset: nothing is kept.",
     )
     salt: str = Field(
         default="",

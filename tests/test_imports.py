@@ -69,7 +69,8 @@ ROOMS: dict[str, set[str]] = {
     "wrappers": {"host", "concurrency"},
     **{leaf: {"host", "concurrency"} for leaf in LEAVES},
     "connector/contract": {"wrappers", "host", "concurrency"},
-    "connector/policy": {"connector/contract", "concurrency"},
+    "explain": {"connector/contract", "concurrency"},
+    "connector/policy": {"connector/contract", "explain", "concurrency"},
     "connector/scheduler": {
         "connector/contract",
         "connector/policy",
@@ -78,7 +79,7 @@ ROOMS: dict[str, set[str]] = {
         "concurrency",
     },
     "connector/worker": {"connector/contract", "wrappers", "host", "concurrency"},
-    "connector/multi": {"connector/contract", "connector/policy"},
+    "connector/multi": {"connector/contract", "connector/policy", "explain"},
     "connector/hosted": {
         "connector/contract",
         "connector/scheduler",
@@ -93,6 +94,7 @@ ROOMS: dict[str, set[str]] = {
         "connector/worker",
         "connector/multi",
         "traces",
+        "explain",
         "wrappers",
         "host",
     },
@@ -126,7 +128,7 @@ ROOMS: dict[str, set[str]] = {
         "host",
     },
     "lab": {"engine", "connector", "connector/contract", "connector/scheduler", "testing"},
-    "cli": {"engine", "lab", "traces", "tuning", "tuning/replay"},
+    "cli": {"engine", "lab", "traces", "tuning", "tuning/replay", "explain"},
 }
 """Which rooms of `tiers` each room may import from; `connector` itself is its files that assemble
 the others. All may import the files that lie in `tiers` itself."""

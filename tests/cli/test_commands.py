@@ -137,6 +137,7 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
         "on_reset",
         "trust_client_ids",
         "record",
+        "explain",
         "salt",
     }
     assert schema["$defs"]["CheapestSpec"]["additionalProperties"] is False

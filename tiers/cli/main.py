@@ -16,6 +16,7 @@ from tiers.cli.bench import bench
 from tiers.cli.config import config
 from tiers.cli.curve import curve
 from tiers.cli.demo import demo
+from tiers.cli.explain import explain
 from tiers.cli.replay import replay
 from tiers.cli.schema import schema
 from tiers.cli.soak import soak
@@ -23,7 +24,7 @@ from tiers.cli.tune import tune
 from tiers.cli.validate import validate
 from tiers.errors import TraceError
 
-COMMANDS = (validate, config, schema, demo, bench, soak, curve, replay, tune)
+COMMANDS = (validate, config, schema, explain, demo, bench, soak, curve, replay, tune)
 
 app = typer.Typer(
     name="kvtiers",

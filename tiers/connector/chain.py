@@ -30,6 +30,8 @@ from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.connector.scheduler.tenant_quotas import Tenants
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.worker import OffloadingWorker
+from tiers.explain.explanations import NoExplanations
+from tiers.explain.opening import open_explanations
 
 DRAIN_SECONDS = 10.0
 """How long a tier may go on storing when the engine shuts down."""
@@ -110,6 +112,7 @@ def _settings(
     observers: Sequence[RequestObserver],
     now: Callable[[], float],
 ) -> MultiSettings:
+    explanations = open_explanations(chain.explain, _names(chain), engine.block_tokens)
     return MultiSettings(
         load_policy=chain.load_policy,
         block_tokens=engine.block_tokens,
@@ -120,7 +123,8 @@ def _settings(
         wait_budget=wait_budget,
         sharing=LoadSharing(engine, wait_budget) if engine.caches_prefixes else None,
         media=engine.media,
-        observers=observers,
+        observers=observers if explanations is None else (*observers, explanations),
+        explainer=explanations or NoExplanations(),
     )
 
 

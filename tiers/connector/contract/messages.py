@@ -88,16 +88,39 @@ class OffloadingConnectorMetadata:
     idle: bool = False
 
 
+class LoadTimes(NamedTuple):
+    """Parts of a load on one rank, in seconds: waiting for a thread and for `load_rate`, reading
+    from the tier, checking, and copying into the engine. A store checks as it reads, and says how
+    much of that time is checking where it knows."""
+
+    queue: float = 0.0
+    load: float = 0.0
+    check: float = 0.0
+    copy: float = 0.0
+
+
+NO_TIMES = LoadTimes()
+
+
 @dataclass
 class JobResult:
     """How a job ended: on how many ranks, which of its items failed on any of them, and how many
     seconds moving them took on the slowest. `lost`: items that the tier was asked for and has no
-    more; others that failed it may well have, when there is time."""
+    more; others that failed it may well have, when there is time. `times`: of the slowest rank."""
 
     ranks: int
     failed: set[int]
     seconds: float = 0.0
     lost: set[int] = field(default_factory=set)
+    times: LoadTimes = NO_TIMES
+
+    def fold(self, other: JobResult) -> None:
+        """Take in how the job ended on other ranks."""
+        self.ranks += other.ranks
+        self.failed |= other.failed
+        self.lost |= other.lost
+        if other.seconds > self.seconds:
+            self.seconds, self.times = other.seconds, other.times
 
 
 @dataclass
@@ -114,11 +137,7 @@ class OffloadingWorkerMetadata:
     def aggregate(self, other: OffloadingWorkerMetadata) -> OffloadingWorkerMetadata:
         """Fold another rank's metadata into this one, which is returned."""
         for job_id, theirs in other.jobs.items():
-            ours = self.jobs.setdefault(job_id, JobResult(0, set()))
-            ours.ranks += theirs.ranks
-            ours.failed |= theirs.failed
-            ours.lost |= theirs.lost
-            ours.seconds = max(ours.seconds, theirs.seconds)
+            self.jobs.setdefault(job_id, JobResult(0, set())).fold(theirs)
         self.handshakes.update(other.handshakes)
         self.health.update(other.health)
         self.unusable = self.unusable or other.unusable

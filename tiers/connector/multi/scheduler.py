@@ -21,12 +21,14 @@ from tiers.connector.multi.metadata import (
     MultiWorkerMetadata,
 )
 from tiers.connector.policy.cheapest.cheapest import Cheapest, load_costs
-from tiers.connector.policy.choice import LATER, NOBODY, Choice, clip
+from tiers.connector.policy.choice import LATER, NOBODY, Choice, clip, tokens_of_each
 from tiers.connector.policy.chooser import Chooser
 from tiers.connector.policy.load_sharing import LoadSharing
-from tiers.connector.policy.loaders import BlockLoader
+from tiers.connector.policy.loaders import BlockLoader, reasons_of
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.policy.wait_budget import WaitBudget
+from tiers.explain.attempt import Attempt
+from tiers.explain.explanations import Explainer, NoExplanations
 
 Finished = tuple[bool, dict[str, Any] | None]
 """What `request_finished` answers: whether blocks must stay, and parameters for the output."""
@@ -41,6 +43,7 @@ class MultiSettings:
     going back. `wait_budget`: that of the children; None: requests wait as long as it takes.
     `sharing`: of loads, where children are tiers. `media`: the marks that the children use.
     `observers`: hear of every request.
+    `explainer`: told why each request is served as it is.
     """
 
     load_policy: LoadPolicy = "first"
@@ -53,6 +56,7 @@ class MultiSettings:
     sharing: LoadSharing | None = None
     media: MediaMarks | None = None
     observers: Sequence[RequestObserver] = ()
+    explainer: Explainer = NoExplanations()  # noqa: RUF009 - it has no state
 
 
 class MultiScheduler(EveryChild):
@@ -96,6 +100,8 @@ class MultiScheduler(EveryChild):
         self._wait_budget = settings.wait_budget or WaitBudget(settings.now)
         self._media = settings.media or NoMedia()
         self._observers = settings.observers
+        self._explainer = settings.explainer
+        self._reasons = reasons_of(children)
         self._more_saves: dict[str, int] = {}
         self._more_loads: dict[str, int] = {}
 
@@ -109,15 +115,18 @@ class MultiScheduler(EveryChild):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """What the children that the policy chooses have."""
+        notes = self._explainer.asked(request, num_computed_tokens)
         choice = self._without_asking(request)
         if choice is None:
-            choice = self._chooser.choose(request, num_computed_tokens)
+            choice = self._chooser.choose(request, num_computed_tokens, notes)
             if choice.tokens is None:
                 self._wait_budget.looks(request.request_id)
             else:
                 self._wait_budget.found(request.request_id)
-                if self._joins(request, num_computed_tokens, choice.tokens):
+                if self._joins(request, num_computed_tokens, choice.tokens, notes):
                     choice = LATER
+        elif choice is NOBODY:
+            notes.spent = True
         self._choices[request.request_id] = choice._replace(computed=num_computed_tokens)
         self._undecided.add(request.request_id)
         return choice.tokens, choice.is_async
@@ -135,9 +144,12 @@ class MultiScheduler(EveryChild):
             return NOBODY
         return None
 
-    def _joins(self, request: Request, computed: int, tokens: int) -> bool:
+    def _joins(self, request: Request, computed: int, tokens: int, notes: Attempt) -> bool:
         """Whether another request loads the same blocks, so that this one waits for them."""
-        return self._sharing is not None and self._sharing.joins(request, computed, tokens)
+        if self._sharing is None or not self._sharing.joins(request, computed, tokens):
+            return False
+        notes.joins(self._sharing.loader_of(request.request_id))
+        return True
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int
@@ -159,7 +171,8 @@ class MultiScheduler(EveryChild):
             self._wait_budget.loads(request.request_id)
             if self._sharing is not None:
                 self._sharing.begins(request, choice.computed, num_external_tokens)
-        shared = SharedLoad(len(shares))
+        notes = self._explainer.begins(request, choice, shares, num_external_tokens, self._reasons)
+        shared = SharedLoad(len(shares), notes)
         if len(shares) > 1:
             self._more_loads[request.request_id] = len(shares) - 1
         for index, child in enumerate(self.children):
@@ -185,7 +198,7 @@ class MultiScheduler(EveryChild):
         """What each serving child says of its part of the tokens."""
         sources: Counter[str] = Counter()
         choice = self._choices.get(request.request_id, NOBODY)
-        serving = _tokens_of_each(choice, num_external_tokens, self._block_tokens)
+        serving = tokens_of_each(choice, num_external_tokens, self._block_tokens)
         for index, tokens in serving.items():
             child = self.children[index]
             sources.update(child.get_external_cache_hit_sources(request, tokens))
@@ -194,13 +207,14 @@ class MultiScheduler(EveryChild):
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Groups that the serving children load."""
         choice = self._choices.get(request.request_id, NOBODY)
-        serving = _tokens_of_each(choice, choice.tokens or 0, self._block_tokens)
+        serving = tokens_of_each(choice, choice.tokens or 0, self._block_tokens)
         groups = [self.children[i].get_loaded_kv_cache_group_ids(request) for i in serving]
         return tuple(sorted(set().union(*groups)))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiConnectorMetadata:
         """All children's orders, and, once, the saves and loads to wait for."""
         self._chooser.runs(scheduler_output)
+        self._explainer.runs(scheduler_output)
         saves, self._more_saves = self._more_saves, {}
         loads, self._more_loads = self._more_loads, {}
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
@@ -280,14 +294,6 @@ class MultiScheduler(EveryChild):
         finally:
             for observer in self._observers:
                 observer.close()
-
-
-def _tokens_of_each(choice: Choice, tokens: int, block_tokens: int) -> dict[int, int]:
-    """How many of the first `tokens` of a choice each serving child loads, by its place."""
-    if choice.child is not None:
-        return {choice.child: tokens}
-    shares = clip(choice.shares or {}, tokens // block_tokens)
-    return {i: sum(map(len, parts)) * block_tokens for i, parts in shares.items()}
 
 
 def _merge(params: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

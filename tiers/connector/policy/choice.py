@@ -165,3 +165,11 @@ def clip(shares: Shares, count: int) -> Shares:
         for child, ranges in shares.items()
     }
     return {child: ranges for child, ranges in clipped.items() if ranges}
+
+
+def tokens_of_each(choice: Choice, tokens: int, block_tokens: int) -> dict[int, int]:
+    """How many of the first `tokens` of a choice each serving child loads, by its place."""
+    if choice.child is not None:
+        return {choice.child: tokens}
+    shares = clip(choice.shares or {}, tokens // block_tokens)
+    return {i: sum(map(len, parts)) * block_tokens for i, parts in shares.items()}

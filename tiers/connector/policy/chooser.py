@@ -25,6 +25,7 @@ from tiers.connector.policy.choice import (
 )
 from tiers.connector.policy.loaders import BlockLoader, TimedLoader
 from tiers.connector.policy.request_limits import RequestLimits, read_limits
+from tiers.explain.attempt import UNNOTED, Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 class _Question(NamedTuple):
     """What is asked for a request: at most `loadable` tokens, in whole blocks, from `computed`.
 
-    `asked`: children that have been, so far.
+    `asked`: children that have been, so far. `notes`: told what they answer.
     """
 
     request: Request
@@ -40,6 +41,7 @@ class _Question(NamedTuple):
     loadable: int
     limits: RequestLimits
     asked: set[int]
+    notes: Attempt
 
 
 class Chooser:
@@ -88,8 +90,10 @@ class Chooser:
         self._loading: dict[str, int] = {}
         self._failed: dict[str, set[int]] = {}
 
-    def choose(self, request: Request, num_computed_tokens: int) -> Choice:
-        """Who loads what of the tokens beyond the computed ones.
+    def choose(
+        self, request: Request, num_computed_tokens: int, notes: Attempt = UNNOTED
+    ) -> Choice:
+        """Who loads what of the tokens beyond the computed ones; `notes` is told why.
 
         Each of the engine's own connectors is asked before a request begins, whoever serves. Some
         reset their state of the request in this call; without it they would store from blocks that
@@ -98,7 +102,7 @@ class Chooser:
         failed = self._loading.pop(request.request_id, None)
         if failed is not None:
             self._failed.setdefault(request.request_id, set()).add(failed)
-        question = self._question(request, num_computed_tokens)
+        question = self._question(request, num_computed_tokens, notes)
         may_load = question.limits.max_load_tokens is None or question.loadable > 0
         choice = self._apply_policy(question) if may_load else NOBODY
         if choice.tokens is not None:
@@ -110,13 +114,14 @@ class Chooser:
             return choice._replace(shares={choice.child: [alone]})
         return choice
 
-    def _question(self, request: Request, num_computed_tokens: int) -> _Question:
+    def _question(self, request: Request, num_computed_tokens: int, notes: Attempt) -> _Question:
         limits = self._limits_of(request)
+        notes.limited(limits)
         loadable = request.num_tokens - num_computed_tokens
         if limits.max_load_tokens is not None:
             loadable = min(loadable, limits.max_load_tokens)
         loadable -= loadable % self._block_tokens
-        return _Question(request, num_computed_tokens, loadable, limits, set())
+        return _Question(request, num_computed_tokens, loadable, limits, set(), notes)
 
     def _first(self, question: _Question) -> Choice:
         return first(self._answers(question))
@@ -206,13 +211,15 @@ class Chooser:
             return (None, False) if found.looking else (tokens, tokens > 0)
         question.asked.add(index)
         tokens_of, is_async = child.get_num_new_matched_tokens(question.request, question.computed)
+        question.notes.told(index, tokens_of)
         limited = question.limits.max_load_tokens is not None
         if limited and tokens_of is not None and tokens_of > question.loadable:
             return 0, False
         return tokens_of, is_async
 
     def _coverage_of(self, loaders: Iterable[int], question: _Question) -> dict[int, Coverage]:
-        return {i: partial(self._loaders[i].coverage, question.request) for i in loaders}
+        watch, request = question.notes.watch, question.request
+        return {i: watch(i, partial(self._loaders[i].coverage, request)) for i in loaders}
 
     def _tokens(self, found: Stitch, blocks: range) -> int:
         """How many tokens a stitched prefix brings."""

@@ -77,6 +77,10 @@ class LoadSharing:
         self._wait_budget.loads(request.request_id)
         return True
 
+    def loader_of(self, request_id: str) -> str:
+        """Whose load a request that joined one waits for."""
+        return self._awaited[request_id]
+
     def _shared(self, request: Request, blocks: range, hashes: Sequence[bytes]) -> int:
         """How many of these blocks the engine finds in its cache when those are loaded."""
         most = min(len(blocks), len(hashes))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
+from tiers.connector.contract.connector import SchedulerConnector
 from tiers.connector.contract.protocols import Blocks, Request
 from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.shared_load import SharedLoad
@@ -32,6 +33,15 @@ class BlockLoader(Protocol):
 
 
 @runtime_checkable
+class ExplainedLoader(BlockLoader, Protocol):
+    """Capability, scheduler role: the connector says why it covers no block of a request."""
+
+    def why_nothing(self, request: Request) -> str:
+        """A word of `tiers.explain.accounts.REASONS`; empty: it was asked, and has none."""
+        ...
+
+
+@runtime_checkable
 class TimedLoader(BlockLoader, Protocol):
     """Capability, scheduler role: how long the connector's loads take is measured.
 
@@ -46,3 +56,8 @@ class TimedLoader(BlockLoader, Protocol):
     def note(self, **measures: float) -> None:
         """Add to its stats what the policy counts and measures."""
         ...
+
+
+def reasons_of(children: Sequence[SchedulerConnector]) -> dict[int, Callable[[Request], str]]:
+    """What to ask the children that say why they cover nothing, by their places."""
+    return {i: c.why_nothing for i, c in enumerate(children) if isinstance(c, ExplainedLoader)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from tiers.explain.attempt import UNNOTED, Attempt
+
 
 class SharedLoad:
     """What of a load the engine can use: the blocks before the first that failed in any tier.
@@ -11,7 +13,9 @@ class SharedLoad:
     That is known when the last tier has ended. Used by the scheduler's thread alone.
     """
 
-    def __init__(self, tiers: int) -> None:
+    def __init__(self, tiers: int, notes: Attempt = UNNOTED) -> None:
+        """`notes`: told what came of it."""
+        self.notes = notes
         self._left = tiers
         self._failed: list[int] = []
         self._parts: list[tuple[Sequence[int], Callable[[int], None]]] = []
@@ -28,5 +32,7 @@ class SharedLoad:
             return False
         first = min(self._failed, default=None)
         for part, count_usable in self._parts:
-            count_usable(len(part) if first is None else sum(block < first for block in part))
+            usable = len(part) if first is None else sum(block < first for block in part)
+            count_usable(usable)
+            self.notes.part_usable(part[0], usable)
         return True

@@ -21,19 +21,28 @@ import itertools
 from dataclasses import dataclass, field
 
 from tiers.connector.contract.generation import Generation
-from tiers.connector.contract.messages import JobResult, LoadItem, LoadJob, StoreItem, StoreJob
+from tiers.connector.contract.messages import (
+    NO_TIMES,
+    JobResult,
+    LoadItem,
+    LoadJob,
+    LoadTimes,
+    StoreItem,
+    StoreJob,
+)
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.scheduler.requests import RequestState
 
 
 @dataclass(kw_only=True)
 class _Pending:
-    """A job that `ranks_left` ranks have not ended. `failed`, `lost`: items, see `JobResult`."""
+    """A job that `ranks_left` ranks have not ended. The others: see `JobResult`."""
 
     ranks_left: int
     failed: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     seconds: float = 0.0
+    times: LoadTimes = NO_TIMES
 
 
 @dataclass(kw_only=True)
@@ -115,7 +124,8 @@ class Jobs:
             return None
         one.failed |= result.failed
         one.lost |= result.lost
-        one.seconds = max(one.seconds, result.seconds)
+        if result.seconds > one.seconds:
+            one.seconds, one.times = result.seconds, result.times
         one.ranks_left -= result.ranks
         return under_way.pop(job_id) if one.ranks_left <= 0 else None
 

@@ -113,6 +113,9 @@ class TierLoads:
         failed = {load.of_block[index] for index in load.failed}
         if failed and context.engine.all_or_nothing_loads:
             failed.add(0)
+        if load.blocks:
+            failure = min(load.of_block[index] for index in load.failed) if load.failed else None
+            load.shared.notes.part_ended(load.blocks[0], failure, len(lost), load.times)
         if load.shared.end(load.blocks, failed, self._count_loaded):
             self._wait_budget.loaded(job.request_id)
 

@@ -34,6 +34,11 @@ class Lookup:
         self.peeked.clear()
         self.asked, self.until = None, until
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a question has no answer yet."""
+        return self.asked is not None and not self.asked.answer.done()
+
     def cancel(self) -> None:
         """The request has finished; a question under way ends unread."""
         if self.asked is not None:

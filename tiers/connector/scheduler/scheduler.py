@@ -32,6 +32,7 @@ from tiers.connector.scheduler.requests import RequestState, RequestTable
 from tiers.connector.scheduler.tenant_quotas import Tenants
 from tiers.connector.scheduler.tier_halves import OpenManager, TierHalves
 from tiers.connector.scheduler.tier_health import TierHealth
+from tiers.connector.scheduler.why_nothing import why_nothing
 from tiers.host.slots import SlotPool
 
 
@@ -56,8 +57,7 @@ class OffloadingScheduler(SchedulerConnector):
         `hit_source`: the engine's word for where this tier's tokens come from."""
         self.tier = tier
         self._hit_source = hit_source
-        self.load_cost = LoadCost(now)
-        self.stats = TierStats()
+        self.load_cost, self.stats = LoadCost(now), TierStats()
         groups = BlockGroups(engine)
         context = TierContext(
             engine,
@@ -76,6 +76,7 @@ class OffloadingScheduler(SchedulerConnector):
         self._halves = TierHalves(
             tier, context, open_manager, wait_budget, admission, self.load_cost
         )
+        self.why_nothing = partial(why_nothing, context, self._halves)
         self._told: dict[str, float] = {}
         self._overwritten: set[int] = set()
 

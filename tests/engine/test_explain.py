@@ -1,0 +1,97 @@
+"""Where requests' tokens came from: what the scheduler noted, and what the engine counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.explaining import Told, explained, last_told, tier_of
+from tests.support.replay_chains import (
+    HYBRID,
+    MODEL,
+    WINDOWS,
+    chain_of,
+    cpu,
+    disk,
+    drive,
+    measured,
+    workload,
+)
+from tiers.engine.replay import ReplayEngine, ReplayModel
+
+MakeEngine = Callable[..., ReplayEngine]
+POLICIES = ["first", "longest", "stitched", "cheapest"]
+
+
+@pytest.fixture
+def explaining(engine: MakeEngine, tmp_path: Path) -> MakeEngine:
+    """Make engines that explain over these tiers."""
+
+    def make(*tiers: dict[str, Any], options: Any = None, **chain: Any) -> ReplayEngine:
+        explain = {"folder": str(tmp_path / "explain")}
+        return engine(chain_of(*tiers, explain=explain, **chain), **(options or {}))
+
+    return make
+
+
+def check(told: list[Told], engine: ReplayEngine) -> None:
+    """Each request adds up, and all of them to what the engine counted."""
+    assert [one for one in told if not one["holds"]] == []
+    for one in told:
+        for attempt in one["attempts"]:
+            if attempt["computed"] is None:
+                continue  # it never ran
+            loaded = sum(attempt["loaded"].values())
+            parts = attempt["own_cache"], loaded, attempt["elsewhere"], attempt["computed"]
+            assert attempt["tokens"] == sum(parts)
+            assert min(parts) >= 0 == attempt["elsewhere"]
+            assert loaded == sum(tier["tokens"] for tier in attempt["tiers"])
+    hits = [one["external_hits"]["tiers"] for one in told]
+    assert sum(sum(one.values()) for one in hits) == engine.scheduler.external_hits
+    for tier in engine.stats.data:
+        assert sum(one.get(tier, 0) for one in hits) == measured(engine, "hit_tokens", tier)
+
+
+@pytest.mark.parametrize(
+    ("load", "model"),
+    [*((load, MODEL) for load in POLICIES), ("first", HYBRID), ("stitched", WINDOWS)],
+)
+def test_every_request_adds_up(
+    explaining: MakeEngine, tmp_path: Path, load: str, model: ReplayModel
+) -> None:
+    blocks = 24 * len(model.windows)
+    made = explaining(
+        cpu(30), disk(tmp_path), load_policy=load, options={"num_blocks": blocks, "model": model}
+    )
+    for seed in (5, 5):
+        if model is MODEL:
+            drive(made, seed, abort=0.1)
+        else:
+            for prompt, tokens in workload(seed):
+                made.add(prompt, tokens)
+                made.step()
+            made.run()
+        made.settle()
+    told = explained(made)
+    assert len(told) > 110
+    check(told, made)
+    if load != "cheapest":
+        assert made.scheduler.external_hits > 0
+
+
+def test_a_prefix_in_two_tiers_and_the_engine(explaining: MakeEngine, tmp_path: Path) -> None:
+    made = explaining(cpu(4), disk(tmp_path), options={"num_blocks": 20})
+    prompt = [*range(60)]
+    made.generate(prompt, 2)
+    made.settle()
+    made.generate([*range(900, 950)], 2)
+    made.settle()
+    made.generate(prompt, 2)
+    told = last_told(made)
+    (attempt,) = told["attempts"]
+    assert attempt["own_cache"] + sum(attempt["loaded"].values()) + attempt["computed"] == 60
+    assert tier_of(told, "disk")["why"] == "served"
+    assert told["state"] == "finished"

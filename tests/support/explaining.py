@@ -1,0 +1,37 @@
+"""What replay engines tell of their requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiers.engine.replay import ReplayEngine
+from tiers.explain.accounts import Accounts
+from tiers.explain.explanations import Explanations
+
+Told = dict[str, Any]
+
+
+def explanations_of(engine: ReplayEngine) -> Explanations:
+    """Those of the engine's chain."""
+    assert engine.connector is not None
+    explainer = engine.connector._explainer
+    assert isinstance(explainer, Explanations)
+    return explainer
+
+
+def explained(engine: ReplayEngine) -> list[Told]:
+    """All requests that are known, oldest first."""
+    known = explanations_of(engine)
+    accounts = Accounts(known.names, known.block_tokens)
+    return [accounts.of(notes) for notes in known.all()]
+
+
+def last_told(engine: ReplayEngine) -> Told:
+    """The last request."""
+    return explained(engine)[-1]
+
+
+def tier_of(told: Told, name: str, attempt: int = -1) -> Told:
+    """What is told of one tier in an attempt of a request."""
+    (one,) = [tier for tier in told["attempts"][attempt]["tiers"] if tier["tier"] == name]
+    return dict(one)

@@ -1,0 +1,50 @@
+"""`kvtiers explain`: why requests were served as they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def explain(
+    request: Annotated[
+        str | None,
+        typer.Argument(help="The request, by the engine's name or its beginning."),
+    ] = None,
+    folder: Annotated[
+        Path,
+        typer.Option(help="The folder of explain in the chain, or one engine's socket in it."),
+    ] = Path("/run/kvtiers"),
+    last: Annotated[int | None, typer.Option(min=1, help="The last N requests.")] = None,
+    slowest: Annotated[
+        int | None, typer.Option(min=1, help="The N requests that waited longest for tiers.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Tell why requests were served as they were.
+
+    For each: its tokens by where they came from, what each tier answered and why it did not serve,
+    and how long it took. The engine's chain must have `explain`.
+    """
+    from tiers.explain.client import NoAnswer, ask
+    from tiers.explain.text import lines
+
+    asked = {"request": request, "last": last, "slowest": slowest}
+    question = {name: value for name, value in asked.items() if value is not None}
+    if len(question) != 1:
+        typer.echo("give one of: a request, --last N, --slowest N", err=True)
+        raise typer.Exit(2)
+    try:
+        told = ask(folder, question)
+    except NoAnswer as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    if not told:
+        typer.echo(f"no such request is known in {folder}; the oldest ones are dropped", err=True)
+        raise typer.Exit(1)
+    for one in told:
+        for line in [json.dumps(one)] if as_json else lines(one):
+            typer.echo(line)

@@ -1,0 +1,25 @@
+"""Why a tier covers no block of a request, for whoever asks why it was served as it was."""
+
+from __future__ import annotations
+
+from tiers.connector.contract.protocols import Request
+from tiers.connector.scheduler.context import TierContext
+from tiers.connector.scheduler.tenant_quotas import tenant_of
+from tiers.connector.scheduler.tier_halves import TierHalves
+
+
+def why_nothing(context: TierContext, halves: TierHalves, request: Request) -> str:
+    """A word of `tiers.explain.accounts.REASONS`; empty: the tier was asked, and has none."""
+    own = halves.manager.health()
+    state = context.requests.get(request.request_id)
+    if not context.health.usable:
+        return "not_open"
+    if not (context.health.reads and own.reads):
+        return "down"
+    if state is not None and state.recompute:
+        return "failed_before"
+    if state is not None and state.lookup.is_under_way:
+        return "late"
+    if not own.reads_up:
+        return "failed"
+    return "" if context.tenants.may_keep(tenant_of(request)) else "tenant"

@@ -1,0 +1,56 @@
+"""Asks all engines whose sockets lie in a folder."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+SECONDS = 10.0
+"""How long one engine may take to answer."""
+MAX_ANSWER = 64 << 20
+"""Bytes of one engine's answer; more is an error."""
+
+
+class NoAnswer(Exception):
+    """No engine answered; says why, and what would do."""
+
+
+def ask(folder: Path, question: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the engines of a folder tell, each with the `engine` that told it. Raises NoAnswer."""
+    sockets = [folder] if folder.is_socket() else sorted(folder.glob("*.sock"))
+    if not sockets:
+        raise NoAnswer(
+            f"no engine listens in {folder}. Give the folder that the chain names under explain, "
+            "on the engine's host and as its user."
+        )
+    told: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for path in sockets:
+        try:
+            told += [{"engine": path.stem, **one} for one in _ask(path, question)]
+        except (OSError, ValueError) as error:
+            problems.append(f"{path}: {error}")
+    if problems and len(problems) == len(sockets):
+        raise NoAnswer("no engine answered. " + "; ".join(problems))
+    return told
+
+
+def _ask(path: Path, question: dict[str, Any]) -> list[dict[str, Any]]:
+    until = time.monotonic() + SECONDS
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(SECONDS)
+        connection.connect(str(path))
+        connection.sendall(json.dumps(question).encode() + b"\n")
+        answer = b""
+        while part := connection.recv(1 << 16):
+            answer += part
+            if len(answer) > MAX_ANSWER or time.monotonic() > until:
+                raise ValueError("its answer is too long, or too slow")
+    told = [json.loads(line) for line in answer.splitlines()]
+    for one in told:
+        if not isinstance(one, dict) or "error" in one:
+            raise ValueError(f"it says: {one}")
+    return told

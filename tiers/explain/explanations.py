@@ -1,0 +1,194 @@
+"""Explanations: the notes of the requests under way, and of the last ones that ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from tiers.connector.contract.protocols import Request, SchedulerOutput
+from tiers.explain.answers import Reasons
+from tiers.explain.attempt import UNNOTED, Attempt, Decision
+from tiers.explain.notes import RequestNotes
+
+MAX_REQUESTS = 1000
+MAX_BYTES = 16 << 20
+MAX_UNDER_WAY = 16384
+"""Requests under way that are noted; an engine that queues more has those begin unnoted."""
+
+Shares = Mapping[int, Sequence[range]]
+
+
+class Explainer(Protocol):
+    """What a `MultiScheduler` tells; called by the scheduler's thread alone."""
+
+    def asked(self, request: Request, computed: int) -> Attempt:
+        """The engine asks what there is of a request."""
+        ...
+
+    def begins(
+        self,
+        request: Request,
+        choice: Decision,
+        shares: Shares,
+        external: int,
+        reasons: Reasons,
+    ) -> Attempt:
+        """The engine begins it; the children load their `shares`, `external` tokens together.
+        `reasons`: see `Attempt.begins`."""
+        ...
+
+    def runs(self, output: SchedulerOutput) -> None:
+        """A step begins."""
+        ...
+
+
+class NoExplanations:
+    """Nothing is noted."""
+
+    def asked(self, request: Request, computed: int) -> Attempt:
+        """Nothing is noted."""
+        return UNNOTED
+
+    def begins(
+        self,
+        request: Request,
+        choice: Decision,
+        shares: Shares,
+        external: int,
+        reasons: Reasons,
+    ) -> Attempt:
+        """Nothing is noted."""
+        return UNNOTED
+
+    def runs(self, output: SchedulerOutput) -> None:
+        """Nothing is noted."""
+
+
+class Explanations:
+    """An `Explainer` and a `RequestObserver` that keeps at most so many ended requests, in at most
+    so many bytes. Only the scheduler's thread changes it; other threads read `all`."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        block_tokens: int,
+        max_requests: int = MAX_REQUESTS,
+        max_bytes: int = MAX_BYTES,
+        ended: Callable[[RequestNotes], None] | None = None,
+    ) -> None:
+        """`names`: of the children. `ended` is told of each request that has ended, and must
+        return at once."""
+        self.names = tuple(names)
+        self.block_tokens = block_tokens
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._tell = ended
+        self._under_way: dict[str, RequestNotes] = {}
+        self._begun: dict[str, Attempt] = {}
+        self._ended: deque[RequestNotes] = deque()
+        self._bytes = 0
+        self._closing: list[Callable[[], None]] = []
+
+    # -- the scheduler's thread --------------------------------------------------------------
+
+    def arrived(self, request: Request) -> None:
+        """Begin the notes of a request that was queued."""
+        if len(self._under_way) < MAX_UNDER_WAY:
+            trace = getattr(request, "trace_headers", None)
+            notes = RequestNotes(request.request_id, request.num_prompt_tokens, trace)
+            self._under_way[request.request_id] = notes
+
+    def asked(self, request: Request, computed: int) -> Attempt:
+        """The engine asks what there is of a request."""
+        notes = self._under_way.get(request.request_id)
+        if notes is None:
+            return UNNOTED
+        attempt = notes.pending
+        if attempt is None:
+            attempt = notes.pending = Attempt()
+        attempt.begin(request.num_tokens, computed, getattr(request, "num_preemptions", 0))
+        return attempt
+
+    def begins(
+        self,
+        request: Request,
+        choice: Decision,
+        shares: Shares,
+        external: int,
+        reasons: Reasons,
+    ) -> Attempt:
+        """The engine begins it, as it was asked last."""
+        notes = self._under_way.get(request.request_id)
+        attempt = None if notes is None else notes.pending
+        if notes is None or attempt is None:
+            return UNNOTED
+        attempt.begins(choice, shares, external, request, reasons)
+        notes.add(attempt)
+        self._begun[request.request_id] = attempt
+        if external and not attempt.preempted:
+            notes.external += external
+            hits = notes.hits
+            for part in attempt.parts:
+                hits[part.child] = hits.get(part.child, 0) + part.blocks * self.block_tokens
+            if choice.child is not None and not attempt.parts:
+                hits[choice.child] = hits.get(choice.child, 0) + external
+        return attempt
+
+    def runs(self, output: SchedulerOutput) -> None:
+        """Note what requests have that run now for the first time, or again."""
+        if not self._begun:
+            return
+        for new in output.scheduled_new_reqs:
+            self._runs(new.req_id, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        if cached.resumed_req_ids:
+            for request_id, computed in zip(
+                cached.req_ids, cached.num_computed_tokens, strict=True
+            ):
+                if request_id in cached.resumed_req_ids:
+                    self._runs(request_id, computed)
+
+    def _runs(self, request_id: str, computed: int) -> None:
+        attempt = self._begun.pop(request_id, None)
+        if attempt is not None:
+            attempt.runs(computed)
+
+    def ended(self, request: Request) -> None:
+        """Keep the request among those that ended; the oldest go for it."""
+        self._begun.pop(request.request_id, None)
+        notes = self._under_way.pop(request.request_id, None)
+        if notes is None:
+            return
+        notes.end(_status(request))
+        self._ended.append(notes)
+        self._bytes += notes.bytes
+        while len(self._ended) > self._max_requests or self._bytes > self._max_bytes:
+            self._bytes -= self._ended.popleft().bytes
+        if self._tell is not None:
+            self._tell(notes)
+
+    def on_close(self, call: Callable[[], None]) -> None:
+        """Call this when the engine shuts down."""
+        self._closing.append(call)
+
+    def take_counts(self) -> dict[str, float]:
+        """Nothing is counted."""
+        return {}
+
+    def close(self) -> None:
+        """Close what serves these."""
+        for call in self._closing:
+            call()
+
+    # -- any thread --------------------------------------------------------------------------
+
+    def all(self) -> list[RequestNotes]:
+        """The requests that ended, oldest first, then those under way."""
+        # Each list is made in one go while this thread holds the interpreter.
+        return [*list(self._ended), *list(self._under_way.values())]
+
+
+def _status(request: Any) -> str:
+    status = getattr(request, "status", None)
+    return str(getattr(status, "name", "") or status or "").removeprefix("FINISHED_").lower()
