@@ -31,7 +31,6 @@ REASONS = {
     "load_failed": "the load of the block failed, or was late",
     "earlier": "another tier's load failed at an earlier block",
     "loading": "the load is under way",
-    "not_known": "another connector's answer is not known",
 }
 """Why a tier served or did not, and what the words mean."""
 
@@ -84,7 +83,7 @@ class Accounts:
         foreign = one.choice.child if one.choice is not None and not one.parts else None
         tiers = {
             self._names[part.child]: None if part.usable is None else part.usable * size
-            for part in list(one.parts)
+            for part in sorted(one.parts, key=lambda part: part.child)
         }
         loaded = sum(tokens or 0 for tokens in tiers.values())
         cached, computed, again, elsewhere, holds = one.cached, None, 0, 0, None

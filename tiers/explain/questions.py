@@ -51,7 +51,10 @@ def answers(explanations: Explanations) -> Callable[[bytes], bytes]:
             question = Question.model_validate_json(line)
         except ValidationError as error:
             return _lines([{"error": f"no question: {error.errors()[0]['msg']}"}])
-        return _lines(map(accounts.of, question.choose(explanations.all())))
+        try:
+            return _lines(map(accounts.of, question.choose(explanations.all())))
+        except RuntimeError as error:  # something grew while it was read
+            return _lines([{"error": f"ask again: {error}"}])
 
     return answer
 

@@ -57,6 +57,8 @@ def _tier(tier: Told) -> str:
     said = f"{'?' if tier['tokens'] is None else tier['tokens']} tokens, {why}"
     if "asked_blocks" in tier:
         said += f"; held {tier['held_blocks']} of {tier['asked_blocks']} blocks asked for"
+        if tier["why"] != "miss" and tier["miss"] is not None:
+            said += f", not block {tier['miss']}"
     if "wait_ms" in tier:
         parts = ", ".join(f"{name} {tier[f'{name}_ms']:g}" for name in PARTS)
         said += f"; {tier['wait_ms']:g} ms ({parts})"

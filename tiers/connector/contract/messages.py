@@ -90,8 +90,8 @@ class OffloadingConnectorMetadata:
 
 class LoadTimes(NamedTuple):
     """Parts of a load on one rank, in seconds: waiting for a thread and for `load_rate`, reading
-    from the tier, checking, and copying into the engine. A store checks as it reads, and says how
-    much of that time is checking where it knows."""
+    from a store, checking host memory, and copying into the engine. A store checks each piece as
+    it reads it, so that its checks are part of `load`."""
 
     queue: float = 0.0
     load: float = 0.0

@@ -64,3 +64,12 @@ def _call_all(call: Callable[..., object], arguments: Sequence[tuple[Any, ...]])
             call(*arguments[0])
         finally:
             _call_all(call, arguments[1:])
+
+
+def merge_parameters(params: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Transfer parameters of two tiers. Raises RuntimeError if both set one."""
+    clash = params.keys() & more.keys()
+    if clash:
+        keys = ", ".join(sorted(clash))
+        raise RuntimeError(f"several tiers set the transfer parameter {keys}")
+    return params | more

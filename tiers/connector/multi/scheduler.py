@@ -14,7 +14,7 @@ from tiers.connector.contract.media import MediaMarks, NoMedia
 from tiers.connector.contract.observer import CHAIN, RequestObserver
 from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
 from tiers.connector.contract.stats import TierStats
-from tiers.connector.multi.connector import MultiConnector
+from tiers.connector.multi.connector import MultiConnector, merge_parameters
 from tiers.connector.multi.every_child import EveryChild
 from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
@@ -263,7 +263,7 @@ class MultiScheduler(EveryChild):
             self.for_each(lambda child: answers.append(tell(child)))
             merged: dict[str, Any] | None = None
             for params in (params for _, params in answers if params is not None):
-                merged = _merge(merged or {}, params)
+                merged = merge_parameters(merged or {}, params)
         finally:
             self._choices.pop(request.request_id, None)
             self._undecided.discard(request.request_id)
@@ -294,11 +294,3 @@ class MultiScheduler(EveryChild):
         finally:
             for observer in self._observers:
                 observer.close()
-
-
-def _merge(params: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    clash = params.keys() & more.keys()
-    if clash:
-        keys = ", ".join(sorted(clash))
-        raise RuntimeError(f"several tiers set the transfer parameter {keys}")
-    return params | more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from tiers.concurrency.executors import io_executor
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.contract.generation import space_of
-from tiers.connector.contract.messages import LoadItem, LoadJob
+from tiers.connector.contract.messages import LoadItem, LoadJob, LoadTimes
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.errors import TierUnusable
 from tiers.host.memory import SlotMemory, slot_stride
@@ -33,7 +34,8 @@ _Numbered = list[tuple[int, LoadItem]]
 
 class Ended(NamedTuple):
     """A load that is over. `failed`: items that did not arrive; `lost`: those of them that the tier
-    confirmed missing. `damaged`: blocks of the host pool that differ from their checksums."""
+    confirmed missing. `damaged`: blocks of the host pool that differ from their checksums.
+    `times`: what it spent its seconds on."""
 
     job: LoadJob
     failed: set[int]
@@ -41,6 +43,26 @@ class Ended(NamedTuple):
     seconds: float
     in_time: bool
     damaged: int
+    times: LoadTimes
+
+
+class _Laps:
+    """What a load spends its time on, from one lap to the next. Used by the load's thread."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._spent = dict.fromkeys(LoadTimes._fields, 0.0)
+
+    def lap(self, part: str) -> None:
+        """All since the last lap was spent on `part`, a field of LoadTimes."""
+        now = time.perf_counter()
+        self._spent[part] += now - self._last
+        self._last = now
+
+    @property
+    def times(self) -> LoadTimes:
+        """What has been spent so far."""
+        return LoadTimes(**self._spent)
 
 
 class _Load:
@@ -52,6 +74,7 @@ class _Load:
         self.seconds = job.seconds
         """What moving the blocks took, once that is known."""
         self.damaged = 0
+        self.laps = _Laps()
         self._lost: set[int] = set()
         self._arrived: set[int] = set()
         self._is_over = False
@@ -130,6 +153,7 @@ class Loading:
 
     def _run(self, load: _Load, fence: object) -> None:
         began = self._host.now()
+        load.laps.lap("queue")
         self._load_items(load, fence)
         load.seconds = self._host.now() - began
 
@@ -156,6 +180,7 @@ class Loading:
             wave = items[start : start + step]
             slots = [item.slot for _, item in wave if item.slot is not None]
             held = self._held(load, wave, slots)
+            load.laps.lap("check")
             load.record_missing(wave, held)
             if not self._copy_wave(load, memory, slots, wave, held, fence):
                 return
@@ -177,11 +202,13 @@ class Loading:
             wave = items[start : start + step]
             if not self._rate_limit.take(len(wave) * self._host.payload_bytes, load.until):
                 return
+            load.laps.lap("queue")
             blocks = [
                 Block(space + item.key, bounce.payload(row)) for row, (_, item) in enumerate(wave)
             ]
             was_up = store.health.reads
             got = store.get(blocks)
+            load.laps.lap("load")
             # A tier that failed or was not asked may have them still.
             if was_up and store.health.reads:
                 load.record_missing(wave, got)
@@ -207,6 +234,7 @@ class Loading:
             [wave[place][0] for place in good],
             lambda: copier.scatter(memory.rows, sources, targets, fence),
         )
+        load.laps.lap("copy")
         # The engine uses what precedes the first failed block, and recomputes the rest.
         return goes_on and all(held)
 
@@ -238,7 +266,8 @@ class Loading:
             )
         if failed and not in_time:
             self._log_late(load.job.seconds)
-        return Ended(load.job, failed, lost, load.seconds, in_time, load.damaged)
+        times = load.laps.times
+        return Ended(load.job, failed, lost, load.seconds, in_time, load.damaged, times)
 
     def _log_late(self, seconds: float) -> None:
         if not self._said_late:

@@ -154,9 +154,9 @@ class OffloadingWorker(WorkerConnector):
             self.wait_for_save()
         ended = self._loading.ended(meta.idle)
         results = TransferResults(finished_recving={load.job.request_id for load in ended})
-        for job, failed, lost, seconds, in_time, damaged in ended:
+        for job, failed, lost, seconds, in_time, damaged, times in ended:
             self._note_end(job.job_id, len(job.items), Outcome(failed, seconds), "load")
-            self._ended[job.job_id].lost = lost
+            self._ended[job.job_id].lost, self._ended[job.job_id].times = lost, times
             late = int(bool(failed) and not in_time)
             merge(self._measures, {"load_timeouts": late, "damaged_blocks": damaged})
             if not self._host.engine.all_or_nothing_loads:

@@ -1,0 +1,121 @@
+"""Connectors of the engine's own beside our tiers: told of them is what the engine shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.children import BlockTier, Tier
+from tests.support.explaining import Told, tier_of
+from tests.support.fake_requests import BLOCKS, FakeRequest, first_step
+from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
+from tiers.explain.accounts import Accounts
+from tiers.explain.explanations import Explanations
+
+
+class Engine:
+    """Asks a chain for one request of 40 tokens, as an engine would."""
+
+    def __init__(self, *children: Any) -> None:
+        names = [f"tier-{place}" for place in range(len(children))]
+        self.known = Explanations(names, 4)
+        settings = MultiSettings(
+            "stitched", block_tokens=4, explainer=self.known, observers=(self.known,)
+        )
+        self.chain = MultiScheduler(children, names, settings=settings)
+        self.request = FakeRequest(num_tokens=42)
+
+    def begin(self, computed: int = 0, takes: int | None = None) -> None:
+        self.known.arrived(self.request)
+        tokens, _ = self.chain.get_num_new_matched_tokens(self.request, computed)
+        assert tokens is not None
+        taken = tokens if takes is None else takes
+        self.chain.update_state_after_alloc(self.request, BLOCKS, taken)
+
+    def run(self, computed: int) -> None:
+        self.chain.build_connector_meta(first_step("r", computed, 42 - computed))
+
+    def told(self) -> Told:
+        (notes,) = self.known.all()
+        return Accounts(self.known.names, 4).of(notes)
+
+
+def test_one_that_serves() -> None:
+    engine = Engine(BlockTier("xx"), Tier(tokens=40))
+    engine.begin()
+    assert engine.told()["attempts"][0]["loaded"] == {}, "not known before it runs"
+    engine.run(40)
+    told = engine.told()
+    assert told["holds"]
+    assert told["attempts"][0]["loaded"] == {"tier-1": 40}
+    assert told["attempts"][0]["computed"] == 2
+    assert tier_of(told, "tier-1") == {
+        "tier": "tier-1",
+        "said_tokens": 40,
+        "why": "served",
+        "tokens": 40,
+    }
+    assert tier_of(told, "tier-0")["why"] == "above"
+    assert told["external_hits"] == {"engine": 40, "tiers": {"tier-1": 40}}
+
+
+def test_one_that_serves_less_than_it_said() -> None:
+    engine = Engine(BlockTier(""), Tier(tokens=40))
+    engine.begin()
+    engine.run(16)
+    told = engine.told()
+    assert told["holds"]
+    assert told["attempts"][0]["loaded"] == {"tier-1": 16}
+    assert told["attempts"][0]["computed"] == 26
+
+
+@pytest.mark.parametrize(("held", "why"), [("x" * 10, "elsewhere"), ("", "miss")])
+def test_the_engine_takes_what_another_connector_has(held: str, why: str) -> None:
+    """Under vLLM's own MultiConnector ours hears of no tokens, and the request runs with some."""
+    engine = Engine(BlockTier(held))
+    engine.begin(takes=0)
+    engine.run(24)
+    told = engine.told()
+    (attempt,) = told["attempts"]
+    assert (attempt["elsewhere"], attempt["computed"], attempt["loaded"]) == (24, 18, {})
+    assert told["holds"]
+    assert tier_of(told, "tier-0")["why"] == why
+
+
+def test_the_engine_takes_less_of_its_own_cache() -> None:
+    engine = Engine(BlockTier(""))
+    engine.begin(computed=24)
+    engine.run(16)
+    (attempt,) = engine.told()["attempts"]
+    assert (attempt["own_cache"], attempt["computed"], attempt["holds"]) == (16, 26, True)
+
+
+def test_counts_that_do_not_agree_are_told() -> None:
+    engine = Engine(BlockTier("x" * 10))
+    engine.begin()
+    (notes,) = engine.known.all()
+    attempt = notes.attempts[0]
+    attempt.part_ended(0, None, 0, attempt.parts[0].times)
+    attempt.part_usable(0, 10)
+    engine.run(20)
+    assert engine.told()["attempts"][0]["holds"] is False
+    assert engine.told()["holds"] is False
+
+
+def test_a_tier_whose_load_is_of_no_use_since_another_failed_before() -> None:
+    engine = Engine(BlockTier("x" * 5), BlockTier("x" * 10))
+    engine.begin()
+    (notes,) = engine.known.all()
+    attempt = notes.attempts[0]
+    times = attempt.parts[0].times
+    attempt.part_ended(0, 2, 0, times)
+    attempt.part_ended(5, None, 0, times)
+    attempt.part_usable(0, 2)
+    attempt.part_usable(5, 0)
+    engine.run(8)
+    told = engine.told()
+    assert told["holds"]
+    assert tier_of(told, "tier-0")["why"] == "load_failed"
+    assert tier_of(told, "tier-1")["why"] == "earlier"
+    assert told["attempts"][0]["computed"] == 34
