@@ -16,15 +16,18 @@ from pathlib import Path
 
 import lmdb
 import xxhash
+import zstandard
 
 from spec.errors import SpecError
 from spec.load import load_chain
 from tiers.block import HEADER_BYTES, expect, parse_header, verify
 from tiers.codec import CODECS, decode
 from tiers.disk.rows import parse_changes, parse_entry
-from tiers.errors import RecordError
+from tiers.errors import RecordError, TraceError
 from tiers.remote.resp import ServerError, read_reply
 from tiers.remote.stream import Deadline, Stream, StreamError
+from tiers.traces.opening import open_trace
+from tiers.traces.recorded import FileHeader, encode_header
 
 KEY = bytes(range(48))
 LENGTH = 300
@@ -81,6 +84,21 @@ def chain(data: bytes) -> None:
             load_chain(Path(file.name))
 
 
+def trace(data: bytes) -> None:
+    """A file of a trace: any bytes, and any bytes behind a first line that is as it should be."""
+    header = encode_header(FileHeader(16, 0.0))
+    for suffix in (".jsonl", ".json", ".jsonl.zst"):
+        for content in (data, header + data):
+            if suffix.endswith("zst"):
+                content = zstandard.compress(content) + data
+            with tempfile.NamedTemporaryFile(suffix=suffix) as file:
+                file.write(content)
+                file.flush()
+                with suppress(TraceError):
+                    opened = open_trace(Path(file.name), skip_bad_lines=True)
+                    assert all(one.timestamp >= 0 for one in opened)
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (record, codec, row, reply, chain)
+    target.__name__: target for target in (record, codec, row, reply, chain, trace)
 }

@@ -105,3 +105,14 @@ def test_files_of_two_traces_are_refused(tmp_path: Path) -> None:
         (tmp_path / f"{tokens}.jsonl").write_bytes(written(header=header))
     with pytest.raises(TraceError, match=r"32.jsonl:1: block_tokens is 32, but 16 in .*16.jsonl"):
         open_trace(tmp_path)
+
+
+def test_a_file_that_rotation_deletes_meanwhile_is_said(tmp_path: Path) -> None:
+    for name, started in (("a", 1000.0), ("b", 2000.0)):
+        header = HEADER._replace(started=started)
+        (tmp_path / f"{name}.jsonl").write_bytes(written(REQUESTS[0], header=header))
+    trace = open_trace(tmp_path)
+    (tmp_path / "a.jsonl").unlink()
+    assert trace.file_bytes > 0
+    assert [request.blocks for request in trace] == [REQUESTS[0].blocks]
+    assert trace.summary.skipped == {"files that were deleted meanwhile": 1}

@@ -73,6 +73,12 @@ def of_tree(branches: list[list[int]]) -> Prompts:
     ]
 
 
+def answered(blocks: Sequence[int]) -> TraceRequest:
+    """The last third of the blocks are the answer's."""
+    of_prompt = blocks[: len(blocks) - len(blocks) // 3]
+    return request(of_prompt)._replace(answer_blocks=blocks[len(of_prompt) :])
+
+
 PATHS = st.lists(st.integers(0, 2), max_size=7)
 LONG = st.tuples(st.integers(0, 2), st.integers(1, 30)).map(lambda one: [one[0]] * one[1])
 TRACES = st.lists(PATHS | LONG, max_size=50).map(of_tree)
@@ -112,6 +118,25 @@ def test_no_difference_where_memory_is_bounded(prompts: Prompts, largest: int) -
         assert curves.second_use.hits(size) == expected
     with pytest.raises(ValueError, match="the curve ends at"):
         curves.all.hits(largest + 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(TRACES)
+def test_answers_are_stored_and_are_no_references(prompts: Prompts) -> None:
+    requests = [answered(blocks) for blocks in prompts]
+    curves = measure(requests, 16)
+    assert curves.second_use is not None
+    assert curves.all.references == sum(len(one.blocks) for one in requests)
+    for size in (1, 4, 9, 99):
+        cache, later, used = Cache(size), Cache(size), Cache(1000)
+        hits = hits_later = 0
+        for blocks, one in zip(prompts, requests, strict=True):
+            hits += cache.leading(one.blocks)
+            cache.touch(blocks)
+            hits_later += later.leading(one.blocks)
+            later.touch(blocks[: used.leading(blocks)])
+            used.touch(blocks)
+        assert (curves.all.hits(size), curves.second_use.hits(size)) == (hits, hits_later)
 
 
 @settings(max_examples=50, deadline=None)

@@ -159,6 +159,10 @@ def _read_files(
             since = fields.number(found, "open_since") + shift if is_said else math.inf
             return request
 
+        # A folder may be read while it is recorded into, and rotation deletes old files there.
+        if not path.exists():
+            summary.skip("files that were deleted meanwhile", str(path))
+            continue
         for request in read_requests(path, parse, summary, skip_bad):
             count += 1
             heapq.heappush(waiting, (request.timestamp, count, request))

@@ -87,8 +87,8 @@ class Trace:
 
     @property
     def file_bytes(self) -> int:
-        """The size of the files on disk."""
-        return sum(path.stat().st_size for path in self.paths)
+        """The size of the files on disk; one that rotation has deleted counts nothing."""
+        return sum(path.stat().st_size for path in self.paths if path.exists())
 
     def __iter__(self) -> Iterator[TraceRequest]:
         self.summary = TraceSummary()

@@ -159,7 +159,7 @@ def measure(
     second_use: bool = True,
     progress: Callable[[int], None] = lambda requests: None,
 ) -> Curves:
-    """Measure a trace's curves in one pass.
+    """Measure a trace's curves in one pass. Blocks of answers are stored where they were recorded.
 
     `largest`: the largest size to ask for, in blocks. It bounds memory to about four times as many
     blocks, each with an integer and a reference to its request. A block's first use is then
@@ -172,10 +172,8 @@ def measure(
     parts, changes = _Parts(), Counter[int]()
     done = 0
     for done, request in enumerate(requests, 1):
-        known = every.touch(request.blocks)
+        _touch(request, every, later if second_use else None)
         parts.add(request, every)
-        if second_use:
-            later.touch(request.blocks, known)
         if not done & 1023:
             _collect(changes, later)
             progress(done)
@@ -190,6 +188,15 @@ def measure(
         (first.curve(largest), second.curve(largest)) if second.requests else None,
         len(every) if largest is None else None,
     )
+
+
+def _touch(request: TraceRequest, every: PrefixStack, later: PrefixStack | None) -> None:
+    blocks, prompt = request.blocks, None
+    if request.answer_blocks:
+        blocks, prompt = [*blocks, *request.answer_blocks], len(blocks)
+    known = every.touch(blocks, counted=prompt)
+    if later is not None:
+        later.touch(blocks, known, prompt)
 
 
 def _collect(changes: Counter[int], stack: PrefixStack) -> None:

@@ -52,10 +52,13 @@ class PrefixStack:
         """Blocks remembered."""
         return len(self._last)
 
-    def touch(self, blocks: Sequence[int], at_least: int | None = None) -> int:
-        """Count the positions of a prompt's blocks, touch them, and return how many had one.
+    def touch(
+        self, blocks: Sequence[int], at_least: int | None = None, counted: int | None = None
+    ) -> int:
+        """Count the positions of a request's blocks, touch them, and return how many had one.
 
         `at_least`: touch only so many of the first blocks, and those that have a position.
+        `counted`: count only so many of the first blocks, the prompt's; the answer's follow.
         Raises TraceError where it notices that an id stands for a block after two prefixes.
         """
         last, tree, length = self._last.get, self._tree, len(blocks)
@@ -68,7 +71,7 @@ class PrefixStack:
             end = length if last(blocks[-1]) is record else _run_end(last, blocks, depth, record)
             first = 1 if index == newest else total - _sum(tree, index) + 1
             if first <= self._bound:
-                known = self._count(first, depth, end)
+                known = self._count(first, depth, end, counted)
                 touched = known if known > touched else touched
             # The runs further down belong to older requests: taking this one changes none of
             # their positions, which `total` and the tree up to them give.
@@ -95,12 +98,15 @@ class PrefixStack:
         self._firsts, self._behinds = [], []
         return found
 
-    def _count(self, first: int, depth: int, end: int) -> int:
+    def _count(self, first: int, depth: int, end: int, counted: int | None) -> int:
         """Count a run's positions up to the bound; return the depth behind them."""
-        behind = min(first + end - depth, self._bound + 1)
-        self._firsts.append(first)
-        self._behinds.append(behind)
-        return depth + behind - first
+        behind = known = min(first + end - depth, self._bound + 1)
+        if counted is not None:
+            behind = min(behind, first + counted - depth)
+        if first < behind:
+            self._firsts.append(first)
+            self._behinds.append(behind)
+        return depth + known - first
 
     def _add(self, blocks: Sequence[int]) -> None:
         """Make a new request the one that touched these blocks last."""
