@@ -123,9 +123,9 @@ class Tier:
         for run in prompt.path:
             stop = depth + lengths[run]
             end += 1
-            if stop <= first:
-                begin = end
-            else:
+            if depth < first:
+                begin = end  # what this prompt has offered before is not used again
+            if stop > first:
                 offered = masks[run]
                 if stop > last:
                     offered &= (1 << last - depth) - 1
