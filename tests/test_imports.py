@@ -113,6 +113,7 @@ ROOMS: dict[str, set[str]] = {
     "testing": set(),
     "traces": {"concurrency"},
     "tuning": {"traces"},
+    "tuning/profiling": {"tuning", "wrappers", "host"},
     "tuning/replay": {
         "tuning",
         "traces",
@@ -128,7 +129,15 @@ ROOMS: dict[str, set[str]] = {
         "host",
     },
     "lab": {"engine", "connector", "connector/contract", "connector/scheduler", "testing"},
-    "cli": {"engine", "lab", "traces", "tuning", "tuning/replay", "explain"},
+    "cli": {
+        "engine",
+        "lab",
+        "traces",
+        "tuning",
+        "tuning/profiling",
+        "tuning/replay",
+        "explain",
+    },
 }
 """Which rooms of `tiers` each room may import from; `connector` itself is its files that assemble
 the others. All may import the files that lie in `tiers` itself."""

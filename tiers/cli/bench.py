@@ -7,24 +7,70 @@ from typing import Annotated
 
 import typer
 
+Suites = Annotated[
+    list[str], typer.Argument(help="Suites to run, or all; or tiers, for a chain's profile.")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
+Plot = Annotated[Path | None, typer.Option(help="Write a picture of the curves to this PNG file.")]
+Folder = Annotated[
+    Path | None, typer.Option(help="Measure disks here; by default a temporary folder.")
+]
+Rounds = Annotated[int, typer.Option(min=1, help="Measured rounds of each case.")]
+Smoke = Annotated[bool, typer.Option("--smoke", help="Check only that every suite runs.")]
+Spec = Annotated[Path | None, typer.Option(help="tiers: the chain's YAML.")]
+Save = Annotated[Path | None, typer.Option(help="tiers: write the profile here.")]
+BlockTokens = Annotated[int, typer.Option(min=1, help="tiers: tokens of a block.")]
+KVBytes = Annotated[
+    int | None, typer.Option(min=1, help="tiers: for a new profile, as are the next two.")
+]
+EngineCache = Annotated[
+    str | None, typer.Option(help="tiers: KV that the engine keeps, like 40GB.")
+]
+PrefillRate = Annotated[
+    float | None, typer.Option(help="tiers: prompt tokens that a GPU computes per second.")
+]
+
 
 def bench(
-    suites: Annotated[list[str], typer.Argument(help="Suites to run, or all.")],
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the rows to this file.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Write a picture of the curves to this PNG file.")
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="Measure disks here; by default a temporary folder.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds of each case.")] = 5,
-    smoke: Annotated[
-        bool, typer.Option("--smoke", help="Check only that every suite runs.")
-    ] = False,
+    suites: Suites,
+    json_file: JsonFile = None,
+    plot: Plot = None,
+    folder: Folder = None,
+    rounds: Rounds = 5,
+    smoke: Smoke = False,
+    spec: Spec = None,
+    save: Save = None,
+    block_tokens: BlockTokens = 16,
+    kv_bytes_per_token: KVBytes = None,
+    engine_cache: EngineCache = None,
+    prefill_rate: PrefillRate = None,
 ) -> None:
-    """Measure tiers and what the hardware can do (from a checkout; bench/ is not installed)."""
+    """Measure tiers and what the hardware can do.
+
+    `kvtiers bench tiers` measures the tiers of a chain once, for replays and tuning. All other
+    suites run from a checkout; bench/ is not installed.
+    """
+    if suites == ["tiers"]:
+        from tiers.cli.bench_tiers import bench_tiers
+
+        facts = {
+            "kv_bytes_per_token": kv_bytes_per_token,
+            "engine_cache": engine_cache,
+            "prefill_rate": prefill_rate,
+        }
+        bench_tiers(spec, save, block_tokens, facts)
+        return
+    _run(suites, json_file, plot, folder, rounds, smoke)
+
+
+def _run(
+    suites: list[str],
+    json_file: Path | None,
+    plot: Path | None,
+    folder: Path | None,
+    rounds: int,
+    smoke: bool,
+) -> None:
     import sys
     from importlib.util import find_spec
     from tempfile import TemporaryDirectory

@@ -1,0 +1,46 @@
+"""`kvtiers bench tiers`: a profile that replays can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cli.conftest import Ran
+from tiers.tuning.machine import load_machine
+
+
+def test_a_profile_is_made_and_made_anew(kvtiers: Callable[..., Ran], tmp_path: Path) -> None:
+    chain, profile = tmp_path / "chain.yaml", tmp_path / "profile.json"
+    folder = tmp_path / "disk"
+    chain.write_text(
+        "version: 1\ntiers:\n- {type: cpu, capacity: 64MiB}\n"
+        f"- {{type: disk, capacity: 64MiB, path: {folder}}}\n"
+    )
+    arguments = ("bench", "tiers", "--spec", chain, "--save", profile, "--block-tokens", 32)
+    ran = kvtiers(*arguments)
+    assert ran.status == 2 and "--engine-cache" in ran.err
+    facts = ("--kv-bytes-per-token", 65536, "--engine-cache", "8GiB", "--prefill-rate", 20000)
+    ran = kvtiers(*arguments, *facts)
+    assert (ran.status, ran.err.strip()) == (0, "")
+    machine = load_machine(profile)
+    assert machine.tiers.keys() == {"cpu", "disk"}
+    assert all(one.load_bandwidth > 1e6 < one.store_bandwidth for one in machine.tiers.values())
+    priced = machine.tiers["disk"].model_copy(update={"price_per_month": 7.0})
+    whole = machine.model_copy(update={"tiers": {**machine.tiers, "disk": priced}, "gpus": 3})
+    profile.write_text(whole.model_dump_json())
+    assert kvtiers(*arguments).status == 0
+    again = load_machine(profile)
+    assert (again.gpus, again.tiers["disk"].price_per_month) == (3, 7.0)
+
+
+def test_a_tier_that_cannot_be_measured_is_said(
+    kvtiers: Callable[..., Ran], tmp_path: Path
+) -> None:
+    chain, profile = tmp_path / "chain.yaml", tmp_path / "profile.json"
+    chain.write_text(
+        "version: 1\ntiers:\n- {type: redis, url: 'redis://127.0.0.1:1', timeout: 50ms}\n"
+    )
+    facts = ("--kv-bytes-per-token", 4096, "--engine-cache", "8GiB", "--prefill-rate", 20000)
+    ran = kvtiers("bench", "tiers", "--spec", chain, "--save", profile, *facts)
+    assert ran.status == 1 and "tier redis" in ran.err
+    assert not profile.exists()

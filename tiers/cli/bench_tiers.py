@@ -1,0 +1,71 @@
+"""`kvtiers bench tiers`: measure a chain's tiers once, for replays and tuning."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import typer
+
+MACHINE = ("kv_bytes_per_token", "engine_cache", "prefill_rate")
+
+
+def bench_tiers(
+    spec: Path | None, save: Path | None, block_tokens: int, facts: dict[str, Any]
+) -> None:
+    """Write the profile of each tier; a profile that is there already keeps all else."""
+    from spec.errors import SpecError
+    from spec.load import load_chain
+    from spec.problems import problem_line
+    from tiers.tuning.machine import Machine, load_machine
+
+    if spec is None or save is None:
+        typer.echo("kvtiers bench tiers needs --spec CHAIN and --save PROFILE", err=True)
+        raise typer.Exit(2)
+    chain = load_chain(spec)
+    given = {key: value for key, value in facts.items() if value is not None}
+    if save.exists():
+        machine = load_machine(save)
+    elif missing := [key for key in MACHINE if key not in given]:
+        options = ", ".join(f"--{key.replace('_', '-')}" for key in missing)
+        raise SpecError([problem_line(str(save), None, (), "no such file", f"add {options}")])
+    else:
+        machine = Machine.model_validate(given)
+    profiles = _measure(chain, machine.kv_bytes_per_token * block_tokens)
+    kept = {name: profile for name, profile in machine.tiers.items() if name not in profiles}
+    for name, profile in profiles.items():
+        before = machine.tiers.get(name)
+        said = before.model_dump() if before is not None else {}
+        measured = profile.model_dump(exclude_unset=True)
+        kept[name] = profile.model_validate({**said, **measured})
+        typer.echo(
+            f"{name}: loads {profile.load_bandwidth / 1e9:.3g} GB/s after "
+            f"{profile.load_latency * 1e3:.3g} ms, stores {profile.store_bandwidth / 1e9:.3g} GB/s "
+            f"after {profile.store_latency * 1e3:.3g} ms"
+        )
+    whole = Machine.model_validate({**machine.model_dump(), **given, "tiers": kept})
+    part = save.with_name(save.name + ".part")
+    part.write_text(whole.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")
+    os.replace(part, save)
+
+
+def _measure(chain: Any, block_bytes: int) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from tiers.errors import KVTiersError
+    from tiers.tuning.profiling import profile_tiers
+
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=len(chain.tiers), completed=-1)
+        try:
+            return profile_tiers(
+                chain,
+                block_bytes,
+                progress=lambda tier: progress.update(bar, advance=1, description=tier),
+            )
+        except KVTiersError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None

@@ -1,0 +1,139 @@
+"""`profile_tiers`: a profile of each tier of a chain, measured."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+from spec.chain import ChainSpec
+from spec.offloading import HostSpec, StoreContext, StoreSpec
+from tiers.errors import KVTiersError
+from tiers.host.memory import SlotMemory
+from tiers.store import Block, TierStore, batch_blocks
+from tiers.tuning.machine import TierProfile
+from tiers.wrappers.opening import open_guarded
+
+LOADERS = 2
+"""Loads that a worker runs at once for each tier, as in `tiers/connector/worker/loads.py`."""
+LEAST_BLOCKS = 8
+SINGLES = 5
+"""Single blocks that are moved for the latency, of which the fastest counts."""
+
+
+class CannotMeasure(KVTiersError):
+    """A tier does not store and load what it should."""
+
+
+def profile_tiers(
+    chain: ChainSpec,
+    block_bytes: int,
+    total_bytes: int = 256 << 20,
+    progress: Callable[[str], None] = lambda tier: None,
+) -> dict[str, TierProfile]:
+    """Measure each tier with some blocks of its own, which it drops afterwards.
+
+    Stores `total_bytes` at most (but eight blocks at least) in each store, under keys that nobody
+    else has; a tier that is full evicts as much for it. `progress` hears the name of each tier.
+    Raises TierUnusable, CannotMeasure.
+    """
+    count = max(LEAST_BLOCKS, total_bytes // block_bytes)
+    profiles = {}
+    for tier in chain.tiers:
+        progress(tier.tier_name)
+        if isinstance(tier, StoreSpec):
+            capacity: int | None = getattr(tier, "capacity", None)
+            fitting = count if capacity is None else capacity // (2 * block_bytes)
+            most = max(LEAST_BLOCKS, min(count, fitting))
+            profiles[tier.tier_name] = _store_profile(tier, block_bytes, most)
+        elif isinstance(tier, HostSpec):
+            profiles[tier.tier_name] = _host_profile(block_bytes, count)
+    return profiles
+
+
+def _store_profile(spec: StoreSpec, block_bytes: int, count: int) -> TierProfile:
+    with _opened(spec, block_bytes, count) as (store, blocks):
+        put, get = _checked(spec, "stored", store.put), _checked(spec, "loaded", store.get)
+        singles, rest = blocks[:SINGLES], blocks[SINGLES:]
+        single_store = min(_seconds(put, [[one]]) for one in singles)
+        batch = max(1, min(batch_blocks(block_bytes), len(rest) // LOADERS))
+        batches = [rest[start : start + batch] for start in range(0, len(rest), batch)]
+        size = len(rest) * block_bytes
+        store_rate = size / _seconds(put, batches)
+        single_load = min(_seconds(get, [[one]]) for one in singles)
+        alone = size / _seconds(get, batches)
+        with ThreadPoolExecutor(LOADERS) as threads:
+            began = time.perf_counter()
+            for _ in threads.map(get, batches):
+                pass
+            together = size / (time.perf_counter() - began)
+    load_rate = max(alone, together)
+    return TierProfile(
+        load_bandwidth=load_rate,
+        store_bandwidth=store_rate,
+        load_latency=max(0.0, single_load - block_bytes / alone),
+        store_latency=max(0.0, single_store - block_bytes / store_rate),
+        concurrency=LOADERS,
+    )
+
+
+@contextmanager
+def _opened(
+    spec: StoreSpec, block_bytes: int, count: int
+) -> Iterator[tuple[TierStore, list[Block]]]:
+    """The tier's store, and blocks of random bytes for it, which it drops in the end."""
+    namespace = os.urandom(16)
+    count += SINGLES
+    memory = SlotMemory(count, block_bytes, pin=False, touch=True)
+    store = open_guarded(spec, StoreContext(block_bytes))
+    try:
+        memory.rows.copy_(torch.randint(0, 256, memory.rows.shape, dtype=torch.uint8))
+        keys = [namespace + number.to_bytes(8, "big") for number in range(count)]
+        yield store, [Block(key, memory.payload(slot)) for slot, key in enumerate(keys)]
+        store.drop(keys)
+    finally:
+        store.close()
+        memory.close()
+
+
+def _checked(
+    spec: StoreSpec, what: str, verb: Callable[[Sequence[Block]], list[bool]]
+) -> Callable[[Sequence[Block]], None]:
+    def call(blocks: Sequence[Block]) -> None:
+        if not all(verb(blocks)):
+            raise CannotMeasure(
+                f"tier {spec.tier_name}: not every block of {len(blocks)} was {what}; is it up, "
+                "and has it room for a few hundred MiB?"
+            )
+
+    return call
+
+
+def _seconds(
+    call: Callable[[Sequence[Block]], object], batches: Sequence[Sequence[Block]]
+) -> float:
+    began = time.perf_counter()
+    for batch in batches:
+        call(batch)
+    return max(1e-9, time.perf_counter() - began)
+
+
+def _host_profile(block_bytes: int, count: int) -> TierProfile:
+    """Copies between host memory and the device, or within host memory where there is none."""
+    has_device = torch.cuda.is_available()
+    host = torch.zeros((count, block_bytes), dtype=torch.uint8, pin_memory=has_device)
+    device = torch.zeros_like(host, device="cuda" if has_device else "cpu")
+
+    def rate(target: torch.Tensor, source: torch.Tensor) -> float:
+        target.copy_(source)  # the first touch
+        began = time.perf_counter()
+        target.copy_(source)
+        if has_device:
+            torch.cuda.synchronize()
+        return host.numel() / max(1e-9, time.perf_counter() - began)
+
+    return TierProfile(load_bandwidth=rate(device, host), store_bandwidth=rate(host, device))
