@@ -114,6 +114,7 @@ def test_what_was_skipped_is_said(kvtiers: Kvtiers, trace: Path) -> None:
     [
         (["--model", "gpt-9"], "no model gpt-9 is known here"),
         (["--largest", "much"], "--largest much: use one of B, kB"),
+        (["--json", "/none/such/out.json"], "/none/such/out.json: its folder is not there"),
         (["--largest", "0"], "--largest 0: write more than zero"),
     ],
 )

@@ -42,19 +42,20 @@ def curve(
 
     Exact for LRU. All tiers of a chain together serve what the largest would.
     """
+    import os
     from importlib.util import find_spec
 
-    from tiers.cli.reading import say_skipped
     from tiers.traces.opening import open_trace
     from tiers.tuning.files import write_json, write_whole
     from tiers.tuning.plot import in_terminal, write_png
 
     if plot is not None and find_spec("matplotlib") is None:
         raise _refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
+    for file in filter(None, (plot, json_file)):
+        if not os.access(file.parent, os.W_OK):
+            raise _refused(f"{file}: its folder is not there, or can't be written to")
     opened = open_trace(trace, skip_bad_lines, conversations)
-    token_bytes = _token_bytes(opened, model, kv_bytes_per_token)
-    report = _measured(opened, spec, token_bytes, largest)
-    say_skipped(opened.summary)
+    report = _measured(opened, spec, _token_bytes(opened, model, kv_bytes_per_token), largest)
     typer.echo(_facts(opened, report))
     typer.echo(report.table())
     typer.echo(f"\n{in_terminal(report.plot())}")
@@ -68,7 +69,7 @@ def _measured(
     trace: Trace, spec: Path | None, token_bytes: int | None, largest: str | None
 ) -> CurveReport:
     from spec.load import load_chain
-    from tiers.cli.reading import with_bar
+    from tiers.cli.reading import say_skipped, with_bar
     from tiers.tuning.curve import measure
     from tiers.tuning.curve_report import CurveReport, marks_of
 
@@ -78,6 +79,7 @@ def _measured(
         raise _refused("--spec has sizes in bytes: say what a token takes, with --model NAME")
     bound = None if largest is None else _blocks(largest, block_tokens, token_bytes)
     curves = measure(with_bar(trace), block_tokens, bound)
+    say_skipped(trace.summary)
     if not curves.all.references:
         raise _refused(f"{trace.paths[0]}: no prompt has a full block of {block_tokens} tokens")
     tiers = () if chain is None else chain.tiers
