@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -10,16 +9,22 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from tiers.cli.arguments import Conversations, JsonFile, SkipBadLines, TraceFile
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.progress import Progress
 
     from spec.chain import ChainSpec
-    from tiers.traces.trace import Trace, TraceRequest
+    from tiers.traces.trace import Trace
     from tiers.tuning.machine import Machine
     from tiers.tuning.report import Report
 
+Profile = Annotated[
+    Path, typer.Option(help="The machine's YAML or JSON: rates, KV sizes, each tier's link.")
+]
+Warm = Annotated[float, typer.Option(min=0, max=0.99, help="Part of the requests that only warms.")]
 Real = Annotated[
     bool,
     typer.Option(
@@ -56,60 +61,62 @@ class _Asked(NamedTuple):
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace: a file or a folder.")],
+    trace: TraceFile,
     spec: Annotated[Path, typer.Option(help="The chain's YAML.")],
-    profile: Annotated[
-        Path, typer.Option(help="The machine's YAML or JSON: rates, KV sizes, each tier's link.")
-    ],
+    profile: Profile,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Simulate the chain's decisions and their time.")
     ] = False,
     real: Real = False,
-    warm: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Part of the requests that only warms.")
-    ] = 0.0,
+    warm: Warm = 0.0,
     requests: Most = None,
     speed: Speed = None,
     scale: ScaleBytes = 8,
     folder: Folder = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the report to this file.")
-    ] = None,
+    conversations: Conversations = 16,
+    skip_bad_lines: SkipBadLines = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Replay a trace over a chain and report what it does to links, disks, GPUs and waiting."""
     if simulate == real:
         typer.echo("say how: --simulate or --real", err=True)
         raise typer.Exit(2)
     from spec.load import load_chain
+    from tiers.cli.reading import say_skipped
     from tiers.errors import KVTiersError
     from tiers.traces.opening import open_trace
+    from tiers.tuning.files import write_json
     from tiers.tuning.machine import load_machine
     from tiers.tuning.table import table
 
     try:
-        asked = _Asked(open_trace(trace), load_chain(spec), load_machine(profile), warm, requests)
+        opened = open_trace(trace, skip_bad_lines, conversations)
+        asked = _Asked(opened, load_chain(spec), load_machine(profile), warm, requests)
         report = _simulated(asked) if simulate else _real(asked, speed, scale, folder)
     except KVTiersError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
+    say_skipped(opened.summary)
     typer.echo(table(report))
     if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_json(json_file, report.to_json())
 
 
 def _simulated(asked: _Asked) -> Report:
+    from tiers.cli.reading import with_bar
     from tiers.tuning.simulation import simulate
 
-    served = islice(_read(asked.trace), asked.most)
+    served = islice(with_bar(asked.trace), asked.most)
     size = asked.trace.header.block_tokens
     return simulate(served, size, asked.chain, asked.machine, warm=asked.warm)
 
 
 def _real(asked: _Asked, speed: float | None, scale: int, folder: Path | None) -> Report:
+    from tiers.cli.reading import with_bar
     from tiers.tuning.replay import ReplayOptions, replay
 
     trace, machine = asked.trace, asked.machine
-    served = list(islice(_read(trace), asked.most))
+    served = list(islice(with_bar(trace), asked.most))
     with _bar() as bar:
         task = bar.add_task("requests are served", total=len(served))
         options = ReplayOptions(
@@ -133,13 +140,3 @@ def _bar() -> Iterator[Progress]:
     columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield progress
-
-
-def _read(trace: Trace) -> Iterator[TraceRequest]:
-    """The trace's requests, with a bar that goes when all are read."""
-    with _bar() as progress:
-        bar = progress.add_task("the trace is read", total=trace.file_bytes)
-        for number, request in enumerate(trace):
-            if number % 256 == 0:
-                progress.update(bar, completed=trace.summary.bytes_read)
-            yield request
