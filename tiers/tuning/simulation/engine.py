@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -60,6 +61,7 @@ class Engine:
         """Those that have waited for a load, their own or another's, by their place in line."""
         self._answering: dict[Prompt, None] = {}
         self._idle = machine.gpus
+        self._tell_idle(0.0)
 
     # -- the clock ---------------------------------------------------------------------------
 
@@ -99,6 +101,8 @@ class Engine:
         self.now, _, kind, what = heappop(self._events)
         if kind == STEP_ENDS:
             self._idle += 1
+            if self._idle == 1:
+                self._tell_idle(self.now)
             self._end_step(*what)
         elif kind == LOAD_ENDS:
             self._end_load(what)
@@ -106,6 +110,10 @@ class Engine:
             self._give_back(what)
         if self._idle:
             self._begin_steps()
+
+    def _tell_idle(self, since: float) -> None:
+        for tier in self.tiers:
+            tier.idle_since = since
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -117,6 +125,8 @@ class Engine:
             seconds = tokens * self._token_seconds
             self.gpu_busy += seconds + self._machine.step_overhead
             self._idle -= 1
+            if not self._idle:
+                self._tell_idle(math.inf)
             ends = self.now + seconds + self._machine.step_overhead
             self._push(ends, STEP_ENDS, (batch, self._offer(batch)))
 
@@ -183,6 +193,7 @@ class Engine:
             self._cache.know(prompt, prompt.blocks)
             answering = prompt.answer * self._machine.decode_seconds_per_token
             if answering:
+                prompt.is_answering = True
                 self._answering[prompt] = None
                 self._push(now + answering, ANSWER_ENDS, prompt)
             else:
@@ -192,7 +203,7 @@ class Engine:
         self._answering.pop(prompt, None)
         self._cache.give_back(prompt)
         for tier in self.tiers:
-            tier.forget(prompt)
+            tier.forget(prompt, self.now)
 
     # -- beginning and loading ---------------------------------------------------------------
 

@@ -20,6 +20,7 @@ class Prompt:
         "blocks",
         "done",
         "has_begun",
+        "is_answering",
         "number",
         "offered",
         "path",
@@ -46,5 +47,5 @@ class Prompt:
         self.blocks = blocks
         self.done = self.offered = self.reserved = 0
         self.place = (-1, 0)
-        self.has_begun = False
+        self.has_begun = self.is_answering = False
         self.woken: list[Prompt] = []

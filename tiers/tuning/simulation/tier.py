@@ -72,8 +72,10 @@ class Tier:
         """Blocks on their way into the tier, for reading."""
         self._uses: dict[int, int] = {}
         self._jobs: deque[tuple[float, float, StoreJob]] = deque()
-        self._refused: dict[int, list[Part]] = {}
-        """By the number of a prompt that still has its blocks: what found no room."""
+        self.idle_since = math.inf
+        """Since when a GPU has been idle, so that what finds room is offered again at once."""
+        self._refused: dict[Prompt, list[Part]] = {}
+        """Of prompts that still have their blocks: what found no room."""
         self._loads: deque[tuple[float, int]] = deque()
         self._under_way = 0
         self._store_free = 0.0
@@ -164,7 +166,7 @@ class Tier:
         room = self._room - self._under_way
         if lacking > room:
             parts, left = split(parts, room)
-            self._refused[prompt.number] = self._refused.get(prompt.number, []) + left
+            self._refused[prompt] = self._refused.get(prompt, []) + left
             lacking = max(0, math.floor(room))
         return self._begin(prompt, parts, lacking) if parts else None
 
@@ -208,7 +210,7 @@ class Tier:
     def _drain(self, now: float) -> None:
         jobs, pending = self._jobs, self.pending
         while jobs and jobs[0][0] + self._delay <= now:
-            _, busy, (parts, blocks, path) = jobs.popleft()
+            end, busy, (parts, blocks, path) = jobs.popleft()
             for run, taken in parts:
                 left = pending[run] & ~taken
                 if left:
@@ -219,27 +221,37 @@ class Tier:
             self._under_way -= blocks
             self.counts.stored += blocks
             self.counts.store_busy += busy
+            if self._refused and end + self._delay >= self.idle_since:
+                self._retry(end + self._delay)
 
     def offer_again(self, prompt: Prompt) -> StoreJob | None:
         """Take what had no room before, head first."""
         room = self._room - self._under_way
-        if room < 1 or prompt.number not in self._refused:
+        if room < 1 or prompt not in self._refused:
             return None
         parts = [
             (run, lacks)
-            for run, blocks in self._refused.pop(prompt.number)
+            for run, blocks in self._refused.pop(prompt)
             if (lacks := blocks & ~(self.held.get(run, 0) | self.pending.get(run, 0)))
         ]
         parts, left = split(parts, room)
         if left:
-            self._refused[prompt.number] = left
+            self._refused[prompt] = left
         blocks = sum(taken.bit_count() for _, taken in parts)
         return self._begin(prompt, parts, blocks) if parts else None
 
-    def forget(self, prompt: Prompt) -> None:
-        """The engine has taken the blocks of a prompt back."""
+    def _retry(self, now: float) -> None:
+        """Offer again what answering prompts have, in a step for that alone."""
+        for prompt in [one for one in self._refused if one.is_answering]:
+            job = self.offer_again(prompt)
+            if job is not None:
+                self.submit(job, now)
+
+    def forget(self, prompt: Prompt, now: float) -> None:
+        """The engine takes the blocks of a prompt back."""
         if self._refused:
-            self._refused.pop(prompt.number, None)
+            self.drain(now)
+            self._refused.pop(prompt, None)
 
 
 def split(parts: list[Part], most: float) -> tuple[list[Part], list[Part]]:

@@ -1,0 +1,54 @@
+"""The simulation against the real chain where stores lag, are dropped, or kept out by rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.tuning.replay.worlds import SIZE, chain, chats, cpu, disk, machine
+from tiers.tuning.machine import TierProfile
+from tiers.tuning.replay import replay
+from tiers.tuning.report import Report
+from tiers.tuning.simulation import simulate
+
+SLOW = {
+    "cpu": TierProfile(load_bandwidth=20e6, store_bandwidth=20e6),
+    "disk": TierProfile(load_bandwidth=8e6, store_bandwidth=3e5),
+}
+CHAINS: dict[str, Any] = {
+    **{name: {"load_policy": name} for name in ("first", "longest", "stitched", "cheapest")},
+    "no promotion": {"promote": False},
+}
+TIERS: dict[str, Any] = {
+    "threshold": {"store_threshold": 2},
+    "rate": {"store_rate": "200kB/s"},
+    "inflight": {"max_inflight": 160_000},
+}
+
+
+def assert_agree(real: Report, simulated: Report) -> None:
+    """Below the load to which times are trusted: hit tokens within 1% of all, p50 within 20%."""
+    assert real.gpu_load < 0.65
+    near = real.prompt_tokens / 100
+    assert simulated.engine_hit_tokens == pytest.approx(real.engine_hit_tokens, abs=near)
+    assert simulated.hit_tokens == pytest.approx(real.hit_tokens, abs=near)
+    assert simulated.ttft_p50 == pytest.approx(real.ttft_p50, rel=0.2)
+    for one, other in zip(simulated.tiers, real.tiers, strict=True):
+        assert one.dropped_share == pytest.approx(other.dropped_share, abs=0.03)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_simulation_agrees_where_stores_lag_and_drop(name: str) -> None:
+    slow, requests = machine(tiers=SLOW), chats(5)
+    tiers = chain(cpu(160), disk(600), **CHAINS[name])
+    real = replay(requests, SIZE, tiers, slow)
+    assert real.tiers[1].dropped_share > 0.1
+    assert_agree(real, simulate(requests, SIZE, tiers, slow))
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_the_simulation_agrees_on_rules_of_stores(name: str) -> None:
+    usual, requests = machine(), chats(6)
+    tiers = chain(cpu(160), disk(600, **TIERS[name]))
+    assert_agree(replay(requests, SIZE, tiers, usual), simulate(requests, SIZE, tiers, usual))
