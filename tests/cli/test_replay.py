@@ -76,3 +76,14 @@ def test_what_is_wrong_is_said(
     (tmp_path / "trace.jsonl").write_text("{}\n")
     ran = kvtiers("replay", *arguments, "--simulate")
     assert ran.status == 2 and "trace.jsonl:1" in ran.err
+
+
+def test_a_real_replay_says_the_same(
+    kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path
+) -> None:
+    ran = kvtiers("replay", *arguments, "--real", "--warm", 0.5, "--json", tmp_path / "r.json")
+    assert (ran.status, ran.err.strip()) == (0, "")
+    assert "8 bytes of KV a token in place of 131072" in ran.out
+    said = json.loads((tmp_path / "r.json").read_text())
+    assert [tier["hit_tokens"] for tier in said["tiers"]] == [50 * 5 * 512, 0]
+    assert said["computed_tokens"] == 50 * 7

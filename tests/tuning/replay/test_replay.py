@@ -58,6 +58,27 @@ def test_simulation_and_replay_agree(policy: str) -> None:
     assert simulated.ttft_p50 == pytest.approx(real.ttft_p50, rel=0.2)
 
 
+@pytest.mark.parametrize("own", [60, 100])
+def test_they_agree_where_stores_lag_and_drop(own: int) -> None:
+    slow = machine().tiers["disk"].model_copy(update={"store_bandwidth": 1e6})
+    links = dict(machine().tiers) | {"disk": slow}
+    on = machine(engine_cache=own * BLOCK_BYTES, tiers=links)
+    tiers, requests = chain(cpu(30), disk(400)), chats(3, every=60.0)
+    real, simulated = replay(requests, SIZE, tiers, on), simulate(requests, SIZE, tiers, on)
+    assert real.tiers[1].dropped_blocks > 20
+    # The engine's own cache is exact: blocks of no use to anybody take room as theirs do.
+    assert simulated.engine_hit_tokens == real.engine_hit_tokens
+    assert simulated.hit_tokens == pytest.approx(real.hit_tokens, abs=real.prompt_tokens / 100)
+    assert simulated.ttft_p50 == pytest.approx(real.ttft_p50, rel=0.2)
+
+
+def test_a_redis_tier_has_a_server_of_its_own() -> None:
+    tiers = chain({"type": "redis", "url": "redis://nowhere.invalid"})
+    small = machine(engine_cache=60 * BLOCK_BYTES)
+    real = replay(chats(3, 40), SIZE, tiers, small)
+    assert real.hit_tokens["redis"] > 0
+
+
 class Forgetful(MemoryStore):
     """Answers some blocks with the bytes of others."""
 

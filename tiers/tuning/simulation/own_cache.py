@@ -104,8 +104,11 @@ class OwnCache:
             if not users[run]:
                 del users[run], self._pins[run]
                 self._pinned -= get(run, 0).bit_count()
-        self._release(prompt, prompt.reserved)
-        self._space.touch(prompt.path)
+        unknown = prompt.reserved
+        self._release(prompt, unknown)
+        # Of no use, such as a partial last block; taken again in their turn all the same.
+        rest = [(-1 - prompt.number, (1 << unknown) - 1)] if unknown else []
+        self._space.store(rest, prompt.path)
 
     def _release(self, prompt: Prompt, blocks: int) -> None:
         blocks = min(blocks, prompt.reserved)
