@@ -56,6 +56,7 @@ def configuration() -> str:
         _section("The chain", schema["properties"], schema),
         _part("`cheapest`", parts["CheapestSpec"]),
         _part("`record`", parts["RecordSpec"]),
+        _part("`ghosts`: each of them", parts["GhostSpec"]),
         _part("`tenants`, by cache salt", parts["TenantSpec"]),
         _part("`explain`", parts["ExplainSpec"]),
         _section("`tiers`: keys of every tier", tier, shared),

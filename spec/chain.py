@@ -19,6 +19,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from spec.explain import ExplainSpec
 from spec.fields import ByteSize, Duration
+from spec.ghosts import MAX_GHOSTS, GhostSpec
 from spec.hints import closest, one_of
 from spec.offloading import OffloadingSpec
 from spec.record import RecordSpec
@@ -161,6 +162,11 @@ class ChainSpec(BaseModel):
         description="Keep of each request why it was served as it was, for `kvtiers explain`. "
         "Unset: nothing is kept.",
     )
+    ghosts: tuple[GhostSpec, ...] = Field(
+        default=(),
+        description="Estimate what tiers would have of the traffic with other settings. Four at "
+        "most; they keep no blocks.",
+    )
     salt: str = Field(
         default="",
         repr=False,
@@ -188,6 +194,25 @@ class ChainSpec(BaseModel):
             if unknown:
                 raise ValueError(f"no tier is called {unknown[0]!r}; use {one_of(names)}")
         return tenants
+
+    @field_validator("ghosts", mode="after")
+    @classmethod
+    def _differ_from_our_tiers(
+        cls, ghosts: tuple[GhostSpec, ...], info: ValidationInfo
+    ) -> tuple[GhostSpec, ...]:
+        tiers = {tier.tier_name: tier for tier in info.data.get("tiers", ())}
+        for ghost in ghosts if tiers else ():
+            if ghost.tier not in tiers:
+                raise ValueError(f"no tier is called {ghost.tier!r}; use {one_of([*tiers])}")
+            if getattr(tiers[ghost.tier], "capacity", None) is None:
+                raise ValueError(f"tier {ghost.tier!r} has no capacity here; leave its ghosts out")
+        if len(ghosts) > MAX_GHOSTS:
+            raise ValueError(f"keep {MAX_GHOSTS} ghosts at most")
+        labels = [ghost.label for ghost in ghosts]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(f"two ghosts are {label}; remove one")
+        return ghosts
 
     @field_validator("tiers", mode="after")
     @classmethod

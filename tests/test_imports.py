@@ -95,6 +95,7 @@ ROOMS: dict[str, set[str]] = {
         "connector/multi",
         "traces",
         "explain",
+        "ghosts",
         "wrappers",
         "host",
     },
@@ -112,6 +113,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "testing": set(),
     "traces": {"concurrency"},
+    "ghosts": {"concurrency"},
     "tuning": {"traces"},
     "tuning/profiling": {"tuning", "wrappers", "host"},
     "tuning/replay": {

@@ -138,6 +138,7 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
         "trust_client_ids",
         "record",
         "explain",
+        "ghosts",
         "salt",
     }
     assert schema["$defs"]["CheapestSpec"]["additionalProperties"] is False

@@ -104,6 +104,7 @@ def run_vllm(
         policy = options.pop("load_policy", "first")
         max_wait = options.pop("max_wait", "10s")
         on_reset = options.pop("on_reset", "forget")
+        recording = {"record": {"path": str(options.pop("record"))}} if "record" in options else {}
         engine = {
             "model": str(tiny_llama),
             "skip_tokenizer_init": True,
@@ -118,7 +119,7 @@ def run_vllm(
         if tiers is not None:
             chain = name.with_suffix(".yaml")
             spec = {"version": 1, "staging": "64MiB", "load_policy": policy, "tiers": list(tiers)}
-            spec |= {"max_wait": max_wait, "on_reset": on_reset}
+            spec |= {"max_wait": max_wait, "on_reset": on_reset, **recording}
             chain.write_text(yaml.safe_dump(spec))
             engine["kv_transfer_config"] = transfer_config(chain)
         result, log = name.with_suffix(".json"), name.with_suffix(".log")

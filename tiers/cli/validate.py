@@ -51,12 +51,16 @@ def _chain_settings(chain: ChainSpec) -> str:
     dumped["salt"] = _HIDDEN if chain.salt else "none"
     # Cache salts keep tenants apart: whoever knows one can ask for that tenant's blocks.
     dumped["tenants"] = len(chain.tenants) or "none"
+    if not dumped["ghosts"]:
+        del dumped["ghosts"]
     return ", ".join(f"{key} {_text(value)}" for key, value in dumped.items())
 
 
 def _text(value: object) -> str:
     if isinstance(value, dict):
         return f"({', '.join(f'{key} {_text(one)}' for key, one in value.items())})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -18,6 +18,7 @@ from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.observer import RequestObserver
 from tiers.connector.contract.pool_size import PoolSize
+from tiers.connector.ghosts import open_ghosts
 from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.worker import MultiWorker
 from tiers.connector.policy.load_sharing import LoadSharing
@@ -100,7 +101,8 @@ def scheduler_parts(
             hit_source=tier.hit_source,
         )
 
-    observers = open_recorder(chain, engine, pool, now)
+    observers: list[RequestObserver] = [*open_recorder(chain, engine, pool, now)]
+    observers += open_ghosts(chain, engine, pool, now)
     settings = _settings(chain, engine, wait_budget, observers, now)
     return SchedulerParts([*map(open_tier, chain.tiers)], _names(chain), _identity(chain), settings)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from spec.chain import ChainSpec
 from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.observer import CHAIN
 from tiers.connector.contract.protocols import Request
 from tiers.connector.scheduler.opening import ChainPool
 from tiers.traces.recorder import Recorder
@@ -44,9 +45,10 @@ class TrafficRecorder:
             )
         )
 
-    def take_counts(self) -> Mapping[str, float]:
+    def take_measures(self) -> Mapping[str, Mapping[str, float]]:
         """What the recorder wrote and dropped."""
-        return self._recorder.take_counts()
+        counts = self._recorder.take_counts()
+        return {CHAIN: counts} if counts else {}
 
     def close(self) -> None:
         """Write what waits."""

@@ -26,10 +26,10 @@ def hosted_tiers(chain: ChainSpec) -> tuple[HostSpec, StoreSpec | None]:
             "vLLM's OffloadingConnector hosts at most one cpu tier and one store; the chain has "
             f"{', '.join(tier.tier_name for tier in chain.tiers)}. Use KVTiersConnector for all."
         )
-    if chain.tenants or chain.record or "max_wait" in chain.model_fields_set:
+    if chain.tenants or chain.record or chain.ghosts or "max_wait" in chain.model_fields_set:
         raise ValueError(
-            "the chain has tenants, record or max_wait, which vLLM's OffloadingConnector does not "
-            "obey; leave them out, or use KVTiersConnector"
+            "the chain has tenants, record, ghosts or max_wait, which vLLM's OffloadingConnector "
+            "does not obey; leave them out, or use KVTiersConnector"
         )
     if chain.on_reset != "forget":
         raise ValueError(

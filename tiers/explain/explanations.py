@@ -172,7 +172,7 @@ class Explanations:
         """Call this when the engine shuts down."""
         self._closing.append(call)
 
-    def take_counts(self) -> dict[str, float]:
+    def take_measures(self) -> dict[str, dict[str, float]]:
         """Nothing is counted."""
         return {}
 

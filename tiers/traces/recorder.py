@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
 
+from tiers.concurrency.handoff import Handoff
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.traces.recorder_writer import Ended, Recording, RecordWriter
 
@@ -27,9 +27,9 @@ class Recorder:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._late = RepeatedLog(logger, "record", "requests came faster than they were recorded")
-        self._dropped = self._blocks = 0
+        self._dropped = 0
         self._told = (0, 0)
+        self._late = RepeatedLog(logger, "record", "requests came faster than they were recorded")
         self._start()
 
     def put(self, ended: Ended) -> None:
@@ -38,29 +38,18 @@ class Recorder:
             # A fork leaves the thread and the files to the parent.
             self._writer.leave()
             self._start()
-        blocks = len(ended.hashes)
-        if (
-            len(self._queue) >= MAX_REQUESTS
-            or self._blocks - self._writer.blocks_taken >= MAX_BLOCKS
-        ):
+        if not self._handoff.give(ended, len(ended.hashes)):
             self._dropped += 1
             self._late.log("record: requests come faster than they are recorded; some are dropped")
-            return
-        self._blocks += blocks
-        self._queue.append(ended)
 
     def take_counts(self) -> dict[str, float]:
         """How many requests were recorded and dropped since the last call, by their counters."""
-        before, self._told = (
-            self._told,
-            (
-                self._writer.recorded,
-                self._writer.dropped + self._dropped,
-            ),
-        )
-        recorded, dropped = (now - then for now, then in zip(self._told, before, strict=True))
-        counts = {"recorded_requests": recorded, "record_dropped": dropped}
-        return {name: count for name, count in counts.items() if count}
+        told = self._told
+        now = (self._writer.recorded, self._writer.dropped + self._dropped)
+        if now == told:
+            return {}
+        self._told = now
+        return {"recorded_requests": now[0] - told[0], "record_dropped": now[1] - told[1]}
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Write what waits, for so many seconds at most."""
@@ -70,23 +59,22 @@ class Recorder:
 
     def _start(self) -> None:
         self._process = os.getpid()
-        self._queue: deque[Ended] = deque()
-        self._blocks = 0
+        self._handoff: Handoff[Ended] = Handoff(MAX_REQUESTS, MAX_BLOCKS)
         self._stop = threading.Event()
         self._writer = RecordWriter(self._recording)
-        self._told = (0, 0)
         self._dropped = 0
-        run = (self._writer, self._queue, self._stop)
+        self._told = (0, 0)
+        run = (self._writer, self._handoff, self._stop)
         self._thread = threading.Thread(target=_run, args=run, name="kvtiers-record", daemon=True)
         self._thread.start()
 
 
-def _run(writer: RecordWriter, queue: deque[Ended], stop: threading.Event) -> None:
+def _run(writer: RecordWriter, handoff: Handoff[Ended], stop: threading.Event) -> None:
     writer.open()
     stopping = False
     while not stopping:
         stopping = stop.wait(POLL_SECONDS)
-        while queue:
-            writer.write(queue.popleft())
+        while (ended := handoff.take()) is not None:
+            writer.write(ended)
         writer.tick()
     writer.close()

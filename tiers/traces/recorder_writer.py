@@ -68,8 +68,8 @@ class RecordWriter:
     tried again later; meanwhile requests are dropped."""
 
     def __init__(self, recording: Recording) -> None:
-        self.recorded = self.dropped = self.blocks_taken = 0
-        """Requests that were written, requests that were not, and hashes taken from the queue."""
+        self.recorded = self.dropped = 0
+        """Requests that were written, and requests that were not."""
         self._recording = recording
         self._zero = recording.now()
         self._started = time.time() * 1000
@@ -95,7 +95,6 @@ class RecordWriter:
 
     def write(self, ended: Ended) -> None:
         """Take a request's line to the others that wait, and write them if they are many."""
-        self.blocks_taken += len(ended.hashes)
         if self._files is None and not self._opened():
             self._drop(1)
             return

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.plugin_packages import write_package
-from tests.support.tiny_vllm import Run, documents
+from tests.support.tiny_vllm import BLOCK_TOKENS, Run, documents
+from tiers.traces.opening import open_trace
 
 pytestmark = pytest.mark.vllm
 
@@ -47,24 +48,46 @@ def answers(plain: Run) -> list[list[list[int]]]:
     return plain.tokens[:4]
 
 
+def hits_in(trace: Path, requests: int) -> int:
+    """Tokens of all blocks that an earlier request of a recorded trace had, in its prompt or in
+    its answer. Requests of one token, which let stores end, do not count."""
+    known: set[int] = set()
+    tokens = 0
+    recorded = [one for one in open_trace(trace) if one.input_length > 1]
+    assert len(recorded) == requests
+    for request in recorded:
+        for block in request.blocks:
+            if block not in known:
+                break
+            tokens += BLOCK_TOKENS
+        known.update(request.blocks, request.answer_blocks)
+    return tokens
+
+
 def test_eviction_restart_and_replica(
     run_vllm: Callable[..., Run],
     answers: list[list[list[int]]],
     tmp_path: Path,
     shared_server: Any,
 ) -> None:
-    """Each tier serves in turn; two of them are of one type."""
+    """Each tier serves in turn; two of them are of one type. What is asked is recorded."""
+    trace = tmp_path / "trace"
     redis = {"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path), "ttl": "1h"}
     disks = [disk(tmp_path / name, name=name) for name in ("fast", "slow")]
 
-    first = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis])
+    first = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis], record=trace)
     assert first.tokens == answers * 2
     assert first.loaded() == {"cpu": COMPLETE}
     assert {first.count(t, "stored_blocks") for t in ("cpu", "fast", "slow", "redis")} == {72}
 
-    restarted = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis], **IN_PROCESS)
+    restarted = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis], record=trace, **IN_PROCESS)
     assert restarted.tokens == answers * 2
     assert restarted.loaded() == {"fast": COMPLETE, "cpu": COMPLETE}, "promoted on the first load"
+
+    runs = [first, restarted]
+    hits = sum(sum(batch) for run in runs for batch in run.cached)
+    assert hits == 3 * COMPLETE == sum(run.external_hits for run in runs)
+    assert hits_in(trace, requests=16) == hits, "all that came before is found again"
 
     replica = run_vllm(ONE_BY_ONE, [CPU, disk(tmp_path / "there"), redis], **IN_PROCESS)
     assert replica.tokens == answers
@@ -79,12 +102,16 @@ def test_concurrent_requests_and_preemption(
         [CONCURRENT, CONCURRENT],
         [CPU, disk(tmp_path / "disk")],
         num_gpu_blocks_override=34,
+        record=tmp_path / "trace",
         **IN_PROCESS,
     )
     assert run.preemptions > 0, "the engine was meant to run out of blocks"
     assert sum(run.loaded().values()) > 0
     expected = [batch[0] for batch in plain.tokens[4:]]
     assert run.tokens == [expected, expected]
+    recorded = [one for one in open_trace(tmp_path / "trace") if one.input_length > 1]
+    assert [one.input_length for one in recorded] == [len(p) for p, _ in CONCURRENT] * 2
+    assert {one.output_length for one in recorded} == {60}, "once, with the whole answer"
 
 
 @pytest.mark.faults

@@ -22,8 +22,9 @@ class RequestObserver(Protocol):
         """A request ended, or was given up; told once."""
         ...
 
-    def take_counts(self) -> Mapping[str, float]:
-        """What was counted since the last call, by the names of `COUNTERS`."""
+    def take_measures(self) -> Mapping[str, Mapping[str, float]]:
+        """What was measured since the last call: by tier, or what stands for one, and the names of
+        `MEASURES`."""
         ...
 
     def close(self) -> None:

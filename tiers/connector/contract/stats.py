@@ -47,6 +47,10 @@ GAUGES = {
     "loading_bytes": "Bytes of the loads in flight, over all ranks.",
     "storing_jobs": "Stores in flight, waiting ones included, after the last step.",
     "storing_bytes": "Bytes of the stores in flight, over all ranks.",
+    "ghost_hit_ratio": "Part of the prompts' blocks that the tier would have, as ghosts estimate; "
+    "its tier is a tier as it is, or with other settings: cpu (capacity: 2x).",
+    "ghost_hit_error": "Twice the standard error of ghost_hit_ratio.",
+    "ghost_store_ratio": "Blocks that the tier would store, for each block of a prompt.",
 }
 """Every gauge of a tier; only the scheduler half sets them."""
 

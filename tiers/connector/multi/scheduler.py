@@ -11,7 +11,7 @@ from typing import Any
 from spec.chain import CheapestSpec, LoadPolicy
 from tiers.connector.contract.connector import SchedulerConnector
 from tiers.connector.contract.media import MediaMarks, NoMedia
-from tiers.connector.contract.observer import CHAIN, RequestObserver
+from tiers.connector.contract.observer import RequestObserver
 from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
 from tiers.connector.contract.stats import TierStats
 from tiers.connector.multi.connector import MultiConnector, merge_parameters
@@ -280,12 +280,12 @@ class MultiScheduler(EveryChild):
         return saving > 0, merged
 
     def stats_by_child(self) -> dict[str, Any]:
-        """As of any connector; what observers counted stands under `CHAIN`."""
+        """As of any connector; observers add theirs."""
         stats = super().stats_by_child()
-        of_chain = TierStats()
         for observer in self._observers:
-            of_chain.add(CHAIN, **observer.take_counts())
-        return stats if of_chain.is_empty() else {**stats, CHAIN: of_chain}
+            for name, measures in observer.take_measures().items():
+                stats.setdefault(name, TierStats()).add(name, **measures)
+        return stats
 
     def shutdown(self) -> None:
         """Shut every child down, also when one raises, and then the observers."""

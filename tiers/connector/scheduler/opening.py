@@ -18,7 +18,7 @@ from tiers.connector.scheduler.hosts import is_local, refuse_several
 from tiers.connector.scheduler.manager import NullManager, TierManager
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.errors import TierUnusable
-from tiers.host.memory import slots_within
+from tiers.host.memory import slot_stride, slots_within
 from tiers.host.slots import SlotPool
 from tiers.store import TierStore
 from tiers.wrappers.opening import open_guarded
@@ -47,8 +47,8 @@ class ChainPool:
         self._size = size
         self._announcer = announcer
         self._pool: SlotPool | None = None
-        self.block_bytes = 0
-        """Bytes of one key's block over all ranks; 0 until a tier opens."""
+        self.block_bytes = self.slot_bytes = 0
+        """Bytes of one key's block, and of its slots, over all ranks; 0 until a tier opens."""
 
     def open(self, payload_bytes: int, handshakes: Sequence[WorkerHandshake]) -> SlotPool:
         """The slots, as many as every worker has; blocks have `payload_bytes` on a rank."""
@@ -56,6 +56,7 @@ class ChainPool:
             made = [handshake.slots for handshake in handshakes if handshake.slots is not None]
             self._pool = SlotPool(min([self._size.slots(payload_bytes), *made]))
             self.block_bytes = payload_bytes * len(handshakes)
+            self.slot_bytes = slot_stride(payload_bytes) * len(handshakes)
             self._announcer.chain(payload_bytes, len(handshakes), self._pool.num_slots)
         return self._pool
 

@@ -1,0 +1,64 @@
+"""Ghosts of a replay engine's tiers say what more room or another threshold would have brought."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from spec.errors import SpecError
+from tests.support.clock import Clock, wait_for
+from tests.support.replay_chains import MODEL, chain_of, cpu, measured
+from tiers.engine.replay import ReplayEngine
+
+SIZE = MODEL.block_tokens
+GHOSTS: list[dict[str, Any]] = [
+    {"tier": "cpu", "capacity": "4x"},
+    {"tier": "cpu", "store_threshold": 2},
+]
+LABELS = ["cpu", "cpu (capacity: 4x)", "cpu (store_threshold: 2)"]
+
+
+def test_more_room_and_another_threshold(caplog: pytest.LogCaptureFixture) -> None:
+    """Ten prompts in turn, of which the tier holds four: by turns it has lost each."""
+    clock = Clock()
+    with caplog.at_level(logging.INFO):
+        engine = ReplayEngine(chain_of(cpu(17), ghosts=GHOSTS), num_blocks=8, now=clock)
+        for _ in range(5):
+            for prompt in range(10):
+                engine.generate([prompt] * (4 * SIZE), max_tokens=1)
+        clock.now += 700
+        wait_for(lambda: "ghosts: " in caplog.text)
+        engine.generate([99], max_tokens=1)
+        engine.settle()
+        engine.close()
+    hits = {label: measured(engine, "ghost_hit_ratio", label) for label in LABELS}
+    stores = {label: measured(engine, "ghost_store_ratio", label) for label in LABELS}
+    assert hits == pytest.approx({LABELS[0]: 0.0, LABELS[1]: 0.8, LABELS[2]: 0.0})
+    assert stores[LABELS[0]] == pytest.approx(1.0) and stores[LABELS[1]] == pytest.approx(0.2)
+    assert stores[LABELS[2]] < 0.9
+    assert measured(engine, "hit_tokens", "cpu") == 0, "the tier itself had nothing, indeed"
+    assert "cpu (capacity: 4x) would have 80.0%" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ghosts", "why"),
+    [
+        ([{"tier": "disk", "capacity": "2x"}], "no tier is called 'disk'; use cpu"),
+        ([{"tier": "cpu"}], "write capacity or store_threshold, or both"),
+        ([{"tier": "cpu", "capacity": "2 x"}], "write a size like 64GiB, or a factor like 2x"),
+        ([{"tier": "cpu", "capacity": "0x"}], "write a size like 64GiB, or a factor like 2x"),
+        ([GHOSTS[0], GHOSTS[0]], r"two ghosts are cpu \(capacity: 4x\)"),
+        ([{"tier": "cpu", "capacity": f"{n}x"} for n in range(1, 6)], "keep 4 ghosts at most"),
+    ],
+)
+def test_what_is_no_ghost(ghosts: list[dict[str, Any]], why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        chain_of(cpu(), ghosts=ghosts)
+
+
+def test_a_tier_without_a_capacity_has_none() -> None:
+    redis = {"type": "redis", "url": "redis://cache"}
+    with pytest.raises(SpecError, match="tier 'redis' has no capacity here"):
+        chain_of(redis, ghosts=[{"tier": "redis", "capacity": "1TiB"}])

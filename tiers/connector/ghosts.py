@@ -1,0 +1,67 @@
+"""GhostWatcher: shows the requests of a chain to the ghosts of its tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from spec.chain import ChainSpec
+from tiers.connector.contract.block_groups import BlockGroups
+from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.protocols import Request
+from tiers.connector.scheduler.opening import ChainPool
+from tiers.ghosts.ghosts import Ghosts, Setting
+
+
+class GhostWatcher:
+    """A `RequestObserver`: each request counts once, at its end, if the engine began it."""
+
+    def __init__(self, ghosts: Ghosts) -> None:
+        self._ghosts = ghosts
+
+    def arrived(self, request: Request) -> None:
+        """Nothing yet."""
+
+    def ended(self, request: Request) -> None:
+        """Count it."""
+        prompt, known = request.num_prompt_tokens, request.num_tokens
+        if request.num_computed_tokens or known > prompt:
+            self._ghosts.put(request.block_hashes, prompt, known)
+
+    def take_measures(self) -> Mapping[str, Mapping[str, float]]:
+        """The estimates, where they are new."""
+        return self._ghosts.take_measures()
+
+    def close(self) -> None:
+        """Report a last time."""
+        self._ghosts.close()
+
+
+def open_ghosts(
+    chain: ChainSpec, engine: EngineInfo, pool: ChainPool, now: Callable[[], float]
+) -> tuple[GhostWatcher, ...]:
+    """The ghosts of a chain that has any."""
+    if not chain.ghosts:
+        return ()
+    parts = len(BlockGroups(engine))
+    ghosts = Ghosts(
+        list(_settings(chain)),
+        engine.block_tokens,
+        engine.hash_tokens,
+        lambda: pool.slot_bytes * parts,
+        now,
+    )
+    return (GhostWatcher(ghosts),)
+
+
+def _settings(chain: ChainSpec) -> Iterator[Setting]:
+    """Each tier that has ghosts as it is, and then its ghosts."""
+    for tier in chain.tiers:
+        name, threshold = tier.tier_name, tier.store_threshold
+        ghosts = [ghost for ghost in chain.ghosts if ghost.tier == name]
+        if ghosts:
+            capacity: int = getattr(tier, "capacity")  # noqa: B009 - checked by ChainSpec
+            yield Setting(name, name, capacity, threshold)
+            for ghost in ghosts:
+                yield Setting(
+                    ghost.label, name, ghost.bytes_of(capacity), ghost.store_threshold or threshold
+                )

@@ -1,0 +1,223 @@
+"""Ghosts: what a chain's tiers would have of its traffic with other settings."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from tiers.concurrency.handoff import Handoff
+from tiers.ghosts.hot_prefix import HotPrefix
+from tiers.ghosts.model import Estimate, Sampled, TierModel
+
+logger = logging.getLogger(__name__)
+
+SAMPLES = 16_000
+"""Keys of a tier's sample. Measured on a public trace of conversations: the hit ratio is off by
+half a point in the mean."""
+MODELS = 4
+"""More share the keys of so many, to stay within 10 MB."""
+HALF_LIFE = 3600.0
+"""Seconds after which what was counted weighs half."""
+POLL_SECONDS = 0.25
+PUBLISH_SECONDS = 10.0
+REPORT_SECONDS = 600.0
+CLOSE_SECONDS = 2.0
+_MAX_REQUESTS, _MAX_HASHES = 4096, 1 << 18
+_CHUNK = 4096
+"""Hashes after which the thread rests: looking at so many takes a tenth of a millisecond."""
+_REST_SECONDS = 1e-4
+
+
+class Setting(NamedTuple):
+    """A tier as it is, or as it could be. `label`: its name in metrics. `capacity`: bytes."""
+
+    label: str
+    tier: str
+    capacity: int
+    store_threshold: int
+
+
+class _Request(NamedTuple):
+    """The blocks of a request that ended, by their hashes: those of the prompt, and all."""
+
+    hashes: Sequence[bytes]
+    asked: int
+    stored: int
+
+
+class Ghosts:
+    """Follows the requests of a chain by sampled keys, on a thread of its own. `put` and
+    `take_measures` are for the scheduler's thread, and never wait."""
+
+    def __init__(
+        self,
+        settings: Sequence[Setting],
+        block_tokens: int,
+        hash_tokens: int,
+        block_bytes: Callable[[], int],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`block_bytes`: of a block over all ranks; 0: not known yet, and then nothing is counted.
+        `block_tokens`, `hash_tokens`: see `EngineInfo`."""
+        self._block_tokens = block_tokens
+        self._step = block_tokens // hash_tokens
+        self._handoff: Handoff[_Request] = Handoff(_MAX_REQUESTS, _MAX_HASHES)
+        self._follower = _Follower(settings, self._step, block_bytes, now)
+        self._told: object = self._follower.published
+        self._stop = threading.Event()
+        run = (self._follower, self._handoff, self._stop)
+        self._thread = threading.Thread(target=_run, args=run, name="kvtiers-ghosts", daemon=True)
+        self._thread.start()
+
+    def put(self, hashes: Sequence[bytes], prompt_tokens: int, known_tokens: int) -> None:
+        """Count a request that ended; nobody changes its hashes any more. One that comes while too
+        many wait is left out."""
+        asked = prompt_tokens // self._block_tokens
+        # The KV of the last token is not computed.
+        stored = max(asked, (known_tokens - 1) // self._block_tokens)
+        self._handoff.give(_Request(hashes, asked, stored), len(hashes))
+
+    def take_measures(self) -> Mapping[str, Mapping[str, float]]:
+        """The gauges of each setting, by its label, where they are new."""
+        published = self._follower.published
+        if published is self._told:
+            return {}
+        self._told = published
+        return published
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Count what waits, and report."""
+        self._stop.set()
+        self._thread.join(seconds)
+
+
+class _Follower:
+    """What the thread does."""
+
+    def __init__(
+        self,
+        settings: Sequence[Setting],
+        step: int,
+        block_bytes: Callable[[], int],
+        now: Callable[[], float],
+    ) -> None:
+        self.published: Mapping[str, Mapping[str, float]] = {}
+        self._settings = settings
+        self._step = step
+        self._block_bytes = block_bytes
+        self._now = now
+        self._models: list[tuple[TierModel, list[Setting]]] = []
+        self._limit = b""
+        self._hot = HotPrefix()
+        self._hot_blocks = self._cold_blocks = 0.0
+        self._decays = self._publishes = now()
+        self._reports = now() + REPORT_SECONDS
+
+    def follow(self, request: _Request) -> None:
+        """Count a request."""
+        if not self._models and not self._make_models():
+            return
+        end = request.stored * self._step
+        blocks = request.hashes[self._step - 1 : end : self._step]
+        hot = self._hot.shared_by(blocks[: request.asked])
+        self._hot_blocks += hot
+        self._cold_blocks += min(request.asked, len(blocks)) - hot
+        places = self._sampled(blocks)
+        keys = [int.from_bytes(blocks[i][:8], "big") for i in places]
+        for model, _ in self._models:
+            bound = int(model.rate * 2**64)
+            ours = [(i, key) for i, key in zip(places, keys, strict=True) if key < bound]
+            asked = [key for i, key in ours if i < request.asked]
+            is_hot = sum(i < hot for i, _ in ours)
+            model.request(Sampled(asked, [key for _, key in ours], is_hot), _rest)
+
+    def _sampled(self, blocks: Sequence[bytes]) -> list[int]:
+        """The places of the blocks that any model samples."""
+        limit = self._limit
+        places: list[int] = []
+        for start in range(0, len(blocks), _CHUNK):
+            part = blocks[start : start + _CHUNK]
+            places += [i for i, one in enumerate(part, start) if one < limit]
+            if len(part) == _CHUNK:
+                _rest()
+        return places
+
+    def _make_models(self) -> bool:
+        size = self._block_bytes()
+        if not size:
+            return False
+        groups: dict[tuple[str, int], list[Setting]] = defaultdict(list)
+        for one in self._settings:
+            groups[one.tier, one.store_threshold].append(one)
+        samples = SAMPLES * MODELS // max(MODELS, len(groups))
+        for (_, threshold), alike in groups.items():
+            capacities = [max(1, one.capacity // size) for one in alike]
+            self._models.append((TierModel(capacities, threshold, samples), alike))
+        rate = max(model.rate for model, _ in self._models)
+        self._limit = b"\xff" * 64 if rate == 1 else int(rate * 2**64).to_bytes(8, "big")
+        return True
+
+    def tick(self) -> None:
+        """Let old counts weigh less, publish, and report, each at its time."""
+        now = self._now()
+        if now < self._publishes:
+            return
+        self._publishes = now + PUBLISH_SECONDS
+        factor = 0.5 ** ((now - self._decays) / HALF_LIFE)
+        self._decays = now
+        self._hot_blocks *= factor
+        self._cold_blocks *= factor
+        for model, _ in self._models:
+            model.decay(factor)
+        self.published = {
+            label: {
+                "ghost_hit_ratio": estimate.hits,
+                "ghost_hit_error": estimate.error,
+                "ghost_store_ratio": estimate.stores,
+            }
+            for label, estimate in self.estimates().items()
+        }
+        if now >= self._reports:
+            self.report()
+
+    def estimates(self) -> dict[str, Estimate]:
+        """By label."""
+        found = {
+            setting.label: estimate
+            for model, settings in self._models
+            for setting, estimate in zip(
+                settings, model.estimates(self._cold_blocks, self._hot_blocks), strict=True
+            )
+        }
+        return {one.label: found[one.label] for one in self._settings if one.label in found}
+
+    def report(self) -> None:
+        """Log a line of all settings."""
+        self._reports = self._now() + REPORT_SECONDS
+        if self._cold_blocks + self._hot_blocks < 1:
+            return
+        told = "; ".join(
+            f"{label} would have {estimate.hits:.1%} (±{estimate.error:.1%}) of the prompts' "
+            f"blocks and store {estimate.stores:.1%}"
+            for label, estimate in self.estimates().items()
+        )
+        logger.info("ghosts: %s", told)
+
+
+def _rest() -> None:
+    """Let the engine's thread have the interpreter, for which it would wait otherwise."""
+    time.sleep(_REST_SECONDS)
+
+
+def _run(follower: _Follower, handoff: Handoff[_Request], stop: threading.Event) -> None:
+    stopping = False
+    while not stopping:
+        stopping = stop.wait(POLL_SECONDS)
+        while (request := handoff.take()) is not None:
+            follower.follow(request)
+        follower.tick()
+    follower.report()
