@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.prefix_stack import PrefixStack
 
-_PARTS = 32
+_PARTS = 16
+_OFTEN = 1023
+"""What is counted by requests is collected each time their number has none of these bits."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class _Part:
 
 
 class _Parts:
-    """Counts of a trace of unknown length in 16 to 32 parts of equal numbers of requests: two
+    """Counts of a trace of unknown length in 8 to 16 parts of equal numbers of requests: two
     neighbours become one when there are too many."""
 
     def __init__(self) -> None:
@@ -128,6 +130,8 @@ class _Parts:
         now.references += len(request.blocks)
         if now.requests == self._length:
             self._end(stack)
+        elif not now.requests & _OFTEN:
+            _collect(now.changes, stack)
 
     def _end(self, stack: PrefixStack) -> None:
         _collect(self._now.changes, stack)
@@ -139,13 +143,13 @@ class _Parts:
             self._length *= 2
 
     def halves(self, stack: PrefixStack) -> tuple[_Part, _Part]:
-        """The two halves, which differ by no more than a 16th of the requests."""
+        """The two halves, which differ by no more than a part."""
         if self._now.requests:
             self._end(stack)
         total = sum(part.requests for part in self._done)
         first, second = _Part(), _Part()
         for part in self._done:
-            if 2 * first.requests + part.requests <= total:
+            if not second.requests and 2 * first.requests + part.requests <= total:
                 first = first.joined(part)
             else:
                 second = second.joined(part)
@@ -161,10 +165,11 @@ def measure(
 ) -> Curves:
     """Measure a trace's curves in one pass. Blocks of answers are stored where they were recorded.
 
-    `largest`: the largest size to ask for, in blocks. It bounds memory to about four times as many
-    blocks, each with an integer and a reference to its request. A block's first use is then
-    forgotten when so many others were used since; without it all is remembered. `progress` is
-    called now and then with the number of requests done.
+    `largest`: the largest size to ask for, in blocks. It bounds memory: to four times as many
+    blocks, each with an integer and a reference to its request, and to the counts of 16 parts, of
+    a number for each position at most. A block's first use is then forgotten when so many others
+    were used since; without it all is remembered. `progress` is called now and then with the
+    number of requests done.
 
     Raises TraceError, from the trace or where ids do not stand for whole prefixes.
     """
@@ -174,7 +179,7 @@ def measure(
     for done, request in enumerate(requests, 1):
         _touch(request, every, later if second_use else None)
         parts.add(request, every)
-        if not done & 1023:
+        if not done & _OFTEN:
             _collect(changes, later)
             progress(done)
     progress(done)
