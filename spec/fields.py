@@ -189,10 +189,8 @@ _PATH = re.compile(r"/(?!/)(?!.*://)", re.S)
 
 
 def mask_secrets(text: str) -> str:
-    """Return the text of a value with the password of a URL shown as ***.
-
-    It masks too much rather than too little, since nobody reads the result back.
-    """
+    """Return the text of a value with the password of a URL shown as ***; rather masks too much
+    than too little."""
     if "@" not in text:
         # Where a port should be there may be a password whose @ was forgotten.
         text = _LOST_AT.sub(r"\1***", text)

@@ -28,11 +28,8 @@ TierName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_len
 
 @dataclass(frozen=True)
 class StoreContext:
-    """What a store learns of the engine when it is opened.
-
-    `payload_bytes`: length of every block's payload, in bytes.
-    `num_ranks`: how many processes of this engine (ranks) hold a part of the tier each.
-    """
+    """What a store learns of the engine when it is opened: the length of every block's payload, in
+    bytes, and how many processes of this engine (ranks) hold a part of the tier each."""
 
     payload_bytes: int
     num_ranks: int = 1

@@ -13,6 +13,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
@@ -122,26 +123,20 @@ def _load(entry: EntryPoint) -> type[OffloadingSpec]:
 
 def _import(entry: EntryPoint) -> object:
     """Import a class on another thread, since the import may hang."""
-    ended: list[Callable[[], object]] = []
+    ended: Future[object] = Future()
 
     def load() -> None:
         try:
-            loaded: object = entry.load()
+            ended.set_result(entry.load())
         except BaseException as error:  # noqa: BLE001 - raised where it was asked for
-            ended.append(functools.partial(_raise, _broken(entry, _told(error)), error))
-        else:
-            ended.append(lambda: loaded)
+            ended.set_exception(error)
 
-    thread = threading.Thread(target=load, name=f"import {entry.value}", daemon=True)
-    thread.start()
-    thread.join(IMPORT_SECONDS)
-    if not ended:
+    threading.Thread(target=load, name=f"import {entry.value}", daemon=True).start()
+    if not wait([ended], IMPORT_SECONDS).done:
         raise _broken(entry, f"its import takes more than {IMPORT_SECONDS:g} s")
-    return ended[0]()
-
-
-def _raise(error: BrokenTierType, cause: BaseException) -> object:
-    raise error from cause
+    if (error := ended.exception()) is not None:
+        raise _broken(entry, _told(error)) from error
+    return ended.result()
 
 
 def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator, ValidationError, WithJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -24,10 +24,8 @@ class Secret:
     env: str | None = None
 
     def reveal(self) -> str:
-        """Read and return the secret, without the line end of a file.
-
-        Raises ValueError, whose message says what is missing and shows nothing of a secret.
-        """
+        """Read and return the secret, without the line end of a file. Raises ValueError, which
+        shows nothing of a secret."""
         if self.env is not None:
             found = os.environ.get(self.env)
             where = f"the environment variable {self.env}"
@@ -85,14 +83,10 @@ def _validate(value: object) -> Secret:
     )
 
 
-def _dump(secret: Secret) -> dict[str, Any]:
-    return {"file": secret.file} if secret.env is None else {"env": secret.env}
-
-
 SecretField = Annotated[
     Secret,
     PlainValidator(_validate),
-    PlainSerializer(_dump),
+    PlainSerializer(lambda secret: {k: v for k, v in asdict(secret).items() if v is not None}),
     WithJsonSchema(
         {
             "type": "object",

@@ -130,7 +130,14 @@ ROOMS: dict[str, set[str]] = {
         "remote",
         "host",
     },
-    "lab": {"engine", "connector", "connector/contract", "connector/scheduler", "testing"},
+    "lab": {
+        "engine",
+        "connector",
+        "connector/contract",
+        "connector/scheduler",
+        "testing",
+        "traces",
+    },
     "cli": {
         "engine",
         "lab",

@@ -235,10 +235,8 @@ class StoreWrapper:
 
 
 def each(verb: str, answers: object, count: int) -> list[bool]:
-    """Check that `verb` answered a list of `count` booleans, and return it.
-
-    Raises TierError otherwise: a generator, a list of numbers or a string would pass for hits.
-    """
+    """Return what `verb` answered if it is a list of `count` booleans. Raises TierError otherwise:
+    a generator, a list of numbers or a string would pass for hits."""
     if not isinstance(answers, list):
         raise TierError(f"{verb} answered a {type(answers).__name__}, not a list of booleans")
     if len(answers) != count:

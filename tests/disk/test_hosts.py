@@ -3,7 +3,6 @@ on what it may lie."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -236,13 +235,3 @@ def test_containers_with_equal_process_numbers(tmp_path: Path) -> None:
         assert second.hear() == "[True, True]"
         assert get(store, [key(1)]) == [True]
         second.end()
-
-
-def test_names_of_an_older_version_are_understood(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        put(store, keys(0))
-    boot = owner.this_host().boot
-    (tmp_path / "owners" / f"{boot}.{'0' * 32}").touch(0o600)
-    with opened(tmp_path) as store:
-        assert get(store, keys(0)) == [True]
-    assert os.listdir(tmp_path / "owners") == []

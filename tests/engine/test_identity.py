@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,13 +155,13 @@ def test_requests_that_come_before_an_adapter_is_read_share_nothing(
 ) -> None:
     monkeypatch.setattr(request_marks, "MOMENT", 0.01)
     begin = threading.Event()
-    pieces = digests.pieces
+    read_digest = digests.read_digest
 
-    def late(file: int) -> Any:
+    def late(file: FileIO) -> str:
         assert begin.wait(30)
-        return pieces(file)
+        return read_digest(file)
 
-    monkeypatch.setattr(digests, "pieces", late)
+    monkeypatch.setattr(digests, "read_digest", late)
     marks = AdapterMarks()
     early = [marks(request_with(adapter)) for _ in range(3)]
     assert len(set(early)) == 3

@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,10 +130,10 @@ def hub_model(hub: Path, commit: str, content: bytes, blob: str) -> Path:
 def test_the_hub_s_files_are_told_by_their_names_and_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read(file: int) -> Iterator[memoryview]:
+    def read(file: FileIO) -> str:
         raise AssertionError("a blob was read")
 
-    monkeypatch.setattr(digests, "pieces", read)
+    monkeypatch.setattr(digests, "read_digest", read)
     first = hub_model(tmp_path / "a", COMMIT, b"weights", "a" * 64)
     other = hub_model(tmp_path / "b", COMMIT, b"weighty", "b" * 64)
     assert found("org/model", tmp_path / "a") == found(first)
@@ -244,12 +245,11 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(
     path = model / "model-1.safetensors"
     old(path)
 
-    def read(file: int) -> Iterator[memoryview]:
-        yield memoryview(b"half")
+    def read(file: FileIO) -> str:
         path.write_bytes(b"other")
-        yield memoryview(b"of it")
+        return "half of it"
 
-    monkeypatch.setattr(digests, "pieces", read)
+    monkeypatch.setattr(digests, "read_digest", read)
     with pytest.raises(FileChanged):
         Digests(tmp_path / "cache").of(path)
     assert not list((tmp_path / "cache").glob("*-*[!k]")), "nothing of it is kept"
@@ -270,13 +270,13 @@ def settled(model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The files that were read, a number each."""
     seen: list[int] = []
-    pieces = digests.pieces
+    read_digest = digests.read_digest
 
-    def counted(file: int) -> Iterator[memoryview]:
-        seen.append(file)
-        return pieces(file)
+    def counted(file: FileIO) -> str:
+        seen.append(file.fileno())
+        return read_digest(file)
 
-    monkeypatch.setattr(digests, "pieces", counted)
+    monkeypatch.setattr(digests, "read_digest", counted)
     return seen
 
 
@@ -379,14 +379,14 @@ def test_a_cache_that_is_no_folder_costs_a_reading(settled: Path, tmp_path: Path
 
 
 def _rank(path: Path, cache: Path, reads: Any, answers: Any) -> None:
-    pieces = digests.pieces
+    read_digest = digests.read_digest
 
-    def slow(file: int) -> Iterator[memoryview]:
+    def slow(file: FileIO) -> str:
         reads.put(1)
         time.sleep(0.3)
-        return pieces(file)
+        return read_digest(file)
 
-    digests.pieces = slow
+    digests.read_digest = slow
     digests.SETTLED_SECONDS = 0.05
     answers.put(Digests(cache).of(path))
 

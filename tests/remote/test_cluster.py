@@ -12,6 +12,7 @@ import pytest
 from redis.crc import key_slot
 
 from spec.offloading import StoreContext
+from tests.support.health import is_up
 from tests.support.redis_verbs import PAYLOAD, get, name, put
 from tests.support.servers import RedisServer, binaries
 from tests.support.topologies import (
@@ -171,7 +172,7 @@ def test_a_lost_masters_blocks_are_misses_and_the_others_are_served(
         only_lost = [key for key, lost in zip(keys, at_first, strict=True) if lost]
         assert guarded.has(only_lost) == [False] * len(only_lost)
         guarded.drop([*only_lost, keys[others.index(True)]])
-        assert guarded.is_up
+        assert is_up(guarded)
         for kind in ("reads", "writes"):
             assert caplog.text.count(f"node 127.0.0.1:{nodes[0].port}: {kind} are down") == 1
         nodes[0].start() if fault == "kill" else nodes[0].resume()
@@ -196,7 +197,7 @@ def test_a_node_that_takes_no_writes_still_serves_its_blocks(nodes: list[RedisSe
     try:
         assert put(guarded, *more) == [node_of(nodes, key) != 0 for key in more]
         assert get(guarded, *keys) == [True] * 30
-        assert guarded.is_up
+        assert is_up(guarded)
     finally:
         client.config_set("min-replicas-to-write", 0)
     wait_until(lambda: put(guarded, *more) == [True] * 30)
@@ -222,12 +223,12 @@ def test_a_cluster_without_a_node_is_down_and_back_when_they_are() -> None:
         with pytest.raises(TierUnavailable):
             store.has(keys)
         assert guarded.has(keys) == [False] * 12
-        assert not guarded.is_up
+        assert not is_up(guarded)
         for node in nodes:
             node.resume()
         wait_until(lambda: get(guarded, *keys) == [True] * 12)
         wait_until(lambda: put(guarded, make_key()) == [True])
-        assert guarded.is_up
+        assert is_up(guarded)
         guarded.close()
 
 
@@ -243,11 +244,11 @@ def test_a_cluster_that_refuses_to_serve_is_down_and_back_after_a_restart() -> N
         guarded = Guarded(open_store(url_of(*nodes), "1s"), "remote", retry_after=0.2)
         assert put(guarded, *keys) == [True] * 12
         nodes[0].kill()
-        wait_until(lambda: not any(guarded.has(keys)) and not guarded.is_up)
+        wait_until(lambda: not any(guarded.has(keys)) and not is_up(guarded))
         nodes[0].start()
         wait_until(lambda: all(put(guarded, *keys)))
         assert get(guarded, *keys) == [True] * 12
-        assert guarded.is_up
+        assert is_up(guarded)
         guarded.close()
 
 
@@ -267,7 +268,7 @@ def test_a_replica_that_took_over_serves_its_masters_blocks() -> None:
         wait_until(lambda: replica.client().dbsize() == nodes[0].client().dbsize())
         nodes[0].kill()
         wait_until(lambda: get(guarded, *keys) == [True] * 30)
-        assert guarded.is_up
+        assert is_up(guarded)
 
 
 @pytest.mark.fault(

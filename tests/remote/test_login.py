@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from spec.offloading import StoreContext
+from tests.support.health import is_up
 from tests.support.redis_verbs import PAYLOAD, opened
 from tests.support.servers import RedisServer, binaries
 from tiers.errors import TierUnavailable, TierUnusable
@@ -113,7 +114,7 @@ def test_no_fault_shows_the_password(
             store.has([make_key()])
         guarded = Guarded(store, "remote")
         assert guarded.has([make_key()]) == [False]
-        assert not guarded.is_up
+        assert not is_up(guarded)
         trace = "".join(traceback.format_exception(caught.value))
         shown = f"{caught.value!r} {trace} {store!r} {vars(store)!r} {caplog.text}"
         assert "remote: reads are down" in caplog.text

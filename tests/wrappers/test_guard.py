@@ -10,6 +10,7 @@ import pytest
 
 from spec.offloading import StoreContext
 from tests.support.clock import Clock
+from tests.support.health import is_up
 from tests.support.servers import RedisServer
 from tiers.errors import RecordError, TierFull, TierUnavailable, TierUnusable
 from tiers.remote.spec import RedisSpec
@@ -139,7 +140,7 @@ def test_what_works_goes_through_unchanged() -> None:
     assert capability(guarded, LocalIndex) and guarded.peek([KEY]) == [True]
     assert capability(guarded, Measured) and guarded.usage() == Usage(3, 30, 300)
     assert capability(guarded, Described) and guarded.describe() == "here"
-    assert guarded.is_up
+    assert is_up(guarded)
     assert guarded.failures.total == 0
 
 
@@ -161,7 +162,7 @@ def test_any_failure_is_a_miss_and_opens_the_breaker(error: Exception | str, clo
     guarded = Guarded(store, "t", clock=clock)
     ask_all(guarded)
     assert store.asked == ["has", "put"]  # nothing more was asked of a tier that is down
-    assert not guarded.is_up
+    assert not is_up(guarded)
     assert guarded.failures.by_kind() == {type(store.error).__name__: 2}
 
 
@@ -175,7 +176,7 @@ def test_a_full_tier_or_a_bad_record_is_a_miss_and_no_more(error: Exception) -> 
     guarded = Guarded(store, "t")
     ask_all(guarded)
     assert len(store.asked) == 9
-    assert guarded.is_up
+    assert is_up(guarded)
     assert guarded.failures.by_kind() == {type(error).__name__: 9}
 
 
@@ -220,7 +221,7 @@ def test_trials_get_rarer_until_one_succeeds(clock: Clock) -> None:
     store.error = None
     clock.now += 30
     assert guarded.has([KEY]) == [True]
-    assert guarded.is_up
+    assert is_up(guarded)
     store.error = TierUnavailable("gone again")
     guarded.has([KEY])
     store.error = None
@@ -238,9 +239,9 @@ def test_a_look_is_no_trial_and_never_ends_the_rest(clock: Clock) -> None:
     assert guarded.peek([KEY]) == [False]
     clock.now += 1
     assert guarded.peek([KEY]) == [True]  # so that a load may try the tier
-    assert not guarded.is_up
+    assert not is_up(guarded)
     assert guarded.get(Memory([KEY], 8).blocks) == [True]
-    assert guarded.is_up
+    assert is_up(guarded)
 
 
 def test_a_call_from_before_the_failure_decides_nothing(clock: Clock) -> None:
@@ -263,7 +264,7 @@ def test_a_call_from_before_the_failure_decides_nothing(clock: Clock) -> None:
     go_on.set()
     thread.join()
     assert hits == [True]
-    assert not guarded.is_up
+    assert not is_up(guarded)
 
 
 @pytest.mark.fault(
@@ -318,18 +319,18 @@ def test_what_hangs_takes_one_thread_and_is_left_alone(
     while not store.asked:
         pass
     clock.now += 4.9
-    assert guarded.is_up
+    assert is_up(guarded)
     clock.now += 0.2
-    assert not guarded.is_up
+    assert not is_up(guarded)
     assert guarded.peek([KEY]) == [False]  # the engine's own thread does not ask for it either
     clock.now += 1000
     assert guarded.get(Memory([KEY], 8).blocks) == [False]  # no trial while the first one hangs
     assert guarded.failures.by_kind() == {"Late": 1}
     store.let_go.set()
     hung.join()
-    assert not guarded.is_up  # an answer that comes so late proves nothing
+    assert not is_up(guarded)  # an answer that comes so late proves nothing
     assert guarded.get(Memory([KEY], 8).blocks) == [True]
-    assert guarded.is_up
+    assert is_up(guarded)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "reads are down (no answer after 5 s)" in said[0]
 
@@ -353,7 +354,7 @@ def test_a_trial_that_hangs_is_a_trial_that_failed(clock: Clock) -> None:
     assert guarded.has([KEY]) == [False]  # the wait has doubled
     clock.now += 0.2
     assert guarded.has([KEY]) == [True]
-    assert guarded.is_up
+    assert is_up(guarded)
 
 
 def test_each_change_of_state_is_logged_once(
@@ -453,7 +454,7 @@ def test_a_real_server_goes_and_comes_back(
     getattr(server, fault)()
     for _ in range(200):  # one of these waits for the server, not two hundred
         assert guarded_redis.get(memory.blocks) == [False, False]
-    assert not guarded_redis.is_up
+    assert not is_up(guarded_redis)
     assert guarded_redis.failures.total == 1
     assert guarded_redis.put(memory.blocks) == [False, False]
     assert guarded_redis.health == Health(False, False, reads_up=False, writes_up=False)
@@ -464,4 +465,4 @@ def test_a_real_server_goes_and_comes_back(
     assert guarded_redis.put(memory.blocks) == [True, True]
     assert guarded_redis.get(memory.blocks) == [True, True]
     assert memory.holds(0) and memory.holds(1)
-    assert guarded_redis.is_up
+    assert is_up(guarded_redis)

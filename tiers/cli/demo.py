@@ -69,7 +69,8 @@ def _demonstrate(
         asked = _run(console, plan, model, arguments, folder)
         faults = _show(console, plan, asked, json_file)
         for phase, fault in faults.items():
-            _complain(f"{phases.log_tail(plan, phase, folder)}\n{phase}: {fault}")
+            (engine,) = (run for run in plan.runs if phase in run.phases)
+            _complain(f"{phases.log_tail(engine, folder)}\n{phase}: {fault}")
     return faults
 
 

@@ -20,8 +20,8 @@ def soak(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Take the prompts from this file: hash_ids in each line, as in Mooncake's traces "
-            "(Apache-2.0). By default conversations are made up.",
+            help="Take the prompts from this trace, such as one of Mooncake's (Apache-2.0). By "
+            "default conversations are made up.",
         ),
     ] = None,
     every: Annotated[float, typer.Option(min=0.05, help="Mean seconds between two faults.")] = 3.0,

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _NODES = Path("/sys/devices/system/node")
 _BINDS = "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"
@@ -19,6 +24,22 @@ def io_executor(count: int, name: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(
         count, thread_name_prefix=f"kvtiers-{name}", initializer=widen_affinity
     )
+
+
+def in_background(call: Callable[[], T], name: str) -> Future[T]:
+    """Begin `call` on a thread of its own, named `kvtiers-NAME`, by `widen_affinity`. A daemon: a
+    call that hangs does not keep the process from its end."""
+    ended: Future[T] = Future()
+
+    def run() -> None:
+        widen_affinity()
+        try:
+            ended.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name=f"kvtiers-{name}", daemon=True).start()
+    return ended
 
 
 def widen_affinity() -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from tiers.cpu.ghost_list import GhostList
 from tiers.cpu.residency import SlotResidency
-
-if TYPE_CHECKING:
-    from tiers.host.slots import Slots
+from tiers.host.slots import Slots
 
 ONCE, AGAIN = 1, 2
 

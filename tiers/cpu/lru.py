@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from tiers.cpu.residency import SlotResidency
-
-if TYPE_CHECKING:
-    from tiers.host.slots import Slots
+from tiers.host.slots import Slots
 
 ALL = 1
 

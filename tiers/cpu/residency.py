@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from tiers.cpu.queues import NOWHERE, SlotQueues
-
-if TYPE_CHECKING:
-    from tiers.host.slots import Slots
+from tiers.host.slots import Slots
 
 
 class SlotResidency(ABC):
-    """Which blocks stay in the pool; a policy says in which order they go.
+    """A Residency; a policy says in which order its blocks go.
 
-    Used by the scheduler's thread alone. Every resident block holds one reference on its slot; a
-    block whose slot has any other is being copied and is never evicted. A slot is resident if it
-    is in one of the policy's queues; whose block it holds, the pool knows.
+    A slot is resident if it is in one of the policy's queues; whose block it holds, the pool knows.
     """
 
     SCAN = 128
@@ -52,21 +47,16 @@ class SlotResidency(ABC):
     # -- what is common ----------------------------------------------------------------------
 
     def find(self, key: bytes) -> int | None:
-        """The slot of a resident block, or None; no use of the block."""
         return self.find_all([key])[0]
 
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
-        """The slot of each of these blocks, or None."""
         where = self._queues.where
         slots = self._pool.find_all(keys)
         return [slot if slot is not None and where[slot] else None for slot in slots]
 
     def admit(self, key: bytes, slot: int, head: int | None = None) -> None:
-        """Keep the block in `slot`; it goes before the one in `head`, without which it is useless.
-
-        Not when it is kept already, nor when the tier is full and all its blocks are in use or the
-        next to go is `head`, nor when the slot was parted from the key.
-        """
+        """Keep the block in `slot`, unless it is kept already, or the tier is full and all its
+        blocks are in use or the next to go is `head`, or the slot was parted from the key."""
         if self._queues.where[slot] != NOWHERE or self._pool.key(slot) != key:
             return
         if len(self._queues) >= self._max_slots:
@@ -78,14 +68,11 @@ class SlotResidency(ABC):
         self._enter(key, slot, head)
 
     def touch(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Count these blocks as used now, the first of them most: the head of a prefix must
-        outlive its tail, which is of no use without it. The slot of each, or None."""
         slots = self.find_all(keys)
         self._used([slot for slot in reversed(slots) if slot is not None])
         return slots
 
     def discard(self, key: bytes) -> None:
-        """Stop keeping this block; unknown keys are ignored."""
         slot = self.find(key)
         if slot is not None:
             self._queues.remove(slot)
@@ -99,8 +86,7 @@ class SlotResidency(ABC):
         return keys
 
     def evict_one(self) -> bool:
-        """Give up the block that is next to go of those that nothing is copying; False: found
-        none."""
+        """Give up the block that is next to go of those that nothing is copying, if any."""
         victim = self._victim()
         if victim is None:
             return False
@@ -108,11 +94,8 @@ class SlotResidency(ABC):
         return True
 
     def _victim(self) -> int | None:
-        """The slot of the block that is next to go.
-
-        Blocks in use that are passed by go to the end of their queue, so that the next call looks
-        further.
-        """
+        """The slot of the block that is next to go. Blocks in use that are passed by go to the end
+        of their queue, so that the next call looks further."""
         for _ in range(min(self.SCAN, len(self._queues))):
             slot = self._next()
             if self._pool.references(slot) == 1:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Callable
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from spec.offloading import HostSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tiers.cpu.residency import SlotResidency
-    from tiers.host.slots import Slots
+from tiers.cpu.arc import ArcResidency
+from tiers.cpu.lru import LruResidency
+from tiers.cpu.residency import SlotResidency
+from tiers.cpu.s3fifo import S3FifoResidency
+from tiers.host.slots import Slots
 
 
 class CpuSpec(HostSpec):
@@ -30,10 +30,6 @@ class CpuSpec(HostSpec):
 
     def residency(self, pool: Slots, max_slots: int) -> SlotResidency:
         """Keep `max_slots` blocks at most, chosen by the eviction policy."""
-        from tiers.cpu.arc import ArcResidency
-        from tiers.cpu.lru import LruResidency
-        from tiers.cpu.s3fifo import S3FifoResidency
-
         policies: dict[str, Callable[[Slots, int], SlotResidency]]
         policies = {"lru": LruResidency, "arc": ArcResidency, "s3fifo": S3FifoResidency}
         return policies[self.eviction](pool, max_slots)

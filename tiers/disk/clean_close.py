@@ -11,6 +11,7 @@ if both files are still the same once the lock is held.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,6 @@ CHECK_WAIT_S = 30.0
 """Seconds that opening waits for another process that checks the index: 60 GB at 2 GB/s."""
 
 _TRIES = 3
-_AT_ONCE = 1 << 20
 _CONDEMNED = b"damaged"
 
 
@@ -62,11 +62,9 @@ def state(folder: Folder) -> State:
 
 @contextmanager
 def compared(folder: Folder) -> Iterator[Compared]:
-    """Compare the index with its digest, without the folder's lock.
-
-    One process at a time does it, and keeps the others waiting for as long as the body runs: the
-    body may remove the digest. Raises TierNotOpen if the wait is too long, and OSError.
-    """
+    """Compare the index with its digest, without the folder's lock. One process at a time does it,
+    and others wait until its body, which may remove the digest, has ended. Raises TierNotOpen if
+    the wait is too long, and OSError."""
     try:
         handle = os.open(folder.digest, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -95,13 +93,10 @@ def _wrong(index: Path, found: State) -> str | None:
 
 
 def remove(folder: Folder) -> None:
-    """Remove the digest and sync the folder, before the index is changed.
-
-    Without the sync a power cut could bring back the digest of an older index. Raises OSError.
-    """
+    """Remove the digest before the index is changed. Raises OSError."""
     if folder.digest.exists():
         folder.digest.unlink()
-        sync_folder(folder.path)
+        sync_folder(folder.path)  # or a power cut could bring back the digest of an older index
 
 
 def condemn(folder: Folder) -> None:
@@ -134,12 +129,8 @@ def leave(folder: Folder, owner: Owner) -> bool:
 
 def compute(index: Path) -> bytes:
     """Compute the digest of a whole index. Raises OSError."""
-    sums = xxhash.xxh3_128()
-    piece = bytearray(_AT_ONCE)
     with index.open("rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            sums.update(memoryview(piece)[:count])
-    return sums.hexdigest().encode()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest().encode()
 
 
 def record(folder: Folder, content: bytes) -> None:

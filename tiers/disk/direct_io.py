@@ -25,11 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 def choose_direct(path: Path, probe: Path, io: Io, capacity: int) -> bool:
-    """Say whether to open slabs with O_DIRECT, and log what `auto` chose and why.
-
-    `probe`: a file in the folder that may be overwritten. Raises TierUnusable if `io` is `direct`
-    and the file system at `path` has no direct I/O; raises OSError.
-    """
+    """Say whether to open slabs with O_DIRECT, and log what `auto` chose and why. `probe`: a file
+    in the folder to overwrite. Raises OSError, and TierUnusable if `io` is `direct` and the file
+    system at `path` has no direct I/O."""
     if io == "buffered":
         return False
     possible = supports_direct(probe)

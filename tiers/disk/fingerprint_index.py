@@ -39,9 +39,7 @@ logger = logging.getLogger(__name__)
 
 class FingerprintTable:
     """A set of fingerprints: buckets of eight, and a plain set for what does not fit its bucket.
-
-    Takes 16 bytes a block when it is made, and 11 when it `is_crowded`.
-    """
+    Takes 16 bytes a block when it is made, and 11 when it `is_crowded`."""
 
     def __init__(self, count: int, words: Iterable[bytes]) -> None:
         """`words`: the digest words of `count` index keys, in pieces."""

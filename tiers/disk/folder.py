@@ -114,18 +114,20 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder's lock: one process at a time scans the owners, and joins or leaves them.
-
-        Do no work in it that grows with the tier. Raises TierNotOpen if the lock can't be had in
-        time, TierUnusable if the file system can't punch holes.
-        """
+        """Hold the folder's lock, to scan the owners and join or leave them; do no work in it that
+        grows with the tier. Raises TierNotOpen if the lock can't be had in time, TierUnusable if
+        the file system can't punch holes."""
         try:
             lock = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise self._unwritable(error) from error
         try:
             self._require_holes(lock)
-            self._acquire(lock)
+            if not locks.acquire(lock, locks.WAIT_S):
+                raise TierNotOpen(
+                    f"{self.path}: another process has been opening or closing the tier for "
+                    f"{locks.WAIT_S:.0f} s (fuser {self.lock} names it)"
+                )
             yield
         finally:
             os.close(lock)
@@ -141,18 +143,9 @@ class Folder:
                 "evicted blocks could not be given back; use ext4, XFS, Btrfs or tmpfs"
             ) from error
 
-    def _acquire(self, lock: int) -> None:
-        if not locks.acquire(lock, locks.WAIT_S):
-            raise TierNotOpen(
-                f"{self.path}: another process has been opening or closing the tier for "
-                f"{locks.WAIT_S:.0f} s (fuser {self.lock} names it)"
-            )
-
     def wipe(self, why: str) -> None:
-        """Rename index and slabs away; only under the lock, when no process has them open.
-
-        `remove_gone` removes them, which takes a while for large files.
-        """
+        """Rename index and slabs away, for `remove_gone`; only under the lock, when no process has
+        them open."""
         logger.warning("disk tier %s starts empty: %s", self.path, why)
         mark = secrets.token_hex(4)
         for file in self._files():

@@ -54,11 +54,9 @@ class Snapshot(NamedTuple):
 
 
 def _allocate_readers(path: Path) -> None:
-    """Allocate disk space for LMDB's lock file, which LMDB makes as a hole and writes as memory.
-
-    Without it, on a full disk, one more reader would kill the process by SIGBUS. Only while this
-    process has no LMDB open on the file: closing any handle of it frees the locks LMDB has on it.
-    """
+    """Allocate disk space for LMDB's lock file, which LMDB makes as a hole and writes as memory: on
+    a full disk one more reader would kill the process by SIGBUS. Only while this process has no
+    LMDB open on the file: closing any handle of it frees the locks LMDB has on it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     handle = os.open(f"{path}-lock", flags, 0o600)
     try:
@@ -197,10 +195,8 @@ class Index:
             edit.save_state()
 
     def clear_readers(self) -> None:
-        """Remove dead processes from LMDB's table of readers, every minute and when the file grew.
-
-        Pages that a dead process was reading are never used again otherwise. Takes microseconds.
-        """
+        """Remove dead processes from LMDB's table of readers, every minute and when the file grew:
+        pages that they were reading are never used again otherwise. Takes microseconds."""
         pages, now = self._env.info()["last_pgno"], time.monotonic()
         if pages > self._pages or now > self._checked + READERS_CHECKED_S:
             self._pages, self._checked = pages, now

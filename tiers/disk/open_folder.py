@@ -95,16 +95,13 @@ class OpenFolder:
         if self._condemned:
             return
         self._condemned = True
-        logger.error(
-            "disk tier %s: the index is damaged; the next process to open the tier empties it",
-            self.path,
-        )
+        line = "disk tier %s: the index is damaged; the next process to open the tier empties it"
+        logger.error(line, self.path)
         try:
             clean_close.condemn(self._files)
         except OSError as error:
-            logger.warning(
-                "disk tier %s: the index can't be marked as damaged: %s", self.path, error
-            )
+            line = "disk tier %s: the index can't be marked as damaged: %s"
+            logger.warning(line, self.path, error)
 
     @contextmanager
     def edit(self) -> Iterator[Edit]:
@@ -153,8 +150,7 @@ class OpenFolder:
     def reserve(self, sizes: dict[bytes, int]) -> tuple[set[bytes], dict[bytes, Slot]]:
         """Return the keys that are held, and a reserved slot for each other key there is room for.
 
-        `sizes`: slot bytes by index key. Evicted blocks leave the index in the same transaction,
-        so no key points to a slot that is being written.
+        `sizes`: slot bytes by index key. Evicted blocks leave the index in the same transaction.
         """
         slots: dict[bytes, Slot] = {}
         with self.edit() as edit:
@@ -172,10 +168,7 @@ class OpenFolder:
         self, keys: Sequence[bytes], slots: Mapping[bytes, Slot], written: Mapping[bytes, Entry]
     ) -> set[bytes]:
         """Publish the blocks `written`, free the other reserved `slots`; return the keys of `slots`
-        that are held now.
-
-        The first of `keys` counts as used last: a prefix's head must outlive its tail.
-        """
+        that are held now. The first of `keys` counts as used last."""
         try:
             with self.edit() as edit:
                 for key in reversed(keys):
@@ -223,7 +216,7 @@ class OpenFolder:
             # that a power cut leaves an index in order.
             self.index.sync()
             sync_folder(self.path)
-        if freed := repair.reclaim_all(self.edit, self.slabs, orphans):
+        if freed := repair.reclaim(self.edit, self.slabs, orphans):
             logger.info("disk tier %s: freed %d slots of dead processes", self.path, freed)
         for file in owners.dead:
             file.unlink(missing_ok=True)
@@ -243,10 +236,7 @@ class OpenFolder:
         self._owner.leave(clean=False)
 
     def close(self) -> None:
-        """Sync and close; the owner file of a folder that could not be synced stays.
-
-        Payloads are not synced: each record proves itself when it is read.
-        """
+        """Sync the index and close; the owner file of a folder that could not be synced stays."""
         self.upkeep.stop()
         clean = False
         try:

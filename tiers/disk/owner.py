@@ -26,9 +26,8 @@ OWNER_ID_BYTES = 16
 _MACHINE = Path("/etc/machine-id")
 _NAMELESS = "-"
 _NAME = re.compile(
-    r"^(?P<boot>[0-9a-f-]{36})\.(?P<id>[0-9a-f]{32})"
-    r"(?:\.(?P<machine>[0-9a-f]{32}|-)\.(?P<pid>[0-9]{1,10})\.(?P<host>[A-Za-z0-9_-]{1,63}))?"
-    r"(?P<synced>\.synced)?$"
+    r"^(?P<boot>[0-9a-f-]{36})\.(?P<id>[0-9a-f]{32})\.(?P<machine>[0-9a-f]{32}|-)"
+    r"\.(?P<pid>[0-9]{1,10})\.(?P<host>[A-Za-z0-9_-]{1,63})(?P<synced>\.synced)?$"
 )
 
 
@@ -81,7 +80,8 @@ def scan_owners(owners: Path, one_host: bool) -> Owners:
         if name is None:
             continue
         locked, other_boot = _is_locked(file), name["boot"] != us.boot
-        if other_boot and (locked or not (one_host or _is_of(us, name))):
+        is_ours = one_host or name["machine"] == us.machine != _NAMELESS
+        if other_boot and (locked or not is_ours):
             refusal = _of_stranger(file, name["host"], locked)
         if locked:
             alive.add(bytes.fromhex(name["id"]))
@@ -94,12 +94,7 @@ def scan_owners(owners: Path, one_host: bool) -> Owners:
     return Owners(frozenset(alive), tuple(dead), rebooted, unsynced_crash, refusal)
 
 
-def _is_of(us: Host, name: re.Match[str]) -> bool:
-    # Versions before this field wrote names without a machine.
-    return name["machine"] is None or name["machine"] == us.machine != _NAMELESS
-
-
-def _of_stranger(file: Path, host: str | None, locked: bool) -> str:
+def _of_stranger(file: Path, host: str, locked: bool) -> str:
     folder = file.parent.parent
     if locked:
         return f"{folder} is in use on host {host!r}; give each host a folder of its own"

@@ -5,9 +5,9 @@ An edit keeps all processes waiting, so long work is done in steps of one edit e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from itertools import groupby, islice
+from itertools import groupby
 
 from tiers.disk.edit import FIRST, Edit
 from tiers.disk.failures import Damaged
@@ -20,11 +20,8 @@ _PUNCHED_AT_ONCE = 512
 
 
 def restore_files(edit: Edit, slabs: Slabs, owners: Owners) -> None:
-    """Lengthen slab files that a power cut left shorter than the index says, if nobody is there.
-
-    The blocks in the added slots are lost: their records will not verify. Raises Damaged if the
-    machine did not go down.
-    """
+    """Lengthen slab files that a power cut left shorter than the index says, if nobody is there:
+    records in the added slots will not verify. Raises Damaged if the machine did not go down."""
     if owners.alive:
         return
     lengths = edit.lengths()
@@ -41,24 +38,20 @@ def orphans(edit: Edit, living: Collection[bytes]) -> list[tuple[Slot, bytes]]:
     return [one for one in edit.reservations().items() if one[1] not in living]
 
 
-def reclaim(edit: Edit, slabs: Slabs, orphans: Iterable[tuple[Slot, bytes]]) -> int:
-    """Free the first `AT_ONCE` of `orphans`; return how many were still their dead owners'."""
-    some = [slot for slot, owner in islice(orphans, AT_ONCE) if edit.is_of(owner, slot)]
-    for slot in some:
-        free(edit, slabs, slot)
-    return len(some)
-
-
-def reclaim_all(
+def reclaim(
     edit: Callable[[], AbstractContextManager[Edit]],
     slabs: Slabs,
     orphans: Sequence[tuple[Slot, bytes]],
 ) -> int:
-    """Free all `orphans`, in steps of one `edit` each; return how many were freed."""
+    """Free those of `orphans` that are still their dead owners', in steps of one `edit` each;
+    return how many were freed."""
     freed = 0
     for start in range(0, len(orphans), AT_ONCE):
         with edit() as step:
-            freed += reclaim(step, slabs, orphans[start : start + AT_ONCE])
+            for slot, owner in orphans[start : start + AT_ONCE]:
+                if step.is_of(owner, slot):
+                    free(step, slabs, slot)
+                    freed += 1
     return freed
 
 
@@ -70,10 +63,8 @@ def trim(edit: Edit, slabs: Slabs) -> None:
 
 
 def sweep(edit: Edit, slabs: Slabs, after: Slot = FIRST) -> Slot | None:
-    """Give back disk space that a killed edit left behind free slots, a few after slot `after`.
-
-    Returns the last of them, to go on after, or None if there are no more.
-    """
+    """Give back disk space that a killed edit left behind free slots, a few after slot `after`;
+    return the last of them, or None if there are no more."""
     some = edit.free(after, _PUNCHED_AT_ONCE)
     for size, slots in groupby(some, key=lambda slot: slot.size):
         slabs[size].punch(slot.number for slot in slots)

@@ -50,9 +50,7 @@ class Entry(NamedTuple):
 
 def index_key(key: bytes) -> bytes:
     """Return the 24 bytes that stand for a key: the start of its namespace, and a digest of it all.
-
-    Two keys with one index key hide each other, no more than that: a record names its whole key.
-    """
+    Two keys with one index key hide each other, no more: a record names its whole key."""
     return key[:_NAMESPACE_PART] + xxhash.xxh3_128_digest(key)
 
 

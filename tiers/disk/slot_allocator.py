@@ -24,10 +24,8 @@ _REPLACED_OF = 16
 
 
 def allocate(edit: Edit, slabs: Slabs, size: int, batch: Collection[bytes]) -> Slot | None:
-    """Reserve a slot of `size` bytes with disk space behind it, evicting blocks if need be.
-
-    Never evicts the index keys of `batch`. None: there is no room without them.
-    """
+    """Reserve a slot of `size` bytes with disk space behind it, evicting blocks other than those of
+    `batch` if need be. None: there is no room without them."""
     if size > edit.capacity:
         return None
     if edit.used > edit.capacity:
@@ -49,11 +47,8 @@ def allocate(edit: Edit, slabs: Slabs, size: int, batch: Collection[bytes]) -> S
 
 
 def _replace(edit: Edit, slabs: Slabs, size: int, batch: Collection[bytes]) -> Slot | None:
-    """Reserve the slot of an evicted block, in a tier that has yet to shrink to its capacity.
-
-    Evicting until there is room would take as long as all of the shrinking. None: the few oldest
-    blocks have slots of another size.
-    """
+    """Reserve the slot of an evicted block, in a tier that has yet to shrink to its capacity, which
+    takes too long for one edit. None: the few oldest blocks have slots of another size."""
     for _ in range(_REPLACED_OF):
         victim = edit.oldest(batch)
         if victim is None:

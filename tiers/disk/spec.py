@@ -44,15 +44,11 @@ class DiskSpec(StoreSpec):
 
     @property
     def host_local(self) -> bool:
-        """Always: each host has a folder, and an index, of its own."""
-        return True
+        return True  # each host has a folder, and an index, of its own
 
     def open(self, site: StoreContext) -> DiskStore:
-        """Open the store; the two sides of one engine may do so in one process.
-
-        Raises TierUnusable when the folder can't be used as it is, or holds less than one block
-        of every share.
-        """
+        """Open the store. Raises TierUnusable when the folder can't be used as it is, or holds less
+        than one block of every share."""
         from tiers.disk.store import DiskStore
 
         return DiskStore(self.path, self.capacity, site, Access(self.io, self.durability))

@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
-
 _CLEARED_AT_ONCE = 256
 
 
@@ -69,19 +68,17 @@ class DiskStore:
         self._failed_drops = RepeatedLog(logger, where, "times damaged blocks stayed")
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say for each key whether its block is live, from the index's mapped memory."""
         with self._folder.in_use() as folder:
             return folder.index.has([index_key(key) for key in keys])
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say for each key whether its block is live, from memory (see `fingerprint_index`): for
-        many keys in less than 0.2 us each."""
+        """As `has`, from memory (see `fingerprint_index`), for many keys in under 0.2 us each."""
         with self._folder.in_use() as folder:
             return folder.fingerprints.peek(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count blocks as used now, the first as the most recent. The index learns of it within
-        seconds; if the process is killed before, only recency is lost."""
+        """Count blocks as used. The index learns of it within seconds; if the process is killed
+        before, only recency is lost."""
         require_own(self._folder)
         self._folder.uses.record([index_key(key) for key in keys])
 
@@ -91,20 +88,15 @@ class DiskStore:
             return folder.index.usage()
 
     def describe(self) -> str:
-        """Name the folder, the chosen I/O mode and the durability."""
         io = "direct" if self._folder.slabs.is_direct else "buffered"
         return f"{self._folder.path}, io {io}, durability {self._folder.access.durability}"
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks and give their disk space back."""
         with self._folder.in_use() as folder:
             folder.drop([index_key(key) for key in keys])
 
     def clear(self, namespace: bytes) -> bool:
-        """Drop some of a namespace's blocks, for all processes on the folder; True: call again.
-
-        Works in short edits, between which other threads and processes store.
-        """
+        """Drop some of a namespace's blocks, for all processes on the folder, in one short edit."""
         with self._folder.in_use() as folder:
             index_keys = folder.index.starting_with(index_key_prefix(namespace), _CLEARED_AT_ONCE)
             folder.drop(index_keys)
@@ -151,14 +143,7 @@ class DiskStore:
             written = {key: entry for key, entry in done if isinstance(entry, Entry)}
             held |= folder.commit(list(batch), slots, written)
         failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
-        if failed:
-            self._failed_writes.log(
-                "disk tier %s: %d write(s) failed: %s",
-                folder.path,
-                len(failed),
-                failed[0],
-                count=len(failed),
-            )
+        self._say_failed(self._failed_writes, "write(s)", failed)
         if not held:
             raise failed[0] if failed else TierFull(f"{folder.path}: no slot could be freed")
         return held
@@ -184,25 +169,20 @@ class DiskStore:
                 if entry is not None and entry.payload_bytes == len(block.payload)
             ]
             outcomes = self._spread(lambda job: _read(folder, job), jobs)
-            self._report_failures(folder, outcomes)
+            failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
+            if failed and len(failed) == len(outcomes):
+                raise failed[0]
+            self._say_failed(self._failed_reads, "read(s)", failed)
             self._drop_damaged(folder, jobs, outcomes)
             done = zip(jobs, outcomes, strict=True)
             loaded = {job.place for job, outcome in done if outcome is None}
             folder.uses.record([index_key(blocks[place].key) for place in sorted(loaded)])
         return [place in loaded for place in range(len(blocks))]
 
-    def _report_failures(self, folder: OpenFolder, outcomes: Sequence[object]) -> None:
-        failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
-        if failed and len(failed) == len(outcomes):
-            raise failed[0]
+    def _say_failed(self, log: RepeatedLog, what: str, failed: Sequence[OSError]) -> None:
         if failed:
-            self._failed_reads.log(
-                "disk tier %s: %d read(s) failed: %s",
-                folder.path,
-                len(failed),
-                failed[0],
-                count=len(failed),
-            )
+            line = "disk tier %s: %d %s failed: %s"
+            log.log(line, self._folder.path, len(failed), what, failed[0], count=len(failed))
 
     def _drop_damaged(
         self, folder: OpenFolder, jobs: Sequence[_Load], outcomes: Sequence[object]

@@ -17,9 +17,7 @@ _READ_AT_ONCE = 8 * AT_ONCE
 
 class PendingUses:
     """Index keys in the order of their use. Any thread may record; one at a time takes, in an edit.
-
-    Needs no lock and does no I/O: a deque takes or gives its items in one step.
-    """
+    Needs no lock: a deque takes or gives its items in one step."""
 
     def __init__(self) -> None:
         self._keys: deque[bytes] = deque(maxlen=_MAX_USES)

@@ -68,12 +68,11 @@ class ContentMarks:
 
     def expect(self, request: Any) -> None:
         """Begin to digest the media of a request that are not digested yet."""
-        if request.request_id not in self._digesting and not self._is_marked(request):
-            done = self._marks.get(request.request_id)
-            items = [
-                medium.data for medium in self._media(request)[len(done.steps) if done else 0 :]
-            ]
-            self._digesting[request.request_id] = self._thread.submit(self._digest_all, items)
+        items = [medium.data for medium in self._unmarked(request)]
+        if items and request.request_id not in self._digesting:
+            self._digesting[request.request_id] = self._thread.submit(
+                lambda: [self._digest_once(item) for item in items]
+            )
 
     def ready(self, request: Any) -> bool:
         """Return whether all media of a request are digested; begin to digest them."""
@@ -82,25 +81,26 @@ class ContentMarks:
         return future is None or future.done()
 
     def of(self, request: Any) -> MediaMark:
-        """Return a request's mark, which grows if media are added while it runs.
-
-        Waits for the digests; call it once `ready`.
-        """
-        while not self._is_marked(request):
+        """Return a request's mark, which grows if media are added while it runs. Waits for the
+        digests; call it once `ready`."""
+        while self._unmarked(request):
             self.expect(request)
             self._mark(request, self._digesting.pop(request.request_id).result())
-        return self._marks.get(request.request_id) or MediaMark()
+        return self._marks.get(request.request_id, MediaMark())
 
-    def _is_marked(self, request: Any) -> bool:
-        mark = self._marks.get(request.request_id, MediaMark())
-        return len(self._media(request)) == len(mark.steps)
+    def _unmarked(self, request: Any) -> Sequence[Any]:
+        """Return the media that the request's mark does not stand for yet."""
+        if self._trust_names:
+            return ()
+        marked = self._marks.get(request.request_id, MediaMark())
+        return (getattr(request, "mm_features", None) or ())[len(marked.steps) :]
 
     def _mark(self, request: Any, contents: list[bytes | None]) -> None:
         mark = self._marks.setdefault(request.request_id, MediaMark())
         names = self._names.setdefault(request.request_id, set())
         whole = mark.steps[-1][1] if mark.steps else b""
-        media = self._media(request)[len(mark.steps) :][: len(contents)]
-        for medium, content in zip(media, contents, strict=True):
+        # Media may have been added since their digests were begun.
+        for medium, content in zip(self._unmarked(request), contents, strict=False):
             if self._counted:
                 self._say(_COUNTED)
             names.add(medium.identifier)
@@ -119,12 +119,6 @@ class ContentMarks:
         if digesting is not None:
             digesting.cancel()  # others wait for theirs behind it
 
-    def _media(self, request: Any) -> Sequence[Any]:
-        return () if self._trust_names else getattr(request, "mm_features", None) or ()
-
-    def _digest_all(self, items: list[Any]) -> list[bytes | None]:
-        return [self._digest_once(item) for item in items]
-
     def _digest_once(self, item: Any) -> bytes | None:
         """Digest an item once for as long as it lives: the engine keeps those that come again."""
         ref, digest = self._items.get(id(item), (None, None))
@@ -140,10 +134,8 @@ class ContentMarks:
         return digest
 
     def _known(self, name: str, content: bytes | None) -> bytes | None:
-        """Return what `name` stands for, None if for several contents.
-
-        `content`: a digest; None if unknown: then the name stands for itself, in this process.
-        """
+        """Return what `name` stands for, None if for several contents. A name without a known
+        `content` stands for itself, in this process."""
         if content is None:
             content = _digest(self._here + name.encode())
             self._say(_UNSEEN)
@@ -168,10 +160,8 @@ class ContentMarks:
 
 
 def content_digest(item: Any) -> bytes | None:
-    """Digest all tensors and values that a model is given of one medium.
-
-    None if some are not in this process, or if there are no tensors.
-    """
+    """Digest all tensors and values that a model is given of one medium; None if some are not in
+    this process, or if there are no tensors."""
     digest = hashlib.sha256()
     try:
         tensors = _feed(digest, {name: element.data for name, element in item.items()})

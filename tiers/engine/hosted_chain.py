@@ -14,11 +14,9 @@ UNHOSTED = {"store_threshold", "max_inflight", "store_rate", "load_rate", "write
 
 
 def hosted_tiers(chain: ChainSpec) -> tuple[HostSpec, StoreSpec | None]:
-    """Return the host tier of `chain` and its store, or None without one.
-
-    A chain without a host tier gets one of its `staging` size. Raises ValueError, naming the
-    setting, for a chain that vLLM's OffloadingConnector can't host.
-    """
+    """Return the host tier of `chain`, or else one of its `staging` size, and its store, if any.
+    Raises ValueError, naming the setting, for a chain that vLLM's OffloadingConnector can't
+    host."""
     hosts = [tier for tier in chain.tiers if isinstance(tier, HostSpec)]
     stores = [tier for tier in chain.tiers if isinstance(tier, StoreSpec)]
     if len(hosts) > 1 or len(stores) > 1:

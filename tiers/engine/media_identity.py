@@ -19,19 +19,14 @@ def takes_media(vllm_config: Any) -> bool:
 
 
 def names_are_counted(vllm_config: Any) -> bool:
-    """Return whether the engine numbers the media that clients don't name.
-
-    The counter begins anew in every process, so that equal names mean different media.
-    """
+    """Return whether the engine numbers the media that clients don't name, anew in every process,
+    so that equal names mean different media."""
     config = vllm_config.model_config.multimodal_config
     return not vllm_config.cache_config.enable_prefix_caching and not config.mm_processor_cache_gb
 
 
 def media_marks(vllm_config: Any, kv_tokens: int, trust_client_ids: bool) -> MediaMarks:
-    """Make the marks for an engine whose paged KV has room for `kv_tokens` tokens.
-
-    `trust_client_ids`: clients never give one name to two media.
-    """
+    """Make the marks for an engine whose paged KV has room for `kv_tokens` tokens."""
     if not takes_media(vllm_config):
         return NoMedia()
     counted = names_are_counted(vllm_config)
@@ -40,10 +35,7 @@ def media_marks(vllm_config: Any, kv_tokens: int, trust_client_ids: bool) -> Med
 
 
 def refuse_unmarked_media(vllm_config: Any, trust_client_ids: bool) -> None:
-    """Raise ValueError for a model whose media the engine's names don't distinguish.
-
-    For chains whose keys have no marks.
-    """
+    """Raise ValueError for a model whose media the engine's names alone don't distinguish."""
     if not takes_media(vllm_config):
         return
     if names_are_counted(vllm_config):

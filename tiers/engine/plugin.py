@@ -10,11 +10,8 @@ CONNECTOR = "KVTiersConnector"
 
 
 def transfer_config(chain: Path) -> dict[str, Any]:
-    """Return vLLM's `kv_transfer_config` for the chain in the file `chain`.
-
-    It contains the path, not the content: command lines are visible in process lists, and a chain
-    may contain a password.
-    """
+    """Return vLLM's `kv_transfer_config` for the chain in the file `chain`: with its path, since
+    command lines are visible in process lists, and a chain may contain a password."""
     return {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",

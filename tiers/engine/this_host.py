@@ -9,11 +9,8 @@ from pathlib import Path
 
 
 def this_host(proc: Path = Path("/proc")) -> str:
-    """Return the host's name and a digest, equal in all processes with the same mounts.
-
-    Two containers of one machine are two hosts: the same path names a different folder in each.
-    `proc`: the folder in which the system describes itself.
-    """
+    """Return the host's name and a digest, equal in all processes with the same mounts: the same
+    path names different folders in two containers of one machine."""
     facts = [os.uname().nodename]
     # In a sandbox both may be missing. Then only the name distinguishes hosts.
     with suppress(OSError):

@@ -118,10 +118,8 @@ def _ranks_here(parallel: Any) -> int:
 
 
 def configured_chain(vllm_config: VllmConfig) -> ChainSpec | None:
-    """The chain that `kv_connector_extra_config` names; None: it lists connectors instead.
-
-    Raises ValueError when it can't be used.
-    """
+    """The chain that `kv_connector_extra_config` names; None: it lists connectors instead. Raises
+    ValueError when it can't be used."""
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
         raise ValueError(
@@ -161,10 +159,8 @@ def _as_vllm(event: BlockEvent) -> KVCacheEvent:
 
 
 class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type: ignore[misc]
-    """A chain of tiers, or a list of any connectors, as a vLLM connector.
-
-    It is of one role, and vLLM calls the members of that role alone.
-    """
+    """A chain of tiers, or a list of any connectors, as a vLLM connector. vLLM calls the members of
+    its role alone."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

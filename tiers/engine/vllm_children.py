@@ -7,17 +7,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from spec.chain import LoadPolicy, name_clashes, resolve_names
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 @dataclass(frozen=True)
@@ -39,11 +36,9 @@ class ChildConfig:
 
 
 def child_configs(vllm_config: VllmConfig) -> list[ChildConfig]:
-    """The children that `connectors` lists, in load-priority order; none where it is missing.
-
-    An entry holds what a KVTransferConfig does, and perhaps a `name`; engine id, role and failure
-    policy are the parent's unless it says otherwise. Raises ValueError.
-    """
+    """The children that `connectors` lists, in load-priority order. An entry holds what a
+    KVTransferConfig does, and perhaps a `name`; engine id, role and failure policy are the parent's
+    unless it says otherwise. Raises ValueError."""
     parent = vllm_config.kv_transfer_config
     inherited = {
         "engine_id": parent.engine_id,
@@ -86,9 +81,7 @@ def child_class(transfer: KVTransferConfig) -> type[Any]:
 
 def made_by(maker: Mapping[str, Any]) -> type[Any]:
     """The class that a `ChildConfig.maker` describes."""
-    transfer = KVTransferConfig(kv_role="kv_both", **maker)
-    cls: type[Any] = KVConnectorFactory.get_connector_class(transfer)
-    return cls
+    return child_class(KVTransferConfig(kv_role="kv_both", **maker))
 
 
 def identity(vllm_config: VllmConfig) -> str:
@@ -99,10 +92,8 @@ def identity(vllm_config: VllmConfig) -> str:
 
 
 def load_policy(vllm_config: VllmConfig) -> LoadPolicy:
-    """Which of the listed connectors serves: `load_policy` beside the list, else `first`.
-
-    Raises ValueError for a policy that divides requests: vLLM's connectors load all or nothing.
-    """
+    """Which of the listed connectors serves: `load_policy` beside the list, else `first`. Raises
+    ValueError for a policy that divides requests: vLLM's connectors load all or nothing."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     policy = extra.get("load_policy", "first")
     if policy == "first" or policy == "longest":

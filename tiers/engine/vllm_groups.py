@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tiers.connector.contract.engine import KVGroup
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOW = ("SlidingWindowSpec",)
@@ -27,10 +25,7 @@ Others must manage all layers as one group, which is their default."""
 def kv_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> list[tuple[KVGroup, list[str]]]:
-    """Return the KV cache groups and their layers.
-
-    Raises ValueError, naming what can't be served.
-    """
+    """Return the KV cache groups and their layers. Raises ValueError for what can't be served."""
     refuse_model(vllm_config.model_config)
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
         raise ValueError(
@@ -84,10 +79,8 @@ def _group(index: int, group: Any) -> KVGroup:
 
 
 def _kind(spec: Any) -> int | str | None:
-    """Return a layer's window in tokens, or None for full attention.
-
-    For a layer that can't be served, return the name of its kind.
-    """
+    """Return a layer's window in tokens, None for full attention, and of a layer that can't be
+    served the name of its kind."""
     name = type(spec).__name__
     if getattr(spec, "non_causal", False):
         return f"non-causal {name}"
@@ -101,10 +94,8 @@ def _kind(spec: Any) -> int | str | None:
 
 
 def drops_last(vllm_config: VllmConfig) -> bool:
-    """Return whether vLLM recomputes the last block of each cached prefix.
-
-    It does when it speculates with a drafter of certain kinds (EAGLE, MTP).
-    """
+    """Return whether vLLM recomputes the last block of each cached prefix, as it does when it
+    speculates with a drafter of certain kinds (EAGLE, MTP)."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         return False

@@ -30,10 +30,8 @@ _RESULTS = {
 
 
 class HostedManager(OffloadingManager):  # type: ignore[misc]
-    """Translates vLLM's calls for `tier`, which it owns. vLLM calls it from one thread.
-
-    `store`: the spec of the tier's store; None without one.
-    """
+    """Translates vLLM's calls, from one thread, for `tier`, which it owns, and its `store`, if
+    any."""
 
     def __init__(self, tier: HostedTier, store: StoreSpec | None) -> None:
         self.tier = tier

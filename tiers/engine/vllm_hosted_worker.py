@@ -27,20 +27,15 @@ COPIERS = 2
 
 @dataclass
 class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
-    """The host slots of a transfer, in the order of its paged blocks.
-
-    `keys`: of the blocks, in the same order; empty for a load.
-    """
+    """The host slots of a transfer, in the order of its paged blocks; of a store also the keys."""
 
     slots: list[int]
     keys: list[bytes]
 
 
 class HostedWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies between paged KV and the slots of `region`, which it owns.
-
-    `copiers`: one for each KV cache group. vLLM calls every member from one thread.
-    """
+    """Copies between paged KV and the slots of `region`, which it owns, by the copier of each KV
+    cache group. vLLM calls every member from one thread."""
 
     def __init__(self, region: SlotRegion, copiers: Sequence[Copier]) -> None:
         self._region = region
@@ -120,10 +115,8 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
         )
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the transfers that ended since the last call.
-
-        A load that failed is reported, and vLLM ends: the device is broken.
-        """
+        """Return the transfers that ended since the last call. After a load that failed vLLM ends:
+        the device is broken."""
         done = [job_id for job_id, future in self._jobs.items() if future.done()]
         return [self._result(job_id, self._jobs.pop(job_id)) for job_id in done]
 

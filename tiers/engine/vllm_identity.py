@@ -27,11 +27,8 @@ inherits its parent's."""
 
 
 def late_facts(vllm_config: VllmConfig, salt: str) -> LateFacts:
-    """Return the facts of a worker's layers, and later those of its weights.
-
-    KV of weights without an identity is not shared, unless the operator has named them by the
-    chain's `salt`.
-    """
+    """Return the facts of a worker's layers, and later those of its weights. KV of weights without
+    an identity is not shared, unless the operator has named them by the chain's `salt`."""
     key = os.getpid(), str(vllm_config.instance_id)
     alone = _alone.setdefault(key, f"alone: {secrets.token_hex(16)}")
     return LateFacts(
@@ -53,32 +50,28 @@ def _weights(vllm_config: Any, salt: str, alone: str) -> Mapping[str, str]:
         if salt:
             where = getattr(model, "model_weights", "") or model.model
             return {**facts, "weights": f"as the salt says: {where} {model.revision}"}
-        logger.warning(
-            "the model's weights %s, so they can't be distinguished from others: no other process "
-            "finds what this engine stores, nor does this one after a restart. To share it, name "
-            "the weights by `salt` in the chain, and change that name when they change.",
-            error,
-        )
-        return {**facts, "weights": alone}
+        why = f"{error}, so they can't be distinguished from others"
+        remedy = "name the weights by `salt` in the chain, and change that name when they change"
     except (OSError, FileChanged) as error:
-        logger.warning(
-            "the model's weights can't be identified (%s): no other process finds what this engine "
-            "stores, nor does this one after a restart. To share it, start the engine again when "
-            "the files can be read and no longer change.",
-            error,
-        )
-        return {**facts, "weights": alone}
-    logger.info("the model's weights were identified in %.1f s", time.monotonic() - began)
-    return facts
+        why = f"can't be identified ({error})"
+        remedy = "start the engine again when the files can be read and no longer change"
+    else:
+        logger.info("the model's weights were identified in %.1f s", time.monotonic() - began)
+        return facts
+    logger.warning(
+        "the model's weights %s: no other process finds what this engine stores, nor does this one "
+        "after a restart. To share it, %s.",
+        why,
+        remedy,
+    )
+    return {**facts, "weights": alone}
 
 
 def _draft_weights(
     vllm_config: Any, hub: Path | None, digests: Digests, since: float
 ) -> dict[str, str]:
-    """Return the fact of a draft model's weights, none if they have no identity.
-
-    Its KV lies in the same blocks. KV of other draft weights makes bad drafts, never wrong tokens.
-    """
+    """Return the fact of a draft model's weights, whose KV lies in the same blocks; none if they
+    have no identity: KV of other draft weights makes bad drafts, never wrong tokens."""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or draft.model == vllm_config.model_config.model:

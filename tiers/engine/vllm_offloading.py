@@ -55,10 +55,8 @@ logger = logging.getLogger(__name__)
 
 
 class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
-    """Makes both sides of a hosted chain: `chain` in the connector's extra config.
-
-    Raises SpecError for an invalid chain, ValueError for one that can't be hosted.
-    """
+    """Makes both sides of the `chain` in the connector's extra config. Raises SpecError for an
+    invalid chain, ValueError for one that can't be hosted."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -166,11 +164,8 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         threading.Thread(target=wait_and_name, name="kvtiers-name", daemon=True).start()
 
     def _facts(self, copiers: Sequence[Copier]) -> dict[str, str]:
-        """Return all facts that make KV interchangeable, except the late ones.
-
-        vLLM names the layout of its KV, and gives pages as bytes. Raises ValueError for an engine
-        that can't be hosted.
-        """
+        """Return all facts that make KV interchangeable, except the late ones. Raises ValueError
+        for an engine that can't be hosted."""
         vllm_config = get_current_vllm_config()
         refuse_model(vllm_config.model_config)
         refuse_unmarked_media(vllm_config, self._chain.trust_client_ids)

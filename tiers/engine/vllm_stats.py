@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -24,16 +25,11 @@ from tiers.connector.contract.stats import (
 )
 from tiers.engine.vllm_children import child_configs, made_by
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 
 @dataclass
 class MultiKVConnectorStats(KVConnectorStats):  # type: ignore[misc]
-    """Stats of an interval by name: a tier's measures, or another connector's own stats object.
-
-    `makers`: for each of those, where its class is found; a tier of a child is `child/tier`.
-    """
+    """Stats of an interval by name: a tier's measures, or another connector's own stats object,
+    whose class `makers` tell how to find. A tier of a child is `child/tier`."""
 
     data: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -97,29 +93,24 @@ class MultiKVConnectorStats(KVConnectorStats):  # type: ignore[misc]
 
 
 def rebuild(data: Mapping[str, Any] | None) -> MultiKVConnectorStats:
-    """Rebuild stats from what `to_dict` made, from live objects, or from both.
-
-    Takes vLLM's own form too, in which a name is that of a registered connector; raises
-    ValueError for one that is none. A connector without stats of its own kind is left out.
-    """
+    """Rebuild stats from what `to_dict` made, from live objects, or from both, and from vLLM's own
+    form, in which a name is that of a registered connector. Raises ValueError for one that is none.
+    A connector without stats of its own kind is left out."""
     whole = MultiKVConnectorStats()
     for name, value in (data or {}).items():
         if isinstance(value, KVConnectorStats):
             whole.data[name] = value
         elif value.keys() <= MEASURES:
             merge(whole.data.setdefault(name, {}), value)
-        elif (stats := _rebuild_other(name, value)) is not None:
-            maker = {key: one for key, one in value.items() if key != "stats"}
-            whole.add(name, stats, maker if "kv_connector" in value else None)
+        else:
+            maker, inner = None, value
+            if "kv_connector" in value:
+                maker, inner = {k: v for k, v in value.items() if k != "stats"}, value["stats"]
+            named = KVConnectorFactory.get_connector_class_by_name
+            stats = (made_by(maker) if maker else named(name)).build_kv_connector_stats(data=inner)
+            if stats is not None:
+                whole.add(name, stats, maker)
     return whole
-
-
-def _rebuild_other(name: str, value: Mapping[str, Any]) -> Any:
-    if "kv_connector" in value:
-        maker = {key: one for key, one in value.items() if key != "stats"}
-        return made_by(maker).build_kv_connector_stats(data=value["stats"])
-    cls = KVConnectorFactory.get_connector_class_by_name(name)
-    return cls.build_kv_connector_stats(data=value)
 
 
 class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

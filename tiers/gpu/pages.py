@@ -30,10 +30,8 @@ def block_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[
 
 
 def layout_digest(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> str:
-    """Text that is equal only where the same bytes of a block mean the same KV.
-
-    Made of layer names, dtypes, shapes and the order of strides within a block.
-    """
+    """Text that is equal only where the same bytes of a block mean the same KV: of layer names,
+    dtypes, shapes and the order of strides within a block."""
     digest = hashlib.blake2b(digest_size=16)
     for name, cache in kv_caches.items():
         blocked = _blocks_first(name, cache, num_blocks)
@@ -43,10 +41,8 @@ def layout_digest(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> str
 
 
 def _blocks_first(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Move the block dimension to the front; engines put it first or, older ones, second.
-
-    A kernel's block may be a fraction of the engine's: then that many kernel blocks make one.
-    """
+    """Move the block dimension to the front; engines put it first or, older ones, second. A block
+    of a kernel may be a fraction of the engine's."""
     exact = [d for d in range(min(2, cache.dim())) if cache.shape[d] == num_blocks]
     split = [d for d in range(min(2, cache.dim())) if cache.shape[d] % num_blocks == 0]
     if not (exact or split) or cache.numel() == 0:

@@ -30,11 +30,9 @@ class Claim(NamedTuple):
 
 
 class SlotPool:
-    """Which slot holds which key, and how many references each slot has.
-
-    Used by the scheduler's thread alone. Keeps only arrays, and dicts of bytes and ints, which
-    Python's garbage collector does not traverse, however many slots there are.
-    """
+    """Which slot holds which key, and how many references each slot has (`Slots`). Used by the
+    scheduler's thread alone. Keeps only arrays, and dicts of bytes and ints, which Python's garbage
+    collector does not traverse."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -45,7 +43,6 @@ class SlotPool:
         self._evictors: list[Callable[[], bool]] = []
 
     def add_evictor(self, evict_one: Callable[[], bool]) -> None:
-        """Register what is asked, when no slot is free, to give up one resident block."""
         self._evictors.append(evict_one)
 
     def claim(self, key: bytes) -> Claim | None:
@@ -63,11 +60,9 @@ class SlotPool:
         return Claim(slot, fresh=True)
 
     def key(self, slot: int) -> bytes | None:
-        """Whose block the slot holds, or None."""
         return self._keys.get(slot)
 
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
-        """The slot of each of these keys, resident or on its way, or None."""
         return list(map(self._slots.get, keys))
 
     def retain(self, slot: int) -> None:
@@ -90,7 +85,6 @@ class SlotPool:
             del self._slots[key]
 
     def references(self, slot: int) -> int:
-        """How many references the slot has now."""
         return self._refs[slot]
 
     @property

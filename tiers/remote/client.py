@@ -84,10 +84,8 @@ class RedisClient:
         return stored
 
     def load(self, requests: Sequence[GetRequest], on_value: OnValue, deadline: Deadline) -> None:
-        """Load values into the memory of `requests`, and tell `on_value` of each that exists.
-
-        A value that is no string, or longer than its request's memory, is told as None.
-        """
+        """Load values into the memory of `requests`, and tell `on_value` of each that exists: as
+        None if it is no string, or longer than its request's memory."""
 
         def operation(stream: Stream, positions: list[int]) -> None:
             here = [requests[position] for position in positions]

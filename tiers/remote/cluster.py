@@ -81,7 +81,6 @@ class Cluster:
             raise failures[-1] if failures else Unreachable("no node of the cluster serves")
 
     def close(self) -> None:
-        """Close every connection."""
         self._pools.close()
 
     def _go_round(

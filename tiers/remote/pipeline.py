@@ -11,6 +11,7 @@ from tiers.block import HEADER_BYTES, Buffer, Checksum
 from tiers.remote.resp import (
     ServerError,
     array_header,
+    bulk,
     bulk_header,
     command,
     read_length,
@@ -121,12 +122,9 @@ class _Sender:
 
 
 def _set_parts(name: bytes, value: Record, expiry: Sequence[bytes]) -> list[Buffer]:
-    length = len(value.header) + len(value.stored)
-    words = (
-        array_header(3 + len(expiry)) + b"$3\r\nSET\r\n" + bulk_header(len(name)) + name + b"\r\n"
-    )
-    tail = b"".join(bulk_header(len(word)) + word + b"\r\n" for word in expiry)
-    return [words + bulk_header(length) + value.header, value.stored, b"\r\n" + tail]
+    begin = array_header(3 + len(expiry)) + bulk(b"SET") + bulk(name)
+    length = bulk_header(len(value.header) + len(value.stored))
+    return [begin + length + value.header, value.stored, b"\r\n" + b"".join(map(bulk, expiry))]
 
 
 def load(stream: Stream, requests: Sequence[GetRequest], on_value: OnValue, window: Window) -> None:
@@ -183,5 +181,5 @@ def _read_record(stream: Stream, length: int, payload: memoryview, ahead: int) -
         stream.fill(stored, ahead)
         return Record(header, stored)
     checksum = Checksum()
-    stream.fill(stored, ahead, checksum.add)
+    stream.fill(stored, ahead, checksum.update)
     return Record(header, stored, checksum.digest())

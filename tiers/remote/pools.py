@@ -174,10 +174,7 @@ class _OverUnixSocket(_Bounded, redis.UnixDomainSocketConnection):  # type: igno
 @contextmanager
 def _cut_off(connection: Any, seconds: float) -> Iterator[None]:
     """Shut down the connection's socket once `seconds` are over, unless the body has ended.
-
-    redis-py bounds each wait, but a server that drips its replies makes it wait any number of
-    times.
-    """
+    redis-py bounds each wait only, and a server may drip its replies."""
     done = threading.Event()
 
     def watch() -> None:

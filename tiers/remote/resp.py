@@ -21,20 +21,22 @@ class ServerError(KVTiersError):
 
     @property
     def code(self) -> str:
-        """The first word."""
         return str(self).partition(" ")[0]
 
 
 def command(*words: bytes) -> bytes:
     """Encode a command: an array of bulk strings."""
-    return array_header(len(words)) + b"".join(
-        bulk_header(len(word)) + word + b"\r\n" for word in words
-    )
+    return array_header(len(words)) + b"".join(map(bulk, words))
 
 
 def array_header(words: int) -> bytes:
     """Encode the header of an array (a command) of that many words."""
     return b"*%d\r\n" % words
+
+
+def bulk(word: bytes) -> bytes:
+    """Encode a bulk string."""
+    return bulk_header(len(word)) + word + b"\r\n"
 
 
 def bulk_header(length: int) -> bytes:
@@ -65,10 +67,7 @@ def read_length(stream: Stream, ahead: int) -> int:
 
 def read_reply(stream: Stream, depth: int = 0) -> Reply:
     """Read a small reply of any type. Raises ServerError, and StreamError if it is malformed."""
-    line = stream.line()
-    kind, rest = line[:1], line[1:]
-    if kind == b"-":
-        raise ServerError(rest.decode(errors="replace"))
+    kind, rest = _line(stream, AHEAD_BYTES)
     if kind == b"+":
         return rest
     number = _number(rest)
@@ -87,12 +86,17 @@ def read_reply(stream: Stream, depth: int = 0) -> Reply:
 
 
 def _read(stream: Stream, kind: bytes, ahead: int) -> bytes:
+    found, rest = _line(stream, ahead)
+    if found != kind:
+        raise StreamError("not the reply of a Redis server")
+    return rest
+
+
+def _line(stream: Stream, ahead: int) -> tuple[bytes, bytes]:
     line = stream.line(ahead)
     if line.startswith(b"-"):
         raise ServerError(line[1:].decode(errors="replace"))
-    if not line.startswith(kind):
-        raise StreamError("not the reply of a Redis server")
-    return line[1:]
+    return line[:1], line[1:]
 
 
 def _number(digits: bytes) -> int:

@@ -85,15 +85,11 @@ class RedisSpec(StoreSpec):
 
     @property
     def host_local(self) -> bool:
-        """Where the URL means another server on every host."""
         return self.url.is_local
 
     def open(self, site: StoreContext) -> RedisStore:
-        """Open the store. Never connects: the server may come up later.
-
-        Raises TierUnusable when a block is larger than a Redis value can be, or when the password
-        or a file of TLS can't be read.
-        """
+        """Open the store, without connecting. Raises TierUnusable when a block is larger than a
+        Redis value can be, or when the password or a file of TLS can't be read."""
         from tiers.codec import Encoder
         from tiers.errors import TierUnusable
         from tiers.remote.pools import ConnectionSettings

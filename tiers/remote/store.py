@@ -55,7 +55,6 @@ class RedisStore:
         self._client = RedisClient(settings, timeout, ttl)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say for each key whether the server has a value for it now."""
         return self._client.exists(self._names(keys), self._client.limit(len(keys)))
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
@@ -64,11 +63,8 @@ class RedisStore:
         names = self._names([block.key for block in blocks])
         held = self._client.refresh(names, deadline)
         missing = [index for index, here in enumerate(held) if not here]
-        stored = self._client.store(
-            [names[index] for index in missing],
-            lambda at: self._record(blocks[missing[at]]),
-            deadline,
-        )
+        wanted = [names[index] for index in missing]
+        stored = self._client.store(wanted, lambda at: self._record(blocks[missing[at]]), deadline)
         for index, done in zip(missing, stored, strict=True):
             held[index] = done
         return held
@@ -106,7 +102,6 @@ class RedisStore:
         return self._damaged.total
 
     def describe(self) -> str:
-        """Name the server; its password is left out."""
         return self._place
 
     def drop(self, keys: Sequence[bytes]) -> None:
@@ -114,7 +109,6 @@ class RedisStore:
         self._client.delete(self._names(keys), self._client.limit(len(keys)))
 
     def close(self) -> None:
-        """Close every connection. Idempotent."""
         self._client.close()
 
     def _limit(self, blocks: Sequence[Block]) -> Deadline:

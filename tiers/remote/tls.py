@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ssl
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, NoReturn
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
-
-if TYPE_CHECKING:
-    from typing import NoReturn
 
 
 def _whole(path: str) -> str:
@@ -53,9 +50,7 @@ class TlsSpec(BaseModel):
 
 def context_of(spec: TlsSpec) -> ssl.SSLContext:
     """What connections are wrapped in: TLS 1.2 at least, the named authorities and no others.
-
-    Raises ValueError, which names the file that can't be used.
-    """
+    Raises ValueError, which names the file that can't be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # verifies, the host's name too
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if not spec.verify:

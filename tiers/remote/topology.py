@@ -29,10 +29,8 @@ class Topology(Protocol):
     def dispatch(
         self, names: Sequence[bytes], kind: Kind, operation: Operation, deadline: Deadline
     ) -> None:
-        """Run `operation` at each server that has some of the names, until the deadline.
-
-        Raises RedisError, ServerError or OSError if no server could be reached.
-        """
+        """Run `operation` at each server that has some of the names, until the deadline. Raises
+        RedisError, ServerError or OSError if no server could be reached."""
         ...
 
     def close(self) -> None:
@@ -49,12 +47,10 @@ class OneServer:
     def dispatch(
         self, names: Sequence[bytes], kind: Kind, operation: Operation, deadline: Deadline
     ) -> None:
-        """Run `operation` at the server."""
         with self._pool.borrow(deadline) as stream:
             operation(stream, list(range(len(names))))
 
     def close(self) -> None:
-        """Close every connection."""
         self._pool.close()
 
 
@@ -72,7 +68,6 @@ class Sentinels:
     def dispatch(
         self, names: Sequence[bytes], kind: Kind, operation: Operation, deadline: Deadline
     ) -> None:
-        """Run `operation` at the master."""
         master = self._master or self._find(deadline)
         try:
             with master.borrow(deadline) as stream:
@@ -82,7 +77,6 @@ class Sentinels:
             raise
 
     def close(self) -> None:
-        """Close every connection."""
         self._sentinels.close()
         self._masters.close()
 
@@ -92,7 +86,8 @@ class Sentinels:
             # Half of the time: a sentinel that hangs leaves some for the next ones.
             limit = deadline if endpoint == self._endpoints[-1] else deadline.half()
             try:
-                named = self._ask(self._sentinels.at(endpoint), limit)
+                question = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service.encode())
+                named = _endpoint(self._sentinels.at(endpoint).ask(limit, *question))
             except FAILURES as error:
                 why = reason(error)
                 continue
@@ -100,10 +95,6 @@ class Sentinels:
                 self._master = self._masters.at(named)
                 return self._master
         raise Unreachable(f"no sentinel names a master of {self._service!r} ({why})")
-
-    def _ask(self, sentinel: Pool, deadline: Deadline) -> Endpoint | None:
-        question = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service.encode())
-        return _endpoint(sentinel.ask(deadline, *question))
 
 
 def _endpoint(reply: Reply) -> Endpoint | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from pydantic import PlainSerializer, PlainValidator, SecretStr, ValidationError, WithJsonSchema
@@ -52,11 +52,11 @@ class RedisUrl:
     password; it is never part of an error message.
     """
 
-    endpoints: tuple[Endpoint, ...]
-    path: str | None
-    db: int
-    username: str | None
-    password: SecretStr | None
+    endpoints: tuple[Endpoint, ...] = ()
+    path: str | None = None
+    db: int = 0
+    username: str | None = None
+    password: SecretStr | None = None
     service: str | None = None
     is_cluster: bool = False
     is_tls: bool = False
@@ -96,7 +96,8 @@ def parse_url(value: object) -> RedisUrl:
     if read is None:
         raise ValueError(f"unknown scheme {scheme}://; what works is {WHAT_WORKS}")
     parts = _split(value)
-    return replace(read(parts, *_userinfo(parts)), is_tls=is_tls)
+    username, password = _userinfo(parts)
+    return RedisUrl(username=username, password=password, is_tls=is_tls, **read(parts))
 
 
 def _split(value: str) -> SplitResult:
@@ -126,30 +127,30 @@ def _userinfo(parts: SplitResult) -> tuple[str | None, SecretStr | None]:
     return unquote(username) or None, SecretStr(unquote(password)) if password else None
 
 
-def _server(parts: SplitResult, username: str | None, password: SecretStr | None) -> RedisUrl:
+def _server(parts: SplitResult) -> dict[str, Any]:
     endpoints = _endpoints(parts, DEFAULT_PORT)
     if len(endpoints) > 1:
         raise ValueError(f"several hosts where one is meant; what works is {WHAT_WORKS}")
-    return RedisUrl(endpoints, None, _path_db(parts, parts.path), username, password)
+    return {"endpoints": endpoints, "db": _path_db(parts, parts.path)}
 
 
-def _cluster(parts: SplitResult, username: str | None, password: SecretStr | None) -> RedisUrl:
+def _cluster(parts: SplitResult) -> dict[str, Any]:
     endpoints = _endpoints(parts, DEFAULT_PORT)
     if _path_db(parts, parts.path):
         raise ValueError("a cluster has no db but 0")
-    return RedisUrl(endpoints, None, 0, username, password, is_cluster=True)
+    return {"endpoints": endpoints, "is_cluster": True}
 
 
-def _sentinel(parts: SplitResult, username: str | None, password: SecretStr | None) -> RedisUrl:
+def _sentinel(parts: SplitResult) -> dict[str, Any]:
     endpoints = _endpoints(parts, DEFAULT_SENTINEL_PORT)
     service, slash, db = parts.path.removeprefix("/").partition("/")
     if not re.fullmatch(r"[\w.-]+", service, re.ASCII):
         raise ValueError(f"no name of a service; what works is {WHAT_WORKS}")
-    return RedisUrl(endpoints, None, _path_db(parts, slash + db), username, password, service)
+    return {"endpoints": endpoints, "service": service, "db": _path_db(parts, slash + db)}
 
 
-def _unix(parts: SplitResult, username: str | None, password: SecretStr | None) -> RedisUrl:
-    return RedisUrl((), _socket(parts), _query(parts) or 0, username, password)
+def _unix(parts: SplitResult) -> dict[str, Any]:
+    return {"path": _socket(parts), "db": _query(parts) or 0}
 
 
 _READERS = {
@@ -180,12 +181,12 @@ def _endpoint(text: str, default_port: int) -> Endpoint:
     except ValueError:
         raise ValueError(f"not a URL; write it like {WHAT_WORKS}") from None
     try:
-        port = parts.port
+        port = default_port if parts.port is None else parts.port
     except ValueError:
-        raise ValueError("the port is not a number from 1 to 65535") from None
+        port = 0
     if port == 0:
         raise ValueError("the port is not a number from 1 to 65535")
-    return Endpoint(_host(parts.hostname), port or default_port)
+    return Endpoint(_host(parts.hostname), port)
 
 
 def _host(host: str | None) -> str:

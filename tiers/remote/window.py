@@ -11,11 +11,8 @@ MOST_BYTES = 8 << 20
 
 
 class Window:
-    """Twice the bandwidth-delay product of the link: the shortest round trip times the rate.
-
-    Twice, so that a rate limited by the window itself lets the window grow. Threads may report at
-    once: each number is replaced whole, and a lost one does no harm.
-    """
+    """Twice the bandwidth-delay product of the link: the shortest round trip times the rate. Twice,
+    so that a rate limited by the window itself lets the window grow. Threads may report at once."""
 
     def __init__(self) -> None:
         self._trip: float | None = None

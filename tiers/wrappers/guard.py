@@ -10,10 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from functools import partial
 from typing import NamedTuple, cast
 
 from tiers.breaker import Breaker, Call
 from tiers.concurrency.counter import LockedCounter
+from tiers.concurrency.executors import in_background
 from tiers.errors import KVTiersError, RecordError, TierError, TierFull
 from tiers.store import (
     Block,
@@ -105,12 +108,6 @@ class Guarded(StoreWrapper):
         return None
 
     @property
-    def is_up(self) -> bool:
-        """Whether reads and writes worked when they were last tried."""
-        health = self.health
-        return health.reads_up and health.writes_up
-
-    @property
     def health(self) -> Health:
         """How the tier does now."""
         self._notice_late()
@@ -162,11 +159,7 @@ class Guarded(StoreWrapper):
             return
         self._closed = True
         attempt = _Attempt(self, self._writes, self._writes.enter())
-        # A daemon: a close that hangs must not keep the process from its end.
-        closing = threading.Thread(target=self._close, args=(attempt,), daemon=True)
-        closing.start()
-        closing.join(CLOSE_SECONDS)
-        if closing.is_alive():
+        if not wait([in_background(partial(self._close, attempt), "close")], CLOSE_SECONDS).done:
             self.failures.count("Late")
             self._log.hangs_in_close(CLOSE_SECONDS)
 
@@ -224,10 +217,8 @@ class Guarded(StoreWrapper):
         return _Attempt(self, self._looks, call)
 
     def end(self, breaker: Breaker, call: Call | None, error: BaseException | None) -> bool:
-        """Tell the breaker how a call ended; return whether `error` ends here.
-
-        Here, and only here, any exception of a store is caught: none may reach the engine.
-        """
+        """Tell the breaker how a call ended; return whether `error` ends here. Here, and only here,
+        any exception of a store is caught: none may reach the engine."""
         if error is None or isinstance(error, TierFull | RecordError):  # the tier did answer
             if error is not None:
                 self.failures.count(type(error).__name__)

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from spec.encryption import EncryptionSpec, others_can_read, read_keys
 from spec.offloading import OffloadingSpec, StoreContext, StoreSpec
+from tiers.concurrency.executors import in_background
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
 from tiers.store import TierStore
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.integrity import VerifiedStore, record_bytes
-from tiers.wrappers.reopening import Opening, Reopening
+from tiers.wrappers.reopening import Reopening, opened
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +47,9 @@ def open_guarded(
             announce(store)
         return store
 
-    opening: Opening | None = None
     try:
-        opening = Opening(open_store)
-        store = opening.result(STEP_SECONDS if in_step else max(OPEN_SECONDS, spec.deadline))
+        opening = in_background(open_store, "open")
+        store = opened(opening, STEP_SECONDS if in_step else max(OPEN_SECONDS, spec.deadline))
     except (TierNotOpen, TierUnavailable, OSError) as error:
         logger.error("tier %s is unusable for now, and tried again: %s", name, error)
         store = Reopening(open_store, opening)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 
-from tiers.concurrency.executors import widen_affinity
+from tiers.concurrency.executors import in_background
 from tiers.errors import TierNotOpen, TierUnusable
 from tiers.store import Capability, StoreWrapper, TierStore
 
@@ -14,70 +15,29 @@ JOIN_SECONDS = 1.0
 """Seconds that a verb waits for a store to open."""
 
 
-class Opening:
-    """One call of a store's `open`, on a thread of its own."""
-
-    def __init__(self, open_store: Callable[[], TierStore]) -> None:
-        self._open = open_store
-        self._ended = threading.Event()
-        self._store: TierStore | None = None
-        self._error: BaseException | None = None
-        self._abandoned = False
-        # Without it a store could be opened just as it is abandoned, and never be closed.
-        self._lock = threading.Lock()
-        # A daemon: an open that hangs must not keep the process from its end.
-        threading.Thread(target=self._run, name="kvtiers-open", daemon=True).start()
-
-    def _run(self) -> None:
-        widen_affinity()
-        try:
-            store = self._open()
-        except BaseException as error:  # noqa: BLE001 - `result` raises it where it is asked for
-            self._error = error
-        else:
-            with self._lock:
-                self._store = store
-                unwanted = self._abandoned
-            if unwanted:
-                _close(store)
-        self._ended.set()
-
-    def result(self, seconds: float) -> TierStore:
-        """Return the store, which the caller owns; wait `seconds` at most. Raises the Exception
-        that `open` raised, TierUnusable if it ended its thread otherwise, and TierNotOpen if it
-        has not returned."""
-        if not self._ended.wait(seconds):
-            raise TierNotOpen(f"open has not returned after {seconds:g} s; it joins when it does")
-        if isinstance(self._error, Exception):
-            raise self._error
-        if self._store is None:
-            raise TierUnusable(f"open ended with {type(self._error).__name__}: {self._error}")
-        return self._store
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether `open` has raised."""
-        return self._error is not None
-
-    def abandon(self) -> None:
-        """Close the store as soon as it is open: nobody will ask for it."""
-        with self._lock:
-            self._abandoned = True
-        if self._store is not None:
-            _close(self._store)
+def opened(opening: Future[TierStore], seconds: float) -> TierStore:
+    """Return the store that is being opened; wait `seconds` at most. Raises the Exception that
+    `open` raised, TierUnusable if it ended its thread otherwise, and TierNotOpen if it has not
+    returned."""
+    if not wait([opening], seconds).done:
+        raise TierNotOpen(f"open has not returned after {seconds:g} s; it joins when it does")
+    error = opening.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise TierUnusable(f"open ended with {type(error).__name__}: {error}")
+    return opening.result()
 
 
-def _close(store: TierStore) -> None:
-    with suppress(Exception):  # nobody is left to hear of it
-        store.close()
+def _close_unwanted(opening: Future[TierStore]) -> None:
+    with suppress(BaseException):  # nobody is left to hear of it
+        opening.result().close()
 
 
 class Reopening(StoreWrapper):
     """A TierStore that its verbs open. Until one succeeds, each verb raises and the store has no
     capabilities; from then on it is as the inner store."""
 
-    def __init__(self, open_store: Callable[[], TierStore], opening: Opening | None = None) -> None:
-        """`opening`: one that is under way or has failed."""
+    def __init__(self, open_store: Callable[[], TierStore], opening: Future[TierStore]) -> None:
+        """`opening`: a call of `open_store` that is under way or has failed."""
         self._opened: TierStore | None = None
         self._open = open_store
         self._opening = opening
@@ -87,16 +47,16 @@ class Reopening(StoreWrapper):
 
     @property
     def _inner(self) -> TierStore:
-        """The store, which a verb that asks for it opens. Raises as `Opening.result`."""
+        """The store, which a verb that asks for it opens. Raises as `opened`."""
         if self._opened is not None:
             return self._opened
         with self._lock:
             if self._opened is None:
                 if self._closed:
                     raise TierNotOpen("closed before it could be opened")
-                if self._opening is None or self._opening.has_failed:
-                    self._opening = Opening(self._open)
-                self._opened = self._opening.result(JOIN_SECONDS)
+                if self._opening.done() and self._opening.exception() is not None:
+                    self._opening = in_background(self._open, "open")
+                self._opened = opened(self._opening, JOIN_SECONDS)
             return self._opened
 
     def capability(self, kind: type[Capability]) -> Capability | None:
@@ -114,5 +74,5 @@ class Reopening(StoreWrapper):
             self._closed = True
         if self._opened is not None:
             self._opened.close()
-        elif self._opening is not None:
-            self._opening.abandon()
+        else:
+            self._opening.add_done_callback(_close_unwanted)

@@ -40,7 +40,9 @@ def test_some_seconds(tmp_path: Path, prompts: str) -> None:
     options = ["--minutes", "0.08", "--every", "0.2"]
     if prompts == "trace":
         trace = tmp_path / "trace.jsonl"
-        lines = [json.dumps({"hash_ids": [n % 7, n, *range(n, n + 9)]}) for n in range(300)]
+        size = {"timestamp": 0, "input_length": 11 * 512, "output_length": 1}
+        ids = [[*range(n % 20 * 10, n % 20 * 10 + 10), 1000 + n] for n in range(300)]
+        lines = [json.dumps({**size, "hash_ids": one}) for one in ids]
         trace.write_text("\n".join(lines))
         options += ["--trace", str(trace)]
     assert_clean(soak(tmp_path / "report.json", *options))
@@ -63,4 +65,4 @@ def test_a_file_that_is_no_trace(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text('{"no": "ids"}\n')
     command = [str(KVTIERS), "soak", "--trace", str(tmp_path / "trace")]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 1 and "not a trace" in run.stderr
+    assert run.returncode == 1 and "trace:1: its keys are those of no known format" in run.stderr

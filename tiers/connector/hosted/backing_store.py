@@ -33,11 +33,9 @@ DRAIN_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Transfer:
-    """Blocks on their way between their slots and the store; each slot has a reference for it.
-
-    `request_id`: the request that a promotion is for. `prefix`: the one that a put belongs to, and
-    `whole`: see `StoreOrder.ended`. `generation`: of the keys.
-    """
+    """Blocks on their way between their slots and the store; each slot has a reference for it. A
+    promotion has the `request_id` it is for, a put the `prefix` it belongs to and `whole`, as of
+    `StoreOrder.ended`. `generation`: of the keys."""
 
     items: list[Item]
     generation: bytes
@@ -56,10 +54,8 @@ class Transfer:
 
 
 class BackingStore:
-    """What a store holds and wants, and transfers with it; nothing until it has joined.
-
-    Used by the scheduler's thread. Threads of its own open the store and move blocks.
-    """
+    """What a store holds and wants, and transfers with it; nothing until it has joined. Used by the
+    scheduler's thread; threads of its own open the store and move blocks."""
 
     def __init__(
         self,
@@ -127,10 +123,7 @@ class BackingStore:
         self._under_way.append(Transfer(items, tag, future, request_id=request_id))
 
     def put(self, items: list[Item], prefix: Prefix, whole: int | None) -> None:
-        """Begin to store the blocks, in order, that the store wants and has room for.
-
-        Retains their slots. `prefix`, `whole`: as of `Transfer`.
-        """
+        """Begin to store the blocks, in order, that the store wants and has room for."""
         wanted = self._wanted(items)
         if self._store is None or not wanted:
             self._put_ended(prefix, whole)
@@ -164,10 +157,8 @@ class BackingStore:
         return [all(parts) for parts in zip(*ranks, strict=True)]
 
     def take_ended(self) -> Iterator[tuple[Transfer, list[bool]]]:
-        """Yield each ended transfer, and which of its blocks arrived and are of this generation.
-
-        The caller takes over the references on its slots.
-        """
+        """Yield each ended transfer, with the references on its slots, and which of its blocks
+        arrived and are of this generation."""
         for one in [one for one in self._under_way if one.future.done()]:
             self._under_way.remove(one)
             outcome = zip(one.items, one.outcome(), strict=True)
@@ -209,10 +200,8 @@ class BackingStore:
         self._manager.clear(self._generation.renew())
 
     def close(self) -> None:
-        """Wait for transfers under way, `DRAIN_SECONDS` at most, and close the store.
-
-        A store that is still being opened is closed as soon as it is open.
-        """
+        """Wait for transfers under way, `DRAIN_SECONDS` at most, and close the store, or let it be
+        closed as soon as it is open."""
         self._opener.shutdown(wait=False)
         if self._opening is not None and self._open_store is not None:
             self._opening.add_done_callback(_close_opened)

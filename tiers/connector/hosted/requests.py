@@ -11,10 +11,8 @@ from tiers.host.slots import SlotPool
 
 
 class Happened(NamedTuple):
-    """A block came to a tier (`stored`), or went from it. `in_host`: host memory, else the store.
-
-    `block`: the engine's name of it.
-    """
+    """A block, by the engine's name, came to a tier (`stored`) or went from it: host memory
+    (`in_host`), or the store."""
 
     block: bytes
     in_host: bool
@@ -22,10 +20,8 @@ class Happened(NamedTuple):
 
 
 class Prefix:
-    """A request's keys, in the order in which the engine named them first.
-
-    `order`: whether the store holds them in the order in which they should be evicted.
-    """
+    """A request's keys, in the order in which the engine named them first. `order`: whether the
+    store would evict them from the tail."""
 
     def __init__(self) -> None:
         self.keys: list[bytes] = []

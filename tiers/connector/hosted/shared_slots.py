@@ -58,7 +58,6 @@ class SlotRegion:
 
     @property
     def num_slots(self) -> int:
-        """The number of slots."""
         return self.memory.rows.shape[0]
 
     @property
@@ -104,10 +103,8 @@ class SlotRegion:
 def create_region(
     engine_id: str, handshake: WorkerHandshake, num_slots: int, pin: bool, folder: Path = FOLDER
 ) -> SlotRegion:
-    """Create a worker's region, and take all of its memory. Raises TierUnusable without room.
-
-    `pin`: pin the memory for the device. The caller owns the region.
-    """
+    """Create a worker's region, which the caller owns, and take all of its memory; `pin` it for the
+    device. Raises TierUnusable without room."""
     path = folder / _file_name(engine_id, handshake.rank)
     _remove_abandoned(folder)
     try:
@@ -158,10 +155,8 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def attach_region(engine_id: str, rank: int, folder: Path = FOLDER) -> SlotRegion:
-    """Attach the region of a worker and remove its file. Raises TierUnusable.
-
-    The caller owns the region.
-    """
+    """Attach the region of a worker, for the caller to own, and remove its file. Raises
+    TierUnusable."""
     path = folder / _file_name(engine_id, rank)
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

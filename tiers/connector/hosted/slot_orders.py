@@ -12,8 +12,7 @@ from tiers.host.slots import SlotPool
 class SlotOrders:
     """Counts ordered transfers by slot; each holds a reference on its slot until it has ended.
 
-    The engine tells when a transfer has ended on all ranks, except after a reset: it forgets those
-    under way. Their slots are released when the marks in all `regions` say that they have ended.
+    The engine tells when that is, except after a reset: then the marks in all `regions` tell it.
     """
 
     def __init__(self, pool: SlotPool, regions: Sequence[SlotRegion]) -> None:

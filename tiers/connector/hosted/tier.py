@@ -34,9 +34,7 @@ class Answer(enum.Enum):
 
 class HostedTier:
     """Host memory, and perhaps a store behind it. Used by the scheduler's thread; never waits.
-
-    Blocks are named as the engine names them, including their KV cache group.
-    """
+    Blocks have the engine's names, with their KV cache group."""
 
     def __init__(
         self,
@@ -46,10 +44,8 @@ class HostedTier:
         clock: Callable[[], float] = time.monotonic,
         events: bool = False,
     ) -> None:
-        """Take over `regions`, one per rank. `open_store`: see `BackingStore`; None: no store.
-
-        `events`: whether the engine takes them.
-        """
+        """Take over `regions`, one per rank. `open_store`: see `BackingStore`. `events`: whether
+        the engine takes them."""
         self.pool = SlotPool(min(region.num_slots for region in regions))
         self._regions = regions
         self._clock = clock
@@ -70,10 +66,8 @@ class HostedTier:
     # -- loading -----------------------------------------------------------------------------
 
     def lookup(self, request_id: str, block: bytes) -> Answer:
-        """Answer whether `block` can be loaded for a request.
-
-        A hit stays in host memory until it is loaded or the request has ended.
-        """
+        """Answer whether `block` can be loaded for a request, for which it then stays in host
+        memory until it is loaded or the request has ended."""
         self._reap()
         request = self._request(request_id)
         key = self._generation.key(block)
@@ -173,10 +167,8 @@ class HostedTier:
     def prepare_store(
         self, request_id: str, blocks: Collection[bytes]
     ) -> list[tuple[bytes, bytes, int]]:
-        """Order the gather of blocks; return (block, key, slot) of each that is to be gathered.
-
-        Those that are held, or find no slot, are left out. `blocks`: one step's, in order.
-        """
+        """Order the gather of one step's blocks, in order; return (block, key, slot) of each that
+        is not held and finds a slot."""
         prefix = self._request(request_id).prefix
         keys = [self._generation.key(block) for block in blocks]
         orders = []
@@ -193,11 +185,8 @@ class HostedTier:
         return orders
 
     def complete_store(self, blocks: Iterable[bytes], success: bool) -> None:
-        """Note that blocks of one request were gathered on all ranks, and store them.
-
-        The marks beside their slots tell which gathers have failed. `blocks` are in no order; the
-        first of the prefix is kept last, so that the prefix is evicted from its tail.
-        """
+        """Note that blocks of one request, in any order, were gathered on all ranks, and store
+        them. The first of the prefix is kept last, so that the prefix is evicted from its tail."""
         done = [self._gathers.pop(self._generation.key(block)) for block in blocks]
         if not done:
             return

@@ -35,11 +35,8 @@ BY_SALT = "in the key: the chain's salt; its other settings don't change what a 
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of one class, as names separated by blanks.
-
-    `key`: those whose values are facts. `why`: all others, by the reason why the key does not need
-    them.
-    """
+    """The fields of one class, as names separated by blanks: those in the `key`, whose values are
+    facts, and all others by the reason `why` it does not need them."""
 
     key: str
     why: dict[str, str]

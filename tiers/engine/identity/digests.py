@@ -7,14 +7,17 @@ everything that changes when the file changes.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
+import re
 import stat
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,12 +27,12 @@ from tiers.errors import KVTiersError
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 4 << 20
 SETTLED_SECONDS = 2.0
 """Age in seconds from which a file's digest is kept. A younger file may change again within one
 tick of its file system's clock, which its times would not show."""
 ENTRY_BYTES = 1024
 """Upper bound of an entry's length."""
+_DIGEST = re.compile("[0-9a-f]{32}")
 
 
 class FileChanged(KVTiersError):
@@ -37,11 +40,8 @@ class FileChanged(KVTiersError):
 
 
 class Stamp(NamedTuple):
-    """What changes when a file's content changes.
-
-    No program can set `ctime_ns`, so it distinguishes a file from an earlier one with the same
-    inode and times.
-    """
+    """What changes when a file's content changes. No program can set `ctime_ns`, so it tells a file
+    from an earlier one with the same inode and times."""
 
     device: int
     inode: int
@@ -60,42 +60,38 @@ def stamp_of(status: os.stat_result) -> Stamp:
 class Digests:
     """Digests files by content: xxh3 with 128 bits, in hexadecimal.
 
-    `folder`: keeps the digests; None: they are not kept. A folder that can't be made or used safely
-    is logged once and not used; then every process reads the files itself.
+    `folder` keeps the digests. If it is None, or can't be made or used safely, which is logged,
+    every process reads the files itself.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = None if folder is None else _own_folder(folder)
 
     def of(self, path: Path) -> str:
-        """Return the digest of a file. Waits while another process reads it.
-
-        Raises OSError; FileChanged for a file that changes meanwhile.
-        """
+        """Return the digest of a file. Waits while another process reads it. Raises OSError, and
+        FileChanged for a file that changes meanwhile."""
         with path.open("rb", buffering=0) as file:
             stamp = stamp_of(os.fstat(file.fileno()))
             with self._entry(stamp) as entry:
                 kept = None if entry is None else _kept(entry, stamp)
                 if kept is not None:
                     return kept
-                state = xxhash.xxh3_128()
-                for piece in pieces(file.fileno()):
-                    state.update(piece)
+                digest = read_digest(file)
                 if stamp_of(os.fstat(file.fileno())) != stamp:
                     raise FileChanged(f"{path.name} changed while it was read")
                 settled = time.time() - stamp.ctime_ns / 1e9 > SETTLED_SECONDS
                 if entry is not None and settled:
-                    _keep(entry, stamp, state.hexdigest())
-                return state.hexdigest()
+                    _keep(entry, stamp, digest)
+                return digest
 
     @contextmanager
     def _entry(self, stamp: Stamp) -> Iterator[Path | None]:
         """Yield the path of a file's entry, locked against other processes; None without one."""
-        lock = None
-        path = None
-        if self._folder is not None:
-            path = self._folder / f"{stamp.device:x}-{stamp.inode:x}"
-            lock = _locked(path.with_suffix(".lock"))
+        if self._folder is None:
+            yield None
+            return
+        path = self._folder / f"{stamp.device:x}-{stamp.inode:x}"
+        lock = _locked(path.with_suffix(".lock"))
         try:
             yield path if lock is not None else None
         finally:
@@ -105,25 +101,21 @@ class Digests:
 
 def _locked(path: Path) -> int | None:
     """Lock the file at `path`, waiting for it; None where files can't be locked."""
+    lock = None
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        logger.info("digests of weights are not kept: %s", error)
-        return None
-    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
         logger.info("digests of weights are not kept: %s", error)
         return None
     return lock
 
 
-def pieces(file: int) -> Iterator[memoryview]:
-    """Yield the rest of an open file; each piece is valid until the next."""
-    buffer = bytearray(PIECE_BYTES)
-    while count := os.readv(file, [buffer]):
-        yield memoryview(buffer)[:count]
+def read_digest(file: FileIO) -> str:
+    """Digest what is left of an open file."""
+    return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _own_folder(folder: Path) -> Path | None:
@@ -155,14 +147,10 @@ def _kept(entry: Path, stamp: Stamp) -> str | None:
         return None
     finally:
         os.close(file)
-    if not isinstance(told, list) or len(told) != 2 or told[0] != list(stamp):
-        return None
-    digest = told[1]
-    is_digest = isinstance(digest, str) and len(digest) == 32 and set(digest) <= set(_HEX)
-    return digest if is_digest else None
-
-
-_HEX = "0123456789abcdef"
+    match told:
+        case [list(theirs), str(digest)] if theirs == list(stamp) and _DIGEST.fullmatch(digest):
+            return digest
+    return None
 
 
 def _keep(entry: Path, stamp: Stamp, digest: str) -> None:

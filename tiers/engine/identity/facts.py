@@ -18,16 +18,11 @@ from tiers.engine.identity.config_fields import FIELDS, PARTS
 logger = logging.getLogger(__name__)
 
 _VOLATILE = ("_name_or_path", "transformers_version")
-_MISSING = object()
 
 
 def config_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
-    """Return every fact of the configuration, except weights, layout and rank.
-
-    Engines share blocks only if all facts agree: another model, dtype or engine version starts
-    with an empty cache. A field that this kvtiers does not know is a fact, too, unless it has its
-    default.
-    """
+    """Return every fact of the configuration, except weights, layout and rank. A field that this
+    kvtiers does not know is one, too, unless it has its default."""
     model = vllm_config.model_config
     facts = {
         "engine": engine_version,
@@ -46,9 +41,8 @@ def config_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
 
 def _keyed(name: str, config: Any) -> Iterator[tuple[str, str]]:
     for field in FIELDS[name].keyed:
-        value = getattr(config, field, _MISSING)
-        if value is not _MISSING:
-            yield f"{name}.{field}", text_of(value)
+        if hasattr(config, field):
+            yield f"{name}.{field}", text_of(getattr(config, field))
     for part, inner in _parts(name, config):
         yield from _keyed(part, inner)
 
@@ -70,15 +64,12 @@ def _parts(name: str, config: Any) -> Iterator[tuple[str, Any]]:
             yield part, inner
 
 
-def _default(field: dataclasses.Field[Any]) -> str | None:
-    """Return a field's default as text; None without one."""
-    if field.default is not dataclasses.MISSING:
-        # Some defaults are wrapped, together with a validator.
-        default = getattr(field.default, "default", field.default)
-        return text_of(default)
+def _default(field: dataclasses.Field[Any]) -> str:
+    """Return a field's default as text; without one, a text that no setting has."""
     if field.default_factory is not dataclasses.MISSING:
         return text_of(field.default_factory())
-    return None
+    # Some defaults are wrapped, together with a validator.
+    return text_of(getattr(field.default, "default", field.default))
 
 
 def text_of(value: object) -> str:
@@ -119,10 +110,9 @@ def _long_rope(model: Any) -> str:
 
 
 def attention_facts(vllm_config: Any) -> dict[str, str]:
-    """Return how this device packs the bytes of a block, beyond shapes and strides.
+    """Return how this device's kernels pack the bytes of a block, beyond shapes and strides.
 
-    Kernels for different instruction sets arrange KV differently inside tensors of one shape. Call
-    this when the engine registers its paged KV or later: before, a CPU layer does not know its
+    Call this when the engine registers its paged KV or later: before, a CPU layer does not know its
     instruction set.
     """
     layers = vllm_config.compilation_config.static_forward_context

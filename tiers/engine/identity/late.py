@@ -14,9 +14,8 @@ logger = logging.getLogger(__name__)
 class LateFacts:
     """Finds the facts of a worker: quickly those of its layers, in the background the others.
 
-    `at_once` is called by the first `known`, on the caller's thread. `slowly` is called then on a
-    daemon thread, for which no ending process waits. `otherwise`: the facts if either fails; they
-    must be no other engine's.
+    `at_once` is called by the first `known`, then `slowly` on a daemon thread, for which no ending
+    process waits. `otherwise`: the facts if either fails; they must be no other engine's.
     """
 
     def __init__(

@@ -56,10 +56,8 @@ class NoIdentity(KVTiersError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where weights come from: a unique `name`, or `files`.
-
-    `folder`: the one that contains the files, whose names matter then; None for a single file.
-    """
+    """Where weights come from: a unique `name`, or `files`, whose names matter if they are all
+    those of a `folder`."""
 
     name: str = ""
     files: tuple[Path, ...] = ()
@@ -94,12 +92,8 @@ def _files(path: Path) -> Source:
     files = sorted(p for p in path.iterdir() if p.is_file())
     if not any(p.suffix in WEIGHTS for p in files):
         raise NoIdentity("are in no file of the model's folder")
-    wanted = (p for p in files if p.suffix in WEIGHTS or _is_program(p))
-    return Source(files=tuple(wanted), folder=path)
-
-
-def _is_program(path: Path) -> bool:
-    return path.suffix in PROGRAMS and path.name not in WITHOUT_EFFECT
+    decide = (p for p in files if p.name not in WITHOUT_EFFECT)
+    return Source(files=tuple(p for p in decide if p.suffix in (*WEIGHTS, *PROGRAMS)), folder=path)
 
 
 def _from_hub(name: str, revision: str | None, hub: Path | None, since: float) -> Source:
@@ -116,11 +110,9 @@ def _from_hub(name: str, revision: str | None, hub: Path | None, since: float) -
 
 
 def _snapshot(repository: Path, revision: str | None, since: float) -> Path | None:
-    """Return the snapshot in the hub's folder that the engine loads; None if that is unknown.
-
-    If there are several, it is the one that the branch's entry names, provided the entry is older
-    than the engine: a process that finds another commit at the hub rewrites the entry.
-    """
+    """Return the snapshot in the hub's folder that the engine loads; None if that is unknown. Of
+    several it is the one that the branch's entry names, if that is older than the engine: a process
+    that finds another commit at the hub rewrites the entry."""
     snapshots = repository / "snapshots"
     if revision is not None and _COMMIT.fullmatch(revision):
         return snapshots / revision if (snapshots / revision).is_dir() else None
@@ -136,10 +128,8 @@ def _snapshot(repository: Path, revision: str | None, since: float) -> Path | No
 
 
 def identity(weights: Source, digest: Callable[[Path], str], since: float) -> str:
-    """Return text that is equal only for equal weights. Slow: reads files through `digest`.
-
-    `since`: as for `source`. Raises OSError; FileChanged for files that may have changed since.
-    """
+    """Return text that is equal only for equal weights. Slow: reads files through `digest`. Raises
+    OSError, and FileChanged for files that may have changed after `since`."""
     if weights.name:
         return weights.name
     if weights.folder is not None:
@@ -159,11 +149,8 @@ def identity(weights: Source, digest: Callable[[Path], str], since: float) -> st
 
 
 def _blob(path: Path) -> str | None:
-    """Return the digest by which a model hub's cache names the file; None outside such a cache.
-
-    The hub's client writes a blob under another name, renames it when it is whole, and never
-    changes it afterwards.
-    """
+    """Return the digest by which a model hub's cache names the file; None outside such a cache. The
+    hub's client renames a blob when it is whole, and never changes it afterwards."""
     real = path.resolve()
     in_hub = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
     return real.name if in_hub and path.is_symlink() and _BLOB.fullmatch(real.name) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 
 from tiers.connector.contract.protocols import NULL_BLOCK
 
@@ -16,10 +17,8 @@ def chain_hash(parent: bytes, tokens: Sequence[int], salt: str) -> bytes:
 
 
 class BlockPool:
-    """Reference-counted blocks; a free block keeps its prefix until it is taken again (LRU).
-
-    `first`: the lowest block that is ever given out.
-    """
+    """Reference-counted blocks, from `first` on; a free block keeps its prefix until it is taken
+    again (LRU)."""
 
     def __init__(self, num_blocks: int, prefix_caching: bool, first: int = 0) -> None:
         self._refs = [0] * num_blocks
@@ -35,12 +34,7 @@ class BlockPool:
 
     def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest prefix that is still in place."""
-        found = []
-        for block_hash in hashes:
-            if block_hash not in self._cached:
-                break
-            found.append(self._cached[block_hash])
-        return found
+        return [self._cached[one] for one in takewhile(self._cached.__contains__, hashes)]
 
     def share(self, blocks: Sequence[int]) -> None:
         """Take a reference on blocks in place."""

@@ -140,7 +140,7 @@ class ReplayEngine:
         outputs = [worker.end() for worker in self.workers]
         output = self._aggregator.aggregate(outputs)
         sampled = {
-            work.request_id: _sample(sum(o.sums[work.request_id] for o in outputs))
+            work.request_id: sum(o.sums[work.request_id] for o in outputs) % VOCABULARY
             for work in step.work
             if work.samples
         }
@@ -218,10 +218,6 @@ def _open_worker(
         return None
     info = replace(engine, rank=rank, host=hosts[rank + 1] if hosts else "")
     return open_worker(chain, info, copier, root)
-
-
-def _sample(total: int) -> int:
-    return total % VOCABULARY
 
 
 class _Aggregator:

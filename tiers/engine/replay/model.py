@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -53,17 +54,9 @@ class ReplayModel:
         }
 
 
-def _step(state: int, token: int) -> int:
-    return (state * _PRIME + token + 1) & _MASK
-
-
 def states(tokens: Sequence[int], before: int = 0) -> list[int]:
     """The model's state after each token, starting from the state `before` them."""
-    result = []
-    for token in tokens:
-        before = _step(before, token)
-        result.append(before)
-    return result
+    return list(accumulate(tokens, lambda s, t: (s * _PRIME + t + 1) & _MASK, initial=before))[1:]
 
 
 def kv_of(model: ReplayModel, token_states: Sequence[int], layer: int, rank: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ class ReplayRequest:
     prompt: list[int]
     max_tokens: int
     block_tokens: int
-    salt: str = ""
+    cache_salt: str = ""
     kv_transfer_params: dict[str, Any] | None = None
     tokens: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
@@ -42,11 +42,6 @@ class ReplayRequest:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         self.hash_blocks()
-
-    @property
-    def cache_salt(self) -> str:
-        """What vLLM calls it."""
-        return self.salt
 
     @property
     def num_tokens(self) -> int:
@@ -69,7 +64,7 @@ class ReplayRequest:
         for i in range(len(self.block_hashes), (len(self.tokens) - unknown) // size):
             parent = self.block_hashes[-1] if self.block_hashes else b""
             part = self.tokens[i * size : (i + 1) * size]
-            self.block_hashes.append(chain_hash(parent, part, self.salt))
+            self.block_hashes.append(chain_hash(parent, part, self.cache_salt))
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         """The request's block tables, as connectors ask for them."""

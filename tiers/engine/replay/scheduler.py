@@ -18,11 +18,8 @@ from tiers.engine.replay.requests import (
 
 
 class ReplayScheduler:
-    """Decides, as vLLM's scheduler does, and calls the connector where that would.
-
-    `preemptions` are counted, and `external_hits`: tokens that requests which were not preempted
-    were to load.
-    """
+    """Decides, as vLLM's scheduler does, and calls the connector where that would. Counts
+    `preemptions`, and as `external_hits` the tokens that requests not preempted were to load."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -95,22 +95,6 @@ class ReplayWorker:
             self.connector.shutdown()
 
 
-class Worker(Protocol):
-    """A rank, wherever it runs."""
-
-    def begin(self, step: Step) -> None:
-        """Start a step."""
-        ...
-
-    def end(self) -> StepOutput:
-        """Wait for the step that was started."""
-        ...
-
-    def handshake(self) -> Any: ...
-
-    def close(self) -> None: ...
-
-
 class LocalWorker(ReplayWorker):
     """A rank in the engine's process."""
 
@@ -139,7 +123,6 @@ class ProcessWorker:
         self._handshake = self._receive()
 
     def handshake(self) -> Any:
-        """What the rank's connector says of itself."""
         return self._handshake
 
     def begin(self, step: Step) -> None:
@@ -177,3 +160,7 @@ def _serve(
         worker.close()
     except (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
         pipe.send((True, traceback.format_exc()))
+
+
+Worker = LocalWorker | ProcessWorker
+"""A rank, wherever it runs: `begin` starts a step, `end` waits for it."""

@@ -35,10 +35,8 @@ def cache_folder() -> Path:
 
 
 def obtain() -> Path:
-    """The model's folder; downloads (95 MB) and converts on the first call.
-
-    Raises ModelError and Missing.
-    """
+    """The model's folder; downloads (95 MB) and converts on the first call. Raises ModelError and
+    Missing."""
     folder = cache_folder() / FOLDER
     if folder.exists():
         return folder

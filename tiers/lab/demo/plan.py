@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from spec.chain import ChainSpec
 from spec.document import read_yaml
 from spec.load import load_chain
 from tiers.errors import KVTiersError
@@ -27,19 +26,13 @@ In `cpu` the engine's own cache has evicted the prefix; in `remote` the disk pat
 """
 
 
-class Return(NamedTuple):
-    """How a prefix comes back: the tier type that serves it, and the types emptied before."""
-
-    phase: str
-    served_by: str
-    emptied: frozenset[str]
-
-
-RETURNS = (
-    Return("cpu", "cpu", frozenset()),
-    Return("disk", "disk", frozenset({"cpu"})),
-    Return("remote", "redis", frozenset({"cpu", "disk"})),
-)
+RETURNS = {
+    "cpu": ("cpu", ()),
+    "disk": ("disk", ("cpu",)),
+    "remote": ("redis", ("cpu", "disk")),
+}
+"""By phase: the tier type that serves the prefix when it comes back, and the types that are empty
+then."""
 
 
 class NothingToShow(KVTiersError):
@@ -66,13 +59,12 @@ class Plan:
 
 
 def make_plan(chain: Path, folder: Path) -> Plan:
-    """Plan the demo of a chain's file; what the replica needs is written into `folder`.
-
-    Raises what `load_chain` raises, and NothingToShow.
-    """
+    """Plan the demo of a chain's file; what the replica needs is written into `folder`. Raises what
+    `load_chain` raises, and NothingToShow."""
     spec = load_chain(chain)
-    skipped = {r.phase: why for r in RETURNS if (why := _why_not(r, spec)) is not None}
-    shown = {r.phase: r.served_by for r in RETURNS if r.phase not in skipped}
+    types = [tier.type for tier in spec.tiers]
+    skipped = {phase: why for phase, r in RETURNS.items() if (why := _why_not(*r, types))}
+    shown = {phase: served_by for phase, (served_by, _) in RETURNS.items() if phase not in skipped}
     if not shown:
         reasons = "; ".join(f"{phase}: {why}" for phase, why in skipped.items())
         raise NothingToShow(f"{chain} has nothing that the demo could show ({reasons})")
@@ -89,13 +81,13 @@ def make_plan(chain: Path, folder: Path) -> Plan:
     return Plan(tuple(runs), serving, skipped)
 
 
-def _why_not(back: Return, chain: ChainSpec) -> str | None:
-    left = [tier.type for tier in chain.tiers if tier.type not in back.emptied]
-    if back.served_by not in left:
-        return f"the chain has no {back.served_by} tier"
-    if left[0] != back.served_by:
-        return f"the {left[0]} tier comes before the {back.served_by} tier and would serve it"
-    return None
+def _why_not(served_by: str, emptied: Sequence[str], types: Sequence[str]) -> str:
+    first = next((one for one in types if one not in emptied), None)
+    if served_by not in types:
+        return f"the chain has no {served_by} tier"
+    if first != served_by:
+        return f"the {first} tier comes before the {served_by} tier and would serve it"
+    return ""
 
 
 def default_chain(folder: Path, redis_url: str) -> Path:

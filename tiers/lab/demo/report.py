@@ -54,9 +54,7 @@ def _summarise(name: str, requests: list[Asked], cold: list[Asked]) -> PhaseResu
 
 def faults(results: Sequence[PhaseResult], serving: Mapping[str, frozenset[str]]) -> dict[str, str]:
     """What went wrong, in one line for each phase its tiers did not serve or that changed a token.
-
-    `serving`: for each phase after cold, the names of the tiers that must serve it.
-    """
+    `serving`: see `Plan`."""
     found = {}
     for result in results:
         tiers = serving.get(result.name, frozenset())

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiers.errors import KVTiersError
+from tiers.errors import TraceError
+from tiers.traces.opening import open_trace
 
 MAX_BLOCKS = 120
 """Longest prompt; a trace's longer ones are cut."""
 
 
-class BadTrace(KVTiersError):
-    """A file is no trace."""
-
-
 def from_trace(path: Path, block_tokens: int) -> Iterator[list[int]]:
-    """A trace's prompts, over and over, a few tokens for each of its blocks.
-
-    Each line is a JSON object whose `hash_ids` name the prompt's blocks, an id standing for its
-    block and all before it. Raises BadTrace.
-    """
-    try:
-        lines = path.read_text().splitlines()
-        requests = [json.loads(line)["hash_ids"][:MAX_BLOCKS] for line in lines]
-        prompts = [
-            [(7 * number + i) % 50_000 for number in ids for i in range(block_tokens)] + [1]
-            for ids in requests
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise BadTrace(f"{path}: not a trace, which has hash_ids in each line ({reason})") from None
+    """A trace's prompts, over and over, a few tokens for each of its blocks. Raises TraceError."""
+    prompts = [
+        [(7 * block + i) % 50_000 for block in one.blocks[:MAX_BLOCKS] for i in range(block_tokens)]
+        + [1]
+        for one in open_trace(path)
+    ]
     if not prompts:
-        raise BadTrace(f"{path}: not a trace: it is empty")
+        raise TraceError(f"{path}: it has no requests")
     return itertools.cycle(prompts)
 
 

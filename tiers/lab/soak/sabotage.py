@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import PrivateAttr
 
@@ -50,11 +50,7 @@ class Sabotaged(StoreSpec):
     is_prompt: ClassVar[bool] = True
 
     inner: StoreSpec
-    _mood: Mood = PrivateAttr()
-
-    def model_post_init(self, context: Any) -> None:
-        """Begin well."""
-        self._mood = Mood(random.Random(0))
+    _mood: Mood = PrivateAttr(default_factory=lambda: Mood(random.Random(0)))
 
     @property
     def mood(self) -> Mood:
@@ -62,5 +58,4 @@ class Sabotaged(StoreSpec):
         return self._mood
 
     def open(self, site: StoreContext) -> TierStore:
-        """Open the inner tier's store and let it behave as the mood says."""
         return FaultyStore(SlowStore(self.inner.open(site), self._mood.pace), self._mood.faults)
