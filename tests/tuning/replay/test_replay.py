@@ -120,3 +120,10 @@ def test_what_cannot_be_replayed_says_so() -> None:
         run(chain(cpu(90)), [TraceRequest(0.0, 151 * SIZE, 1, list(range(151)))])
     with pytest.raises(SpecError, match="add disk"):
         replay(chats(3, 5), SIZE, chain(disk(9)), machine(tiers={}))
+
+
+def test_a_replay_is_not_recorded(tmp_path: Path) -> None:
+    ghosts = [{"tier": "cpu", "capacity": "2x"}]
+    watched = chain(cpu(30), record={"path": tmp_path / "trace"}, ghosts=ghosts)
+    run(watched, chats(3, count=5))
+    assert not (tmp_path / "trace").exists(), "it would spoil the trace of live traffic"

@@ -34,6 +34,10 @@ class Scale(NamedTuple):
         return int(size // (self.real_bytes * stored_share))
 
 
+_WATCH = {"record", "ghosts", "explain"}
+"""Keys of a chain about live traffic, which a replay is none of: a replay is not recorded."""
+
+
 class Places(NamedTuple):
     """Where the replay's tiers keep their blocks. `redis`: starts a server for so many blocks
     (None: without limit) of so many bytes and returns its URL."""
@@ -54,7 +58,8 @@ def scaled(
     hosts = sum(tier.capacity // stride for tier in tiers if isinstance(tier, HostSpec))
     slots = PoolSize.of(chain, engine).slots(scale.real_bytes)
     staging = max(1, slots - hosts) * stride
-    settings = {name: getattr(chain, name) for name in chain.model_fields_set}
+    kept = chain.model_fields_set - _WATCH
+    settings = {name: getattr(chain, name) for name in kept}
     return ChainSpec.model_validate({**settings, "tiers": tuple(tiers), "staging": staging})
 
 
