@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -174,9 +174,12 @@ def _model(loc: Loc, document: Document) -> type[BaseModel] | None:
         model, inner = _tier_model(loc[:2], document), loc[2:]
     else:
         model, inner = document.model or ChainSpec, loc
-    for key in inner:
-        field = model.model_fields.get(str(key)) if model else None
+    keys = [key for key in inner if isinstance(key, str)]  # the items of a list are alike
+    while keys:
+        field = model.model_fields.get(keys.pop(0)) if model else None
         model = _model_in(field.annotation) if field else None
+        if keys and field and get_origin(field.annotation) is Mapping:
+            del keys[0]  # a name that an operator gave: the values of a mapping are alike
     return model
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.known_traffic import BLOCK, BLOCK_TOKENS, KV_BYTES, loop, mixed, once, requests
 from tiers.traces.trace import TraceRequest
+from tiers.tuning.curve import measure
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.show import left_out
 from tiers.tuning.search.tune import Tuned, tune
@@ -45,7 +46,8 @@ def budget(media: Media, **more: Any) -> Budget:
 
 def tuned(traffic: Sequence[TraceRequest], given: Budget, limit: int = 60) -> Tuned:
     workload = Workload.of(traffic, BLOCK_TOKENS)
-    return tune(workload, given, lambda size: size / 1e9, limit=limit)
+    curve = measure(traffic, BLOCK_TOKENS, second_use=False).all
+    return tune(workload, given, lambda size: curve.ratio(size // BLOCK), limit=limit)
 
 
 def order(found: Tuned) -> list[str]:
@@ -116,6 +118,16 @@ def test_store_threshold_keeps_one_off_documents_out() -> None:
     again = mixed((loop(10, 10, 400), 1), (once(10, 400), 3))
     found = tuned(requests(islice(again, 400)), budget({"disk": (240, {})}))
     assert chosen(found, "disk").store_threshold > 1
+
+
+def test_eviction_that_a_scan_does_not_empty() -> None:
+    """A document comes again soon, and twice more after a scan. LRU has forgotten it by then; a
+    store threshold of 2 keeps the scan out and loses the first time that it comes again."""
+    again = {10 * one + later: (one, 10) for one in range(24) for later in (0, 3, 21, 46)}
+    scan = once(10, 1000)
+    traffic = [again.get(at) or next(scan) for at in range(240)]
+    found = tuned(requests(traffic), budget({"cpu": (100, {})}), limit=40)
+    assert chosen(found, "cpu").eviction in ("arc", "s3fifo")
 
 
 def test_promote_off_where_a_loop_below_drives_out_what_comes_often() -> None:

@@ -20,7 +20,7 @@ BudgetFile = Annotated[
 Present = Annotated[Path | None, typer.Option(help="The present chain's YAML, to compare with.")]
 Out = Annotated[Path | None, typer.Option(help="Write the chosen chain to this file.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
-Png = Annotated[
+Plot = Annotated[
     Path | None, typer.Option(help="Draw waiting times against prices; needs matplotlib.")
 ]
 Chains = Annotated[
@@ -35,7 +35,7 @@ def tune(
     spec: Present = None,
     out: Out = None,
     json_file: Json = None,
-    png: Png = None,
+    plot: Plot = None,
     chains: Chains = 250,
     processes: Processes = 2,
 ) -> None:
@@ -44,15 +44,21 @@ def tune(
     Simulation chooses tiers, order, sizes and policies. The first quarter of the trace only warms;
     the second half judges what the search found in the second quarter.
     """
+    from importlib.util import find_spec
+
     from spec.load import load_chain
     from tiers.errors import KVTiersError
     from tiers.tuning.search.budget import load_budget
 
+    if plot is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter(
+            "it needs matplotlib: pip install 'kvtiers[bench]'", param_hint="--plot"
+        )
     given = load_budget(budget)
     present = None if spec is None else load_chain(spec)
     try:
         found = _search(trace, given, present, chains, processes)
-        _tell(found, trace.name, out, json_file, png)
+        _tell(found, trace.name, out, json_file, plot)
     except KVTiersError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -99,9 +105,10 @@ def _search(
 
 
 def _tell(
-    found: Tuned, trace: str, out: Path | None, json_file: Path | None, png: Path | None
+    found: Tuned, trace: str, out: Path | None, json_file: Path | None, plot: Path | None
 ) -> None:
-    from tiers.tuning.search.chain_file import write_whole
+    from tiers.tuning.files import write_json, write_whole
+    from tiers.tuning.search.picture import draw
     from tiers.tuning.search.result import as_json, as_text, as_yaml
 
     chain = as_yaml(found, trace)
@@ -111,19 +118,9 @@ def _tell(
     elif out is None:
         typer.echo(f"\n{chain}", nl=False)
     else:
-        write_whole(out, chain.encode())
+        write_whole(out, lambda file: file.write_text(chain, encoding="utf-8"))
         typer.echo(f"\nThe chain is in {out}.")
     if json_file is not None:
-        write_whole(json_file, as_json(found, trace).encode())
-    if png is not None:
-        _draw(found, png)
-
-
-def _draw(found: Tuned, file: Path) -> None:
-    from tiers.tuning.search.picture import write_png
-
-    try:
-        write_png(found, file)
-    except ModuleNotFoundError:
-        typer.echo("the picture needs matplotlib: pip install matplotlib", err=True)
-        raise typer.Exit(1) from None
+        write_json(json_file, as_json(found, trace))
+    if plot is not None:
+        write_whole(plot, lambda file: draw(found, file))

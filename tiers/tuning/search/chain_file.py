@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import yaml
@@ -115,17 +112,3 @@ def _comment(text: str, indent: str = "") -> list[str]:
 def _inline(value: Any) -> str:
     """A value as YAML on one line."""
     return str(yaml.safe_dump([value], default_flow_style=True, width=1 << 20)).strip()[1:-1]
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all; a file that was there before is kept
-    until then. Raises OSError."""
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise

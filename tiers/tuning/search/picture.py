@@ -8,14 +8,10 @@ from tiers.tuning.search.show import frontier, has_prices, price_of
 from tiers.tuning.search.tune import Tuned
 
 
-def write_png(tuned: Tuned, file: Path) -> None:
+def draw(tuned: Tuned, file: Path) -> None:
     """Draw every chain tried, the frontier and what was chosen. Raises ModuleNotFoundError without
     matplotlib, OSError."""
-    from io import BytesIO
-
     from matplotlib.figure import Figure
-
-    from tiers.tuning.search.chain_file import write_whole
 
     found, budget = tuned.found, tuned.budget
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -35,6 +31,4 @@ def write_png(tuned: Tuned, file: Path) -> None:
     )
     axes.grid(alpha=0.3)
     axes.legend()
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=110)
-    write_whole(file, drawn.getvalue())
+    figure.savefig(file, format="png", dpi=110)

@@ -31,7 +31,10 @@ class Simulations:
         self._workload = workload
         self._machine = machine
         self._reports: dict[Job, Report] = {}
-        self._workers = [_Worker(workload, machine) for _ in range(processes)]
+        self._workers: list[_Worker] = []
+        for _ in range(processes):
+            pipes = [worker.pipe for worker in self._workers]
+            self._workers.append(_Worker(workload, machine, pipes))
 
     def __enter__(self) -> Self:
         return self
@@ -75,11 +78,12 @@ class Simulations:
 class _Worker:
     """A forked process that simulates what its pipe brings."""
 
-    def __init__(self, workload: Workload, machine: Machine) -> None:
+    def __init__(self, workload: Workload, machine: Machine, others: Sequence[Connection]) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe()
+        ours = [self.pipe, *others]
         self._process = context.Process(
-            target=_serve, args=(workload, machine, theirs), daemon=True
+            target=_serve, args=(workload, machine, theirs, ours), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -93,8 +97,8 @@ class _Worker:
                 f"a simulating process ended with status {self._process.exitcode}: if it was "
                 "killed for memory, give a shorter trace or fewer processes"
             ) from None
-        if isinstance(found, KVTiersError):
-            raise found
+        if isinstance(found, str):
+            raise KVTiersError(found)
         assert isinstance(found, Report)
         return found
 
@@ -104,18 +108,23 @@ class _Worker:
         self._process.join()
 
 
-def _serve(workload: Workload, machine: Machine, pipe: Connection) -> None:
+def _serve(
+    workload: Workload, machine: Machine, pipe: Connection, parents: Sequence[Connection]
+) -> None:
+    for one in parents:
+        one.close()  # the parent's ends, which were forked too: else its death is no end of file
     # An interrupt from the terminal reaches this process too; its parent ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while True:
-        try:
+    try:
+        while True:
             job = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(_simulate(workload, machine, job))
-        except KVTiersError as error:
-            pipe.send(error)
+            try:
+                answer: Report | str = _simulate(workload, machine, job)
+            except KVTiersError as error:
+                answer = str(error)
+            pipe.send(answer)
+    except (EOFError, OSError):
+        return  # the parent is gone
 
 
 def _simulate(workload: Workload, machine: Machine, job: Job) -> Report:

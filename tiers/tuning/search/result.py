@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -50,10 +49,10 @@ def as_yaml(tuned: Tuned, trace: str) -> str | None:
     return chain_yaml(chosen.chain, chosen.report, budget, why, head)
 
 
-def as_json(tuned: Tuned, trace: str) -> str:
-    """All figures."""
+def as_json(tuned: Tuned, trace: str) -> dict[str, Any]:
+    """All figures, for `json.dumps`."""
     verdict, budget, found = tuned.verdict, tuned.budget, tuned.found
-    data = {
+    return {
         "trace": trace,
         "objective": budget.objective,
         "requests": len(tuned.workload),
@@ -86,7 +85,6 @@ def as_json(tuned: Tuned, trace: str) -> str:
             for one in found.tried
         ],
     }
-    return json.dumps(data, indent=1) + "\n"
 
 
 def _judged(one: Judged, tuned: Tuned) -> dict[str, Any]:

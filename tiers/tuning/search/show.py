@@ -63,12 +63,7 @@ def notes(verdict: Verdict, found: Found, space: Space) -> list[str]:
         f"{found.near(0.1):,} within 10%."
     ]
     if best.chain != verdict.best.chain:
-        gap = best.score.worse_than(verdict.best.score)
-        told.append(
-            f"{name(verdict.best.chain)} is {percent(gap)} better, less than the "
-            f"{percent(best.margin(verdict.best))} by which the two vary between parts of the "
-            "trace: the simpler one is chosen."
-        )
+        told.append(_simpler(best, verdict.best))
     told += left_out(verdict, found, space)
     told += [
         f"No chain that was tried keeps all constraints: {text}."
@@ -76,6 +71,18 @@ def notes(verdict: Verdict, found: Found, space: Space) -> list[str]:
     ]
     told += [f"Beware: {warning}." for warning in best.report.warnings]
     return told
+
+
+def _simpler(chosen: Judged, best: Judged) -> str:
+    """Why a chain was chosen that is not the best of the search."""
+    gap = chosen.score.worse_than(best.score)
+    if gap <= 0:
+        return f"What is chosen is simpler than {name(best.chain)}, and no worse."
+    spread = percent(chosen.margin(best))
+    return (
+        f"{name(best.chain)} is {percent(gap)} better, less than the {spread} by which "
+        "the two vary between parts of the trace: the simpler one is chosen."
+    )
 
 
 def left_out(verdict: Verdict, found: Found, space: Space) -> list[str]:

@@ -1,7 +1,8 @@
-"""Sizes worth trying for each medium.
+"""Sizes worth trying for each medium: the most, and its halves.
 
-They are the limit, or what holds all blocks that a trace asks for again if that is less, and then
-halves. A size at which the curve of hit ratios is as high as at the next smaller one is skipped.
+The most is the limit, or what an LRU needs to serve all that any cache could serve of a trace. The
+curve is flat from there on for every policy. A curve that is flat somewhere below says nothing: it
+is LRU's, and ARC or a store threshold may use that room.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from tiers.tuning.search.budget import Budget
 
 HALVES = 4
 FLAT = 0.002
-"""Two sizes whose hit ratios differ by less are one; the smaller stands for both."""
+"""Hit ratios that differ by less are alike."""
 SPARE = 1.1
-"""Blocks on their way take room too: what is flat for the curve is taken this much larger."""
+"""Blocks on their way take room too: what suffices by the curve is taken this much larger."""
+ALL = 1 << 62
+"""More bytes than any trace has."""
 
 
 def worth_trying(
@@ -32,22 +35,18 @@ def _sizes(limit: int, stored_share: float, hit_ratio: Callable[[int], float]) -
     def ratio(size: int) -> float:
         return hit_ratio(int(size / stored_share))
 
-    top = _round(_flat_from(limit, ratio)) if ratio(limit) - ratio(limit // 2) < FLAT else limit
-    sizes = [min(limit, top)]
-    for half in range(1, HALVES + 1):
-        size = _round(sizes[0] / 2**half)
-        if size < sizes[-1] and ratio(sizes[-1]) - ratio(size) >= FLAT:
-            sizes.append(size)
-    return tuple(sizes)
+    top = min(limit, _round(SPARE * _least(limit, ratio)))
+    halves = [_round(top / 2**half) for half in range(1, HALVES + 1)]
+    return (top, *dict.fromkeys(size for size in halves if size < top))
 
 
-def _flat_from(limit: int, ratio: Callable[[int], float]) -> float:
-    """The least size with a hit ratio as good as the limit's, and some more."""
-    full, low, high = ratio(limit) - FLAT, 0, limit
+def _least(limit: int, ratio: Callable[[int], float]) -> int:
+    """The least size that serves all that can be served, or the limit if that does not."""
+    low, high, enough = 0, limit, ratio(ALL) - FLAT
     while high - low > limit / 64:
         middle = (low + high) // 2
-        low, high = (low, middle) if ratio(middle) >= full else (middle, high)
-    return high * SPARE
+        low, high = (low, middle) if ratio(middle) >= enough else (middle, high)
+    return high
 
 
 def _round(size: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spec.chain import ChainSpec
 from tiers.tuning.search.budget import Budget
@@ -66,9 +66,13 @@ def tune(
 
 
 def present_chain(chain: ChainSpec, budget: Budget) -> SimChain:
-    """The operator's chain as the simulation has it. Raises SpecError for a tier that the budget's
-    machine has no profile of."""
+    """The operator's chain as the simulation has it. A server, whose size no chain says, has the
+    budget's limit. Raises SpecError for a tier that the budget's machine has no profile of."""
     found = SimChain.of(chain)
+    limits = {medium.type: medium.limit for medium in budget.media}
+    tiers = []
     for tier in found.tiers:
-        budget.machine.profile(tier.name, tier.type)
-    return found
+        known = budget.machine.profile(tier.name, tier.type).capacity
+        size = tier.capacity or known or limits.get(tier.type)
+        tiers.append(replace(tier, capacity=size))
+    return replace(found, tiers=tuple(tiers))

@@ -29,7 +29,9 @@ def size(value: float) -> str:
 
 def name(chain: SimChain) -> str:
     """A chain in a few words."""
-    tiers = ", ".join(f"{tier.type} {size(tier.capacity or 0)}" for tier in chain.tiers)
+    tiers = ", ".join(
+        f"{tier.type} {size(tier.capacity)}" if tier.capacity else tier.type for tier in chain.tiers
+    )
     return f"{tiers}; {chain.load_policy}" if tiers else "no tiers"
 
 

@@ -1,0 +1,140 @@
+"""Which chains are equal, which is the simplest, and what is said of a choice."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from spec.load import load_chain
+from tests.support.known_traffic import BLOCK, loop, mixed, requests
+from tests.tuning.test_search import Media, budget, tuned
+from tiers.tuning.report import Report, TierUse
+from tiers.tuning.search.budget import Budget, Constraints
+from tiers.tuning.search.chain_file import compared
+from tiers.tuning.search.result import as_json, as_text, as_yaml
+from tiers.tuning.search.score import Score, excesses, score
+from tiers.tuning.search.sizes import worth_trying
+from tiers.tuning.search.space import simplicity
+from tiers.tuning.search.tune import Tuned
+from tiers.tuning.search.verdict import Judged
+from tiers.tuning.simulation.chain import SimChain, SimTier
+
+GIVEN = budget({"cpu": (1000, {}), "disk": (1000, {})})
+CPU = SimTier("cpu", "cpu", True, 100)
+
+
+def report(ttft: float = 1.0, life: float | None = None) -> Report:
+    use = TierUse("disk", 0, 0.0, 0.0, 0, 0, 0.0, 0, 0, life_years=life, price_per_month=50.0)
+    return Report(10, 10.0, 0.5, (use,), 100, 0, 100, ttft, ttft, 2 * ttft, 3.0)
+
+
+def judged(total: float, *quarters: float) -> Judged:
+    return Judged(SimChain(()), report(total), Score(0.0, total), quarters)
+
+
+def test_chains_are_equal_within_the_spread_of_their_difference() -> None:
+    best = judged(1.0, 1.0, 0.5, 2.0, 1.0)
+    assert judged(1.004, 1.004, 0.502, 2.008, 1.004).equals(best), "below half a percent"
+    assert not judged(1.01, 1.01, 0.505, 2.02, 1.01).equals(best), "the same in every quarter"
+    assert judged(1.01, 1.04, 0.49, 2.04, 0.98).equals(best), "better in two quarters"
+    assert not judged(1.03, 1.5, 0.4, 2.5, 0.8).equals(best), "over 2% whatever the spread"
+    broken = replace(judged(1.0, 1.0, 0.5, 2.0, 1.0), score=Score(0.1, 0.9))
+    assert not broken.equals(best)
+
+
+def test_fewer_tiers_then_fewer_settings_then_a_lower_price_are_simpler() -> None:
+    machine = budget({"cpu": (9, {"price_per_gb_month": 3.0}), "disk": (9, {})}).machine
+    disk = SimTier("disk", "disk", False, 100)
+    chains = [
+        SimChain(()),
+        SimChain((replace(disk, capacity=50),)),
+        SimChain((disk,)),
+        SimChain((CPU,)),
+        SimChain((CPU,), "cheapest"),
+        SimChain((replace(CPU, store_threshold=2, eviction="arc"),)),
+        SimChain((CPU, disk)),
+    ]
+    assert sorted(chains, key=lambda one: simplicity(one, machine)) == chains
+
+
+def test_scores() -> None:
+    limits = {"p99_ttft": 1.0, "price_per_month": 40, "life_years": 5.0}
+    limited = GIVEN.model_copy(update={"constraints": Constraints.model_validate(
+        limits | {"p99_ttft": "1s"})})  # fmt: skip
+    told = [text for text, _ in excesses(report(life=2.0), limited)]
+    assert told == [
+        "p99_ttft is 2, not 1 or less",
+        "price_per_month is 50, not 40 or less",
+        "disk lasts 2 years, not 5 or more",
+    ]
+    assert score(report(life=2.0), limited).excess == pytest.approx(1 + 0.25 + 1.5)
+    assert score(report(9.0), GIVEN) < score(report(), limited)
+    saved = GIVEN.model_copy(update={"objective": "saved_seconds"})
+    more, less = Score(0, -10.0), Score(0, -8.0)
+    assert score(report(), saved) == Score(0, -3.0) and more < less
+    assert less.worse_than(more) == pytest.approx(0.25)
+    assert compared(less, more) == "25% worse" and compared(more, less) == "20% better"
+    assert math.isinf(Score(0, 0.0).worse_than(more))
+    paid = GIVEN.model_copy(update={"objective": "cost", "gpu_price_per_month": 1000.0})
+    assert score(report(), paid).value == 50 + 0.5 * 1000
+
+
+def test_no_size_beyond_what_serves_all() -> None:
+    given = budget({"cpu": (100, {}), "disk": (10_000, {})})
+    sizes = worth_trying(given, lambda size: min(size / BLOCK, 500) / 500)
+    assert [size / BLOCK for size in sizes["cpu"]] == pytest.approx([100, 50, 25, 12.5, 6.25])
+    assert sizes["disk"][0] / BLOCK == pytest.approx(500 * 1.1, rel=0.4)
+
+
+@pytest.fixture(scope="module")
+def small() -> Tuned:
+    media: Media = {"disk": (200, {}), "redis": (1000, {"load_bandwidth": 4e6})}
+    given = budget(media, constraints={"price_per_month": 10})
+    both = mixed((loop(8, 10, 120), 4), (loop(30, 10, 120, 100), 1))
+    return tuned(requests(islice(both, 120)), given, 30)
+
+
+def test_the_chain_file_loads_and_gives_a_reason_for_each_choice(
+    small: Tuned, tmp_path: Path
+) -> None:
+    text = as_yaml(small, "some.jsonl")
+    assert text is not None
+    (tmp_path / "chain.yaml").write_text(text)
+    loaded = load_chain(tmp_path / "chain.yaml")
+    chosen = small.verdict.chosen.chain
+    assert [tier.type for tier in loaded.tiers] == [tier.type for tier in chosen.tiers]
+    assert (loaded.load_policy, loaded.promote) == (chosen.load_policy, chosen.promote)
+    assert [t.store_threshold for t in loaded.tiers] == [t.store_threshold for t in chosen.tiers]
+    for key in ("load_policy", "capacity", "store_threshold"):
+        at = text.index(f"{key}: ")
+        assert "worse" in text[at - 300 : at + 100] or "the same" in text[at - 300 : at + 100], key
+
+
+def test_what_is_told_can_be_read_by_machines_too(small: Tuned) -> None:
+    told = as_json(small, "some.jsonl")
+    assert told["tried"] == len(small.found.tried) == len(told["search"])
+    assert told["within"]["1"] <= told["within"]["5"] <= told["within"]["10"] <= told["tried"]
+    prices = [point["cost"] for point in told["frontier"]]
+    waits = [point["ttft_mean"] for point in told["frontier"]]
+    assert prices == sorted(prices) and waits == sorted(waits, reverse=True)
+    text = as_text(small)
+    assert "chosen" in text and "fastest first" in text and "* chosen" in text
+
+
+def test_settings_are_written_as_yaml(tmp_path: Path, small: Tuned) -> None:
+    """A path with a colon and a quote, a number that is text."""
+    odd = {"path": "/var/it's: here", "name": "12"}
+    media = [
+        medium.model_copy(update={"settings": odd}) if medium.type == "disk" else medium
+        for medium in small.budget.media
+    ]
+    given: Budget = small.budget.model_copy(update={"media": tuple(media)})
+    text = as_yaml(replace(small, budget=given), "some.jsonl")
+    assert text is not None
+    (tmp_path / "chain.yaml").write_text(text)
+    (disk,) = [tier for tier in load_chain(tmp_path / "chain.yaml").tiers if tier.type == "disk"]
+    assert (str(getattr(disk, "path", "")), disk.name) == (odd["path"], odd["name"])
