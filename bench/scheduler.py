@@ -27,7 +27,6 @@ from tiers.connector.contract.block_groups import GROUP_BYTES
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.connector.multi.metadata import MultiWorkerMetadata
-from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.rows import index_key
 from tiers.disk.slab import slot_bytes
@@ -222,9 +221,7 @@ class Remote:
     def _one(self) -> float:
         self._asked += 1
         chain, prompt = self.halves.chain, Prompt(self._asked, self._size.blocks)
-        (child,) = chain.children
-        assert isinstance(child, OffloadingScheduler)
-        child._requests.state_of(prompt)
+        chain._requests.keys(chain._requests.of(prompt))
         total: dict[str, float] = {}
         timed(total, "begin", lambda: chain.on_new_request(prompt))
         answer: object = (None, False)

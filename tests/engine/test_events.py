@@ -8,11 +8,11 @@ from pathlib import Path
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
+    coverage_of,
     cpu,
     damage_disk,
     disk,
     drive,
-    scheduler_of,
     workload,
 )
 from tiers.engine.replay import ReplayEngine
@@ -36,15 +36,12 @@ def test_events_of_a_small_host_tier_are_what_it_holds(
     made = engine(chain_of(cpu(20), disk(tmp_path)), num_blocks=24, kv_events=True)
     drive(made, seed=5, abort=0.2)
     made.settle()
-    host = scheduler_of(made)
     held = told(made, "cpu")
     assert 0 < len(held) <= 20
     assert any(not event.stored for event in made.events), "the tier was meant to be too small"
     for number, (prompt, _) in enumerate(workload(5)):
         request = ReplayRequest(f"probe-{number}", prompt, 1, MODEL.block_tokens)
-        blocks = range(len(request.block_hashes))
-        assert host.coverage(request, blocks) == [one in held for one in request.block_hashes]
-        host.request_finished(request, [])
+        assert coverage_of(made, request) == [one in held for one in request.block_hashes]
 
 
 def test_a_reset_removes_what_a_host_tier_held(engine: Callable[..., ReplayEngine]) -> None:

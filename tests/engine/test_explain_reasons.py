@@ -170,7 +170,7 @@ def test_time_is_over(made: MakeEngine, tmp_path: Path) -> None:
     one = made(disk(tmp_path))
     ask(one)
     assert one.connector is not None
-    one.connector._wait_budget._max_wait = 0.0
+    one.connector._requests._max_wait = 0.0
     ask(one)
     assert why(one, "disk") == "budget"
     assert last_told(one)["attempts"][0]["computed"] == 50

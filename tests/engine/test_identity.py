@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.generation import Generation
-from tiers.connector.scheduler.requests import RequestTable
+from tiers.connector.policy.requests import RequestTable
 from tiers.engine import request_marks
 from tiers.engine.content_marks import ContentMarks
 from tiers.engine.identity import digests
@@ -79,7 +77,8 @@ def test_requests_that_differ_in_more_than_tokens_share_no_block(adapter: Path) 
         )
         marks, media = AdapterMarks(), ContentMarks(trust, room=10)
         engine = EngineInfo({}, BLOCK, BLOCK, num_blocks=9, mark=marks, media=media)
-        return RequestTable(engine, BlockGroups(engine), Generation(), True).state_of(request).keys
+        table = RequestTable(engine)
+        return table.keys(table.of(request))
 
     lora = LoRARequest("sql", 1, str(adapter))
     other_lora = LoRARequest("prose", 2, str(adapter))

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, scheduler_of
-from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.media import MediaMark, NoMedia, joined
-from tiers.connector.scheduler.requests import RequestState, RequestTable, Scheduled
+from tiers.connector.policy.requests import RequestState, RequestTable, Scheduled
+from tiers.connector.scheduler.offers import TierRequest, new_offers
 from tiers.engine import content_marks
 from tiers.engine.content_marks import ContentMarks, content_digest
 from tiers.engine.media_identity import media_marks, refuse_unmarked_media
@@ -127,20 +126,21 @@ def test_a_name_of_two_contents_is_not_stored_from_then_on(
 def test_what_runs_under_a_name_of_two_contents_is_offered_to_no_tier() -> None:
     media = process()
     engine = EngineInfo({}, 16, 16, num_blocks=9, media=media)
-    table = RequestTable(engine, BlockGroups(engine), Generation(), True)
+    table = RequestTable(engine)
 
     def state(request_id: str, pixels: Any) -> RequestState:
         request = asked(request_id, seen("avatar", pixels))
         request.block_hashes, request.num_tokens = [bytes([n]) * 32 for n in range(4)], 64
-        made = table.state_of(request)
+        made = table.of(request)
         made.tables = ([1, 2, 3, 4],)
         return made
 
     red = state("red", RED)
-    assert len(table.offers(Scheduled(red, 0, 32)).pairs) == 2 and red.stores
+    own = TierRequest(red)
+    assert len(new_offers(table, own, Scheduled(red, 0, 32, complete=2)).pairs) == 2 and red.stores
     blue = state("blue", BLUE)
     assert not red.stores and not blue.stores
-    assert table.offers(Scheduled(red, 32, 64)).pairs == []
+    assert new_offers(table, own, Scheduled(red, 32, 64, complete=4)).pairs == []
 
 
 def test_a_name_of_content_that_was_not_seen_once_is_not_stored_with_it() -> None:

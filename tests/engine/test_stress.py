@@ -131,10 +131,10 @@ def assert_nothing_left(engine: ReplayEngine) -> None:
     """No slot, pin, job or block belongs to a request any more; residents hold one reference."""
     assert engine.scheduler.pool.num_free == engine.num_blocks
     assert engine.connector is not None
+    assert not len(engine.connector._requests)
     tiers = [c for c in engine.connector.children if isinstance(c, OffloadingScheduler)]
     for tier in tiers:
         assert tier.jobs_under_way == tier.slots_pinned == 0
-        assert not tier._requests
     pool = tiers[0].pool
     assert {pool.references(slot) for slot in range(pool.num_slots)} <= {0, 1}
     assert pool.in_use <= 16

@@ -7,7 +7,7 @@ from typing import Any
 
 from spec.chain import LoadPolicy
 from tiers.connector.contract.connector import SchedulerConnector, WorkerConnector
-from tiers.connector.contract.messages import TransferResults
+from tiers.connector.contract.messages import LoadJob, OffloadingConnectorMetadata, TransferResults
 from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
 
 
@@ -82,6 +82,7 @@ class Tier:
         self.tokens = tokens
         self.loads: list[Any] = []
         self.ended: set[str] = set()
+        self.orders: list[LoadJob] = []
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
         return self.tokens, bool(self.tokens)
@@ -95,6 +96,9 @@ class Tier:
     def bind_connector_metadata(self, metadata: Any) -> None:
         pass
 
+    def start_load_kv(self, forward_context: Any) -> None:
+        pass
+
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
         return False, None
 
@@ -106,11 +110,16 @@ class Tier:
 class BlockTier(Tier):
     """One that our load policies may ask for any block."""
 
-    def coverage(self, request: Any, blocks: range) -> list[bool] | None:
+    def build_connector_meta(self, output: Any) -> Any:
+        orders, self.orders = self.orders, []
+        return OffloadingConnectorMetadata(orders)
+
+    def coverage(self, state: Any, blocks: range) -> list[bool] | None:
         return None if self.held is None else [self.held[b : b + 1] == "x" for b in blocks]
 
-    def load_blocks(self, request: Any, blocks: Any, ranges: Sequence[range], shared: Any) -> None:
+    def load_blocks(self, state: Any, ranges: Sequence[range], shared: Any) -> None:
         self.loads.append(list(ranges))
+        self.orders.append(LoadJob(len(self.loads), state.request.request_id, []))
 
 
 def chain(*children: Any, load: LoadPolicy = "stitched") -> MultiScheduler:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tiers.connector.contract.block_groups import GROUP_BYTES
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
+from tiers.engine.replay.requests import ReplayRequest
 
 MODEL = ReplayModel()
 HYBRID = ReplayModel(windows=(None, 14, 7))
@@ -53,6 +54,16 @@ def total(engine: ReplayEngine, name: str) -> float:
     return sum(measured(engine, name, tier) for tier in engine.stats.data)
 
 
+def coverage_of(engine: ReplayEngine, request: ReplayRequest) -> Sequence[int]:
+    """How much of each full block of a request the first tier holds."""
+    assert engine.connector is not None
+    requests = engine.connector._requests
+    found = scheduler_of(engine).coverage(requests.of(request), range(len(request.block_hashes)))
+    requests.forget(request)
+    assert found is not None
+    return found
+
+
 def scheduler_of(engine: ReplayEngine, place: int = 0) -> OffloadingScheduler:
     """The scheduler half of the chain's tier at this place."""
     assert engine.connector is not None
@@ -67,6 +78,7 @@ def close(engine: ReplayEngine) -> None:
         return
     engine.settle()
     assert engine.scheduler.pool.num_free == engine.num_blocks
+    assert engine.connector is None or not len(engine.connector._requests)
     for place in range(len(engine.connector.children) if engine.connector else 0):
         scheduler = scheduler_of(engine, place)
         assert not scheduler.reqs_being_loaded and not scheduler.slots_pinned

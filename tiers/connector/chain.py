@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec
-from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.copier import OpenCopier
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
@@ -21,8 +20,8 @@ from tiers.connector.contract.pool_size import PoolSize
 from tiers.connector.ghosts import open_ghosts
 from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.worker import MultiWorker
-from tiers.connector.policy.load_sharing import LoadSharing
-from tiers.connector.policy.wait_budget import WaitBudget
+from tiers.connector.policy.requests import RequestTable
+from tiers.connector.policy.wait_budget import lookup_seconds
 from tiers.connector.recording import open_recorder
 from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.announcing import Announcer
@@ -82,49 +81,43 @@ def scheduler_parts(
     # One for all tiers: each would else gather a block for itself, after a reset.
     keeps = chain.on_reset == "keep"
     generation = Generation(lasts=keeps, is_own=engine.weights_change and not keeps)
-    wait_budget = WaitBudget(now, chain.max_wait)
+    requests = RequestTable(
+        engine, generation, now, max_wait=chain.max_wait, prompt_only=chain.store == "prompt"
+    )
     pool = ChainPool(PoolSize.of(chain, engine), announcer)
-    opener = TierOpener(pool, generation, wait_budget.lookup_seconds, engine.host, announcer, now)
+    deadline = lookup_seconds(chain.max_wait)
+    opener = TierOpener(pool, generation, deadline, engine.host, announcer, now)
 
     def open_tier(tier: OffloadingSpec) -> OffloadingScheduler:
         return OffloadingScheduler(
-            tier.tier_name,
-            engine,
+            tier,
+            requests,
             partial(opener.open, tier),
-            chain.promote,
-            generation,
-            wait_budget,
             Admission(tier, now, alone=len(chain.tiers) == 1),
             Tenants(tier.tier_name, chain.tenants),
+            chain.promote,
             now,
-            prompt_only=chain.store == "prompt",
-            hit_source=tier.hit_source,
         )
 
     observers: list[RequestObserver] = [*open_recorder(chain, engine, pool, now)]
     observers += open_ghosts(chain, engine, pool, now)
-    settings = _settings(chain, engine, wait_budget, observers, now)
+    settings = _settings(chain, requests, observers, now)
     return SchedulerParts([*map(open_tier, chain.tiers)], _names(chain), _identity(chain), settings)
 
 
 def _settings(
     chain: ChainSpec,
-    engine: EngineInfo,
-    wait_budget: WaitBudget,
+    requests: RequestTable,
     observers: Sequence[RequestObserver],
     now: Callable[[], float],
 ) -> MultiSettings:
-    explanations = open_explanations(chain.explain, _names(chain), engine.block_tokens)
+    size = requests.engine.block_tokens
+    explanations = open_explanations(chain.explain, _names(chain), size)
     return MultiSettings(
         load_policy=chain.load_policy,
-        block_tokens=engine.block_tokens,
-        window=BlockGroups(engine).window,
-        drops_last=engine.drops_last,
+        requests=requests,
         cheapest=chain.cheapest,
         now=now,
-        wait_budget=wait_budget,
-        sharing=LoadSharing(engine, wait_budget) if engine.caches_prefixes else None,
-        media=engine.media,
         observers=observers if explanations is None else (*observers, explanations),
         explainer=explanations or NoExplanations(),
     )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.children import Child
-from tiers.connector.contract.messages import TransferResults
+from tiers.connector.contract.messages import LoadJob, OffloadingConnectorMetadata, TransferResults
 from tiers.connector.multi.metadata import MultiConnectorMetadata
 from tiers.connector.multi.worker import MultiWorker
 
@@ -32,13 +32,15 @@ def test_each_request_ends_once_whatever_the_order(
     """`under_way`: the children that save, and that load, each request."""
     children = [Child(str(number), []) for number in range(CHILDREN)]
     worker = MultiWorker(children)
-    extra = [
-        {name: len(both[what]) - 1 for name, both in under_way.items() if len(both[what]) > 1}
-        for what in (0, 1)
-    ]
-    worker.bind_connector_metadata(
-        MultiConnectorMetadata(tuple(None for _ in children), extra[0], extra[1])
+    extra = {name: len(saves) - 1 for name, (saves, _) in under_way.items() if len(saves) > 1}
+    orders = tuple(
+        OffloadingConnectorMetadata(
+            [LoadJob(0, name, []) for name, (_, loads) in under_way.items() if child in loads]
+        )
+        for child in range(CHILDREN)
     )
+    worker.bind_connector_metadata(MultiConnectorMetadata(orders, extra))
+    worker.start_load_kv(None)
     ends = [
         (child, what, name)
         for name, both in under_way.items()

@@ -189,7 +189,7 @@ def test_an_error_of_one_child_still_drops_the_request(multi: Both, scripts: lis
     scripts[1].answers["request_finished"] = RuntimeError("b")
     with pytest.raises(RuntimeError, match="b"):
         multi.request_finished(REQUEST, [])
-    assert not multi._choices
+    assert not len(multi._requests)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ import pytest
 from spec.chain import CheapestSpec
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest, first_step
+from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.policy.cheapest.cheapest import Cheapest
 from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.choice import NOBODY, Choice
 from tiers.connector.policy.chooser import Chooser
+from tiers.connector.policy.requests import RequestState, RequestTable
 
 BLOCK = 16
 PROMPT = range(64)
@@ -31,22 +33,28 @@ class World:
         self.prefill = prefill
         self.meters = {child: LoadCost(self.clock) for child in range(len(links))}
         self.policy = Cheapest(settings or CheapestSpec(), BLOCK, self.meters, self.clock)
+        self.requests = RequestTable(EngineInfo({}, BLOCK, BLOCK, num_blocks=0), now=self.clock)
+        self.asked = self.request("asked")
         self._jobs = iter(range(1_000_000))
-        self._requests = iter(range(1_000_000))
+        self._names = iter(range(1_000_000))
+
+    def request(self, name: str, tokens: int = 1024) -> RequestState:
+        return self.requests.of(FakeRequest(name, tokens))
 
     def choose(self, blocks: range = PROMPT, has: Sequence[int | None] | None = None) -> Choice:
         """What the policy would do for a request that begins now; it is not begun."""
         tokens = [len(blocks) * BLOCK] * len(self.links) if has is None else has
         answers = [(one, bool(one)) for one in tokens]
-        return self.policy.choose("asked", answers, blocks)
+        return self.policy.choose(self.asked, answers, blocks)
 
     def run(self, blocks: range = PROMPT, has: Sequence[int | None] | None = None) -> float:
         """Seconds that one request takes from its beginning to the end of its prompt."""
-        name = f"request-{next(self._requests)}"
+        name = f"request-{next(self._names)}"
         whole = len(blocks) * BLOCK
-        self.policy.prefill.expect(FakeRequest(name, whole))
+        state = self.request(name, whole)
+        self.policy.prefill.expect(state)
         choice = self.choose(blocks, has)
-        self.policy.decided(name, choice)
+        self.policy.decided(state, choice)
         tokens = choice.tokens or 0
         shares = choice.shares or {}
         parts = {child: sum(map(len, ranges)) * BLOCK for child, ranges in shares.items()}
@@ -54,9 +62,11 @@ class World:
             parts = {choice.child: tokens}
         began = self.clock.now
         self._load(parts)
-        step = self.policy.prefill.step_begins(first_step(name, tokens, whole - tokens))
+        output = first_step(name, tokens, whole - tokens)
+        step = self.policy.prefill.step_begins(self.requests.begin_step(output).scheduled)
         self.clock.now += (whole - tokens) / self.prefill
         self.policy.step_ended(step)
+        self.requests.forget(state.request)
         return self.clock.now - began
 
     def _load(self, parts: dict[int, int]) -> None:
@@ -245,7 +255,7 @@ def test_a_tier_whose_lookups_take_longer_than_they_save_is_not_waited_for_again
         while made.choose(has=[None]).tokens is None:
             made.clock.now += 0.01
             waited = before + 1
-        made.policy.decided("asked", NOBODY)
+        made.policy.decided(made.asked, NOBODY)
     assert 1 <= waited <= 5
 
 
@@ -270,7 +280,7 @@ class Ours(Foreign):
     def note(self, **measures: float) -> None:
         self.noted.update(measures)
 
-    def coverage(self, request: FakeRequest, blocks: range) -> list[bool]:
+    def coverage(self, state: RequestState, blocks: range) -> list[bool]:
         return [(block + 1) * BLOCK <= self.tokens for block in blocks]
 
     def load_blocks(self, *_: object) -> None: ...
@@ -287,8 +297,8 @@ def test_another_connector_serves_where_it_has_more_than_ours_are_to_load(
     made.run_many(3)
     ours = Ours(768, made.meters[0])
     children: list[Any] = [ours, Foreign(tokens)]
-    chooser = Chooser(children, "ab", "cheapest", BLOCK, cheapest=made.policy)
-    choice = chooser.choose(FakeRequest("asked", 1024), 0)
+    chooser = Chooser(children, "ab", "cheapest", made.requests, made.policy)
+    choice = chooser.choose(made.asked, 0)
     assert choice.child == child
-    chooser.decided("asked", choice)
+    chooser.decided(made.asked, choice)
     assert ours.noted == ({"recompute_preferred": 1} if child is None else {})

@@ -7,7 +7,7 @@ import pytest
 from tests.support.fake_requests import FakeRequest
 from tiers.connector.contract.engine import EngineInfo, KVGroup
 from tiers.connector.policy.load_sharing import LoadSharing
-from tiers.connector.policy.wait_budget import WaitBudget
+from tiers.connector.policy.requests import RequestState, RequestTable
 
 TOKENS = 4
 
@@ -25,18 +25,34 @@ class Setting:
         self.time = 0.0
         groups = (KVGroup(TOKENS, 6),) if windows else ()
         info = EngineInfo({}, TOKENS, TOKENS // 2, num_blocks=99, groups=groups)
-        self.wait_budget = WaitBudget(lambda: self.time, max_wait=10.0)
-        self.sharing = LoadSharing(info, self.wait_budget)
+        self.requests = RequestTable(info, now=lambda: self.time, max_wait=10.0)
+        self.sharing = LoadSharing(info)
         self.begin("a", loads, first)
 
+    def state(self, name: str, text: str = "") -> RequestState:
+        state = self.requests.of(request_of(name, text))
+        if text:
+            state.request = request_of(name, text)
+        return state
+
     def begin(self, name: str, text: str, first: int = 0) -> None:
-        self.wait_budget.loads(name)
-        tokens = (len(text) - first) * TOKENS
-        self.sharing.begins(request_of(name, text), first * TOKENS, tokens)
+        state = self.state(name, text)
+        state.wait_budget.loads()
+        self.sharing.begins(state, first * TOKENS, (len(text) - first) * TOKENS)
 
     def joins(self, text: str, first: int = 0, found: int | None = None, name: str = "b") -> bool:
         blocks = len(text) - first if found is None else found
-        return self.sharing.joins(request_of(name, text), first * TOKENS, blocks * TOKENS)
+        return self.sharing.joins(self.state(name, text), first * TOKENS, blocks * TOKENS)
+
+    def end(self, name: str) -> None:
+        self.state(name).wait_budget.loaded()
+
+    def waits(self, name: str) -> bool:
+        return self.sharing.waits(self.state(name))
+
+    def forget(self, name: str) -> None:
+        self.sharing.ends(self.state(name))
+        self.requests.forget(request_of(name, ""))
 
 
 @pytest.mark.parametrize(
@@ -66,9 +82,10 @@ def test_what_the_engine_has_already_is_no_part_of_it() -> None:
 
 def test_nobody_waits_for_a_block_that_the_engine_does_not_take_from_its_cache() -> None:
     setting = Setting("p")
-    request = request_of("b", "p")
+    state, request = setting.state("b", "p"), request_of("b", "p")
     request.num_tokens = TOKENS  # all of it is that block, whose last token is computed
-    assert not setting.sharing.joins(request, 0, TOKENS)
+    state.request = request
+    assert not setting.sharing.joins(state, 0, TOKENS)
 
 
 def test_windows_are_found_at_the_end_of_a_load_alone() -> None:
@@ -80,37 +97,36 @@ def test_who_waits_goes_on_when_the_load_has_ended() -> None:
     setting = Setting("pppp")
     assert setting.joins("pppp")
     setting.time = 4.0
-    assert setting.sharing.waits("b")
-    setting.wait_budget.loaded("a")
-    assert not setting.sharing.waits("b")
-    assert setting.wait_budget.left("b") == 6.0, "the wait is charged"
+    assert setting.waits("b")
+    setting.end("a")
+    assert not setting.waits("b")
+    assert setting.state("b").wait_budget.left() == 6.0, "the wait is charged"
     assert not setting.joins("pppp", name="c"), "nothing is under way"
 
 
 def test_who_waits_goes_on_when_the_loader_is_gone() -> None:
     setting = Setting("pppp")
     assert setting.joins("pppp")
-    setting.sharing.forget("a")
-    setting.wait_budget.forget("a")
-    assert not setting.sharing.waits("b")
+    setting.forget("a")
+    assert not setting.waits("b")
 
 
 def test_a_load_that_never_ends_is_waited_for_as_long_as_a_request_may_wait() -> None:
     setting = Setting("pppp")
     assert setting.joins("pppp")
     setting.time = 9.9
-    assert setting.sharing.waits("b")
+    assert setting.waits("b")
     setting.time = 10.0
-    assert not setting.sharing.waits("b")
-    assert setting.wait_budget.left("b") == 0.0
+    assert not setting.waits("b")
+    assert setting.state("b").wait_budget.left() == 0.0
 
 
 def test_nobody_waits_for_a_request_that_waits() -> None:
     setting = Setting("pppp")
-    setting.wait_budget.loaded("a")
+    setting.end("a")
     setting.begin("b", "pppp")
     assert setting.joins("pppp", name="a"), "preempted, and asks anew"
-    setting.sharing.forget("b")
+    setting.forget("b")
     assert not setting.joins("pppp", name="c")
 
 
@@ -120,6 +136,6 @@ def test_the_later_of_two_loads_counts_until_it_ends() -> None:
     setting.begin("b", "ppp")
     assert setting.joins("ppp", name="c")
     for name in ("b", "a"):
-        setting.wait_budget.loaded(name)
-        setting.sharing.forget(name)
-    assert not setting.sharing.waits("c")
+        setting.end(name)
+        setting.forget(name)
+    assert not setting.waits("c")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.children import BlockTier, Tier, chain
+from tests.support.children import BlockTier, Child, Tier, chain
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest
 from tiers.connector.multi.scheduler import MultiScheduler
 from tiers.connector.multi.worker import MultiWorker
@@ -16,11 +16,14 @@ from tiers.connector.policy.shared_load import SharedLoad
 
 
 def load(multi: MultiScheduler, request: FakeRequest, take: int | None = None) -> dict[str, int]:
-    """Match and allocate as an engine does; the counts that travel."""
+    """Match and allocate as an engine does; which loads a worker then awaits, and how often."""
     tokens, is_async = multi.get_num_new_matched_tokens(request, 0)
     assert tokens and is_async
     multi.update_state_after_alloc(request, BLOCKS, tokens if take is None else take)
-    return multi.build_connector_meta(IDLE_STEP).extra_async_loads
+    worker = MultiWorker([Child("", []) for _ in multi.children])
+    worker.bind_connector_metadata(multi.build_connector_meta(IDLE_STEP))
+    worker.start_load_kv(None)
+    return worker._loads_awaited
 
 
 def test_each_child_loads_its_ranges_and_the_others_nothing() -> None:
@@ -45,10 +48,9 @@ def test_a_request_is_received_when_the_last_child_has_ended(times: int) -> None
         assert tokens
         multi.update_state_after_alloc(FakeRequest(), BLOCKS, tokens)
         orders = pickle.loads(pickle.dumps(multi.build_connector_meta(IDLE_STEP)))
-        assert orders.extra_async_loads == {"r": 2}
-        assert multi.build_connector_meta(IDLE_STEP).extra_async_loads == {}, "they travel once"
         multi.request_finished(FakeRequest(), [])  # an abort changes nothing of that
         worker.bind_connector_metadata(orders)
+        worker.start_load_kv(None)
         tiers[1].ended = {"r"}
         assert worker.get_finished(set()) == (None, None)
         assert worker.get_finished(set()) == (None, None)
@@ -78,7 +80,7 @@ def test_another_connector_that_looks_is_waited_for_unless_our_tiers_have_all() 
     looking = Tier(tokens=None)
     ask = chain(BlockTier("xx"), looking).get_num_new_matched_tokens
     assert ask(FakeRequest(), 0) == (None, False)
-    assert ask(FakeRequest(num_tokens=8), 0) == (8, True)
+    assert ask(FakeRequest("s", num_tokens=8), 0) == (8, True)
 
 
 def test_another_connector_is_never_told_to_load_less_than_it_said() -> None:

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
+import math
+
 from tests.support.clock import Clock
-from tiers.connector.policy.wait_budget import WaitBudget
+from tiers.connector.policy.wait_budget import WaitBudget, lookup_seconds
 
 
 def test_lookups_and_loads_of_all_tiers_count_together() -> None:
     clock = Clock()
     wait_budget = WaitBudget(clock, 2.0)
-    wait_budget.looks("a")
+    wait_budget.looks()
     clock.now += 0.25
-    wait_budget.found("a")
-    wait_budget.loads("a")
+    wait_budget.found()
+    wait_budget.loads()
     clock.now += 1.25
-    assert wait_budget.left("a") == 0.5 and wait_budget.left("b") == 2.0
-    wait_budget.loaded("a")
+    assert wait_budget.left() == 0.5
+    wait_budget.loaded()
     clock.now += 5  # the request runs
-    wait_budget.loads("a")
+    wait_budget.loads()
     clock.now += 0.5
-    assert wait_budget.left("a") == 0
-    wait_budget.forget("a")
-    assert wait_budget.left("a") == 2.0
+    assert wait_budget.left() == 0
 
 
 def test_a_step_that_takes_long_is_no_wait_for_a_tier() -> None:
     clock = Clock()
     wait_budget = WaitBudget(clock, 2.0)
-    wait_budget.looks("a")
+    wait_budget.looks()
     clock.now += 60
-    wait_budget.found("a")
-    assert wait_budget.left("a") == 2.0 - wait_budget.lookup_seconds == 1.0
+    wait_budget.found()
+    assert wait_budget.left() == 2.0 - lookup_seconds(2.0) == 1.0
 
 
 def test_a_short_wait_leaves_half_of_it_for_the_load() -> None:
-    assert WaitBudget(Clock(), 0.5).lookup_seconds == 0.25
-    assert WaitBudget(Clock()).lookup_seconds == 1.0
+    assert lookup_seconds(0.5) == 0.25
+    assert lookup_seconds(math.inf) == 1.0

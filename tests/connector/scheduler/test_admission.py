@@ -10,8 +10,8 @@ import pytest
 from tests.support.clock import Clock
 from tiers.connector.scheduler.admission import COUNTED, Admission
 from tiers.connector.scheduler.manager import NullManager
+from tiers.connector.scheduler.offers import Offers
 from tiers.connector.scheduler.opening import OpenTier
-from tiers.connector.scheduler.requests import Offers
 from tiers.connector.scheduler.store_reservations import StoreReservations
 from tiers.connector.scheduler.tier_health import TierHealth
 from tiers.disk.spec import DiskSpec

@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.generation import Generation
-from tiers.connector.scheduler.requests import RequestTable
+from tiers.connector.policy.requests import RequestTable
+from tiers.connector.scheduler.offers import TierRequest, new_offers
 
 
 def test_a_token_that_was_computed_and_taken_back_completes_no_block() -> None:
@@ -16,7 +15,7 @@ def test_a_token_that_was_computed_and_taken_back_completes_no_block() -> None:
     by another one, whose first token gets its place. The request may end before that is computed.
     """
     engine = EngineInfo({}, 4, 4, num_blocks=9)
-    table = RequestTable(engine, BlockGroups(engine), Generation(), True)
+    table = RequestTable(engine)
     request: Any = SimpleNamespace(
         request_id="1",
         num_tokens=7,
@@ -24,10 +23,12 @@ def test_a_token_that_was_computed_and_taken_back_completes_no_block() -> None:
         num_computed_tokens=8,
         block_hashes=[b"first" * 6],
     )
-    state = table.state_of(request)
-    state.offered, state.computed = 1, 8
+    state = table.of(request)
+    own = TierRequest(state, offered=1)
+    state.computed = 8
     request.num_tokens, request.num_computed_tokens = 10, 7
     request.block_hashes.append(b"other" * 6)
-    assert table.last_offers(state, ([3, 4],)).pairs == []
+    assert new_offers(table, own, table.ended(state, ([3, 4],))).pairs == []
     request.num_computed_tokens = 8
-    assert [block for _, block in table.last_offers(state, ([3, 4],)).pairs] == [4]
+    offers = new_offers(table, own, table.ended(state, ([3, 4],)))
+    assert [block for _, block in offers.pairs] == [4]

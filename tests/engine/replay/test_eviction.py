@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, measured, scheduler_of
+from tests.support.replay_chains import MODEL, SLOT, chain_of, coverage_of, cpu, disk, measured
 from tiers.connector.worker import loads
 from tiers.disk.slab import slot_bytes
 from tiers.disk.store import DiskStore
@@ -30,11 +30,7 @@ def tier(kind: str, folder: Path) -> dict[str, Any]:
 def held(engine: ReplayEngine, tokens: Iterable[int]) -> list[bool]:
     """Which full blocks of these tokens the tier has."""
     probe = ReplayRequest("probe", [*tokens], 1, MODEL.block_tokens)
-    child = scheduler_of(engine)
-    has = child.coverage(probe, range(len(probe.block_hashes)))
-    child.request_finished(probe, [])
-    assert has is not None
-    return [bool(one) for one in has]
+    return [bool(one) for one in coverage_of(engine, probe)]
 
 
 def store(engine: ReplayEngine, tokens: Iterable[int], max_tokens: int = 1) -> list[int]:

@@ -33,7 +33,6 @@ class Connector(ABC):
 class SchedulerConnector(Connector):
     """The half that decides what is loaded and stored."""
 
-    @abstractmethod
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -41,6 +40,7 @@ class SchedulerConnector(Connector):
 
         None: not known yet, ask again in a later step. Has no effect on the request.
         """
+        return 0, False
 
     @abstractmethod
     def update_state_after_alloc(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -10,14 +10,12 @@ from typing import Any
 class MultiConnectorMetadata:
     """One step's orders.
 
-    `extra_async_saves`: requests that more than one child is saving, and how many more;
-    `extra_async_loads`: the same of those that this step begins to load. `step`: the number under
-    which the scheduler measures how long the step takes; None: it does not.
+    `extra_async_saves`: requests that more than one child is saving, and how many more. `step`: the
+    number under which the scheduler measures how long the step takes; None: it does not.
     """
 
     metadata: tuple[Any, ...]
     extra_async_saves: dict[str, int]
-    extra_async_loads: dict[str, int] = field(default_factory=dict)
     step: int | None = None
 
 

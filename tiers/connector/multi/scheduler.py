@@ -10,7 +10,7 @@ from typing import Any
 
 from spec.chain import CheapestSpec, LoadPolicy
 from tiers.connector.contract.connector import SchedulerConnector
-from tiers.connector.contract.media import MediaMarks, NoMedia
+from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.observer import RequestObserver
 from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
 from tiers.connector.contract.stats import TierStats
@@ -25,9 +25,8 @@ from tiers.connector.policy.choice import LATER, NOBODY, Choice, clip, tokens_of
 from tiers.connector.policy.chooser import Chooser
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.loaders import BlockLoader, reasons_of
+from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
-from tiers.connector.policy.wait_budget import WaitBudget
-from tiers.explain.attempt import Attempt
 from tiers.explain.explanations import Explainer, NoExplanations
 
 Finished = tuple[bool, dict[str, Any] | None]
@@ -38,23 +37,17 @@ Finished = tuple[bool, dict[str, Any] | None]
 class MultiSettings:
     """How a `MultiScheduler` chooses who loads.
 
-    `window`: blocks at the end of a prefix that must be whole (see `BlockGroups`). `drops_last`:
-    see `EngineInfo`. `cheapest`: settings of the load policy of that name. `now`: seconds, never
-    going back. `wait_budget`: that of the children; None: requests wait as long as it takes.
-    `sharing`: of loads, where children are tiers. `media`: the marks that the children use.
-    `observers`: hear of every request.
+    `requests`: those of the chain, which its tiers use, too. None: the children are connectors of
+    the engine, with blocks of `block_tokens`. `cheapest`: settings of the load policy of that
+    name. `now`: seconds, never going back. `observers`: hear of every request.
     `explainer`: told why each request is served as it is.
     """
 
     load_policy: LoadPolicy = "first"
     block_tokens: int = 1
-    window: int = 0
-    drops_last: bool = False
+    requests: RequestTable | None = None
     cheapest: CheapestSpec | None = None
     now: Callable[[], float] = time.monotonic
-    wait_budget: WaitBudget | None = None
-    sharing: LoadSharing | None = None
-    media: MediaMarks | None = None
     observers: Sequence[RequestObserver] = ()
     explainer: Explainer = NoExplanations()  # noqa: RUF009 - it has no state
 
@@ -75,35 +68,28 @@ class MultiScheduler(EveryChild):
     ) -> None:
         """`names` and `chain`: see `MultiConnector`."""
         MultiConnector.__init__(self, children, names, chain)
-        self._block_tokens = settings.block_tokens
+        requests = settings.requests
+        if requests is None:
+            size = settings.block_tokens
+            requests = RequestTable(EngineInfo({}, size, size, 0, caches_prefixes=False))
+        self._requests, self._block_tokens = requests, requests.engine.block_tokens
         self._cheapest: Cheapest | None = None
         if settings.load_policy == "cheapest":
             self._cheapest = Cheapest(
                 settings.cheapest or CheapestSpec(),
-                settings.block_tokens,
+                self._block_tokens,
                 load_costs(children),
                 settings.now,
-                cut=settings.window == 0,
+                cut=requests.groups.window == 0,
             )
         self._chooser = Chooser(
-            self.children,
-            self.names,
-            settings.load_policy,
-            settings.block_tokens,
-            window=settings.window,
-            drops_last=settings.drops_last,
-            cheapest=self._cheapest,
+            self.children, self.names, settings.load_policy, requests, self._cheapest
         )
-        self._choices: dict[str, Choice] = {}
-        self._sharing = settings.sharing
-        self._undecided: set[str] = set()
-        self._wait_budget = settings.wait_budget or WaitBudget(settings.now)
-        self._media = settings.media or NoMedia()
+        self._sharing = LoadSharing(requests.engine) if requests.engine.caches_prefixes else None
         self._observers = settings.observers
         self._explainer = settings.explainer
         self._reasons = reasons_of(children)
         self._more_saves: dict[str, int] = {}
-        self._more_loads: dict[str, int] = {}
 
     def on_new_request(self, request: Request) -> None:
         """Observers and every child learn of a request before it is first asked for it."""
@@ -116,75 +102,67 @@ class MultiScheduler(EveryChild):
     ) -> tuple[int | None, bool]:
         """What the children that the policy chooses have."""
         notes = self._explainer.asked(request, num_computed_tokens)
-        choice = self._without_asking(request)
-        if choice is None:
-            choice = self._chooser.choose(request, num_computed_tokens, notes)
-            if choice.tokens is None:
-                self._wait_budget.looks(request.request_id)
-            else:
-                self._wait_budget.found(request.request_id)
-                if self._joins(request, num_computed_tokens, choice.tokens, notes):
-                    choice = LATER
-        elif choice is NOBODY:
-            notes.spent = True
-        self._choices[request.request_id] = choice._replace(computed=num_computed_tokens)
-        self._undecided.add(request.request_id)
-        return choice.tokens, choice.is_async
-
-    def _without_asking(self, request: Request) -> Choice | None:
-        """The choice for a request for which no child is asked now; None: they are asked."""
-        request_id = request.request_id
         # Also one that nobody may load anything for: whoever begins it asks for its marks, and the
         # engine would wait for them.
-        if not self._media.ready(request):
-            return LATER
-        if self._sharing is not None and self._sharing.waits(request_id):
-            return LATER
-        if self._wait_budget.left(request_id) <= 0:
-            return NOBODY
-        return None
+        if not self._requests.engine.media.ready(request):
+            return None, False
+        state = self._requests.of(request)
+        choice = self._without_asking(state)
+        if choice is None:
+            choice = self._chooser.choose(state, num_computed_tokens, notes)
+            if choice.tokens is None:
+                state.wait_budget.looks()
+            else:
+                state.wait_budget.found()
+                if self._sharing and self._sharing.joins(state, num_computed_tokens, choice.tokens):
+                    choice = LATER
+                    notes.joins(state.awaits.request.request_id if state.awaits else "")
+        elif choice is NOBODY:
+            notes.spent = True
+        state.choice = choice._replace(computed=num_computed_tokens)
+        state.is_undecided = True
+        return choice.tokens, choice.is_async
 
-    def _joins(self, request: Request, computed: int, tokens: int, notes: Attempt) -> bool:
-        """Whether another request loads the same blocks, so that this one waits for them."""
-        if self._sharing is None or not self._sharing.joins(request, computed, tokens):
-            return False
-        notes.joins(self._sharing.loader_of(request.request_id))
-        return True
+    def _without_asking(self, state: RequestState) -> Choice | None:
+        """The choice for a request for which no child is asked now; None: they are asked."""
+        if self._sharing is not None and self._sharing.waits(state):
+            return LATER
+        return NOBODY if state.wait_budget.left() <= 0 else None
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int
     ) -> None:
         """Serving children load; the others learn of the blocks, so that they can store them."""
-        choice = self._choices.get(request.request_id, NOBODY)
-        if request.request_id in self._undecided:
+        state = self._requests.allocated(request, blocks)
+        choice = state.choice
+        if state.is_undecided:
             # Engines call again, with no tokens, when a load beside the steps has ended.
-            self._undecided.discard(request.request_id)
+            state.is_undecided = False
             loads = not choice.tokens or num_external_tokens > 0
-            self._chooser.decided(request.request_id, choice if loads else NOBODY)
+            self._chooser.decided(state, choice if loads else NOBODY)
         shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
         if choice.child is not None and num_external_tokens:
             if choice.is_async:
-                self._chooser.loads(request.request_id, choice.child)
+                self._chooser.loads(state, choice.child)
             else:
                 self.disable_store(request)
         if num_external_tokens and choice.tokens:
-            self._wait_budget.loads(request.request_id)
+            state.wait_budget.loads()
             if self._sharing is not None:
-                self._sharing.begins(request, choice.computed, num_external_tokens)
+                self._sharing.begins(state, choice.computed, num_external_tokens)
         notes = self._explainer.begins(request, choice, shares, num_external_tokens, self._reasons)
         shared = SharedLoad(len(shares), notes)
-        if len(shares) > 1:
-            self._more_loads[request.request_id] = len(shares) - 1
         for index, child in enumerate(self.children):
             if index in shares:
                 assert isinstance(child, BlockLoader)
-                child.load_blocks(request, blocks, shares[index], shared)
+                child.load_blocks(state, shares[index], shared)
             else:
                 tokens = num_external_tokens if index == choice.child else 0
                 child.update_state_after_alloc(request, blocks, tokens)
 
     def disable_store(self, request: Request) -> None:
         """None of our own children stores it; others have no such member."""
+        self._requests.of(request).may_store = False
 
         def disable_store(child: SchedulerConnector) -> None:
             if hasattr(child, "disable_store"):
@@ -197,7 +175,7 @@ class MultiScheduler(EveryChild):
     ) -> dict[str, int]:
         """What each serving child says of its part of the tokens."""
         sources: Counter[str] = Counter()
-        choice = self._choices.get(request.request_id, NOBODY)
+        choice = self._choice_of(request)
         serving = tokens_of_each(choice, num_external_tokens, self._block_tokens)
         for index, tokens in serving.items():
             child = self.children[index]
@@ -206,20 +184,19 @@ class MultiScheduler(EveryChild):
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Groups that the serving children load."""
-        choice = self._choices.get(request.request_id, NOBODY)
+        choice = self._choice_of(request)
         serving = tokens_of_each(choice, choice.tokens or 0, self._block_tokens)
         groups = [self.children[i].get_loaded_kv_cache_group_ids(request) for i in serving]
         return tuple(sorted(set().union(*groups)))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiConnectorMetadata:
-        """All children's orders, and, once, the saves and loads to wait for."""
-        self._chooser.runs(scheduler_output)
+        """All children's orders, and, once, the saves to wait for."""
+        scheduled = self._requests.begin_step(scheduler_output).scheduled
         self._explainer.runs(scheduler_output)
         saves, self._more_saves = self._more_saves, {}
-        loads, self._more_loads = self._more_loads, {}
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
-        step = self._cheapest.prefill.step_begins(scheduler_output) if self._cheapest else None
-        return MultiConnectorMetadata(metadata, saves, loads, step)
+        step = self._cheapest.prefill.step_begins(scheduled) if self._cheapest else None
+        return MultiConnectorMetadata(metadata, saves, step)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine has computed a prompt's tokens, and says itself how long that took."""
@@ -239,6 +216,15 @@ class MultiScheduler(EveryChild):
             self.for_each(update, parts or (None,) * len(self.children))
         finally:
             connector_output.kv_connector_worker_meta = whole
+
+    def _choice_of(self, request: Request) -> Choice:
+        state = self._requests.get(request)
+        return NOBODY if state is None else state.choice
+
+    def reset_cache(self) -> bool:
+        """Reset every child, and begin anew with the requests; False: one refuses."""
+        self._requests.reset()
+        return super().reset_cache()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
         """Tell every child; the request's blocks stay while any of them is saving it."""
@@ -265,13 +251,10 @@ class MultiScheduler(EveryChild):
             for params in (params for _, params in answers if params is not None):
                 merged = merge_parameters(merged or {}, params)
         finally:
-            self._choices.pop(request.request_id, None)
-            self._undecided.discard(request.request_id)
-            self._chooser.forget(request.request_id)
-            self._wait_budget.forget(request.request_id)
-            self._media.forget(request.request_id)
-            if self._sharing is not None:
-                self._sharing.forget(request.request_id)
+            state = self._requests.get(request)
+            if self._sharing is not None and state is not None:
+                self._sharing.ends(state)
+            self._requests.forget(request)
             for observer in self._observers:
                 observer.ended(request)
         saving = sum(is_saving for is_saving, _ in answers)

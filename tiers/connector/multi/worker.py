@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from tiers.connector.contract.connector import WorkerConnector
-from tiers.connector.contract.messages import TransferResults
+from tiers.connector.contract.messages import OffloadingConnectorMetadata, TransferResults
 from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
@@ -67,7 +68,6 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         """Give each child its orders."""
         assert isinstance(connector_metadata, MultiConnectorMetadata), "another's orders"
         self._saves_awaited.update(connector_metadata.extra_async_saves)
-        self._loads_awaited.update(connector_metadata.extra_async_loads)
         for child, orders in zip(self.children, connector_metadata.metadata, strict=True):
             child.bind_connector_metadata(orders)
         super().bind_connector_metadata(connector_metadata)
@@ -86,6 +86,7 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin every child's loads."""
+        self._loads_awaited.update(_more_loads(getattr(self._metadata, "metadata", ())))
         self.for_each(lambda child: child.start_load_kv(forward_context, **kwargs))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -144,6 +145,13 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
             if events is not None:
                 whole = events if whole is None else whole.merge(events)
         return whole
+
+
+def _more_loads(orders: Iterable[Any]) -> dict[str, int]:
+    """Requests that more than one tier begins to load, and how many more."""
+    tiers = [one for one in orders if isinstance(one, OffloadingConnectorMetadata)]
+    loading = Counter(job.request_id for one in tiers for job in one.reqs_to_load)
+    return {request_id: jobs - 1 for request_id, jobs in loading.items() if jobs > 1}
 
 
 def _last(more: dict[str, int], ended: set[str]) -> set[str]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from spec.chain import LoadPolicy
-from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.contract.connector import SchedulerConnector
-from tiers.connector.contract.protocols import Request, SchedulerOutput
 from tiers.connector.policy.cheapest.cheapest import Cheapest
 from tiers.connector.policy.choice import (
     LATER,
@@ -24,10 +21,8 @@ from tiers.connector.policy.choice import (
     stitched,
 )
 from tiers.connector.policy.loaders import BlockLoader, TimedLoader
-from tiers.connector.policy.request_limits import RequestLimits, read_limits
+from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.explain.attempt import UNNOTED, Attempt
-
-logger = logging.getLogger(__name__)
 
 
 class _Question(NamedTuple):
@@ -36,10 +31,9 @@ class _Question(NamedTuple):
     `asked`: children that have been, so far. `notes`: told what they answer.
     """
 
-    request: Request
+    state: RequestState
     computed: int
     loadable: int
-    limits: RequestLimits
     asked: set[int]
     notes: Attempt
 
@@ -59,14 +53,10 @@ class Chooser:
         children: Sequence[SchedulerConnector],
         names: Sequence[str],
         load: LoadPolicy,
-        block_tokens: int,
-        *,
+        requests: RequestTable,
         cheapest: Cheapest | None = None,
-        window: int = 0,
-        drops_last: bool = False,
     ) -> None:
-        """`cheapest`: what decides under the load policy of that name. `window`: blocks at the
-        end of a prefix that must be whole (see `BlockGroups`). `drops_last`: see `EngineInfo`."""
+        """`cheapest`: what decides under the load policy of that name."""
         self._children = tuple(zip(names, children, strict=True))
         self._cheapest = cheapest
         self._apply_policy: Callable[[_Question], Choice] = {
@@ -75,11 +65,9 @@ class Chooser:
             "stitched": self._stitch,
             "cheapest": self._stitch if cheapest is None else partial(self._cheapest_of, cheapest),
         }[load]
-        self._block_tokens = block_tokens
-        self._window = window
-        self._dropped = int(drops_last)
-        self._limits: dict[str, RequestLimits] = {}
-        self._bad_limits = RepeatedLog(logger, "chain", "requests had limits that are ignored")
+        self._block_tokens = requests.engine.block_tokens
+        self._window = requests.groups.window
+        self._dropped = int(requests.engine.drops_last)
         self._loaders = {i: one for i, one in enumerate(children) if isinstance(one, BlockLoader)}
         # The engine's own connectors; ours, and chains of ours, know what they failed to load.
         self._foreign = {
@@ -87,11 +75,9 @@ class Chooser:
             for index, child in enumerate(children)
             if index not in self._loaders and not getattr(child, "limits_requests", False)
         }
-        self._loading: dict[str, int] = {}
-        self._failed: dict[str, set[int]] = {}
 
     def choose(
-        self, request: Request, num_computed_tokens: int, notes: Attempt = UNNOTED
+        self, state: RequestState, num_computed_tokens: int, notes: Attempt = UNNOTED
     ) -> Choice:
         """Who loads what of the tokens beyond the computed ones; `notes` is told why.
 
@@ -99,29 +85,28 @@ class Chooser:
         reset their state of the request in this call; without it they would store from blocks that
         the engine has freed.
         """
-        failed = self._loading.pop(request.request_id, None)
-        if failed is not None:
-            self._failed.setdefault(request.request_id, set()).add(failed)
-        question = self._question(request, num_computed_tokens, notes)
-        may_load = question.limits.max_load_tokens is None or question.loadable > 0
+        if state.alone is not None and not state.computed:
+            state.failed.add(state.alone)
+        state.alone = None
+        question = self._question(state, num_computed_tokens, notes)
+        may_load = state.limits.max_load_tokens is None or question.loadable > 0
         choice = self._apply_policy(question) if may_load else NOBODY
         if choice.tokens is not None:
             for index in self._foreign.keys() - question.asked:
-                self._foreign[index].get_num_new_matched_tokens(request, num_computed_tokens)
+                self._foreign[index].get_num_new_matched_tokens(state.request, num_computed_tokens)
         if choice.child in self._loaders and choice.tokens:
             start = num_computed_tokens // self._block_tokens
             alone = range(start, start + choice.tokens // self._block_tokens)
             return choice._replace(shares={choice.child: [alone]})
         return choice
 
-    def _question(self, request: Request, num_computed_tokens: int, notes: Attempt) -> _Question:
-        limits = self._limits_of(request)
-        notes.limited(limits)
-        loadable = request.num_tokens - num_computed_tokens
-        if limits.max_load_tokens is not None:
-            loadable = min(loadable, limits.max_load_tokens)
+    def _question(self, state: RequestState, num_computed_tokens: int, notes: Attempt) -> _Question:
+        notes.limited(state.limits)
+        loadable = state.request.num_tokens - num_computed_tokens
+        if state.limits.max_load_tokens is not None:
+            loadable = min(loadable, state.limits.max_load_tokens)
         loadable -= loadable % self._block_tokens
-        return _Question(request, num_computed_tokens, loadable, limits, set(), notes)
+        return _Question(state, num_computed_tokens, loadable, set(), notes)
 
     def _first(self, question: _Question) -> Choice:
         return first(self._answers(question))
@@ -129,11 +114,11 @@ class Chooser:
     def _longest(self, question: _Question) -> Choice:
         return longest(self._answers(question), question.loadable)
 
-    def decided(self, request_id: str, choice: Choice) -> None:
+    def decided(self, state: RequestState, choice: Choice) -> None:
         """The engine begins the request as it was chosen."""
         if self._cheapest is None:
             return
-        self._cheapest.decided(request_id, choice)
+        self._cheapest.decided(state, choice)
         for index in choice.passed:
             _, child = self._children[index]
             assert isinstance(child, TimedLoader)
@@ -155,48 +140,24 @@ class Chooser:
             if isinstance(child, TimedLoader) and each:
                 child.note(prefill_tokens_per_second=1 / each)
 
-    def loads(self, request_id: str, child: int) -> None:
+    def loads(self, state: RequestState, child: int) -> None:
         """A child begins to load a request beside the steps.
 
         If that leaves the request nothing, it is chosen for again without having run. One of the
         engine's own connectors that is told of no failure would say the same again, for ever.
         """
         if child in self._foreign:
-            self._loading[request_id] = child
-
-    def runs(self, output: SchedulerOutput) -> None:
-        """These requests have what they run with."""
-        for request_id in [one for one in self._loading if one in output.num_scheduled_tokens]:
-            del self._loading[request_id]
-
-    def forget(self, request_id: str) -> None:
-        """Drop what is kept for a request."""
-        self._loading.pop(request_id, None)
-        self._failed.pop(request_id, None)
-        self._limits.pop(request_id, None)
-        if self._cheapest is not None:
-            self._cheapest.forget(request_id)
-
-    def _limits_of(self, request: Request) -> RequestLimits:
-        limits = self._limits.get(request.request_id)
-        if limits is None:
-            limits, problem = read_limits(request)
-            self._limits[request.request_id] = limits
-            if problem is not None:
-                self._bad_limits.log(
-                    "request %s has limits that are ignored: %.300r", request.request_id, problem
-                )
-        return limits
+            state.alone = child
 
     def _answers(
         self, question: _Question, but: Iterable[int] = ()
     ) -> Iterator[tuple[int | None, bool]]:
         """What each child has, asked one by one; those that may not load, or in `but`: nothing."""
-        but = {*but, *self._failed.get(question.request.request_id, ())}
+        but = {*but, *question.state.failed}
         for index, (name, child) in enumerate(self._children):
             # A chain within this one knows its own tiers.
             limits_itself = getattr(child, "limits_requests", False)
-            if (limits_itself or question.limits.may_load(name)) and index not in but:
+            if (limits_itself or question.state.limits.may_load(name)) and index not in but:
                 yield self._ask(index, child, question)
             else:
                 yield 0, False
@@ -210,25 +171,26 @@ class Chooser:
             tokens = self._tokens(found, blocks)
             return (None, False) if found.looking else (tokens, tokens > 0)
         question.asked.add(index)
-        tokens_of, is_async = child.get_num_new_matched_tokens(question.request, question.computed)
+        state = question.state
+        tokens_of, is_async = child.get_num_new_matched_tokens(state.request, question.computed)
         question.notes.told(index, tokens_of)
-        limited = question.limits.max_load_tokens is not None
+        limited = state.limits.max_load_tokens is not None
         if limited and tokens_of is not None and tokens_of > question.loadable:
             return 0, False
         return tokens_of, is_async
 
     def _coverage_of(self, loaders: Iterable[int], question: _Question) -> dict[int, Coverage]:
-        watch, request = question.notes.watch, question.request
-        return {i: watch(i, partial(self._loaders[i].coverage, request)) for i in loaders}
+        watch, state = question.notes.watch, question.state
+        return {i: watch(i, partial(self._loaders[i].coverage, state)) for i in loaders}
 
     def _tokens(self, found: Stitch, blocks: range) -> int:
         """How many tokens a stitched prefix brings."""
         return max(0, found.stop - blocks.start - self._dropped) * self._block_tokens
 
     def _cheapest_of(self, cheapest: Cheapest, question: _Question) -> Choice:
-        cheapest.prefill.expect(question.request)
+        cheapest.prefill.expect(question.state)
         answers = list(self._answers(question))
-        choice = cheapest.choose(question.request.request_id, answers, self._blocks(question))
+        choice = cheapest.choose(question.state, answers, self._blocks(question))
         others = [(0, False) if i in cheapest.meters else a for i, a in enumerate(answers)]
         alone = longest(others, question.loadable)
         if choice.tokens is None or alone.tokens is None:
@@ -240,7 +202,7 @@ class Chooser:
         return range(start, start + (0 if rest else question.loadable // self._block_tokens))
 
     def _stitch(self, question: _Question) -> Choice:
-        loaders = [i for i in self._loaders if question.limits.may_load(self._children[i][0])]
+        loaders = [i for i in self._loaders if question.state.limits.may_load(self._children[i][0])]
         blocks = self._blocks(question)
         found = stitched(self._coverage_of(loaders, question), blocks, self._window)
         tokens = self._tokens(found, blocks)

@@ -11,75 +11,60 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.protocols import Request
-from tiers.connector.policy.wait_budget import WaitBudget
-
-
-class _Load(NamedTuple):
-    """Blocks that a request loads, by the engine's hashes, each of which says all before it."""
-
-    request_id: str
-    hashes: Sequence[bytes]
+from tiers.connector.policy.requests import RequestState
 
 
 class LoadSharing:
     """The loads under way of a chain, and who waits for which; used by the scheduler's thread.
 
-    Costs the same for each request, however many load or wait.
+    `RequestState.load` has the blocks that a request loads, by the engine's hashes, each of which
+    says all before it; `RequestState.awaits` the request whose load it waits for. Costs the same
+    for each request, however many load or wait.
     """
 
-    def __init__(self, engine: EngineInfo, wait_budget: WaitBudget) -> None:
-        """`wait_budget`: the chain's, which is told of the end of each load."""
+    def __init__(self, engine: EngineInfo) -> None:
         self._size = engine.block_tokens
         self._step = engine.block_tokens // engine.hash_tokens
         self._windows = BlockGroups(engine).window > 0
         self._dropped = int(engine.drops_last)
-        self._wait_budget = wait_budget
-        self._loads: dict[bytes, _Load] = {}
-        self._first: dict[str, bytes] = {}
-        self._awaited: dict[str, str] = {}
+        self._loaders: dict[bytes, RequestState] = {}
 
-    def waits(self, request_id: str) -> bool:
+    def waits(self, state: RequestState) -> bool:
         """Whether the load that a request waits for is under way."""
-        loader = self._awaited.get(request_id)
-        if loader is None:
+        if state.awaits is None:
             return False
-        if self._wait_budget.loads_now(loader) and self._wait_budget.left(request_id) > 0:
+        if state.awaits.wait_budget.is_loading and state.wait_budget.left() > 0:
             return True
-        del self._awaited[request_id]
-        self._wait_budget.loaded(request_id)
+        state.awaits = None
+        state.wait_budget.loaded()
         return False
 
-    def joins(self, request: Request, computed: int, tokens: int) -> bool:
+    def joins(self, state: RequestState, computed: int, tokens: int) -> bool:
         """Whether a request that could load these tokens waits for another's load instead.
 
         It does where that brings at least half of them, and is not more than twice as long as what
         it brings: else waiting saves less than it costs.
         """
-        start = computed // self._size
+        request, start = state.request, computed // self._size
         # The engine computes a prompt's last token, whatever it has cached.
         stop = min(start + tokens // self._size, (request.num_tokens - 1) // self._size)
         if stop <= start:
             return False
-        load = self._loads.get(self._hash(request, start))
-        if load is None or not self._wait_budget.loads_now(load.request_id):
+        loader = self._loaders.get(self._hash(request, start))
+        if loader is None or not loader.wait_budget.is_loading:
             return False
-        shared = self._shared(request, range(start, stop), load.hashes)
-        if not shared or 2 * shared < max(tokens // self._size, len(load.hashes)):
+        shared = self._shared(request, range(start, stop), loader.load)
+        if not shared or 2 * shared < max(tokens // self._size, len(loader.load)):
             return False
         # Whoever is said to load here does, and does not wait for another.
-        self._ends(request.request_id)
-        self._awaited[request.request_id] = load.request_id
-        self._wait_budget.loads(request.request_id)
+        self.ends(state)
+        state.awaits = loader
+        state.wait_budget.loads()
         return True
-
-    def loader_of(self, request_id: str) -> str:
-        """Whose load a request that joined one waits for."""
-        return self._awaited[request_id]
 
     def _shared(self, request: Request, blocks: range, hashes: Sequence[bytes]) -> int:
         """How many of these blocks the engine finds in its cache when those are loaded."""
@@ -93,25 +78,19 @@ class LoadSharing:
             return 0  # what windows need is loaded at the end alone, and found there or nowhere
         return max(0, shared - self._dropped)
 
-    def begins(self, request: Request, computed: int, tokens: int) -> None:
+    def begins(self, state: RequestState, computed: int, tokens: int) -> None:
         """A request loads these tokens."""
         blocks = range(computed // self._size, (computed + tokens) // self._size)
-        self._ends(request.request_id)
-        step = self._step
-        hashes = request.block_hashes[(blocks.start + 1) * step - 1 : blocks.stop * step : step]
-        self._first[request.request_id] = hashes[0]
-        self._loads[hashes[0]] = _Load(request.request_id, hashes)
+        self.ends(state)
+        step, hashes = self._step, state.request.block_hashes
+        state.load = hashes[(blocks.start + 1) * step - 1 : blocks.stop * step : step]
+        self._loaders[state.load[0]] = state
 
     def _hash(self, request: Request, block: int) -> bytes:
         return request.block_hashes[(block + 1) * self._step - 1]
 
-    def _ends(self, request_id: str) -> None:
-        first = self._first.pop(request_id, None)
-        load = None if first is None else self._loads.get(first)
-        if first is not None and load is not None and load.request_id == request_id:
-            del self._loads[first]
-
-    def forget(self, request_id: str) -> None:
-        """The request has finished."""
-        self._ends(request_id)
-        self._awaited.pop(request_id, None)
+    def ends(self, state: RequestState) -> None:
+        """The request loads no more, or has finished."""
+        if state.load and self._loaders.get(state.load[0]) is state:
+            del self._loaders[state.load[0]]
+        state.load, state.awaits = (), None

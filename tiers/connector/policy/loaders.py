@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from tiers.connector.contract.connector import SchedulerConnector
-from tiers.connector.contract.protocols import Blocks, Request
+from tiers.connector.contract.protocols import Request
 from tiers.connector.policy.cheapest.load_cost import LoadCost
+from tiers.connector.policy.requests import RequestState
 from tiers.connector.policy.shared_load import SharedLoad
 
 
@@ -18,16 +19,14 @@ class BlockLoader(Protocol):
     The contract knows only leading prefixes; the load policy `stitched` asks this of each tier.
     """
 
-    def coverage(self, request: Request, blocks: range) -> Sequence[int] | None:
+    def coverage(self, state: RequestState, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks of the request could be loaded.
 
         As `contract.coverage` says; None: ask again later.
         """
         ...
 
-    def load_blocks(
-        self, request: Request, blocks: Blocks, ranges: Sequence[range], shared: SharedLoad
-    ) -> None:
+    def load_blocks(self, state: RequestState, ranges: Sequence[range], shared: SharedLoad) -> None:
         """As `update_state_after_alloc`, and load these ranges of blocks, which it holds."""
         ...
 

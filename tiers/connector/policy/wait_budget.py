@@ -1,4 +1,4 @@
-"""WaitBudget: how long each request may still wait for all tiers together."""
+"""WaitBudget: how long one request may still wait for all tiers together."""
 
 from __future__ import annotations
 
@@ -9,59 +9,56 @@ LOOKUP_SECONDS = 1.0
 """How long a request waits for one lookup at most, whatever `max_wait` is."""
 
 
-class WaitBudget:
-    """What each request has left of `max_wait` seconds; used by the scheduler's thread alone.
+def lookup_seconds(max_wait: float) -> float:
+    """How long one lookup may take: half of `max_wait` at most, so that a tier that never answers
+    leaves time to load from one that does."""
+    return min(LOOKUP_SECONDS, max_wait / 2)
 
-    A lookup may take half of them, so that a tier that never answers leaves time to load from one
-    that does. A lookup costs at most `lookup_seconds`, even if the engine's step took longer.
+
+class WaitBudget:
+    """What one request has left of `max_wait` seconds; used by the scheduler's thread alone.
+
+    A lookup costs at most `lookup_seconds`, even if the engine's step took longer. `now` gives
+    seconds, never going back.
     """
 
     def __init__(self, now: Callable[[], float], max_wait: float = math.inf) -> None:
-        self.lookup_seconds = min(LOOKUP_SECONDS, max_wait / 2)
         self._now = now
-        self._max_wait = max_wait
-        self._spent: dict[str, float] = {}
-        self._looking: dict[str, float] = {}
-        self._loading: dict[str, float] = {}
+        self._lookup_seconds = lookup_seconds(max_wait)
+        self._left = max_wait
+        self._looking: float | None = None
+        self._loading: float | None = None
 
-    def left(self, request_id: str) -> float:
+    def left(self) -> float:
         """Seconds that the request may still wait."""
-        since = self._loading.get(request_id)
-        loading = 0.0 if since is None else self._now() - since
-        return self._max_wait - self._spent.get(request_id, 0.0) - loading
+        return self._left - (0.0 if self._loading is None else self._now() - self._loading)
 
-    def looks(self, request_id: str) -> None:
+    def looks(self) -> None:
         """A tier is asked and has no answer yet."""
-        self._looking.setdefault(request_id, self._now())
+        if self._looking is None:
+            self._looking = self._now()
 
-    def is_looking(self, request_id: str) -> bool:
+    @property
+    def is_looking(self) -> bool:
         """Whether an answer is missing."""
-        return request_id in self._looking
+        return self._looking is not None
 
-    def found(self, request_id: str) -> None:
+    def found(self) -> None:
         """The lookup has ended."""
-        since = self._looking.pop(request_id, None)
-        if since is not None:
-            self._charge(request_id, min(self._now() - since, self.lookup_seconds))
+        if self._looking is not None:
+            self._left -= min(self._now() - self._looking, self._lookup_seconds)
+            self._looking = None
 
-    def loads(self, request_id: str) -> None:
+    def loads(self) -> None:
         """The request begins to wait for a load, its own or another request's."""
-        self._loading.setdefault(request_id, self._now())
+        if self._loading is None:
+            self._loading = self._now()
 
-    def loads_now(self, request_id: str) -> bool:
+    @property
+    def is_loading(self) -> bool:
         """Whether that load is under way."""
-        return request_id in self._loading
+        return self._loading is not None
 
-    def loaded(self, request_id: str) -> None:
+    def loaded(self) -> None:
         """The request no longer waits: the load has ended in all tiers, or was given up."""
-        since = self._loading.pop(request_id, None)
-        if since is not None:
-            self._charge(request_id, self._now() - since)
-
-    def _charge(self, request_id: str, seconds: float) -> None:
-        self._spent[request_id] = self._spent.get(request_id, 0.0) + seconds
-
-    def forget(self, request_id: str) -> None:
-        """The request has finished."""
-        for kept in (self._spent, self._looking, self._loading):
-            kept.pop(request_id, None)
+        self._left, self._loading = self.left(), None

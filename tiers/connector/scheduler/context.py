@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tiers.connector.contract.block_groups import BlockGroups
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.generation import Generation
+from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.scheduler.jobs import Jobs
 from tiers.connector.scheduler.kv_events import KVEvents
-from tiers.connector.scheduler.requests import RequestTable
+from tiers.connector.scheduler.offers import TierRequest
 from tiers.connector.scheduler.tenant_quotas import Tenants
 from tiers.connector.scheduler.tier_health import TierHealth
 
@@ -25,16 +23,22 @@ class Count(Protocol):
 class TierContext:
     """What loading and storing of one tier share; used by the scheduler's thread alone.
 
-    `promote`: whether loaded blocks are stored, too.
+    `requests`: those of the chain. `promote`: whether loaded blocks are stored, too.
     """
 
-    engine: EngineInfo
-    groups: BlockGroups
-    generation: Generation
-    promote: bool
+    tier: str
     requests: RequestTable
+    promote: bool
     jobs: Jobs
     health: TierHealth
     tenants: Tenants
     kv_events: KVEvents
     count: Count
+
+    def own(self, state: RequestState) -> TierRequest:
+        """What this tier keeps of a request."""
+        own = state.tiers.get(self.tier)
+        if own is None:
+            own = state.tiers[self.tier] = TierRequest(state)
+        assert isinstance(own, TierRequest)
+        return own

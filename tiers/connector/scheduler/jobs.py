@@ -12,7 +12,7 @@ The states of a load, from the lookup on:
 | late | `max_wait` is over; some blocks have not arrived | as when the first of those had failed |
 
 Of a model with attention windows a load that fails in part is of no use: all is computed.
-A request that a tier failed is not looked up in that tier again (`RequestState.recompute`).
+A request that a tier failed is not looked up in that tier again (`TierRequest.recompute`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tiers.connector.contract.messages import (
     StoreJob,
 )
 from tiers.connector.policy.shared_load import SharedLoad
-from tiers.connector.scheduler.requests import RequestState
+from tiers.connector.scheduler.offers import TierRequest
 
 
 @dataclass(kw_only=True)
@@ -51,6 +51,7 @@ class PendingLoad(_Pending):
     that item i belongs to. `shared`: the load of the request that it is a part of."""
 
     job: LoadJob
+    own: TierRequest
     blocks: list[int]
     of_block: list[int]
     shared: SharedLoad
@@ -58,12 +59,12 @@ class PendingLoad(_Pending):
 
 @dataclass(kw_only=True)
 class PendingStore(_Pending):
-    """A store under way. `tenant`, `state`: of its request. `numbers[i]`: which of the request's
+    """A store under way. `tenant`, `own`: of its request. `numbers[i]`: which of the request's
     keys item i has. `at_once`: whether the job stores all keys that there are so far."""
 
     job: StoreJob
     tenant: str
-    state: RequestState
+    own: TierRequest
     numbers: list[int]
     at_once: bool
 
@@ -83,33 +84,38 @@ class Jobs:
 
     def load(
         self,
-        request_id: str,
+        own: TierRequest,
         items: list[LoadItem],
-        seconds: float,
         *,
         blocks: list[int],
         of_block: list[int],
         shared: SharedLoad,
     ) -> LoadJob:
-        """Begin a load, which may take `seconds`. `blocks`, `of_block`, `shared`: see
+        """Begin a load, within what its request may still wait. `blocks`, `of_block`, `shared`: see
         `PendingLoad`."""
+        request_id, seconds = own.state.request.request_id, own.state.wait_budget.left()
         job = LoadJob(next(self._ids), request_id, items, seconds, self._generation.tag)
         self._loading[job.job_id] = PendingLoad(
-            ranks_left=self._ranks, job=job, blocks=blocks, of_block=of_block, shared=shared
+            ranks_left=self._ranks,
+            job=job,
+            own=own,
+            blocks=blocks,
+            of_block=of_block,
+            shared=shared,
         )
         return job
 
     def store(
-        self, items: dict[int, StoreItem], tenant: str, state: RequestState, at_once: bool
+        self, own: TierRequest, items: dict[int, StoreItem], tenant: str, at_once: bool
     ) -> StoreJob:
-        """Begin to store `items`, by the numbers of their keys. `tenant`, `state`, `at_once`: see
+        """Begin to store `items`, by the numbers of their keys. `tenant`, `at_once`: see
         `PendingStore`."""
         job = StoreJob(next(self._ids), list(items.values()), self._generation.tag)
         self._storing[job.job_id] = PendingStore(
             ranks_left=self._ranks,
             job=job,
             tenant=tenant,
-            state=state,
+            own=own,
             numbers=list(items),
             at_once=at_once,
         )

@@ -7,29 +7,22 @@ from collections.abc import Sequence
 
 from tiers.connector.contract.coverage import MISSING
 from tiers.connector.contract.messages import LoadItem, LoadJob
+from tiers.connector.contract.protocols import NULL_BLOCK
 from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.shared_load import SharedLoad
-from tiers.connector.policy.wait_budget import WaitBudget
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import PendingLoad
 from tiers.connector.scheduler.manager import TierManager
-from tiers.connector.scheduler.requests import RequestState
+from tiers.connector.scheduler.offers import TierRequest
 
 
 class TierLoads:
     """The loading half of one tier's scheduler; used by the scheduler's thread alone."""
 
-    def __init__(
-        self,
-        context: TierContext,
-        manager: TierManager,
-        wait_budget: WaitBudget,
-        load_cost: LoadCost,
-    ) -> None:
-        """`wait_budget`: the chain's. `load_cost` learns how long the loads take."""
+    def __init__(self, context: TierContext, manager: TierManager, load_cost: LoadCost) -> None:
+        """`load_cost` learns how long the loads take."""
         self._context = context
         self._manager = manager
-        self._wait_budget = wait_budget
         self._load_cost = load_cost
         self._orders: list[LoadJob] = []
 
@@ -40,59 +33,73 @@ class TierLoads:
 
     # -- looking up --------------------------------------------------------------------------
 
-    def coverage(self, state: RequestState, blocks: range) -> Sequence[int] | None:
+    def coverage(self, own: TierRequest, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks the tier could load; None: ask again."""
-        asked = range(blocks.start, min(self._context.requests.stop(state), blocks.stop))
-        if state.recompute or not asked:
+        requests, state = self._context.requests, own.state
+        asked = range(blocks.start, min(requests.loadable(state), blocks.stop))
+        if own.recompute or not asked:
             return [MISSING] * len(blocks)
         now = time.perf_counter()
-        since = now if state.asked is None else state.asked
-        size = len(self._context.groups)
-        parts = self._manager.coverage(
-            state.lookup, state.keys, range(asked.start * size, asked.stop * size)
-        )
+        since = now if own.asked is None else own.asked
+        size = len(requests.groups)
+        numbers = range(asked.start * size, asked.stop * size)
+        parts = self._manager.coverage(own.lookup, requests.keys(state), numbers)
         if parts is None:
-            state.asked = since
+            own.asked = since
             return None
-        state.asked = None
-        if not state.answered:
-            state.answered = True
+        own.asked = None
+        if not own.answered:
+            own.answered = True
             self._context.count(lookup_seconds=[time.perf_counter() - since])
-        levels = self._context.groups.coverage(parts)
+        levels = requests.groups.coverage(parts)
         return [*levels, *[MISSING] * (len(blocks) - len(asked))] if asked != blocks else levels
 
     # -- loading -----------------------------------------------------------------------------
 
-    def begin(self, state: RequestState, blocks: list[int], shared: SharedLoad) -> None:
+    def begin(self, own: TierRequest, blocks: list[int], shared: SharedLoad) -> None:
         """Load these blocks of a request, as a part of `shared`."""
-        of_block, keys, targets = self._context.requests.to_load(state, blocks)
-        slots = self._manager.prepare_load(keys)
-        request_id = state.request.request_id
-        job = self._context.jobs.load(
-            request_id,
-            list(map(LoadItem, keys, targets, slots)),
-            self._wait_budget.left(request_id),
-            blocks=blocks,
-            of_block=of_block,
-            shared=shared,
-        )
+        of_block, keys, targets = self._parts(own, blocks)
+        items = list(map(LoadItem, keys, targets, self._manager.prepare_load(keys)))
+        job = self._context.jobs.load(own, items, blocks=blocks, of_block=of_block, shared=shared)
         self._orders.append(job)
-        self._load_cost.began(job.job_id, len(blocks) * self._context.engine.block_tokens)
+        self._load_cost.began(job.job_id, self._tokens(len(blocks)))
 
-    def count(self, state: RequestState, blocks: int) -> None:
+    def _parts(
+        self, own: TierRequest, blocks: list[int]
+    ) -> tuple[list[int], list[bytes], list[int]]:
+        """Block, key and paged block of each part that the engine has a place for."""
+        groups, state = self._context.requests.groups, own.state
+        if groups.is_plain:
+            (table,) = state.tables
+            return blocks, [state.keys[b] for b in blocks], [table[b] for b in blocks]
+        of_block: list[int] = []
+        keys: list[bytes] = []
+        targets: list[int] = []
+        for block in blocks:
+            for part, paged in enumerate(groups.paged(state.tables, block)):
+                if paged != NULL_BLOCK or not groups.window:
+                    of_block.append(block)
+                    keys.append(state.keys[block * len(groups) + part])
+                    targets.append(paged)
+        return of_block, keys, targets
+
+    def _tokens(self, blocks: int) -> int:
+        return blocks * self._context.requests.engine.block_tokens
+
+    def count(self, own: TierRequest, blocks: int) -> None:
         """Count a request that the engine begins, which loads `blocks` blocks from this tier.
 
         Requests are counted, not calls: one that waits for room is asked about in every step. As
         in the engine's own metrics of its hits, one that it has preempted does not count again.
         """
-        if getattr(state.request, "num_preemptions", 0):
+        if getattr(own.state.request, "num_preemptions", 0):
             return
-        lookup, hit = state.answered and not state.looked_up, bool(blocks) and not state.hit
+        lookup, hit = own.answered and not own.looked_up, bool(blocks) and not own.hit
         if lookup or hit or blocks:
-            tokens = blocks * self._context.engine.block_tokens
+            tokens = self._tokens(blocks)
             self._context.count(lookups=int(lookup), hits=int(hit), hit_tokens=tokens)
-        state.looked_up |= lookup
-        state.hit |= hit
+        own.looked_up |= lookup
+        own.hit |= hit
 
     def ended(self, load: PendingLoad) -> None:
         """Take in that a load has ended on all ranks."""
@@ -105,19 +112,17 @@ class TierLoads:
             self._manager.discard(key)
         context.kv_events.lost(lost)
         context.tenants.gone(lost)
-        state = context.requests.get(job.request_id)
-        if state is not None:
-            state.recompute |= bool(load.failed)
-            # It came in waves, of which the last counts as used last, until it is offered.
-            state.order.stale |= not context.promote
+        load.own.recompute |= bool(load.failed)
+        # It came in waves, of which the last counts as used last, until it is offered.
+        load.own.order.stale |= not context.promote
         failed = {load.of_block[index] for index in load.failed}
-        if failed and context.engine.all_or_nothing_loads:
+        if failed and context.requests.engine.all_or_nothing_loads:
             failed.add(0)
         if load.blocks:
             failure = min(load.of_block[index] for index in load.failed) if load.failed else None
             load.shared.notes.part_ended(load.blocks[0], failure, len(lost), load.times)
         if load.shared.end(load.blocks, failed, self._count_loaded):
-            self._wait_budget.loaded(job.request_id)
+            load.own.state.wait_budget.loaded()
 
     def _count_loaded(self, blocks: int) -> None:
-        self._context.count(loaded_tokens=blocks * self._context.engine.block_tokens)
+        self._context.count(loaded_tokens=self._tokens(blocks))

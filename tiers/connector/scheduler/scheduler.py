@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tiers.connector.contract.block_groups import BlockGroups
+from spec.offloading import OffloadingSpec
 from tiers.connector.contract.connector import SchedulerConnector
 from tiers.connector.contract.coverage import MISSING
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.messages import (
     BlockEvent,
     OffloadingConnectorMetadata,
@@ -21,14 +20,12 @@ from tiers.connector.contract.messages import (
 from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
 from tiers.connector.contract.stats import TierStats
 from tiers.connector.policy.cheapest.load_cost import LoadCost
-from tiers.connector.policy.choice import stitched
+from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
-from tiers.connector.policy.wait_budget import WaitBudget
 from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad
 from tiers.connector.scheduler.kv_events import KVEvents
-from tiers.connector.scheduler.requests import RequestState, RequestTable
 from tiers.connector.scheduler.tenant_quotas import Tenants
 from tiers.connector.scheduler.tier_halves import OpenManager, TierHalves
 from tiers.connector.scheduler.tier_health import TierHealth
@@ -41,44 +38,35 @@ class OffloadingScheduler(SchedulerConnector):
 
     def __init__(
         self,
-        tier: str,
-        engine: EngineInfo,
+        spec: OffloadingSpec,
+        requests: RequestTable,
         open_manager: OpenManager,
-        promote: bool,
-        generation: Generation,
-        wait_budget: WaitBudget,
         admission: Admission,
         tenants: Tenants,
+        promote: bool,
         now: Callable[[], float] = time.monotonic,
-        prompt_only: bool = False,
-        hit_source: str = "external_unspecified",
     ) -> None:
-        """`generation` and `wait_budget` are those of all tiers of a chain; see `RequestTable`.
-        `hit_source`: the engine's word for where this tier's tokens come from."""
-        self.tier = tier
-        self._hit_source = hit_source
-        self.load_cost, self.stats = LoadCost(now), TierStats()
-        groups = BlockGroups(engine)
+        """`requests`: those of all tiers of a chain. `promote`: see `TierContext`."""
+        self.tier = spec.tier_name
+        self._hit_source = spec.hit_source
+        self.load_cost = LoadCost(now)
+        self.stats = TierStats()
+        engine, generation = requests.engine, requests.generation
         context = TierContext(
-            engine,
-            groups,
-            generation,
+            self.tier,
+            requests,
             promote,
-            RequestTable(engine, groups, generation, promote, prompt_only),
             Jobs(engine.world_size, generation),
             TierHealth(),
             tenants,
-            KVEvents(tier, engine, groups, generation),
+            KVEvents(self.tier, engine, requests.groups, generation),
             self.note,
         )
-        self._context, self._engine = context, engine
-        self._requests, self._jobs, self._health = context.requests, context.jobs, context.health
-        self._halves = TierHalves(
-            tier, context, open_manager, wait_budget, admission, self.load_cost
-        )
+        self._context, self._requests = context, requests
+        self._jobs, self._health = context.jobs, context.health
+        self._halves = TierHalves(context, open_manager, admission, self.load_cost)
         self.why_nothing = partial(why_nothing, context, self._halves)
         self._told: dict[str, float] = {}
-        self._overwritten: set[int] = set()
 
     # -- opening -----------------------------------------------------------------------------
 
@@ -122,7 +110,7 @@ class OffloadingScheduler(SchedulerConnector):
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All: a load brings whatever the engine has a place for."""
-        return tuple(range(len(self._engine.kv_groups)))
+        return tuple(range(len(self._requests.engine.kv_groups)))
 
     def note(self, **measures: float | list[float]) -> None:
         """Add to the tier's measures."""
@@ -147,81 +135,47 @@ class OffloadingScheduler(SchedulerConnector):
 
     # -- loading -----------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """How many tokens beyond the computed ones the tier could load; None: ask again."""
-        if not self._engine.media.ready(request):
-            return None, False  # also where it loads nothing, since its marks come before its KV
-        first, rest = divmod(num_computed_tokens, self._engine.block_tokens)
-        stop = first if rest else request.num_tokens // self._engine.block_tokens
-        asked = {0: partial(self.coverage, request)}
-        found = stitched(asked, range(first, stop), self._context.groups.window)
-        if found.looking:
-            return None, False
-        count = max(0, found.stop - first - int(self._engine.drops_last))
-        self._requests.state_of(request).match = (first, count)
-        return count * self._engine.block_tokens, count > 0
-
-    def coverage(self, request: Request, blocks: range) -> Sequence[int] | None:
+    def coverage(self, state: RequestState, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks the tier could load; None: ask again."""
-        if not self._engine.media.ready(request):
-            return None
         if not self._health.reads:
             return [MISSING] * len(blocks)
-        return self._halves.loads.coverage(self._requests.state_of(request), blocks)
+        return self._halves.loads.coverage(self._context.own(state), blocks)
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int
     ) -> None:
-        """Note the request's blocks; load into them what was promised for it."""
-        state = self._allocated(request, blocks)
-        count = num_external_tokens // self._engine.block_tokens
-        if count:
-            first, found = state.match
-            assert count <= found, f"{count} blocks to load of {found} found"
-            self._halves.loads.begin(state, list(range(first, first + count)), SharedLoad(1))
-        self._halves.loads.count(state, count)
+        """The request begins without a load from this tier; see `load_blocks`."""
+        assert not num_external_tokens, "a tier of ours loads blocks, not tokens"
+        self._begins(self._requests.of(request), 0)
 
-    def load_blocks(
-        self, request: Request, blocks: Blocks, ranges: Sequence[range], shared: SharedLoad
-    ) -> None:
-        """Note the request's blocks; load into them this tier's part of a shared load."""
-        state = self._allocated(request, blocks)
+    def load_blocks(self, state: RequestState, ranges: Sequence[range], shared: SharedLoad) -> None:
+        """Load this tier's part of a shared load, into the blocks that the request has by now."""
         mine = [block for part in ranges for block in part]
-        self._halves.loads.begin(state, mine, shared)
-        self._halves.loads.count(state, len(mine))
+        self._halves.loads.begin(self._context.own(state), mine, shared)
+        self._begins(state, len(mine))
 
-    def _allocated(self, request: Request, blocks: Blocks) -> RequestState:
-        state = self._requests.state_of(request)
-        state.tables = tuple(list(table) for table in blocks.get_block_ids())
-        state.asked, state.computed = None, 0
-        # Another tier may load into these blocks while this one still reads what they held.
-        self._overwritten.update(*state.tables)
-        return state
+    def _begins(self, state: RequestState, blocks: int) -> None:
+        own = self._context.own(state)
+        own.asked = None
+        self._halves.loads.count(own, blocks)
 
     def on_new_request(self, request: Request) -> None:
         """Begin to find out what the tier has of a request, if it can't tell at once."""
-        if not self._engine.media.ready(request) or not self._health.usable:
+        if not self._requests.engine.media.ready(request) or not self._health.usable:
             return
-        state = self._requests.state_of(request)
-        if state.keys and state.limits.may_load(self.tier):
-            self._halves.manager.prefetch_lookup(state.lookup, state.keys)
+        state = self._requests.of(request)
+        keys = self._requests.keys(state)
+        if keys and state.limits.may_load(self.tier):
+            self._halves.manager.prefetch_lookup(self._context.own(state).lookup, keys)
 
     # -- steps -------------------------------------------------------------------------------
-
-    def disable_store(self, request: Request) -> None:
-        """Never offer its blocks."""
-        self._requests.state_of(request).store = False
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput
     ) -> OffloadingConnectorMetadata:
         """Orders for the workers of this step."""
         self.load_cost.stepped()
-        overwritten, self._overwritten = self._overwritten, set()
-        scheduled = self._requests.scheduled(scheduler_output, overwritten)
-        stores, flush = self._halves.stores.orders(scheduled, overwritten)
+        stores, flush = self._halves.stores.orders(self._requests.step)
         loads = self._halves.loads.take_orders()
         idle = not scheduler_output.num_scheduled_tokens
         return OffloadingConnectorMetadata(loads, stores, flush, idle)
@@ -258,11 +212,10 @@ class OffloadingScheduler(SchedulerConnector):
         # An engine that sleeps gives its memory up next, and these are not read before. A copy
         # under way is done by then: vLLM waits for its device first.
         self._halves.stores.drop_last_offers()
-        generation = self._context.generation
+        generation = self._requests.generation
         if not generation.lasts:
             self._context.kv_events.lost(self._halves.manager.reset())
             self._halves.manager.clear(generation.renew())
-            self._requests.reset()
         return not self.reqs_being_loaded
 
     def request_finished_all_groups(
@@ -273,10 +226,12 @@ class OffloadingScheduler(SchedulerConnector):
         `block_ids`: the blocks that it has yet, of each KV cache group. Never holds them back: the
         fence on reuse protects stores under way.
         """
-        state = self._requests.get(request.request_id)
+        state = self._requests.get(request)
         if state is not None:
-            self._halves.stores.request_finished(state, block_ids)
-        self.note(**self._requests.forget(request.request_id))
+            own = self._context.own(state)
+            self._halves.stores.request_finished(own, block_ids)
+            own.lookup.cancel()
+            self.note(**Counter(own.refused.values()))
         return False, None
 
     def shutdown(self) -> None:

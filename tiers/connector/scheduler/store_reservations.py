@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from tiers.connector.contract.messages import StoreItem, StoreJob
 from tiers.connector.scheduler.admission import Admission
+from tiers.connector.scheduler.offers import Offers
 from tiers.connector.scheduler.opening import OpenTier
-from tiers.connector.scheduler.requests import Offers
 from tiers.connector.scheduler.tier_health import TierHealth
 
 FOR_ROOM = ("store_dropped_inflight", "store_dropped_no_slot")

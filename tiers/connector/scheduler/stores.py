@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tiers.connector.contract.messages import StoreItem, StoreJob
+from tiers.connector.policy.requests import Scheduled, Step
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.intake import Intake
 from tiers.connector.scheduler.jobs import PendingStore
 from tiers.connector.scheduler.manager import TierManager
-from tiers.connector.scheduler.requests import Offers, RequestState, Scheduled
+from tiers.connector.scheduler.offers import Offers, TierRequest, new_offers, offers_again
 from tiers.connector.scheduler.store_reservations import FOR_ROOM, StoreReservations
 from tiers.connector.scheduler.tenant_quotas import tenant_of
 
@@ -33,38 +34,35 @@ class TierStores:
         self._manager = manager
         self._intake = intake
         self._retries = RETRIES
-        self._last_offers: list[tuple[RequestState, Offers]] = []
+        self._last_offers: list[tuple[TierRequest, Offers]] = []
 
     # -- offering ----------------------------------------------------------------------------
 
-    def orders(
-        self, scheduled: Iterable[Scheduled], overwritten: set[int]
-    ) -> tuple[list[StoreJob], list[int]]:
-        """The stores that a step begins, and the jobs whose blocks it overwrites.
-
-        `overwritten`: paged blocks that the step writes; taking from `scheduled` adds to it.
-        """
+    def orders(self, step: Step) -> tuple[list[StoreJob], list[int]]:
+        """The stores that a step begins, and the jobs whose blocks it overwrites."""
         self._retries = RETRIES
         self._intake.look()
-        jobs = [job for one in scheduled if (job := self._offer(one)) is not None]
-        jobs += self._offer_last(overwritten)
-        flush = self.reservations.readers(overwritten)
+        jobs = [job for one in step.scheduled if (job := self._offer(one)) is not None]
+        jobs += self._offer_last(step.overwritten)
+        flush = self.reservations.readers(step.overwritten)
         self.reservations.begin(jobs)
         return jobs, flush
 
-    def _may_store(self, state: RequestState) -> bool:
-        if not self._context.health.usable or not state.stores:
+    def _may_store(self, own: TierRequest) -> bool:
+        if not self._context.health.usable or not own.state.stores:
             return False
-        return self._context.tenants.may_keep(tenant_of(state.request))
+        return self._context.tenants.may_keep(tenant_of(own.state.request))
 
     def _offer(self, scheduled: Scheduled) -> StoreJob | None:
         """Store what the step completes: full blocks of known tokens that the tier lacks."""
-        state = scheduled.state
-        if not self._may_store(state):
+        own, requests = self._context.own(scheduled.state), self._context.requests
+        if scheduled.is_new and not self._context.promote:
+            own.offered = scheduled.before // requests.engine.block_tokens
+        if not self._may_store(own):
             return None
-        again = self._offer_again(scheduled)
-        offers = self._context.requests.offers(scheduled)
-        return self._begin(state, again | self._offer_new(offers, state.refused))
+        again = self._offer_again(own, scheduled)
+        offers = new_offers(requests, own, scheduled)
+        return self._begin(own, again | self._offer_new(offers, own.refused))
 
     def _offer_new(self, offers: Offers, waiting: dict[int, str]) -> dict[int, StoreItem]:
         """Offer blocks for the first time. Those that find no room go to `waiting`."""
@@ -77,13 +75,13 @@ class TierStores:
         self._context.count(**Counter(why for why in refused.values() if why not in FOR_ROOM))
         return items
 
-    def _offer_again(self, scheduled: Scheduled) -> dict[int, StoreItem]:
+    def _offer_again(self, own: TierRequest, scheduled: Scheduled) -> dict[int, StoreItem]:
         """Offer what had no room before, head first, while the request runs and has the blocks."""
-        waiting = scheduled.state.refused
+        waiting = own.refused
         most = min(self._retries, self.reservations.room()) if waiting else 0
         if most <= 0:
             return {}
-        offers = self._context.requests.again(scheduled, most)
+        offers = offers_again(self._context.requests, own, scheduled, most)
         self._retries -= len(offers.pairs)
         items, refused = self.reservations.claim(offers)
         over = [number for number in offers.numbers if refused.get(number) not in FOR_ROOM]
@@ -101,36 +99,37 @@ class TierStores:
         """
         ended, self._last_offers = self._last_offers, []
         jobs: list[StoreJob | None] = []
-        for state, offers in ended:
+        for own, offers in ended:
             waiting: dict[int, str] = {}
             items = self._offer_new(offers.without(overwritten), waiting)
             self._context.count(**Counter(waiting.values()))  # there is no later step
-            state.order.finished = True
-            jobs.append(self._begin(state, items))
-            self._settle(state)
+            own.order.finished = True
+            jobs.append(self._begin(own, items))
+            self._settle(own)
         return [job for job in jobs if job is not None]
 
-    def _begin(self, state: RequestState, items: dict[int, StoreItem]) -> StoreJob | None:
+    def _begin(self, own: TierRequest, items: dict[int, StoreItem]) -> StoreJob | None:
         if not items:
             return None
-        state.order.under_way += 1
-        at_once = len(items) == state.offered * len(self._context.groups)
-        tenant = tenant_of(state.request)
-        return self._context.jobs.store(items, tenant, state, at_once=at_once)
+        own.order.under_way += 1
+        at_once = len(items) == own.offered * len(self._context.requests.groups)
+        tenant = tenant_of(own.state.request)
+        return self._context.jobs.store(own, items, tenant, at_once=at_once)
 
     # -- ends --------------------------------------------------------------------------------
 
     def ended(self, store: PendingStore) -> None:
         """Take in that a store has ended on all ranks."""
         context, manager, job = self._context, self._manager, store.job
+        own, generation = store.own, context.requests.generation
         self._intake.failed(len(store.failed))
-        heads = manager.heads(store.state.keys, store.numbers)
+        heads = manager.heads(own.state.keys, store.numbers)
         kept: list[bytes] = []
         # The first last, so that it counts as used last: a prefix's head must outlive its tail.
         for index in reversed(range(len(job.items))):
             item = job.items[index]
             stored, head = index not in store.failed, heads.get(item.key)
-            if context.generation.made(item.key):
+            if generation.made(item.key):
                 if manager.complete_store(item.key, item.slot, stored, head):
                     context.kv_events.stored(item.key)
                     kept.append(item.key)
@@ -139,34 +138,34 @@ class TierStores:
             self.reservations.end(job.job_id, item)
         context.kv_events.tell_stored()
         self._keep_quota(store.tenant, kept)
-        store.state.order.ended(len(store.numbers) if store.at_once else None)
-        self._settle(store.state)
+        own.order.ended(len(store.numbers) if store.at_once else None)
+        self._settle(own)
 
     def _keep_quota(self, tenant: str, kept: Sequence[bytes]) -> None:
         context = self._context
         beyond = context.tenants.kept(tenant, kept, self.reservations.block_bytes)
         if beyond:
-            self._manager.drop(beyond, context.generation.tag)
+            self._manager.drop(beyond, context.requests.generation.tag)
             context.kv_events.lost(beyond)
 
-    def _settle(self, state: RequestState) -> None:
+    def _settle(self, own: TierRequest) -> None:
         """Let the head of what was stored in steps be the last to go."""
-        keys = state.offered * len(self._context.groups)
-        if state.order.settle(keys):
-            self._manager.settle(state.keys[:keys])
+        keys = own.offered * len(self._context.requests.groups)
+        if own.order.settle(keys):
+            self._manager.settle(own.state.keys[:keys])
 
-    def request_finished(self, state: RequestState, tables: Sequence[list[int]]) -> None:
+    def request_finished(self, own: TierRequest, tables: Sequence[list[int]]) -> None:
         """Keep what the request leaves to offer for the next step."""
-        may_store = self._may_store(state)
-        offers = self._context.requests.last_offers(state, tables) if may_store else None
-        if offers is not None and offers.pairs:
-            self._last_offers.append((state, offers))
+        requests = self._context.requests
+        last = requests.ended(own.state, tables)
+        if self._may_store(own) and (offers := new_offers(requests, own, last)).pairs:
+            self._last_offers.append((own, offers))
         else:
-            state.order.finished = True
-            self._settle(state)
+            own.order.finished = True
+            self._settle(own)
 
     def drop_last_offers(self) -> None:
         """Offer nothing of requests that have ended: their blocks may not be read any more."""
-        for state, _ in self._last_offers:
-            state.order.finished = True
+        for own, _ in self._last_offers:
+            own.order.finished = True
         self._last_offers.clear()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tiers.connector.contract.messages import WorkerHandshake
 from tiers.connector.policy.cheapest.load_cost import LoadCost
-from tiers.connector.policy.wait_budget import WaitBudget
 from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.loads import TierLoads
@@ -31,17 +30,13 @@ class TierHalves:
 
     def __init__(
         self,
-        tier: str,
         context: TierContext,
         open_manager: OpenManager,
-        wait_budget: WaitBudget,
         admission: Admission,
         load_cost: LoadCost,
     ) -> None:
-        self._tier = tier
         self._context = context
         self._open_manager = open_manager
-        self._wait_budget = wait_budget
         self._admission = admission
         self._load_cost = load_cost
         self._handshakes: dict[int, WorkerHandshake] = {}
@@ -56,7 +51,7 @@ class TierHalves:
         `in_step`: the engine has begun to serve, so that opening may take a moment only.
         """
         self._handshakes.update(handshakes)
-        known, needed = len(self._handshakes), self._context.engine.world_size
+        known, needed = len(self._handshakes), self._context.requests.engine.world_size
         if self._context.health.is_settled or known < needed:
             return
         ranks = [self._handshakes[rank] for rank in sorted(self._handshakes)]
@@ -70,7 +65,7 @@ class TierHalves:
         self._context.health.opened(tier.manager)
 
     def _loads_of(self, tier: OpenTier) -> TierLoads:
-        return TierLoads(self._context, tier.manager, self._wait_budget, self._load_cost)
+        return TierLoads(self._context, tier.manager, self._load_cost)
 
     def _stores_of(self, tier: OpenTier) -> TierStores:
         reservations = StoreReservations(tier, self._admission, self._context.health)
@@ -83,9 +78,8 @@ class TierHalves:
     def fail(self, reason: str) -> None:
         """Use the tier no more; the first `reason` is logged."""
         if self._context.health.failed():
-            logger.error(
-                "tier %r is unusable and the chain goes on without it: %s", self._tier, reason
-            )
+            tier = self._context.tier
+            logger.error("tier %r is unusable and the chain goes on without it: %s", tier, reason)
 
     def close(self) -> None:
         """Release the tier, which has nothing and wants nothing from now on."""

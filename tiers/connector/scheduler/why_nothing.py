@@ -11,14 +11,15 @@ from tiers.connector.scheduler.tier_halves import TierHalves
 def why_nothing(context: TierContext, halves: TierHalves, request: Request) -> str:
     """A word of `tiers.explain.accounts.REASONS`; empty: the tier was asked, and has none."""
     own = halves.manager.health()
-    state = context.requests.get(request.request_id)
+    state = context.requests.get(request)
+    kept = None if state is None else context.own(state)
     if not context.health.usable:
         return "not_open"
     if not (context.health.reads and own.reads):
         return "down"
-    if state is not None and state.recompute:
+    if kept is not None and kept.recompute:
         return "failed_before"
-    if state is not None and state.lookup.is_under_way:
+    if kept is not None and kept.lookup.is_under_way:
         return "late"
     if not own.reads_up:
         return "failed"

@@ -7,7 +7,7 @@ from collections import deque
 
 from tiers.connector.contract.stats import Measures, TierStats
 from tiers.connector.multi.scheduler import MultiScheduler
-from tiers.connector.policy.wait_budget import WaitBudget
+from tiers.connector.policy.requests import RequestTable
 from tiers.engine.replay.blocks import BlockPool
 from tiers.engine.replay.requests import Step, StepOutput
 from tiers.tuning.machine import Machine
@@ -34,7 +34,7 @@ class ReplayEngine:
     def __init__(
         self,
         connector: MultiScheduler,
-        wait_budget: WaitBudget,
+        states: RequestTable,
         worker: ReplayWorker,
         kv: PagedKV,
         num_blocks: int,
@@ -46,7 +46,7 @@ class ReplayEngine:
         self.stats = TierStats()
         self.requests: dict[str, ReplayRequest] = {}
         self._connector = connector
-        self._wait_budget = wait_budget
+        self._states = states
         self._worker = worker
         self._kv = kv
         self._pool = BlockPool(num_blocks, prefix_caching=True)
@@ -159,7 +159,7 @@ class ReplayEngine:
         connector, limit = self._connector, time.monotonic() + LOOK_SECONDS
         external, _ = connector.get_num_new_matched_tokens(request, computed)
         while external is None and self._clock.is_counted:
-            if not self._wait_budget.is_looking(request.request_id) or time.monotonic() > limit:
+            if time.monotonic() > limit or not self._states.of(request).wait_budget.is_looking:
                 break
             time.sleep(TURN)
             external, _ = connector.get_num_new_matched_tokens(request, computed)

@@ -95,8 +95,8 @@ def _opened(
         kv = PagedKV(num_blocks, words)
         parts = scheduler_parts(behind, info, clock.now)
         scheduler = MultiScheduler(*parts)
-        wait_budget = parts.settings.wait_budget
-        assert wait_budget is not None, "tiers share one"
+        states = parts.settings.requests
+        assert states is not None, "tiers share them"
         stack.callback(scheduler.shutdown)
         half = open_worker(behind, info, copier_over(_host_link(chain, links)), now=clock.now)
         stack.callback(half.shutdown)
@@ -105,7 +105,7 @@ def _opened(
         scheduler.set_xfer_handshake_metadata({0: half.get_handshake_metadata()})
         worker = ReplayWorker(half, clock)
         engine = ReplayEngine(
-            scheduler, wait_budget, worker, kv, num_blocks, block_tokens, machine, clock
+            scheduler, states, worker, kv, num_blocks, block_tokens, machine, clock
         )
         yield Driver(engine, worker, clock, links)
 

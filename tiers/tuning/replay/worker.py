@@ -79,10 +79,8 @@ class ReplayWorker:
 
     def end(self, orders: MultiConnectorMetadata) -> None:
         """The step is computed: begin its stores."""
-        # What it loads was counted when it began.
-        self._half.bind_connector_metadata(
-            replace(orders, extra_async_saves={}, extra_async_loads={})
-        )
+        # The requests that it saves were counted when it began.
+        self._half.bind_connector_metadata(replace(orders, extra_async_saves={}))
         self._half.wait_for_save()
         self._half.clear_connector_metadata()
         for jobs, part in zip(self._jobs, orders.metadata, strict=True):

@@ -13,6 +13,7 @@ from tiers.connector.policy.cheapest.prefill_rate import PrefillRate
 from tiers.connector.policy.cheapest.probing import COMPUTING, Exploration
 from tiers.connector.policy.choice import LATER, Choice, longest
 from tiers.connector.policy.loaders import TimedLoader
+from tiers.connector.policy.requests import RequestState
 
 Answers = Sequence[tuple[int | None, bool]]
 """What each child has of a request: tokens, None while it looks, and whether beside the steps."""
@@ -67,12 +68,12 @@ class Cheapest:
         self._size = block_tokens
         self._cut = cut
 
-    def choose(self, request_id: str, answers: Answers, blocks: range) -> Choice:
+    def choose(self, state: RequestState, answers: Answers, blocks: range) -> Choice:
         """Who loads what of these blocks of a request. Children without a meter do not serve."""
         answers = [a if i in self.meters else (0, False) for i, a in enumerate(answers)]
         looking = [child for child, (tokens, _) in enumerate(answers) if tokens is None]
         for child in self.meters.keys() - set(looking):
-            self._waits.answered(child, request_id)
+            self._waits.answered(child, state)
         each = self.prefill.seconds_per_token
         if each is None:
             return self._unmeasured(longest(answers, len(blocks) * self._size))
@@ -83,9 +84,7 @@ class Cheapest:
         ]
         best = max(filter(self._pays, offers), key=lambda offer: offer.saved, default=None)
         whole = len(blocks) * self._size
-        if self._should_wait(
-            request_id, [self._offer(child, whole, each) for child in looking], best
-        ):
+        if self._should_wait(state, [self._offer(child, whole, each) for child in looking], best):
             return LATER
         seconds = whole * each - (best.saved if best is not None else 0.0)
         choice = self._probing(blocks, offers, best, whole * each)
@@ -96,9 +95,9 @@ class Cheapest:
             choice = self._loading(best)
         return choice._replace(seconds=seconds)
 
-    def decided(self, request_id: str, choice: Choice) -> None:
+    def decided(self, state: RequestState, choice: Choice) -> None:
         """The engine begins the request as it was chosen."""
-        self._waits.decided(request_id)
+        self._waits.decided(state)
         for child in (*self.meters, COMPUTING):
             if child == choice.probed:
                 self._probes.made(child)
@@ -120,11 +119,6 @@ class Cheapest:
             self._probes.rest(COMPUTING)
         return tokens > 0
 
-    def forget(self, request_id: str) -> None:
-        """Drop what is kept for a request."""
-        self._waits.forget(request_id)
-        self.prefill.forget(request_id)
-
     def _offer(self, child: int, tokens: int, each: float) -> LoadEstimate:
         return LoadEstimate(child, tokens, self.meters[child].seconds(tokens), tokens * each)
 
@@ -134,10 +128,10 @@ class Cheapest:
         return offer.load * (1 + self._settings.margin) < offer.compute
 
     def _should_wait(
-        self, request_id: str, hopes: Sequence[LoadEstimate], best: LoadEstimate | None
+        self, state: RequestState, hopes: Sequence[LoadEstimate], best: LoadEstimate | None
     ) -> bool:
         """Whether any tier that is still looking may yet do better than the best."""
-        left = {hope: self._waits.left(hope.child, request_id) for hope in hopes}
+        left = {hope: self._waits.left(hope.child, state) for hope in hopes}
         saved = best.saved if best is not None else 0.0
         return any(self._pays(hope) and hope.saved - left[hope] > saved for hope in hopes)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
-from tiers.connector.contract.protocols import Request, SchedulerOutput
+from tiers.connector.policy.requests import RequestState, Scheduled
 
 KEEP = 0.7
 """Weight of all earlier steps when one is measured."""
@@ -27,7 +27,6 @@ class PrefillRate:
     def __init__(self, now: Callable[[], float], min_tokens: int) -> None:
         self._now = now
         self._min_tokens = min_tokens
-        self._prompts: dict[str, int] = {}
         self._steps: dict[int, tuple[int, float]] = {}
         self._number = 0
         self._last_end = -math.inf
@@ -38,17 +37,16 @@ class PrefillRate:
         """None: not measured yet."""
         return self._seconds / self._tokens if self._tokens else None
 
-    def expect(self, request: Request) -> None:
+    def expect(self, state: RequestState) -> None:
         """All tokens that a request has before it runs are its prompt."""
-        self._prompts[request.request_id] = request.num_tokens
+        state.prompt_tokens = state.request.num_tokens
 
-    def forget(self, request_id: str) -> None:
-        """The request has finished."""
-        self._prompts.pop(request_id, None)
-
-    def step_begins(self, output: SchedulerOutput) -> int | None:
+    def step_begins(self, scheduled: Iterable[Scheduled]) -> int | None:
         """Note what a step will compute; its number, if it is to be measured."""
-        tokens = sum(self._prompt_tokens(output))
+        tokens = sum(
+            min(max(one.state.prompt_tokens - one.before, 0), one.after - one.before)
+            for one in scheduled
+        )
         if tokens < self._min_tokens:
             return None
         self._number += 1
@@ -73,16 +71,3 @@ class PrefillRate:
         self._tokens = KEEP * self._tokens + tokens
         self._seconds = KEEP * self._seconds + seconds
         return tokens
-
-    def _prompt_tokens(self, output: SchedulerOutput) -> Iterator[int]:
-        for request_id, computed in _computed(output):
-            left = self._prompts.get(request_id, 0) - computed
-            yield min(max(left, 0), output.num_scheduled_tokens.get(request_id, 0))
-
-
-def _computed(output: SchedulerOutput) -> Iterable[tuple[str, int]]:
-    """Each request that a step runs, and how many of its tokens are computed before."""
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens
-    cached = output.scheduled_cached_reqs
-    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)

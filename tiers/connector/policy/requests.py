@@ -1,0 +1,253 @@
+"""RequestTable: what a chain knows of each request, once for all its tiers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tiers.concurrency.repeated_log import RepeatedLog
+from tiers.connector.contract.block_groups import BlockGroups
+from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.generation import Generation
+from tiers.connector.contract.media import MediaMark, joined
+from tiers.connector.contract.protocols import Blocks, Request, SchedulerOutput
+from tiers.connector.policy.choice import NOBODY, Choice
+from tiers.connector.policy.request_limits import RequestLimits, read_limits
+from tiers.connector.policy.wait_budget import WaitBudget
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class RequestState:
+    """What a chain knows of one request until that has finished.
+
+    `mark`, `media`: see `EngineInfo`. `may_store`: whether its blocks may be stored; `prompt_only`:
+    without those of its answer. `keys`: of all parts of its full blocks, as far as they are made,
+    block by block. `tables`: its blocks in the paged KV, per KV cache group. `computed`: tokens
+    that are when all steps so far have run; 0 while it may be loading. `is_outdated`: a reset came
+    after some of its blocks were computed.
+
+    `choice`: who loads what, as it was chosen last; `is_undecided` until the engine begins it.
+    `alone`: the engine's own connector that loads all of it; `failed`: those that left it nothing.
+    `load`, `awaits`: see `LoadSharing`. `prompt_tokens`, `looking`: see `PrefillRate` and
+    `LookupLatency`. `tiers`: what each tier keeps of it, by the tier's name.
+    """
+
+    request: Request
+    limits: RequestLimits
+    mark: bytes
+    media: MediaMark
+    wait_budget: WaitBudget
+    may_store: bool
+    prompt_only: bool
+    keys: list[bytes] = field(default_factory=list)
+    tables: tuple[list[int], ...] = ()
+    computed: int = 0
+    is_outdated: bool = False
+    choice: Choice = NOBODY
+    is_undecided: bool = False
+    alone: int | None = None
+    failed: set[int] = field(default_factory=set)
+    load: Sequence[bytes] = ()
+    awaits: RequestState | None = None
+    prompt_tokens: int = 0
+    looking: dict[int, float] = field(default_factory=dict)
+    tiers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stores(self) -> bool:
+        """Whether its blocks may be stored."""
+        return self.may_store and not self.is_outdated and self.media.shared
+
+
+class Scheduled(NamedTuple):
+    """A request in a step, with its tokens computed `before` and `after` it.
+
+    `complete`: leading blocks of which every token is known and then computed. `is_new`: whether
+    this is the first step that runs it.
+    """
+
+    state: RequestState
+    before: int
+    after: int
+    complete: int
+    is_new: bool = False
+
+
+class Step(NamedTuple):
+    """One step of the engine. `overwritten`: paged blocks that it writes, or that were allocated
+    for loads since the step before."""
+
+    scheduled: list[Scheduled]
+    overwritten: set[int]
+
+
+class RequestTable:
+    """The unfinished requests of a chain; used by the scheduler's thread alone."""
+
+    def __init__(
+        self,
+        engine: EngineInfo,
+        generation: Generation | None = None,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        max_wait: float = math.inf,
+        prompt_only: bool = False,
+    ) -> None:
+        """`generation`: of the keys. `now`: seconds, never going back. `max_wait`: seconds that a
+        request may wait for all tiers. `prompt_only`: of requests that don't say, only the prompts
+        are stored."""
+        self.engine = engine
+        self.generation = generation or Generation()
+        self.groups = BlockGroups(engine)
+        self.step = Step([], set())
+        """The step whose orders are being made."""
+        self._now = now
+        self._max_wait = max_wait
+        self._prompt_only = prompt_only
+        self._states: dict[str, RequestState] = {}
+        self._allocated: set[int] = set()
+        self._bad_limits = RepeatedLog(logger, "chain", "requests had limits that are ignored")
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def get(self, request: Request) -> RequestState | None:
+        """The state of a request that is known."""
+        return self._states.get(request.request_id)
+
+    def of(self, request: Request) -> RequestState:
+        """The state of a request, which is known from now on."""
+        state = self._states.get(request.request_id)
+        if state is None:
+            limits, problem = read_limits(request)
+            if problem is not None:
+                self._bad_limits.log(
+                    "request %s has limits that are ignored: %.300r", request.request_id, problem
+                )
+            state = self._states[request.request_id] = RequestState(
+                request,
+                limits,
+                self.engine.mark(request),
+                self.engine.media.of(request),
+                WaitBudget(self._now, self._max_wait),
+                may_store=limits.store is not False,
+                prompt_only=limits.store == "prompt"
+                or (self._prompt_only and limits.store is None),
+            )
+        return state
+
+    def keys(self, state: RequestState) -> list[bytes]:
+        """The keys of all blocks that are full by now."""
+        new = range(len(state.keys) // len(self.groups), self._full(state))
+        if new:
+            media = self.engine.media.of(state.request)
+            for blocks, of_media in media.spans(new, self.engine.block_tokens):
+                mark = self.generation.key(joined(state.mark, of_media))
+                state.keys += self.groups.keys(state.request.block_hashes, blocks, mark)
+        return state.keys
+
+    def _full(self, state: RequestState) -> int:
+        tokens = len(state.request.block_hashes) * self.engine.hash_tokens
+        return tokens // self.engine.block_tokens
+
+    def loadable(self, state: RequestState) -> int:
+        """The block behind the last that could be loaded."""
+        if state.is_outdated:
+            return 0
+        known = self._full(state)
+        if not self.groups.window and not self.engine.drops_last:
+            return known
+        # A prefix has its windowed parts at its end, which must be where the load ends. And the
+        # last token is always computed; its window may reach one token further back. Nor does the
+        # block of that token count as one that is found, of which the last is dropped.
+        return min(known, (state.request.num_tokens - 1) // self.engine.block_tokens)
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def allocated(self, request: Request, blocks: Blocks) -> RequestState:
+        """Take in the blocks that the engine has given a request."""
+        state = self.of(request)
+        state.tables = tuple(list(table) for table in blocks.get_block_ids())
+        state.computed = 0
+        # One tier may load into these blocks while another still reads what they held.
+        self._allocated.update(*state.tables)
+        return state
+
+    def begin_step(self, output: SchedulerOutput) -> Step:
+        """Take in what a step runs; it is `step` until the next one."""
+        overwritten, self._allocated = self._allocated, set()
+        self.step = Step([], overwritten)
+        for new in output.scheduled_new_reqs:
+            state = self._states.get(new.req_id)
+            if state is not None:
+                state.tables = tuple(list(table) for table in new.block_ids)
+                after = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+                self._runs(state, new.num_computed_tokens, after, is_new=True)
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            state = self._states.get(request_id)
+            if state is None:
+                continue
+            groups = state.tables or self.engine.kv_groups
+            added = cached.new_block_ids[i] or tuple([] for _ in groups)
+            if request_id in cached.resumed_req_ids or not state.tables:
+                state.tables = tuple([] for _ in added)
+            for table, more in zip(state.tables, added, strict=True):
+                table += more
+            before = cached.num_computed_tokens[i]
+            self._runs(state, before, before + output.num_scheduled_tokens.get(request_id, 0))
+        return self.step
+
+    def _runs(self, state: RequestState, before: int, after: int, is_new: bool = False) -> None:
+        state.computed = after
+        self.step.overwritten.update(self.groups.written(state.tables, before))
+        complete = self._complete(state, after)
+        self.step.scheduled.append(Scheduled(state, before, after, complete, is_new))
+
+    def _complete(self, state: RequestState, after: int) -> int:
+        if state.prompt_only:
+            after = min(after, state.request.num_prompt_tokens)
+        known = min(self._full(state), after // self.engine.block_tokens)
+        return min(known, self.groups.blocks_in(state.tables))
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def ended(self, state: RequestState, tables: Sequence[list[int]]) -> Scheduled:
+        """What is computed of a request that has ended, and had these block tables then.
+
+        An engine that schedules ahead learns of a step's tokens when the next step is on its way.
+        So nobody has offered a block that the last but one token completes. The last token is
+        sampled and never computed; what ran ahead of it wrote behind that block. A conversation
+        that goes on without that token has others in its place, so that the engine's own count
+        of what is computed holds, too.
+        """
+        request, state.tables = state.request, tuple(tables)
+        if not any(tables):
+            return Scheduled(state, 0, 0, 0)  # it was preempted
+        computed = min(state.computed, request.num_computed_tokens, request.num_tokens - 1)
+        return Scheduled(state, computed, computed, self._complete(state, computed))
+
+    def forget(self, request: Request) -> None:
+        """Drop a request that has finished, in all tiers."""
+        self.engine.media.forget(request.request_id)
+        state = self._states.pop(request.request_id, None)
+        if state is not None:
+            state.wait_budget.loaded()  # nobody waits for a load that may never end
+            state.tiers.clear()
+
+    def reset(self) -> None:
+        """Keep what is stored in a new generation free of what was computed in an older one.
+
+        A request that has blocks has computed some of them with what is reset, so that none of
+        its blocks may be stored or loaded. The others begin anew.
+        """
+        if not self.generation.lasts:
+            self._states = {i: state for i, state in self._states.items() if any(state.tables)}
+            for state in self._states.values():
+                state.is_outdated = True
