@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.main import Scale
 from bench.policies import Output, Step, all_done
@@ -102,8 +103,10 @@ def timed(times: dict[str, float], name: str, call: Callable[[], object]) -> obj
 class Halves:
     """The scheduler halves of a chain."""
 
-    def __init__(self, tiers: tuple[OffloadingSpec, ...], blocks: int) -> None:
-        chain = ChainSpec(version=1, staging=4 * blocks * slot_stride(PAYLOAD), tiers=tiers)
+    def __init__(self, tiers: tuple[OffloadingSpec, ...], blocks: int, **more: Any) -> None:
+        """`more`: other keys of the chain."""
+        staging = 4 * blocks * slot_stride(PAYLOAD)
+        chain = ChainSpec(version=1, staging=staging, tiers=tiers, **more)
         engine = EngineInfo({}, TOKENS, TOKENS, num_blocks=1)
         self.chain = open_scheduler(chain, engine)
         self.promote = True

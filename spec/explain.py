@@ -9,8 +9,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from spec.fields import ByteSize
 
-MAX_FOLDER_BYTES = 70
-"""A Unix socket's path has 107 bytes at most, and names in the folder have up to 36."""
+MAX_FOLDER_BYTES = 84
+"""A Unix socket's path has 107 bytes at most, and names in the folder have up to 20."""
 
 
 def _absolute(folder: Path) -> Path:

@@ -35,3 +35,18 @@ def tier_of(told: Told, name: str, attempt: int = -1) -> Told:
     """What is told of one tier in an attempt of a request."""
     (one,) = [tier for tier in told["attempts"][attempt]["tiers"] if tier["tier"] == name]
     return dict(one)
+
+
+def check_sums(told: list[Told], external_hits: float) -> None:
+    """Each request adds up, and all of them to what the engine counted."""
+    assert [one for one in told if not one["holds"]] == []
+    for one in told:
+        for attempt in one["attempts"]:
+            if attempt["computed"] is None:
+                continue  # it never ran
+            loaded = sum(attempt["loaded"].values())
+            parts = attempt["own_cache"], loaded, attempt["elsewhere"], attempt["computed"]
+            assert attempt["tokens"] == sum(parts)
+            assert min(parts) >= 0 == attempt["elsewhere"]
+            assert loaded == sum(tier["tokens"] for tier in attempt["tiers"])
+    assert sum(sum(one["external_hits"]["tiers"].values()) for one in told) == external_hits
