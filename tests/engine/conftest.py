@@ -94,6 +94,7 @@ def run_vllm(
 ) -> Callable[..., Run]:
     """Run batches of requests through a fresh engine, with the chain of `tiers` or without."""
     folder = tmp_path_factory.mktemp("vllm")
+    explained = tmp_path_factory.mktemp("explain")  # a short path: it holds sockets
     runs = itertools.count()
 
     def run(batches: Sequence[Batch], tiers: Sequence[Any] | None = None, **options: Any) -> Run:
@@ -120,10 +121,12 @@ def run_vllm(
             chain = name.with_suffix(".yaml")
             spec = {"version": 1, "staging": "64MiB", "load_policy": policy, "tiers": list(tiers)}
             spec |= {"max_wait": max_wait, "on_reset": on_reset, **recording}
+            spec["explain"] = {"folder": str(explained)}
             chain.write_text(yaml.safe_dump(spec))
             engine["kv_transfer_config"] = transfer_config(chain)
         result, log = name.with_suffix(".json"), name.with_suffix(".log")
         job = {"engine": engine, "batches": batches, "env": env, **more}
+        job |= {"explain": str(explained)} if tiers is not None else {}
         status = _do(vllm_jobs, {**job, "result": str(result), "log": str(log)})
         said = log.read_text(errors="replace")
         assert status == "0" and result.exists(), said[-6000:]
@@ -136,6 +139,7 @@ def run_vllm(
             data["preemptions"],
             data["external_hits"],
             said,
+            data["explained"],
         )
 
     return run

@@ -53,8 +53,8 @@ MISTRAL = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one engine answered, how soon (`ttft`: seconds to the first token), and what its tiers
-    counted."""
+    """What one engine answered, how soon (`ttft`: seconds to the first token), what its tiers
+    counted, and how it explained its requests."""
 
     tokens: list[list[list[int]]]
     cached: list[list[int]]
@@ -63,6 +63,7 @@ class Run:
     preemptions: float
     external_hits: float
     log: str
+    explained: list[dict[str, Any]]
 
     def loaded(self) -> dict[str, float]:
         """Tokens that came from each tier that served any."""

@@ -8,7 +8,8 @@ the uuid that a client gives it, or None; more sampling parameters may come last
 requests of each batch are aborted, at random moments), `before` (for the number of a batch, or
 `start`, the function of `damage` that is called before it, and its arguments) and `told` (for the
 number of a batch, the methods of LLM that are called before it, and their arguments). The result:
-per batch and request its tokens and the tokens that came from any cache, and the tiers' counters.
+per batch and request its tokens and the tokens that came from any cache, the tiers' counters, and
+how the chain explains its requests.
 
 vLLM is imported once, which takes as long as an engine's start, and each job is a fork of that.
 """
@@ -26,6 +27,7 @@ from typing import Any
 from PIL import Image
 
 from tests.support import damage
+from tiers.explain.client import NoAnswer, ask
 
 
 def main() -> None:
@@ -85,6 +87,7 @@ def run(job: dict[str, Any]) -> None:
         "tiers": counters(llm),
         "preemptions": total(llm, "vllm:num_preemptions"),
         "external_hits": total(llm, "vllm:external_prefix_cache_hits"),
+        "explained": explained(job["explain"]) if "explain" in job else [],
     }
     llm.llm_engine.engine_core.shutdown()
     Path(job["result"]).write_text(json.dumps(result))
@@ -108,6 +111,14 @@ def settle(llm: Any) -> None:
     nothing = SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True)
     while time.monotonic() < late and any(t.get("storing_jobs") for t in counters(llm).values()):
         llm.generate([TokensPrompt(prompt_token_ids=[3])], [nothing], use_tqdm=False)
+
+
+def explained(folder: str) -> list[dict[str, Any]]:
+    """All requests, as this engine explains them; none where its chain does not."""
+    try:
+        return ask(Path(folder), {"last": 1000})
+    except NoAnswer:
+        return []
 
 
 def shown(output: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.explaining import check_sums, tier_of
 from tests.support.plugin_packages import write_package
 from tests.support.tiny_vllm import BLOCK_TOKENS, Run, documents
 from tiers.traces.opening import open_trace
@@ -112,6 +113,10 @@ def test_concurrent_requests_and_preemption(
     recorded = [one for one in open_trace(tmp_path / "trace") if one.input_length > 1]
     assert [one.input_length for one in recorded] == [len(p) for p, _ in CONCURRENT] * 2
     assert {one.output_length for one in recorded} == {60}, "once, with the whole answer"
+    check_sums(run.explained, run.external_hits)
+    assert len(run.explained) >= 2 * len(CONCURRENT)
+    begun = [attempt for one in run.explained for attempt in one["attempts"]]
+    assert any(attempt["preempted"] for attempt in begun)
 
 
 @pytest.mark.faults
@@ -133,6 +138,9 @@ def test_hundreds_of_requests_with_aborts_in_too_little_kv(
         assert tokens == expected[: len(tokens)], f"request {number}"
         whole += len(tokens) == len(expected)
     assert whole >= len(requests) - 100
+    check_sums(run.explained, run.external_hits)
+    assert len(run.explained) >= len(requests)
+    assert sum(one["state"] == "aborted" for one in run.explained) > 0
 
 
 def test_unusable_tiers_are_reported_and_the_others_serve(
@@ -163,6 +171,10 @@ def test_two_worker_processes_hold_a_share_each(run_vllm: Callable[..., Run]) ->
     )
     assert run.tokens[:4] == run.tokens[4:]
     assert run.loaded() == {"cpu": COMPLETE}
+    check_sums(run.explained, run.external_hits)
+    served = [one for one in run.explained if one["attempts"][0]["loaded"].get("cpu")]
+    assert sum(one["attempts"][0]["loaded"]["cpu"] for one in served) == COMPLETE
+    assert all(tier_of(one, "cpu")["copy_ms"] > 0 for one in served)
 
 
 def test_a_damaged_disk_never_changes_an_answer(

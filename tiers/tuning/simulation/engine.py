@@ -164,16 +164,16 @@ class Engine:
         # As engines tell it: first those that are new, then those that go on, then who answers.
         batch = sorted(batch, key=_has_run) if len(batch) > 1 else batch
         for prompt, done in batch:
-            last = min(done // size, prompt.blocks)
+            first, last = prompt.offered, done // size
+            if last > prompt.blocks:
+                last = prompt.blocks
             for tier in tiers:
-                again = tier.offer_again(prompt) if prompt.offered else None
-                if again is not None:
+                if tier.refused and first and (again := tier.offer_again(prompt)):
                     jobs.append((tier, again))
-                if last > prompt.offered:
-                    job = tier.offer(prompt, prompt.offered, last, now)
-                    if job is not None:
-                        jobs.append((tier, job))
-            prompt.offered = max(last, prompt.offered)
+                if last > first and (job := tier.offer(prompt, first, last, now)):
+                    jobs.append((tier, job))
+            if last > first:
+                prompt.offered = last
         for prompt in self._answering:
             jobs += [(tier, job) for tier in tiers if (job := tier.offer_again(prompt))]
         return jobs
@@ -190,8 +190,8 @@ class Engine:
                 continue
             if prompt.number >= self.warm:
                 self.waits.append(now - prompt.arrival)
-            self._cache.know(prompt, prompt.blocks)
             answering = prompt.answer * self._machine.decode_seconds_per_token
+            self._cache.know(prompt, prompt.blocks)
             if answering:
                 prompt.is_answering = True
                 self._answering[prompt] = None

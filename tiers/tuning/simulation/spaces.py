@@ -49,25 +49,25 @@ class LruSpace:
         """Evict what is beyond the capacity."""
         held = self.held
         over = int(self.used - self.capacity)
+        pins = [one for one in self.pins if one]
         passed = 0
         while over > 0 and passed < len(held):
             run = next(iter(held))
-            blocks = held[run]
-            kept = 0
-            for pins in self.pins:
-                kept |= blocks & pins.get(run, 0)
-            free = blocks & ~kept
+            free = blocks = held[run]
+            for one in pins:
+                if run in one:
+                    free &= ~one[run]
             count = free.bit_count()
             if count > over:
-                kept |= first_of(free, count - over)
-                count = over
-            if kept:
-                held[run] = kept
-                if count < over:
-                    held.move_to_end(run)
-                    passed += 1
-            else:
+                held[run] = blocks & ~free | first_of(free, count - over)
+                self.used -= over
+                return
+            if free == blocks:
                 del held[run]
+            else:
+                held[run] = blocks & ~free
+                held.move_to_end(run)
+                passed += 1
             self.used -= count
             over -= count
 

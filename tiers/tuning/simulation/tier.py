@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiers.tuning.simulation.prompt import Prompt
-from tiers.tuning.simulation.spaces import LruSpace, Part, first_of
+from tiers.tuning.simulation.spaces import LruSpace, Part, TimedSpace, first_of
 from tiers.tuning.simulation.workload import Workload
 
 BURST = 3600.0
@@ -55,7 +55,7 @@ class Tier:
     """One tier. Times never go back from call to call.
 
     Loads and stores wait in a queue each. Stores end on a clock that stands still for as long as
-    loads take bandwidth from them: `_delay` is how far it is behind.
+    loads take bandwidth from them: `delay` is how far it is behind.
     """
 
     def __init__(self, settings: TierSettings, workload: Workload, space: LruSpace) -> None:
@@ -71,15 +71,16 @@ class Tier:
         self.pending: dict[int, int] = {}
         """Blocks on their way into the tier, for reading."""
         self._uses: dict[int, int] = {}
-        self._jobs: deque[tuple[float, float, StoreJob]] = deque()
+        self.jobs: deque[tuple[float, float, StoreJob]] = deque()
         self.idle_since = math.inf
         """Since when a GPU has been idle, so that what finds room is offered again at once."""
-        self._refused: dict[Prompt, list[Part]] = {}
+        self.refused: dict[Prompt, list[Part]] = {}
         """Of prompts that still have their blocks: what found no room."""
         self._loads: deque[tuple[float, int]] = deque()
+        self._is_timed = isinstance(space, TimedSpace)
         self._under_way = 0
         self._store_free = 0.0
-        self._delay = 0.0
+        self.delay = 0.0
         self._budget_left = (settings.budget or 0.0) * BURST
         self._budget_since = 0.0
 
@@ -92,8 +93,8 @@ class Tier:
         busy = blocks * settings.load_seconds
         if settings.shared_link:
             # Each has half of the link for as long as both have something to move.
-            behind = min(busy, max(0.0, self._store_free + self._delay - begin))
-            self._delay += behind
+            behind = min(busy, max(0.0, self._store_free + self.delay - begin))
+            self.delay += behind
             busy += behind
         self.load_free = end = begin + busy
         end += settings.load_latency
@@ -144,7 +145,8 @@ class Tier:
                 if stop >= last:
                     break
             depth = stop
-        self.space.touch(prompt.path[begin:end])
+        if self.space.used:
+            self.space.touch(prompt.path[begin:end])
         return self._claim(prompt, parts, lacking, now) if parts else None
 
     def _is_asked_enough(self, run: int, is_again: bool) -> bool:
@@ -166,7 +168,7 @@ class Tier:
         room = self._room - self._under_way
         if lacking > room:
             parts, left = split(parts, room)
-            self._refused[prompt] = self._refused.get(prompt, []) + left
+            self.refused[prompt] = self.refused.get(prompt, []) + left
             lacking = max(0, math.floor(room))
         return self._begin(prompt, parts, lacking) if parts else None
 
@@ -194,22 +196,23 @@ class Tier:
         """The blocks of a job are in their slots: they wait for the link."""
         settings = self.settings
         busy = job[1] * settings.store_seconds
-        begin = max(now, self._store_free + self._delay)
+        begin = max(now, self._store_free + self.delay)
         if settings.shared_link:
             busy += min(busy, max(0.0, self.load_free - begin))
-        self._store_free = end = begin + busy + settings.store_latency - self._delay
-        self._jobs.append((end, busy, job))
+        self._store_free = end = begin + busy + settings.store_latency - self.delay
+        self.jobs.append((end, busy, job))
 
     def drain(self, now: float) -> None:
         """Take in the stores that have ended by now."""
-        jobs = self._jobs
-        if jobs and jobs[0][0] + self._delay <= now:
+        jobs = self.jobs
+        if jobs and jobs[0][0] + self.delay <= now:
             self._drain(now)
-        self.space.pass_time(now)
+        if self._is_timed:
+            self.space.pass_time(now)
 
     def _drain(self, now: float) -> None:
-        jobs, pending = self._jobs, self.pending
-        while jobs and jobs[0][0] + self._delay <= now:
+        jobs, pending = self.jobs, self.pending
+        while jobs and jobs[0][0] + self.delay <= now:
             end, busy, (parts, blocks, path) = jobs.popleft()
             for run, taken in parts:
                 left = pending[run] & ~taken
@@ -221,37 +224,37 @@ class Tier:
             self._under_way -= blocks
             self.counts.stored += blocks
             self.counts.store_busy += busy
-            if self._refused and end + self._delay >= self.idle_since:
-                self._retry(end + self._delay)
+            if self.refused and end + self.delay >= self.idle_since:
+                self._retry(end + self.delay)
 
     def offer_again(self, prompt: Prompt) -> StoreJob | None:
         """Take what had no room before, head first."""
         room = self._room - self._under_way
-        if room < 1 or prompt not in self._refused:
+        if room < 1 or prompt not in self.refused:
             return None
         parts = [
             (run, lacks)
-            for run, blocks in self._refused.pop(prompt)
+            for run, blocks in self.refused.pop(prompt)
             if (lacks := blocks & ~(self.held.get(run, 0) | self.pending.get(run, 0)))
         ]
         parts, left = split(parts, room)
         if left:
-            self._refused[prompt] = left
+            self.refused[prompt] = left
         blocks = sum(taken.bit_count() for _, taken in parts)
         return self._begin(prompt, parts, blocks) if parts else None
 
     def _retry(self, now: float) -> None:
         """Offer again what answering prompts have, in a step for that alone."""
-        for prompt in [one for one in self._refused if one.is_answering]:
+        for prompt in [one for one in self.refused if one.is_answering]:
             job = self.offer_again(prompt)
             if job is not None:
                 self.submit(job, now)
 
     def forget(self, prompt: Prompt, now: float) -> None:
         """The engine takes the blocks of a prompt back."""
-        if self._refused:
+        if self.refused:
             self.drain(now)
-            self._refused.pop(prompt, None)
+            self.refused.pop(prompt, None)
 
 
 def split(parts: list[Part], most: float) -> tuple[list[Part], list[Part]]:
