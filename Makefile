@@ -1,6 +1,8 @@
 # make demo     a prefix comes back from CPU memory, disk and Redis       ARGS="--json FILE"
 # make test     ruff, mypy and all tests                                  ARGS="-k disk"
 # make faults   every fault of docs/faults.md, those of make test too      ARGS="-k redis"
+# make test-next SDIST=vllm-0.33.0.tar.gz   the tests of real engines on the Python of a vLLM that has
+#               no wheel for the CPU yet, over the binaries of the installed one     ARGS="-k faults"
 # make lint     ruff and mypy alone
 # make clean    remove what these made here (the demo's model stays in the user's cache folder)
 #
@@ -16,7 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready-$(ENGINE)
 
-.PHONY: demo test faults lint clean
+.PHONY: demo test faults test-next lint clean
 
 demo: $(READY)
 	$(BIN)/kvtiers demo $(ARGS)
@@ -33,6 +35,14 @@ test: lint
 
 faults: $(READY)
 	$(call PYTESTS,fault or faults)
+
+test-next: $(READY)
+ifdef SDIST
+	$(BIN)/python tests/engine/overlay.py $(SDIST) build/next
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/next $(BIN)/python -m pytest --durations=25 -m vllm $(ARGS)
+else
+	@echo "test-next was skipped: SDIST names no source archive of vLLM (pip download --no-deps --no-binary)"
+endif
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -91,7 +91,7 @@ def test_all_that_we_import_is_there(path: Path) -> None:
     assert not missing, "not in this version, or imported since it was recorded (see record.py)"
 
 
-@pytest.mark.parametrize("version", ["0.29.0", "0.30.1", "0.32.0", "0.32.1.dev7+gabc.cpu"])
+@pytest.mark.parametrize("version", ["0.29.0", "0.30.1", "0.33.0", "0.33.1.dev7+gabc.cpu"])
 def test_a_version_of_the_range_is_served(version: str) -> None:
     check_version(version)
 
@@ -101,7 +101,7 @@ def test_a_version_of_the_range_is_served(version: str) -> None:
     [
         ("0.28.0", "a newer vLLM"),
         ("0.9.2", "a newer vLLM"),
-        ("0.33.0", "a newer kvtiers"),
+        ("0.34.0", "a newer kvtiers"),
         ("1.0.0", "a newer kvtiers"),
         ("dev", "a release of vLLM"),
     ],
@@ -111,7 +111,7 @@ def test_any_other_is_refused_and_told_what_would_do(version: str, remedy: str) 
         check_version(version)
     text = str(refusal.value)
     assert f"kvtiers serves vLLM {SUPPORTED} and found {version!r}" in text
-    assert remedy in text and '"vllm>=0.29,<0.33"' in text
+    assert remedy in text and '"vllm>=0.29,<0.34"' in text
 
 
 @pytest.mark.parametrize("module", ["tiers.engine.vllm", "tiers.engine.vllm_offloading"])

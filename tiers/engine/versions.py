@@ -7,7 +7,7 @@ import re
 from spec.errors import KVTiersError
 
 OLDEST = (0, 29)
-NEWEST = (0, 32)
+NEWEST = (0, 33)
 SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 """The range as text. A test compares it with `pyproject.toml` and the README."""
 

@@ -48,6 +48,7 @@ from tiers.engine.identity.facts import config_facts
 from tiers.engine.media_identity import media_marks
 from tiers.engine.request_marks import AdapterMarks
 from tiers.engine.vllm_children import (
+    all_support_sleep,
     any_requires_piecewise,
     child_configs,
     identity,
@@ -61,7 +62,7 @@ from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, r
 from tiers.gpu.copier import open_copier
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -192,6 +193,10 @@ class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         return required_layout(vllm_config)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        return all_support_sleep(kv_transfer_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

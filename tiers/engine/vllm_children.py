@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -130,9 +130,25 @@ def refuse_groups(children: Sequence[ChildConfig], kv_cache_config: KVCacheConfi
 
 def any_requires_piecewise(extra_config: Mapping[str, Any]) -> bool:
     """Whether any child works layer by layer, which whole CUDA graphs would skip."""
-    for entry in extra_config.get("connectors", []):
-        settings = {key: value for key, value in entry.items() if key != "name"}
-        cls = child_class(KVTransferConfig(**{"kv_role": "kv_both", **settings}))
-        if cls.requires_piecewise_for_cudagraph(entry.get("kv_connector_extra_config", {})):
+    for transfer in _transfers(extra_config, kv_role="kv_both"):
+        cls = child_class(transfer)
+        if cls.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config):
             return True
     return False
+
+
+def all_support_sleep(parent: KVTransferConfig) -> bool:
+    """Whether every child bears that the memory of the paged KV goes away; our tiers do.
+
+    A connector of an older vLLM, which has no such member, is asked by no engine.
+    """
+    extra = parent.kv_connector_extra_config
+    transfers = _transfers(extra, engine_id=parent.engine_id, kv_role=parent.kv_role)
+    return all(child_class(transfer).supports_sleep_mode(transfer) for transfer in transfers)
+
+
+def _transfers(extra_config: Mapping[str, Any], **inherited: Any) -> Iterator[KVTransferConfig]:
+    """What the entries of `connectors` say, and what they inherit where they don't."""
+    for entry in extra_config.get("connectors", []):
+        said = {key: value for key, value in entry.items() if key != "name"}
+        yield KVTransferConfig(**{**inherited, **said})

@@ -31,6 +31,8 @@ FAN_OUT: dict[str, tuple[Any, ...]] = {
     "save_kv_layer": ("layer", "kv", "attention"),
     "finish_forward": (),
     "reset_capture_state": (),
+    "unregister_kv_caches": (),
+    "restore_kv_caches": (),
     "wait_for_save": (),
     "bind_kv_cache_manager": ("manager",),
     "bind_gpu_block_pool": ("pool",),

@@ -194,6 +194,26 @@ def test_one_child_that_works_layer_by_layer_needs_piecewise_graphs(
     assert requires({"connectors": [EXAMPLE, layers]})
 
 
+def test_an_engine_sleeps_if_every_child_bears_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is asked with its own configuration."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+    from tiers.engine.vllm import KVTiersConnector
+
+    def bears(transfer: Any) -> bool:
+        assert transfer.engine_id == "parent" and transfer.kv_role == "kv_both"
+        return bool(transfer.kv_connector_extra_config.get("pages", True))
+
+    monkeypatch.setattr(ExampleConnector, "supports_sleep_mode", staticmethod(bears), raising=False)
+    pinned = {**EXAMPLE, "name": "rdma", "kv_connector_extra_config": {"pages": False}}
+    supports = KVTiersConnector.supports_sleep_mode
+    for children, expected in (((EXAMPLE, EXAMPLE), True), ((EXAMPLE, pinned), False)):
+        assert supports(config_of(*children).kv_transfer_config) is expected
+    chain = config_of().kv_transfer_config
+    chain.kv_connector_extra_config = {"chain": "/chain.yaml"}
+    assert supports(chain)
+
+
 def nixl_stats(duration: float) -> Any:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlKVConnectorStats
 

@@ -151,6 +151,15 @@ class WorkerConnector(Connector):
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's paged KV: layer name to tensor, owned by the engine."""
 
+    def unregister_kv_caches(self) -> None:
+        """Return once nothing copies from or to the paged KV, whose memory goes away for a while.
+
+        The engine may call it again before `restore_kv_caches`.
+        """
+
+    def restore_kv_caches(self) -> None:
+        """The memory is back, at the same addresses and with other bytes."""
+
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         """The engine's own copy between device and host, for connectors without one."""
 

@@ -37,6 +37,15 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         """Every child takes the same paged KV."""
         self.for_each(lambda child: child.register_kv_caches(kv_caches))
 
+    def unregister_kv_caches(self) -> None:
+        """Every child lets go of the paged KV. Connectors of vLLM before 0.33 have no such member,
+        and their engine does not call this."""
+        self.for_each(lambda child: child.unregister_kv_caches())
+
+    def restore_kv_caches(self) -> None:
+        """Every child takes the paged KV again."""
+        self.for_each(lambda child: child.restore_kv_caches())
+
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         """Every child may copy with the engine's own operation."""
         self.for_each(lambda child: child.set_host_xfer_buffer_ops(copy_operation))

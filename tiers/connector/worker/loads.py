@@ -250,6 +250,11 @@ class Loading:
         self._loads = [pair for pair in self._loads if pair not in over]
         return [self._end(load, future) for load, future in over]
 
+    def halt(self) -> None:
+        """End all loads, after the copies under way; `ended` says of each what had arrived."""
+        for load, _ in self._loads:
+            load.end()
+
     def _end(self, load: _Load, future: Future[None]) -> Ended:
         in_time = future.done()
         if not in_time:
@@ -282,8 +287,8 @@ class Loading:
     def close(self, drain: float) -> None:
         """End all loads; wait for their threads for `drain` seconds at most."""
         self._rate_limit.stop()
-        for load, future in self._loads:
-            load.end()
+        self.halt()
+        for _, future in self._loads:
             future.cancel()
         wait([future for _, future in self._loads], drain)
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -114,11 +114,14 @@ class OffloadingWorker(WorkerConnector):
         if self._closed and self._store is not None:
             self._store.close()  # it came after the worker had waited for it
 
-    def get_handshake_metadata(self) -> WorkerHandshake | None:
-        """What the scheduler must know of this worker; None: the tier is not open yet.
+    def unregister_kv_caches(self) -> None:
+        """Wait for the gathers, and end the loads, of which no copy begins any more."""
+        _fence(self._stores)
+        self._loading.halt()
 
-        One whose facts came late is opened beside the steps, since that may take its time.
-        """
+    def get_handshake_metadata(self) -> WorkerHandshake | None:
+        """What the scheduler must know of this worker; None: the tier is not open yet. One whose
+        facts came late is opened beside the steps, since that may take its time."""
         if self._handshake is None and self._spec is not None:
             handshake = self._host.shared_handshake()
             if handshake is not None:
@@ -145,9 +148,7 @@ class OffloadingWorker(WorkerConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         """Loads that have ended since the last call, whole or in part; saves hold nothing back.
-
-        Requests to recompute whole are named where blocks can't be.
-        """
+        Requests to recompute whole are named where blocks can't be."""
         meta = self._orders()
         if meta.idle:
             # Engines may leave `wait_for_save` out of a step that computes nothing.
@@ -261,10 +262,10 @@ class OffloadingWorker(WorkerConnector):
             merge(self._measures, {"tier_failures": failures - self._failures_seen})
             self._failures_seen = failures
             damages = capability(self._store, Damages)
-            # A store that is opened late has counted nothing before.
-            damaged = self._damaged_seen if damages is None else damages.damaged()
-            merge(self._measures, {"damaged_blocks": damaged - self._damaged_seen})
-            self._damaged_seen = damaged
+            if damages is not None:
+                damaged = damages.damaged()
+                merge(self._measures, {"damaged_blocks": damaged - self._damaged_seen})
+                self._damaged_seen = damaged
         meta = OffloadingWorkerMetadata(self._ended, measures=self._measures)
         health = HEALTHY if self._store is None else self._store.health
         if health != self._health:
