@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tiers.connector.contract.engine import KVGroup
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOW = ("SlidingWindowSpec",)

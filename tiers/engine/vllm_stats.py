@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
-from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -24,6 +23,9 @@ from tiers.connector.contract.stats import (
     merge,
 )
 from tiers.engine.vllm_children import child_configs, made_by
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 @dataclass

@@ -79,10 +79,9 @@ class OffloadingWorker(WorkerConnector):
         self._failed_stores = RepeatedLog(
             logger, f"tier {name!r}", "stores failed on this worker", logging.ERROR
         )
-        ranks = host.engine.world_size
-        load_rate = RateLimit(spec.load_rate if spec else None, ranks)
+        load_rate = RateLimit(spec.load_rate if spec else None, host.engine.world_size)
         self._loading = Loading(name, host, load_rate, self._verify)
-        self._rate_limit = RateLimit(spec.store_rate if spec else None, ranks)
+        self._rate_limit = RateLimit(spec.store_rate if spec else None, host.engine.world_size)
         self._writer = io_executor(1, f"store-{name}")
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
