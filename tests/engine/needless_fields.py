@@ -25,6 +25,7 @@ RESET = "weights that are changed while the engine runs end with a reset of the 
 NEEDLESS = {
     "AuxOutputConfig": Fields("", {WATCHING: "enable_return_routed_experts max_bytes"}),
     "DynamicShapesConfig": Fields("", {ROUNDING: "type evaluate_guards assume_32_bit_indexing"}),
+    "WatchdogConfig": Fields("", {WATCHING: "timeout check_interval dump_dir"}),
     "DeviceConfig": Fields("", {BY_DEVICE: "device device_type"}),
     "DiffusionConfig": Fields("", {DIFFUSION: "canvas_length max_denoising_steps"}),
     "EncoderCacheManagerConfig": Fields(

@@ -8,13 +8,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tiers.errors import KVTiersError
+
 SECONDS = 10.0
 """How long one engine may take to answer."""
 MAX_ANSWER = 64 << 20
 """Bytes of one engine's answer; more is an error."""
 
 
-class NoAnswer(Exception):
+class NoAnswer(KVTiersError):
     """No engine answered; says why, and what would do."""
 
 

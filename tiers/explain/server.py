@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tiers.concurrency.executors import widen_affinity
+from tiers.errors import KVTiersError
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ Answer = Callable[[bytes], bytes]
 """From a question, one line, to the whole answer. Never raises."""
 
 
-class FolderRefused(Exception):
+class FolderRefused(KVTiersError):
     """The folder of the sockets can't be used as it is; says why, and what would do."""
 
 

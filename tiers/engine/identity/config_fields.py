@@ -1,7 +1,7 @@
 """The fields of the engine's configuration: in the key, or irrelevant for a given reason.
 
 The facts of a namespace are made from this table (see `tiers.engine.identity.facts`). Fields of
-vLLM 0.29 to 0.32; a test compares the table, and that of the classes without facts, with the
+vLLM 0.29 to 0.33; a test compares the table, and that of the classes without facts, with the
 configuration classes of each version.
 """
 
@@ -80,7 +80,8 @@ FIELDS = {
             "mamba_config kernel_config lora_config speculative_config watermark_config "
             "diffusion_config structured_outputs_config observability_config logging_config "
             "compilation_config profiler_config kv_transfer_config kv_events_config "
-            "ec_transfer_config ec_manager_config reasoning_config weight_transfer_config",
+            "ec_transfer_config ec_manager_config reasoning_config weight_transfer_config "
+            "watchdog_config",
             DERIVED: "quant_config",
             ROUNDING: "optimization_level performance_mode",
             PLACEMENT: "instance_id shutdown_timeout",
@@ -141,7 +142,8 @@ FIELDS = {
             "is_attention_free",
             CAPACITY: "gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks "
             "num_cpu_blocks kv_cache_size_tokens kv_cache_max_concurrency kv_cache_memory_bytes "
-            "kv_offloading_size kv_offloading_backend skip_page_size_padded",
+            "kv_offloading_size kv_offloading_backend skip_page_size_padded "
+            "simple_cpu_offload_num_blocks",
             STATES: "mamba_page_size_padded mamba_block_size mamba_cache_dtype "
             "mamba_ssm_cache_dtype mamba_cache_mode enable_mamba_shared_prefix_checkpoint "
             "enable_mamba_fine_grained_prefix_cache replayssm_buffer_len use_replayssm "
@@ -183,16 +185,18 @@ FIELDS = {
     "AttentionConfig": Fields(
         "backend backend_per_kind flash_attn_version use_trtllm_attention "
         "disable_flashinfer_q_quantization use_prefill_query_quantization indexer_kv_dtype "
-        "use_fp4_indexer_cache indexer_sparse_logits hisparse_config use_non_causal",
+        "use_fp4_indexer_cache indexer_sparse_logits hisparse_config use_non_causal "
+        "trtllm_ragged_backend",
         {
             ROUNDING: "minimax_m3_msa_decode_backend flash_attn_max_num_splits_for_cuda_graph "
             "tokenspeed_mla_min_split_kv tq_max_kv_splits_for_cuda_graph mla_prefill_backend "
             "sparse_mla_force_mqa sparse_mla_prefill_workspace_factor flex_attn_block_m "
-            "flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size",
+            "flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size "
+            "indexer_tp_shard_min_rows minimax_m3_indexer_cp",
         },
     ),
     "KernelConfig": Fields(
-        "moe_backend linear_backend linear_backend_per_quant",
+        "moe_backend linear_backend linear_backend_per_quant monokernel",
         {
             OWN: "ir_op_priority",
             ROUNDING: "enable_flashinfer_autotune enable_rocm_segmented_attn_autotune "
@@ -210,7 +214,8 @@ FIELDS = {
     ),
     "SpeculativeConfig": Fields(
         "method model revision code_revision quantization kv_cache_dtype attention_backend "
-        "parallel_drafting use_heterogeneous_vocab index_share_for_mtp_iteration",
+        "parallel_drafting use_heterogeneous_vocab index_share_for_mtp_iteration "
+        "disable_lookahead_block_hashes",
         {
             DERIVED: "target_model_config target_parallel_config draft_model_config "
             "draft_parallel_config draft_load_config tensor_parallel_size",
@@ -223,7 +228,8 @@ FIELDS = {
             "suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor "
             "suffix_decoding_min_token_prob",
             SAMPLING: "rejection_sample_method synthetic_acceptance_rates dspark_draft_topk "
-            "synthetic_acceptance_length draft_sample_method",
+            "synthetic_acceptance_length draft_sample_method draft_lm_head_quantization "
+            "fly_window_size fly_entropy_threshold fly_entropy_top_k xpress_topc",
         },
     ),
     "CompilationConfig": Fields(
