@@ -37,10 +37,10 @@ def made(engine: MakeEngine, tmp_path: Path) -> Callable[..., ReplayEngine]:
 def slow(engine: MakeEngine, store: TroubledStore, tmp_path: Path) -> Callable[..., ReplayEngine]:
     """Make engines that explain over the tier of `slow_store`."""
 
-    def make(**settings: Any) -> ReplayEngine:
+    def make(deadline: str = "200ms", **settings: Any) -> ReplayEngine:
         chain = ChainSpec(
             version=1,
-            tiers=(SlowSpec.model_validate({"type": "slow", "deadline": "200ms"}),),
+            tiers=(SlowSpec.model_validate({"type": "slow", "deadline": deadline}),),
             staging=64 * 4096,
             explain={"folder": str(tmp_path / "explain")},  # type: ignore[arg-type]
             **settings,
@@ -206,18 +206,21 @@ def test_times_are_those_of_the_slowest_rank(
     assert sum(parts) <= told["wait_ms"]
 
 
-def test_an_aborted_request_tells_what_is_known(made: MakeEngine, tmp_path: Path) -> None:
-    one = made(disk(tmp_path, load_rate="20kB/s"))
+def test_an_aborted_request_tells_what_is_known(slow: MakeEngine, store: TroubledStore) -> None:
+    one = slow(deadline="1m")
     ask(one)
+    store.pace.hang("get")
     request = one.add(PROMPT, 2)
     one.step()
-    told = last_told(one)
-    assert told["state"] == "loading"
+    while last_told(one)["state"] == "waiting":
+        one.step()
+    assert last_told(one)["state"] == "loading"
     one.scheduler.abort(request.request_id)
     told = last_told(one)
     (attempt,) = told["attempts"]
-    assert (attempt["computed"], attempt["loaded"]) == (None, {"disk": None})
-    assert why(one, "disk") == "loading"
+    assert (attempt["computed"], attempt["loaded"]) == (None, {"slow": None})
+    assert why(one, "slow") == "loading"
+    store.pace.resume()
     one.run()
     one.settle()
-    assert last_told(one)["attempts"][0]["loaded"] == {"disk": 48}
+    assert last_told(one)["attempts"][0]["loaded"] == {"slow": 48}

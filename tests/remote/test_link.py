@@ -21,7 +21,7 @@ from tiers.store import Block
 from tiers.testing import Memory, make_key
 
 HANG_LIMIT = 20.0
-TIMEOUT = "500ms"
+TIMEOUT = "1s"
 DRIP = 0.05
 """Seconds a byte: far within the timeout, and an hour for a block."""
 

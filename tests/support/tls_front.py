@@ -108,7 +108,8 @@ class TlsFront:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        # `__exit__` may close a socket while `select` is given it, which is then a ValueError.
+        with contextlib.suppress(OSError, ValueError):
             is_tls = client.recv(1, socket.MSG_PEEK) == b"\x16"
             if is_tls or not self._also_plain:
                 client = self._tls.wrap_socket(client, server_side=True)

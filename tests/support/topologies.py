@@ -164,6 +164,8 @@ class Link:
         self.drip: float | None = None
         self.cut_after: int | None = None
         self.stall_after: int | None = None
+        # Without it a stalled reply that is passed meanwhile could undo what `heal` does.
+        self._lock = threading.Lock()
         self.accepted = 0
         self._sockets: list[socket.socket] = [self._listener]
 
@@ -173,7 +175,8 @@ class Link:
 
     def heal(self) -> None:
         """Pass everything again, on new connections too."""
-        self.drip = self.cut_after = self.stall_after = None
+        with self._lock:
+            self.drip = self.cut_after = self.stall_after = None
 
     def __enter__(self) -> Link:
         threading.Thread(target=self._accept, daemon=True).start()
@@ -215,9 +218,15 @@ class Link:
                     client.sendall(data[: self.cut_after])
                     client.shutdown(socket.SHUT_RDWR)
                     return
-                elif self.stall_after is not None:
-                    client.sendall(data[: self.stall_after])
-                    self.stall_after = max(0, self.stall_after - len(data))
                 else:
-                    client.sendall(data)
+                    client.sendall(data[: self._passing(len(data))])
             client.shutdown(socket.SHUT_RDWR)
+
+    def _passing(self, size: int) -> int:
+        """How many of the next `size` bytes pass before the connection stalls."""
+        with self._lock:
+            if self.stall_after is None:
+                return size
+            passing = min(size, self.stall_after)
+            self.stall_after -= passing
+            return passing
