@@ -17,6 +17,10 @@ class Clock(Protocol):
         """Whether time stands while anything real is done."""
         ...
 
+    def begin(self) -> None:
+        """Let the trace begin: all that is opened before takes none of its time."""
+        ...
+
     @property
     def sleepers(self) -> int:
         """Threads that sleep now, where time is counted."""
@@ -59,12 +63,18 @@ class PacedClock:
 
     def __init__(self, speed: float) -> None:
         self._speed = speed
-        self._began = time.monotonic()
+        self._began: float | None = None
         self._stopped = threading.Event()
         self.sleepers = self.wakes = 0
 
+    def begin(self) -> None:
+        """Let the trace begin."""
+        self._began = time.monotonic()
+
     def now(self) -> float:
-        """Seconds since the trace began."""
+        """Seconds since the trace began; zero before."""
+        if self._began is None:
+            return 0.0
         return (time.monotonic() - self._began) * self._speed
 
     def sleep_until(self, moment: float) -> None:
@@ -104,6 +114,9 @@ class CountedClock:
         self._numbers = itertools.count()
         self._stopped = False
         self.wakes = 0
+
+    def begin(self) -> None:
+        """Time stands at the beginning."""
 
     @property
     def sleepers(self) -> int:

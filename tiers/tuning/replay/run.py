@@ -89,7 +89,6 @@ def _opened(
     with ExitStack() as stack:
         places = _places(stack, options)
         small = scaled(chain, machine, info, scale, places)
-        # From here on time passes.
         clock: Clock = CountedClock() if options.speed is None else PacedClock(options.speed)
         behind, links = linked(small, machine, scale, clock)
         kv = PagedKV(num_blocks, words)
@@ -159,6 +158,7 @@ class Driver:
     def run(self, trace: list[TraceRequest], warm: int, progress: Callable[[int], None]) -> Mark:
         """Serve them all; what had been done when the first came that counts."""
         engine, clock = self.engine, self._clock
+        clock.begin()
         mark = self.mark()
         for number, one in enumerate(trace):
             request = ReplayRequest.of(number, one, counts=number >= warm)
