@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import zstandard
 
 from tests.support.clock import Clock
 from tests.support.replay_chains import MODEL, chain_of, cpu, drive
+from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.media import MediaMark, NoMedia
 from tiers.engine.hosted_chain import hosted_tiers
-from tiers.engine.replay import ReplayEngine
+from tiers.engine.replay import ReplayEngine, ReplayModel
 from tiers.traces.opening import open_trace
 from tiers.traces.trace import TraceRequest
 
@@ -56,6 +59,51 @@ def test_the_trace_has_what_was_asked(tmp_path: Path) -> None:
     assert (first.salt, first.tenant) == (None, None)
     assert salted.salt is not None and salted.salt != "a" and salted.tenant is None
     assert short.blocks == []
+
+
+def test_other_adapters_images_and_generations_have_other_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's hashes have adapters and images by name alone, and nothing of a reset."""
+    model = ReplayModel()
+    mark, pictures = b"", MediaMark()
+    plain = model.engine_info
+
+    def engine_info(num_blocks: int) -> EngineInfo:
+        return replace(plain(num_blocks), mark=lambda _: mark)
+
+    monkeypatch.setattr(ReplayModel, "engine_info", lambda _, num_blocks: engine_info(num_blocks))
+    monkeypatch.setattr(NoMedia, "of", lambda *_: pictures)
+    prompt = range(4 * SIZE + 1)
+    with recording(tmp_path / "trace", model=model, prefix_caching=False) as engine:
+        engine.generate(prompt, max_tokens=1)
+        for mark in (b"adapter", b"its next version"):  # noqa: B007 - the engine reads it
+            engine.generate(prompt, max_tokens=1)
+        for content in (b"red", b"blue"):
+            pictures = MediaMark([(2 * SIZE, content)])
+            engine.generate(prompt, max_tokens=1)
+        mark, pictures = b"", MediaMark()
+        engine.generate(prompt, max_tokens=1)
+        assert engine.connector is not None and engine.connector.reset_cache()
+        engine.generate(prompt, max_tokens=1)
+    none, first, second, red, blue, again, reset = (r.blocks for r in recorded(tmp_path / "trace"))
+    assert again == none
+    assert not {*none} & {*first} and not {*first} & {*second} and not {*none} & {*reset}
+    assert red[:2] == blue[:2] == second[:2], "blocks before an image are those of the text alone"
+    assert len({*red, *blue, *second}) == 2 + 3 * 2
+
+
+def test_what_a_reset_outdates_has_the_ids_that_it_was_computed_under(tmp_path: Path) -> None:
+    prompt = range(4 * SIZE + 1)
+    with recording(tmp_path / "trace") as engine:
+        engine.generate(prompt, max_tokens=1)
+        engine.add(prompt, max_tokens=30)
+        engine.step()
+        assert engine.connector is not None and engine.connector.reset_cache()
+        engine.run()
+        engine.generate(prompt, max_tokens=1)
+    before, during, after = (one.blocks for one in recorded(tmp_path / "trace"))
+    assert during == before and not {*during} & {*after}
 
 
 def test_an_answer_is_the_next_turns_prompt(tmp_path: Path) -> None:

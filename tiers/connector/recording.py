@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from spec.chain import ChainSpec
-from tiers.connector.contract.block_groups import BlockGroups
-from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.observer import CHAIN
 from tiers.connector.contract.protocols import Request
+from tiers.connector.policy.requests import RequestTable
 from tiers.connector.scheduler.opening import ChainPool
 from tiers.traces.recorder import Recorder
 from tiers.traces.recorder_writer import Ended, Recording
@@ -16,32 +15,47 @@ from tiers.traces.recorder_writer import Ended, Recording
 
 class TrafficRecorder:
     """A `RequestObserver` that records each request once, at its end, with the time at which it
-    came. Requests that ended before the engine began them are left out."""
+    came. Requests that ended before the engine began them are left out.
 
-    def __init__(self, recorder: Recorder, now: Callable[[], float]) -> None:
+    Two blocks have one id where they have one key: in one generation, with one adapter and with
+    the same images."""
+
+    def __init__(
+        self, recorder: Recorder, requests: RequestTable, now: Callable[[], float]
+    ) -> None:
         self._recorder = recorder
+        self._requests = requests
         self._now = now
-        self._arrivals: dict[str, float] = {}
+        self._arrivals: dict[str, tuple[float, bytes]] = {}
+        """When each request came, and the tag of the generation then."""
 
     def arrived(self, request: Request) -> None:
         """Note the time."""
-        self._arrivals.setdefault(request.request_id, self._now())
+        arrival = self._now(), self._requests.generation.tag
+        self._arrivals.setdefault(request.request_id, arrival)
 
     def ended(self, request: Request) -> None:
         """Hand the request to the recorder."""
         now = self._now()
-        arrived = self._arrivals.pop(request.request_id, now)
+        tag = self._requests.generation.tag
+        arrived, first_tag = self._arrivals.pop(request.request_id, (now, tag))
         prompt, known = request.num_prompt_tokens, request.num_tokens
         if not request.num_computed_tokens and known == prompt:
             return
+        marks: list[tuple[range, bytes]] = []
+        if (state := self._requests.get(request)) is not None:
+            # What a reset outdated was computed before it.
+            tag = first_tag if state.is_outdated else tag
+            marks = [(blocks, mark + tag) for blocks, mark in self._requests.marks(state)]
         self._recorder.put(
             Ended(
                 arrived,
-                min(arrived, next(iter(self._arrivals.values()), now)),
+                min(arrived, next(iter(self._arrivals.values()), (now, b""))[0]),
                 prompt,
                 known - prompt,
                 request.block_hashes,
                 getattr(request, "cache_salt", None) or "",
+                marks,
             )
         )
 
@@ -57,14 +71,14 @@ class TrafficRecorder:
 
 def open_recorder(
     chain: ChainSpec,
-    engine: EngineInfo,
+    requests: RequestTable,
     pool: ChainPool,
     now: Callable[[], float],
 ) -> tuple[TrafficRecorder, ...]:
     """The recorder of a chain that has one."""
     if chain.record is None:
         return ()
-    parts = len(BlockGroups(engine))
+    engine, parts = requests.engine, len(requests.groups)
     recording = Recording(
         chain.record,
         engine.block_tokens,
@@ -74,4 +88,4 @@ def open_recorder(
         frozenset(chain.tenants),
         now,
     )
-    return (TrafficRecorder(Recorder(recording), now),)
+    return (TrafficRecorder(Recorder(recording), requests, now),)

@@ -21,12 +21,13 @@ class KeyedIds:
         self._names = key
         self._blocks = hashlib.blake2b(b"blocks\0" + facts, digest_size=32, key=key).digest()
 
-    def of_blocks(self, hashes: Iterable[bytes]) -> list[int]:
-        """The ids of blocks, by their hashes, which stand for all blocks before them, too."""
+    def of_blocks(self, hashes: Iterable[bytes], mark: bytes = b"") -> list[int]:
+        """The ids of blocks, by their hashes, which stand for all blocks before them, too. `mark`:
+        what these blocks depend on beside that. All hashes are of one length."""
         digest, number, key = hashlib.blake2b, int.from_bytes, self._blocks
-        shift = 8 * _DIGEST_BYTES - ID_BITS
+        shift, size = 8 * _DIGEST_BYTES - ID_BITS, _DIGEST_BYTES
         return [
-            number(digest(one, digest_size=_DIGEST_BYTES, key=key).digest(), "little") >> shift
+            number(digest(one + mark, digest_size=size, key=key).digest(), "little") >> shift
             for one in hashes
         ]
 

@@ -46,6 +46,9 @@ class Ended(NamedTuple):
     hashes: Sequence[bytes]
     """The engine's, one for `hash_tokens` tokens each, answer included; nobody changes it now."""
     salt: str
+    marks: Sequence[tuple[range, bytes]] = ()
+    """What blocks depend on beside their hashes, such as an adapter or an image: runs of blocks,
+    from the first on, each with one mark; none: there is nothing."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class RecordWriter:
         in_prompt = ended.prompt_tokens // tokens
         # The KV of the last token is not computed.
         whole = (ended.prompt_tokens + max(ended.answer_tokens - 1, 0)) // tokens
-        ids = self._block_ids(ended.hashes, whole)
+        ids = self._block_ids(ended, whole)
         salt = self._ids.of_name(ended.salt) if ended.salt else None
         request = TraceRequest(
             self._milliseconds(ended.arrived),
@@ -172,13 +175,15 @@ class RecordWriter:
     def _milliseconds(self, time: float) -> float:
         return (time - self._zero) * 1000
 
-    def _block_ids(self, hashes: Sequence[bytes], blocks: int) -> list[int]:
+    def _block_ids(self, ended: Ended, blocks: int) -> list[int]:
         step = self._recording.block_tokens // self._recording.hash_tokens
         ids: list[int] = []
-        each = iter(hashes[step - 1 : blocks * step : step])
-        while some := list(islice(each, _CHUNK)):
-            ids += self._ids.of_blocks(some)
-            time.sleep(_PAUSE)
+        for run, mark in ended.marks or ((range(blocks), b""),):
+            stop = min(run.stop, blocks)
+            each = iter(ended.hashes[run.start * step + step - 1 : stop * step : step])
+            while some := list(islice(each, _CHUNK)):
+                ids += self._ids.of_blocks(some, mark)
+                time.sleep(_PAUSE)
         return ids
 
     def _flush(self) -> None:

@@ -19,7 +19,7 @@ class RequestObserver(Protocol):
         ...
 
     def ended(self, request: Request) -> None:
-        """A request ended, or was given up; told once."""
+        """A request ended, or was given up; told once, before the chain forgets it."""
         ...
 
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:

@@ -254,9 +254,11 @@ class MultiScheduler(EveryChild):
             state = self._requests.get(request)
             if self._sharing is not None and state is not None:
                 self._sharing.ends(state)
-            self._requests.forget(request)
-            for observer in self._observers:
-                observer.ended(request)
+            try:
+                for observer in self._observers:
+                    observer.ended(request)
+            finally:
+                self._requests.forget(request)
         saving = sum(is_saving for is_saving, _ in answers)
         if saving > 1:
             self._more_saves[request.request_id] = saving - 1

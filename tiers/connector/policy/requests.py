@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -147,10 +147,21 @@ class RequestTable:
         new = range(len(state.keys) // len(self.groups), self._full(state))
         if new:
             media = self.engine.media.of(state.request)
-            for blocks, of_media in media.spans(new, self.engine.block_tokens):
-                mark = self.generation.key(joined(state.mark, of_media))
-                state.keys += self.groups.keys(state.request.block_hashes, blocks, mark)
+            for blocks, mark in self._marked(state, media, new):
+                whole = self.generation.key(mark)
+                state.keys += self.groups.keys(state.request.block_hashes, blocks, whole)
         return state.keys
+
+    def marks(self, state: RequestState) -> list[tuple[range, bytes]]:
+        """What its full blocks depend on beside their hashes and the generation: runs of blocks,
+        each with one mark. Waits for nothing."""
+        return list(self._marked(state, state.media, range(self._full(state))))
+
+    def _marked(
+        self, state: RequestState, media: MediaMark, blocks: range
+    ) -> Iterator[tuple[range, bytes]]:
+        for some, of_media in media.spans(blocks, self.engine.block_tokens):
+            yield some, joined(state.mark, of_media)
 
     def _full(self, state: RequestState) -> int:
         tokens = len(state.request.block_hashes) * self.engine.hash_tokens
