@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.clock import Clock
 from tiers.connector.scheduler.admission import COUNTED, Admission
-from tiers.connector.scheduler.manager import NullManager
+from tiers.connector.scheduler.manager import TierManager
 from tiers.connector.scheduler.offers import Offers
 from tiers.connector.scheduler.opening import OpenTier
 from tiers.connector.scheduler.store_reservations import StoreReservations
@@ -68,7 +68,7 @@ def test_a_write_budget_holds_over_days_and_lets_an_hour_s_worth_pass_at_once(
 
 
 def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
-    class Lacking(NullManager):
+    class Lacking(TierManager):
         def missing(self, keys: Sequence[bytes]) -> list[bool]:
             return [True] * len(keys)
 

@@ -13,7 +13,7 @@ from tiers.connector.contract.generation import Generation, space_of
 from tiers.connector.hosted.requests import HostedRequest, Prefix
 from tiers.connector.hosted.shared_slots import SlotRegion
 from tiers.connector.scheduler.lookups import Lookup
-from tiers.connector.scheduler.manager import NullManager, TierManager
+from tiers.connector.scheduler.manager import TierManager
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.host.slots import SlotPool
 from tiers.store import Block, LocalIndex, batch_blocks, capability
@@ -76,7 +76,7 @@ class BackingStore:
         self._generation = generation
         self._clock = clock
         self._store: Guarded | None = None
-        self._manager: TierManager = NullManager()
+        self._manager = TierManager()
         self._opening: Future[Guarded | None] | None = None
         self._under_way: list[Transfer] = []
         self._opener = io_executor(1, "open")

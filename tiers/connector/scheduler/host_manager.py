@@ -1,14 +1,11 @@
-"""A tier as the scheduler sees it: what it holds, and what goes in and out.
-
-Two kinds: `HostManager` keeps blocks in the host pool, `StoreManager` (`store_manager.py`) asks a
-store. Used by the scheduler's thread alone; nothing in them waits.
-"""
+"""HostManager: a tier whose blocks stay in the host pool, as the scheduler sees it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.manager import TierManager
 from tiers.host.slots import Residency, SlotPool
 from tiers.wrappers.guard import Health
 from tiers.wrappers.residency import health_of
@@ -17,8 +14,8 @@ LOOK_BACK = 64
 """Blocks before those that a step stored among which one that is kept is looked for."""
 
 
-class HostManager:
-    """A tier whose blocks stay in the host pool."""
+class HostManager(TierManager):
+    """A tier whose blocks stay in the host pool, each put before its head as it came."""
 
     completes_on_gather = True
 
@@ -71,9 +68,6 @@ class HostManager:
             self._residency.admit(key, slot, None if head is None else self._residency.find(head))
         return self._residency.find(key) is not None
 
-    def settle(self, keys: Sequence[bytes]) -> None:
-        """Each block was put before its head as it came."""
-
     def discard(self, key: bytes) -> None:
         """Stop keeping the block."""
         self._residency.discard(key)
@@ -87,12 +81,6 @@ class HostManager:
         """Stop keeping all blocks; the slot of one that is being loaded goes when that ends."""
         return self._residency.clear()
 
-    def clear(self, generation: bytes) -> None:
-        """None is kept by now."""
-
-    def prefetch_lookup(self, lookup: Lookup, keys: Sequence[bytes]) -> None:
-        """Answers come from memory."""
-
     def health(self) -> Health:
         """Memory works; a plugin's bookkeeping may not."""
         return health_of(self._residency)
@@ -100,9 +88,6 @@ class HostManager:
     def slots_kept(self) -> int:
         """One for each resident block."""
         return len(self._residency)
-
-    def close(self) -> None:
-        """The pool goes with the connector."""
 
 
 def nearest_heads(

@@ -1,22 +1,22 @@
-"""A tier as the scheduler sees it: what it holds, and what goes in and out.
-
-Two kinds: `HostManager` keeps blocks in the host pool, `StoreManager` asks a store. `NullManager`
-stands in for a tier that is not open. Used by the scheduler's thread alone; nothing in them waits.
-"""
+"""A tier as the scheduler sees it: what it holds, and what goes in and out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.wrappers.guard import HEALTHY, Health
 
 
-class TierManager(Protocol):
-    """The scheduler's side of one tier."""
+class TierManager:
+    """The scheduler's side of one tier. These defaults stand in for a tier that is not open, which
+    has nothing and wants nothing.
 
-    completes_on_gather: bool
+    Two kinds: `HostManager` keeps blocks in the host pool, `StoreManager` asks a store. Used by the
+    scheduler's thread alone; nothing in them waits.
+    """
+
+    completes_on_gather = False
     """Whether stores end as soon as the slots are filled, so that the engine should step on."""
 
     def coverage(
@@ -26,126 +26,60 @@ class TierManager(Protocol):
 
         `lookup` keeps the tier's answers for the request, whose keys are all of `keys`.
         """
-        ...
+        return [False] * len(asked)
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
         """Pin these blocks; the slot of each that is in the host pool."""
-        ...
+        return [None] * len(keys)
 
     def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
         """Unpin blocks of an ended load."""
-        ...
 
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether the tier should be given each block; those it has count as used."""
-        ...
+        return [False] * len(keys)
 
     def heads(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
         """For a request's keys, `prefix`, of these numbers, in order: the nearest block before each
-        that the tier keeps, where that matters and there is one."""
-        ...
+        that the tier keeps. Empty where the tier itself decides what goes."""
+        return {}
 
     def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
         """Note how storing a block ended; the slot is still referenced. Whether it is held now.
 
         `head`: what `heads` said of it; the block is the first of the two to go.
         """
-        ...
+        return False
 
     def settle(self, keys: Sequence[bytes]) -> None:
         """A prefix was stored in several steps: let its head be the last to go."""
-        ...
 
     def discard(self, key: bytes) -> None:
         """Note that the tier does not have this block: it failed to load."""
-        ...
 
     def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
         """Remove this engine's blocks of a generation from the tier, when there is time."""
-        ...
 
     def reset(self) -> list[bytes]:
         """Forget all blocks that are known or kept in this process; the keys of those kept.
 
         The caller makes other keys and other `Lookup`s from now on.
         """
-        ...
-
-    def clear(self, generation: bytes) -> None:
-        """Remove this engine's blocks of a generation that is over, when there is time."""
-        ...
-
-    def prefetch_lookup(self, lookup: Lookup, keys: Sequence[bytes]) -> None:
-        """Begin to look these keys up, if that takes time: they are asked for soon."""
-        ...
-
-    def health(self) -> Health:
-        """Whether the tier works, as far as this process knows."""
-        ...
-
-    def slots_kept(self) -> int:
-        """Slots of the host pool that the tier keeps blocks in."""
-        ...
-
-    def close(self) -> None:
-        """Release everything."""
-        ...
-
-
-class NullManager:
-    """Stands in for a tier that is not open: has nothing, and wants nothing."""
-
-    completes_on_gather = False
-
-    def coverage(self, lookup: Lookup, keys: Sequence[bytes], asked: range) -> list[bool]:
-        """None of them."""
-        return [False] * len(asked)
-
-    def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Nothing is pinned."""
-        return [None] * len(keys)
-
-    def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
-        """Nothing was pinned."""
-
-    def missing(self, keys: Sequence[bytes]) -> list[bool]:
-        """None of them."""
-        return [False] * len(keys)
-
-    def heads(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
-        """No block is kept."""
-        return {}
-
-    def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
-        """The block is not held."""
-        return False
-
-    def settle(self, keys: Sequence[bytes]) -> None:
-        """No block is kept."""
-
-    def discard(self, key: bytes) -> None:
-        """No block is kept."""
-
-    def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
-        """No block is kept."""
-
-    def reset(self) -> list[bytes]:
-        """No block was kept."""
         return []
 
     def clear(self, generation: bytes) -> None:
-        """No block is kept."""
+        """Remove this engine's blocks of a generation that is over, when there is time."""
 
     def prefetch_lookup(self, lookup: Lookup, keys: Sequence[bytes]) -> None:
-        """There is nobody to ask."""
+        """Begin to look these keys up, if that takes time: they are asked for soon."""
 
     def health(self) -> Health:
-        """What is not open does not fail."""
+        """Whether the tier works, as far as this process knows."""
         return HEALTHY
 
     def slots_kept(self) -> int:
-        """None."""
+        """Slots of the host pool that the tier keeps blocks in."""
         return 0
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Release everything."""

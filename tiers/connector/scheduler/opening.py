@@ -15,7 +15,7 @@ from tiers.connector.contract.pool_size import PoolSize
 from tiers.connector.scheduler.announcing import Announcer
 from tiers.connector.scheduler.host_manager import HostManager
 from tiers.connector.scheduler.hosts import is_local, refuse_several
-from tiers.connector.scheduler.manager import NullManager, TierManager
+from tiers.connector.scheduler.manager import TierManager
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.errors import TierUnusable
 from tiers.host.memory import slot_stride, slots_within
@@ -36,7 +36,7 @@ class OpenTier(NamedTuple):
     block_bytes: int
 
 
-NOT_OPEN = OpenTier(NullManager(), SlotPool(0), block_bytes=0)
+NOT_OPEN = OpenTier(TierManager(), SlotPool(0), block_bytes=0)
 """Stands in for a tier whose workers are not known yet, or which can't be used."""
 
 

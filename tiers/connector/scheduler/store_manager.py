@@ -13,19 +13,19 @@ from tiers.connector.contract.generation import Generation, space_of
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
 from tiers.connector.scheduler.clearing import Clearing
 from tiers.connector.scheduler.lookups import Asked, Lookup
+from tiers.connector.scheduler.manager import TierManager
 from tiers.connector.scheduler.recent_keys import RecentKeys
 from tiers.connector.scheduler.unfound import UnfoundKeys
 from tiers.store import LocalIndex, TierStore, Touch, capability
 from tiers.wrappers.guard import HEALTHY, Guarded, Health
 
 
-class StoreManager:
+class StoreManager(TierManager):
     """A tier behind a store, asked on this thread where it answers from memory, else behind it.
 
     `namespaces`: one per rank; a block is held only where every rank's part is.
     """
 
-    completes_on_gather = False
     RECENT = 1 << 18
     """Keys remembered as held, so that neither is a store behind a network offered them again, nor
     an index asked: 2 microseconds a key where it has a million, 16 ms for 128k tokens."""
@@ -119,9 +119,6 @@ class StoreManager:
         self._recent.add(keys)
         return [None] * len(keys)
 
-    def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
-        """Nothing was pinned."""
-
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
         """What is not known to be held; the store itself skips what it turns out to have."""
         held = self._recent.known(keys)
@@ -148,10 +145,6 @@ class StoreManager:
             # One at a time: what is used while a store takes its time is used again, or matters
             # little.
             self._touching = self._thread.submit(touch.touch, names)
-
-    def heads(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
-        """None: the store itself decides what goes."""
-        return {}
 
     def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
         """Remember what is held now."""
@@ -196,10 +189,6 @@ class StoreManager:
         if not isinstance(self._store, Guarded):
             return HEALTHY
         return self._store.health._replace(writes=True, writes_up=True)
-
-    def slots_kept(self) -> int:
-        """None: blocks are kept elsewhere."""
-        return 0
 
     def close(self) -> None:
         """Close the store, once what nobody can find again is dropped, as far as time allows."""

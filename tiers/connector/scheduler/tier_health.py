@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tiers.connector.scheduler.manager import NullManager, TierManager
+from tiers.connector.scheduler.manager import TierManager
 from tiers.wrappers.guard import Health
 
 
@@ -12,7 +12,7 @@ class TierHealth:
     """What this process and the workers know of one tier; used by the scheduler's thread alone."""
 
     def __init__(self) -> None:
-        self._manager: TierManager = NullManager()
+        self._manager = TierManager()
         self._is_open = self._has_failed = False
         self._workers: dict[int, Health] = {}
 
