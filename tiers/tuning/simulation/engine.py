@@ -160,20 +160,20 @@ class Engine:
         now, size, tiers = self.now, self._size, self.tiers
         jobs = []
         for tier in tiers:
-            tier.drain(now)
+            if tier.due <= now:
+                tier.drain(now)
         # As engines tell it: first those that are new, then those that go on, then who answers.
         batch = sorted(batch, key=_has_run) if len(batch) > 1 else batch
         for prompt, done in batch:
             first, last = prompt.offered, done // size
             if last > prompt.blocks:
                 last = prompt.blocks
+            offer = prompt.offer(last, self.workload) if last > first else None
             for tier in tiers:
                 if tier.refused and first and (again := tier.offer_again(prompt)):
                     jobs.append((tier, again))
-                if last > first and (job := tier.offer(prompt, first, last, now)):
+                if offer and (job := tier.offer(prompt, offer, now)):
                     jobs.append((tier, job))
-            if last > first:
-                prompt.offered = last
         for prompt in self._answering:
             jobs += [(tier, job) for tier in tiers if (job := tier.offer_again(prompt))]
         return jobs
@@ -184,14 +184,15 @@ class Engine:
             tier.submit(job, now)
         for prompt, done in batch:
             prompt.done = done
+            if prompt.parts:
+                self._cache.know(prompt, prompt.parts)
+                prompt.parts = []
             if done < prompt.tokens:
-                self._cache.know(prompt, done // self._size)
                 self._going_on.append(prompt)
                 continue
             if prompt.number >= self.warm:
                 self.waits.append(now - prompt.arrival)
             answering = prompt.answer * self._machine.decode_seconds_per_token
-            self._cache.know(prompt, prompt.blocks)
             if answering:
                 prompt.is_answering = True
                 self._answering[prompt] = None
@@ -230,7 +231,7 @@ class Engine:
         return not pieces
 
     def _end_load(self, prompt: Prompt) -> None:
-        self._cache.know(prompt, prompt.done // self._size)
+        self._cache.know(prompt, prompt.first(prompt.done // self._size, self.workload))
         prompt.done = min(prompt.done, prompt.tokens - 1)
         for one in (prompt, *self._loads.end(prompt)):
             heappush(self._back, (one.number, one))

@@ -39,7 +39,8 @@ class Loads:
         """Which tier loads which blocks behind the first `known` ones; the next block is number
         `skip` of the run `at` of the prompt's path."""
         for tier in self._tiers:
-            tier.drain(now)
+            if tier.due <= now:
+                tier.drain(now)
         prompt.place = (prompt.path[at], skip)
         question = Question(prompt.path, at, skip, prompt.blocks - known, now)
         return self._policy(self._tiers, question, self._masks)

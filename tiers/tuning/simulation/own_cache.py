@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable
+
 from tiers.tuning.simulation.prompt import Prompt
-from tiers.tuning.simulation.spaces import LruSpace, Part, leading
+from tiers.tuning.simulation.spaces import Part
 from tiers.tuning.simulation.workload import Workload
 
 
 class OwnCache:
     """The blocks of prompts under way, and, in the rest of its `capacity`, the prefixes used last.
+
+    A prompt's blocks become known from the first on and go from the last on, so that what is known
+    of a run is a count. Runs of prompts under way can't be taken: only the others have an order.
 
     `capacity`: blocks; 0 for an engine without a prefix cache, which never lacks room.
     """
@@ -16,30 +22,31 @@ class OwnCache:
     def __init__(self, capacity: int, workload: Workload) -> None:
         self._capacity = capacity
         self._lengths = workload.lengths
-        self._masks = workload.masks
         self._size = workload.block_tokens
-        self._space = LruSpace(capacity)
-        self._users: dict[int, int] = {}
+        runs = len(workload.lengths)
+        self._known = [0] * runs
+        """Leading blocks of each run that are in place."""
+        self._users = [0] * runs
         """How many prompts under way have each run in their path."""
-        self._pins: dict[int, int] = {}
-        self._space.pins = (self._pins,)
+        self._idle: OrderedDict[int, int] = OrderedDict()
+        """Runs that no prompt under way has, with their known blocks, the first to go first."""
+        self._used = 0
         self._reserved = 0
         """Blocks of prompts under way that are yet to be computed or loaded."""
         self._pinned = 0
-        """Known blocks of such runs: they can't be taken."""
+        """Known blocks of runs of prompts under way."""
 
     def find(self, prompt: Prompt) -> tuple[int, int, int]:
         """Leading blocks of a prompt that are in place; of its path the run and the block in it
         that come next. The last token is always computed."""
-        path, lengths, masks, get = prompt.path, self._lengths, self._masks, self._space.held.get
+        path, lengths, in_place = prompt.path, self._lengths, self._known
         known = at = skip = 0
         for run in path:
-            have = get(run, 0)
-            if have != masks[run]:
-                skip = leading(have)
-                known += skip
+            have = in_place[run]
+            known += have
+            if have != lengths[run]:
+                skip = have
                 break
-            known += lengths[run]
             at += 1
         limit = (prompt.tokens - 1) // self._size
         if known <= limit:
@@ -54,64 +61,78 @@ class OwnCache:
         """Take blocks for what a prompt has not found in place; False: too few are free."""
         if not self._capacity:
             return True
-        space, users, get = self._space, self._users, self._space.held.get
-        unpinned = sum(get(run, 0).bit_count() for run in prompt.path if run not in users)
+        users, in_place = self._users, self._known
+        unpinned = 0
+        for run in prompt.path:
+            if not users[run]:
+                unpinned += in_place[run]
         needed = -(-prompt.tokens // self._size) - known
         taken = self._reserved + self._pinned
         if taken and taken + unpinned + needed > self._capacity:
             return False
+        take = self._idle.pop
         for run in prompt.path:
-            users[run] = users.get(run, 0) + 1
-            self._pins[run] = self._masks[run]
+            if not users[run] and in_place[run]:
+                take(run)
+            users[run] += 1
         self._pinned += unpinned
         prompt.reserved = needed
         self._reserved += needed
-        space.touch(prompt.path)
-        space.capacity = max(0, self._capacity - self._reserved)
-        if space.used > space.capacity:
-            space.shrink()
+        self._shrink()
         return True
 
-    def know(self, prompt: Prompt, blocks: int) -> None:
-        """The first blocks of a prompt are computed or loaded: others find them in place."""
+    def know(self, prompt: Prompt, parts: Iterable[Part]) -> None:
+        """These blocks of a prompt are computed or loaded, as all before them: others find them in
+        place."""
         if not self._capacity:
             return
-        lengths, masks, space = self._lengths, self._masks, self._space
-        held = space.held
-        parts: list[Part] = []
-        depth = fresh = 0
-        for run in prompt.path:
-            stop = depth + lengths[run]
-            known = masks[run] if stop <= blocks else (1 << blocks - depth) - 1
-            new = known & ~held.get(run, 0)
-            if new:
-                parts.append((run, new))
-                fresh += new.bit_count()
-            depth = stop
-            if depth >= blocks:
-                break
-        self._pinned += fresh
-        self._release(prompt, fresh)
-        space.store(parts, prompt.path)
+        in_place = self._known
+        fresh = 0
+        for run, blocks in parts:
+            new = blocks.bit_length() - in_place[run]
+            if new > 0:
+                in_place[run] += new
+                fresh += new
+        if fresh:
+            self._pinned += fresh
+            self._used += fresh
+            self._release(prompt, fresh)
 
     def give_back(self, prompt: Prompt) -> None:
         """The prompt's request has ended."""
         if not self._capacity:
             return
-        users, get = self._users, self._space.held.get
-        for run in prompt.path:
+        users, in_place, idle = self._users, self._known, self._idle
+        if unknown := prompt.reserved:
+            # Of no use, such as a partial last block; taken again in their turn all the same.
+            idle[-1 - prompt.number] = unknown
+            self._used += unknown
+        for run in reversed(prompt.path):
             users[run] -= 1
-            if not users[run]:
-                del users[run], self._pins[run]
-                self._pinned -= get(run, 0).bit_count()
-        unknown = prompt.reserved
+            if not users[run] and (have := in_place[run]):
+                idle[run] = have
+                self._pinned -= have
         self._release(prompt, unknown)
-        # Of no use, such as a partial last block; taken again in their turn all the same.
-        rest = [(-1 - prompt.number, (1 << unknown) - 1)] if unknown else []
-        self._space.store(rest, prompt.path)
 
     def _release(self, prompt: Prompt, blocks: int) -> None:
+        """Blocks that were reserved are used now."""
         blocks = min(blocks, prompt.reserved)
         prompt.reserved -= blocks
         self._reserved -= blocks
-        self._space.capacity = max(0, self._capacity - self._reserved)
+        if self._used + self._reserved > self._capacity:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Take blocks of idle runs, from the tail, as far as there is no room for all."""
+        over = self._used - max(0, self._capacity - self._reserved)
+        idle, in_place = self._idle, self._known
+        while over > 0 and idle:
+            run, have = idle.popitem(last=False)
+            left = max(0, have - over)
+            if left:
+                idle[run] = left
+                idle.move_to_end(run, last=False)
+            if run >= 0:
+                in_place[run] = left
+            self._used -= have - left
+            over -= have - left

@@ -91,7 +91,7 @@ def _prefix(tier: Tier, question: Question, masks: Sequence[int]) -> int:
     held = tier.held
     count = 0
     for run in path[at:]:
-        blocks = held.get(run, 0) >> skip
+        blocks = held[run] >> skip
         if blocks != masks[run] >> skip:
             count += leading(blocks)
             break
@@ -109,7 +109,7 @@ def stitched(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) ->
         found = 0
         shares = []
         for index, tier in enumerate(tiers):
-            more = tier.held.get(run, 0) >> skip & ~found
+            more = tier.held[run] >> skip & ~found
             if more:
                 shares.append((index, more))
                 found |= more
@@ -132,7 +132,7 @@ def soonest(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) -> 
     each = [tier.settings.load_seconds for tier in tiers]
     pieces: Pieces = []
     for run in path[at:]:
-        held = [tier.held.get(run, 0) >> skip for tier in tiers]
+        held = [tier.held[run] >> skip for tier in tiers]
         found = 0
         for blocks in held:
             found |= blocks

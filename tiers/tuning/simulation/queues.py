@@ -52,8 +52,8 @@ class Ghosts:
 class QueueSpace(LruSpace):
     """Blocks in two queues. Of a run each queue has a part, which moves and goes as one."""
 
-    def __init__(self, capacity: float) -> None:
-        super().__init__(capacity)
+    def __init__(self, capacity: float, runs: int) -> None:
+        super().__init__(capacity, runs)
         self._queues: tuple[OrderedDict[int, int], OrderedDict[int, int]]
         self._queues = (OrderedDict(), OrderedDict())
         self._counts = [0, 0]
@@ -77,14 +77,14 @@ class QueueSpace(LruSpace):
     def store(self, parts: Iterable[Part], path: Sequence[int]) -> None:
         """Keep these blocks; none counts as used."""
         for run, blocks in reversed([*parts]):
-            blocks &= ~self.held.get(run, 0)
+            blocks &= ~self.held[run]
             if not blocks:
                 continue
             for queue, mine in enumerate(self._place(run, blocks)):
                 if mine:
                     heads = path[: path.index(run) + 1]
                     self._append(run, mine, queue, [r for r in heads if r in self._queues[queue]])
-            self.held[run] = self.held.get(run, 0) | blocks
+            self.held[run] |= blocks
             self.used += blocks.bit_count()
         if self.used > self.capacity:
             self.shrink()
@@ -123,8 +123,6 @@ class QueueSpace(LruSpace):
             else:
                 del order[run]
             self.held[run] &= ~gone
-            if not self.held[run]:
-                del self.held[run]
             self._counts[queue] -= count
             self.used -= count
             over -= count
@@ -134,8 +132,8 @@ class QueueSpace(LruSpace):
 class ArcSpace(QueueSpace):
     """Divides room between blocks used once and blocks used again, adaptively."""
 
-    def __init__(self, capacity: float) -> None:
-        super().__init__(capacity)
+    def __init__(self, capacity: float, runs: int) -> None:
+        super().__init__(capacity, runs)
         self._gone = (Ghosts(capacity), Ghosts(capacity))
         self._share = 0.0
 
@@ -171,8 +169,8 @@ class ArcSpace(QueueSpace):
 class S3FifoSpace(QueueSpace):
     """Blocks on probation go soon unless they are used during it."""
 
-    def __init__(self, capacity: float) -> None:
-        super().__init__(capacity)
+    def __init__(self, capacity: float, runs: int) -> None:
+        super().__init__(capacity, runs)
         self._uses: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._gone = Ghosts(capacity)
         self._small = max(1, int(capacity * SMALL_SHARE)) if capacity < math.inf else math.inf

@@ -12,47 +12,68 @@ Part = tuple[int, int]
 class LruSpace:
     """Keeps what was used last, of each run the first blocks longest: a prefix goes from its tail.
 
-    `held`: the blocks of each run as a mask, in the order of the runs' use; for reading.
-    `capacity`, in blocks, may change.
+    `runs`: how many there are. `held`: the blocks of each run as a mask; for reading. `capacity`:
+    blocks.
     """
 
-    def __init__(self, capacity: float) -> None:
+    def __init__(self, capacity: float, runs: int) -> None:
         self.capacity = capacity
         self.pins: Sequence[Mapping[int, int]] = ()
         """Blocks of runs that are being read, and so passed by: they count as used then."""
         self.used = 0
-        self.held: OrderedDict[int, int] = OrderedDict()
+        self.held = [0] * runs
+        self._order: OrderedDict[int, None] = OrderedDict()
+        """Runs with blocks held, the one used last at the end."""
 
     def touch(self, path: Sequence[int]) -> None:
         """Count these runs as used now, the first of them most."""
-        held = self.held
-        move = held.move_to_end
+        held, move = self.held, self._order.move_to_end
         for run in path[::-1]:
-            if run in held:
+            if held[run]:
                 move(run)
 
     def store(self, parts: Iterable[Part], path: Sequence[int]) -> None:
         """Keep these blocks, and count the runs of their path as used now."""
-        held = self.held
+        held, order = self.held, self._order
         for run, blocks in parts:
-            have = held.get(run, 0)
+            if have := held[run]:
+                blocks &= ~have
+            else:
+                order[run] = None
             held[run] = have | blocks
-            self.used += (blocks & ~have).bit_count()
-        move = held.move_to_end
+            self.used += blocks.bit_count()
+        move = order.move_to_end
         for run in path[::-1]:
-            if run in held:
+            if held[run]:
                 move(run)
         if self.used > self.capacity:
             self.shrink()
 
     def shrink(self) -> None:
         """Evict what is beyond the capacity."""
-        held = self.held
+        if pins := [one for one in self.pins if one]:
+            self._shrink_beside(pins)
+            return
+        held, order = self.held, self._order
         over = int(self.used - self.capacity)
-        pins = [one for one in self.pins if one]
+        self.used -= over
+        while over:
+            run = next(iter(order))
+            blocks = held[run]
+            count = blocks.bit_count()
+            if count > over:
+                held[run] = first_of(blocks, count - over)
+                return
+            held[run] = 0
+            del order[run]
+            over -= count
+
+    def _shrink_beside(self, pins: Sequence[Mapping[int, int]]) -> None:
+        held, order = self.held, self._order
+        over = int(self.used - self.capacity)
         passed = 0
-        while over > 0 and passed < len(held):
-            run = next(iter(held))
+        while over > 0 and passed < len(order):
+            run = next(iter(order))
             free = blocks = held[run]
             for one in pins:
                 if run in one:
@@ -62,11 +83,11 @@ class LruSpace:
                 held[run] = blocks & ~free | first_of(free, count - over)
                 self.used -= over
                 return
+            held[run] = blocks & ~free
             if free == blocks:
-                del held[run]
+                del order[run]
             else:
-                held[run] = blocks & ~free
-                held.move_to_end(run)
+                order.move_to_end(run)
                 passed += 1
             self.used -= count
             over -= count
@@ -78,29 +99,32 @@ class LruSpace:
 class TimedSpace(LruSpace):
     """Keeps a run for `ttl` seconds after its last use."""
 
-    def __init__(self, capacity: float, ttl: float) -> None:
-        super().__init__(capacity)
+    def __init__(self, capacity: float, runs: int, ttl: float) -> None:
+        super().__init__(capacity, runs)
         self._ttl = ttl
         self._now = 0.0
-        self._since: dict[int, float] = {}
+        self._since = [0.0] * runs
 
     def touch(self, path: Sequence[int]) -> None:
         """Count these runs as used now, the first of them most."""
         super().touch(path)
-        self._since.update(dict.fromkeys(path, self._now))
+        for run in path:
+            self._since[run] = self._now
 
     def store(self, parts: Iterable[Part], path: Sequence[int]) -> None:
         """Keep these blocks, and count the runs of their path as used now."""
-        self._since.update(dict.fromkeys(path, self._now))
+        for run in path:
+            self._since[run] = self._now
         super().store(parts, path)
 
     def pass_time(self, now: float) -> None:
         """Evict what is too old by now."""
         self._now = now
-        held, since, oldest = self.held, self._since, now - self._ttl
-        while held and since[run := next(iter(held))] < oldest:
-            self.used -= held.pop(run).bit_count()
-            del since[run]
+        held, order, since, oldest = self.held, self._order, self._since, now - self._ttl
+        while order and since[run := next(iter(order))] < oldest:
+            self.used -= held[run].bit_count()
+            held[run] = 0
+            del order[run]
 
 
 def first_of(blocks: int, count: int) -> int:

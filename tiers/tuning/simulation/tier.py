@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tiers.tuning.simulation.prompt import Prompt
+from tiers.tuning.simulation.prompt import Offer, Prompt
 from tiers.tuning.simulation.spaces import LruSpace, Part, TimedSpace, first_of
 from tiers.tuning.simulation.workload import Workload
 
@@ -65,20 +65,21 @@ class Tier:
         self.counts = Counts()
         self.load_free = 0.0
         self._lengths = workload.lengths
-        self._masks = workload.masks
         self._room = settings.room
+        """Blocks that may be on their way into it besides those that are."""
         self._threshold = settings.store_threshold
         self.pending: dict[int, int] = {}
         """Blocks on their way into the tier, for reading."""
         self._uses: dict[int, int] = {}
         self.jobs: deque[tuple[float, float, StoreJob]] = deque()
+        self._is_timed = isinstance(space, TimedSpace)
+        self.due = -math.inf if self._is_timed else math.inf
+        """When the tier is next to be drained: not before."""
         self.idle_since = math.inf
         """Since when a GPU has been idle, so that what finds room is offered again at once."""
         self.refused: dict[Prompt, list[Part]] = {}
         """Of prompts that still have their blocks: what found no room."""
         self._loads: deque[tuple[float, int]] = deque()
-        self._is_timed = isinstance(space, TimedSpace)
-        self._under_way = 0
         self._store_free = 0.0
         self.delay = 0.0
         self._budget_left = (settings.budget or 0.0) * BURST
@@ -96,6 +97,7 @@ class Tier:
             behind = min(busy, max(0.0, self._store_free + self.delay - begin))
             self.delay += behind
             busy += behind
+            self._next_due()
         self.load_free = end = begin + busy
         end += settings.load_latency
         if settings.concurrency == 1:
@@ -117,41 +119,31 @@ class Tier:
 
     # -- stores ------------------------------------------------------------------------------
 
-    def offer(self, prompt: Prompt, first: int, last: int, now: float) -> StoreJob | None:
-        """Take what the tier lacks of a prompt's blocks from `first` to `last`, head first, as far
-        as its rules and its room admit; those that it has count as used."""
-        held, pending, lengths, masks = self.held, self.pending, self._lengths, self._masks
-        parts: list[Part] = []
-        depth = lacking = begin = end = 0
-        for run in prompt.path:
-            stop = depth + lengths[run]
-            end += 1
-            if depth < first:
-                begin = end  # what this prompt has offered before is not used again
-            if stop > first:
-                offered = masks[run]
-                if stop > last:
-                    offered &= (1 << last - depth) - 1
-                if depth < first:
-                    offered = offered >> first - depth << first - depth
-                lacks = offered & ~held.get(run, 0)
-                if lacks and run in pending:
-                    lacks &= ~pending[run]
-                if lacks and (
-                    self._threshold == 1 or self._is_asked_enough(run, is_again=first > depth)
-                ):
-                    parts.append((run, lacks))
-                    lacking += lacks.bit_count()
-                if stop >= last:
-                    break
-            depth = stop
-        if self.space.used:
-            self.space.touch(prompt.path[begin:end])
-        return self._claim(prompt, parts, lacking, now) if parts else None
+    def offer(self, prompt: Prompt, offer: Offer, now: float) -> StoreJob | None:
+        """Take what the tier lacks of these blocks, head first, as far as its rules and its room
+        admit; those that it has count as used."""
+        held, pending = self.held, self.pending
+        parts, fresh = offer
+        wanted: list[Part] = []
+        lacking = 0
+        for part in parts:
+            run, lacks = part
+            if held[run] or run in pending:
+                lacks &= ~(held[run] | pending.get(run, 0))
+                if not lacks:
+                    continue
+                part = run, lacks
+            if self._threshold == 1 or self._is_asked_enough(run, run in fresh):
+                wanted.append(part)
+                lacking += lacks.bit_count()
+        if fresh and self.space.used:
+            # What this prompt has offered before is not used again.
+            self.space.touch(fresh)
+        return self._claim(prompt, wanted, lacking, now) if wanted else None
 
-    def _is_asked_enough(self, run: int, is_again: bool) -> bool:
-        """Whether enough prompts have asked for a run; `is_again`: this one has before."""
-        count = self._uses.get(run, 0) + (not is_again)
+    def _is_asked_enough(self, run: int, is_fresh: bool) -> bool:
+        """Whether enough prompts have asked for a run; `is_fresh`: this one has not before."""
+        count = self._uses.get(run, 0) + is_fresh
         self._uses[run] = count
         return count >= self._threshold
 
@@ -165,7 +157,7 @@ class Tier:
             if lacking > affordable:
                 parts, _ = split(parts, affordable)
                 lacking = math.floor(affordable)
-        room = self._room - self._under_way
+        room = self._room
         if lacking > room:
             parts, left = split(parts, room)
             self.refused[prompt] = self.refused.get(prompt, []) + left
@@ -181,7 +173,7 @@ class Tier:
                 if taken.bit_length() == self._lengths[run]:
                     self._uses.pop(run, None)
         self.counts.claimed += blocks
-        self._under_way += blocks
+        self._room -= blocks
         self._budget_left -= blocks
         return parts, blocks, prompt.path
 
@@ -201,41 +193,42 @@ class Tier:
             busy += min(busy, max(0.0, self.load_free - begin))
         self._store_free = end = begin + busy + settings.store_latency - self.delay
         self.jobs.append((end, busy, job))
+        if len(self.jobs) == 1:
+            self._next_due()
+
+    def _next_due(self) -> None:
+        if not self._is_timed:
+            self.due = self.jobs[0][0] + self.delay if self.jobs else math.inf
 
     def drain(self, now: float) -> None:
-        """Take in the stores that have ended by now."""
-        jobs = self.jobs
-        if jobs and jobs[0][0] + self.delay <= now:
-            self._drain(now)
-        if self._is_timed:
-            self.space.pass_time(now)
-
-    def _drain(self, now: float) -> None:
+        """Take in the stores that have ended by now. Needless before `due`."""
         jobs, pending = self.jobs, self.pending
         while jobs and jobs[0][0] + self.delay <= now:
             end, busy, (parts, blocks, path) = jobs.popleft()
             for run, taken in parts:
-                left = pending[run] & ~taken
-                if left:
+                if left := pending[run] & ~taken:
                     pending[run] = left
                 else:
                     del pending[run]
             self.space.store(parts, path)
-            self._under_way -= blocks
+            self._room += blocks
             self.counts.stored += blocks
             self.counts.store_busy += busy
             if self.refused and end + self.delay >= self.idle_since:
                 self._retry(end + self.delay)
+        self._next_due()
+        if self._is_timed:
+            self.space.pass_time(now)
 
     def offer_again(self, prompt: Prompt) -> StoreJob | None:
         """Take what had no room before, head first."""
-        room = self._room - self._under_way
+        room = self._room
         if room < 1 or prompt not in self.refused:
             return None
         parts = [
             (run, lacks)
             for run, blocks in self.refused.pop(prompt)
-            if (lacks := blocks & ~(self.held.get(run, 0) | self.pending.get(run, 0)))
+            if (lacks := blocks & ~(self.held[run] | self.pending.get(run, 0)))
         ]
         parts, left = split(parts, room)
         if left:
@@ -253,7 +246,8 @@ class Tier:
     def forget(self, prompt: Prompt, now: float) -> None:
         """The engine takes the blocks of a prompt back."""
         if self.refused:
-            self.drain(now)
+            if self.due <= now:
+                self.drain(now)
             self.refused.pop(prompt, None)
 
 

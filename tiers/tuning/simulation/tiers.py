@@ -29,7 +29,7 @@ def tiers_of(chain: SimChain, machine: Machine, workload: Workload) -> list[Tier
         settings = _settings(tier, profile, block_bytes, slots * share)
         capacity = tier.capacity if tier.capacity is not None else profile.capacity
         blocks = math.inf if capacity is None else _blocks(tier, capacity, profile, block_bytes)
-        tiers.append(Tier(settings, workload, _space(tier, blocks)))
+        tiers.append(Tier(settings, workload, _space(tier, blocks, len(workload.lengths))))
     pairs = list(zip(tiers, chain.tiers, strict=True))
     under_way = [tier.pending for tier, spec in pairs if not spec.is_host]
     for one, spec in pairs:
@@ -38,14 +38,14 @@ def tiers_of(chain: SimChain, machine: Machine, workload: Workload) -> list[Tier
     return tiers
 
 
-def _space(tier: SimTier, blocks: float) -> LruSpace:
+def _space(tier: SimTier, blocks: float, runs: int) -> LruSpace:
     if tier.ttl is not None:
-        return TimedSpace(blocks, tier.ttl)
+        return TimedSpace(blocks, runs, tier.ttl)
     spaces = {"lru": LruSpace, "arc": ArcSpace, "s3fifo": S3FifoSpace}
     if tier.eviction not in spaces:
         known = ", ".join(spaces)
         raise ValueError(f"{tier.name}: found eviction {tier.eviction!r}; simulated are {known}")
-    return spaces[tier.eviction](blocks)
+    return spaces[tier.eviction](blocks, runs)
 
 
 def _blocks(tier: SimTier, capacity: int, profile: TierProfile, block_bytes: int) -> int:
