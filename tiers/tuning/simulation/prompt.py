@@ -15,9 +15,9 @@ class Prompt:
     """A request: its prompt's runs, and how far it is.
 
     `has_begun`: it has its blocks of the engine's. `done`: tokens loaded or computed. `offered`:
-    blocks offered to the tiers; `parts`: those that the step under way completes. `reserved`: blocks of the engine's that it holds beyond the prefix
-    cache. `place`: the run, and the block in it, where it began to load. `woken`: prompts that
-    wait for what this one loads.
+    blocks offered to the tiers; `parts`: those that the step under way completes. `reserved`:
+    blocks of the engine's that it holds beyond the prefix cache. `place`: the run, and the block in
+    it, where it began to load. `woken`: prompts that wait for what this one loads.
     """
 
     __slots__ = (
