@@ -6,11 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.plugin_packages import Install, write_package
 from tests.support.servers import RedisServer, binaries
 
 pytest.register_assert_rewrite("tiers.testing")  # so that a failure shows what was compared
+
+# A busy machine is slow, which says nothing of the code.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", params=sorted(binaries()))

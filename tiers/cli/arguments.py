@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""Arguments that several commands take, and how they end without a result."""
 
 from __future__ import annotations
 
@@ -34,3 +34,9 @@ Conversations = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the result to this file, as JSON.")
 ]
+
+
+def refused(why: object, status: int = 2) -> typer.Exit:
+    """Print why there is no result, and return the exit with that status."""
+    typer.echo(str(why), err=True)
+    return typer.Exit(status)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tiers.cli.arguments import refused
+
 Suites = Annotated[
     list[str], typer.Argument(help="Suites to run, or all; or tiers, for a chain's profile.")
 ]
@@ -77,7 +79,7 @@ def _run(
 
     checkout = Path(__file__).parents[2]
     if not (checkout / "bench" / "main.py").exists():
-        raise _refused(f"there is no bench/ beside {checkout / 'tiers'}: run from a checkout")
+        raise refused(f"there is no bench/ beside {checkout / 'tiers'}: run from a checkout")
     # bench/ is no part of the wheel, so the installed command finds it by its checkout's path.
     sys.path.insert(0, str(checkout))
     from bench import main
@@ -85,16 +87,10 @@ def _run(
     wanted = list(main.SUITES) if suites == ["all"] else list(dict.fromkeys(suites))
     unknown = [name for name in wanted if name not in main.SUITES]
     if unknown:
-        raise _refused(f"no suite {', '.join(unknown)}; there are all, {', '.join(main.SUITES)}")
+        raise refused(f"no suite {', '.join(unknown)}; there are all, {', '.join(main.SUITES)}")
     if plot is not None and find_spec("matplotlib") is None:
-        raise _refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
+        raise refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
     with TemporaryDirectory(prefix="kvtiers-bench-", dir=folder) as made:
         scale = main.Scale(smoke, Path(made), rounds)
         rows = main.run(wanted, scale, lambda line: typer.echo(line, err=True), json_file)
     main.show(rows, plot)
-
-
-def _refused(why: str) -> typer.Exit:
-    """Print why the arguments are refused, and return the exit with status 2."""
-    typer.echo(why, err=True)
-    return typer.Exit(2)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import typer
+
+from tiers.cli.arguments import refused
 
 MACHINE = ("kv_bytes_per_token", "engine_cache", "prefill_rate")
 
@@ -18,11 +19,11 @@ def bench_tiers(
     from spec.errors import SpecError
     from spec.load import load_chain
     from spec.problems import problem_line
+    from tiers.tuning.files import write_json
     from tiers.tuning.machine import Machine, load_machine
 
     if spec is None or save is None:
-        typer.echo("kvtiers bench tiers needs --spec CHAIN and --save PROFILE", err=True)
-        raise typer.Exit(2)
+        raise refused("kvtiers bench tiers needs --spec CHAIN and --save PROFILE")
     chain = load_chain(spec)
     given = {key: value for key, value in facts.items() if value is not None}
     if save.exists():
@@ -45,20 +46,15 @@ def bench_tiers(
             f"after {profile.store_latency * 1e3:.3g} ms"
         )
     whole = Machine.model_validate({**machine.model_dump(), **given, "tiers": kept})
-    part = save.with_name(save.name + ".part")
-    part.write_text(whole.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")
-    os.replace(part, save)
+    write_json(save, whole.model_dump(mode="json", exclude_none=True))
 
 
 def _measure(chain: Any, block_bytes: int) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+    from tiers.cli.reading import bars
     from tiers.errors import KVTiersError
     from tiers.tuning.profiling import profile_tiers
 
-    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with bars() as progress:
         bar = progress.add_task("", total=len(chain.tiers), completed=-1)
         try:
             return profile_tiers(
@@ -67,5 +63,4 @@ def _measure(chain: Any, block_bytes: int) -> Any:
                 progress=lambda tier: progress.update(bar, advance=1, description=tier),
             )
         except KVTiersError as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(1) from None
+            raise refused(error, status=1) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tiers.cli.arguments import Conversations, JsonFile, SkipBadLines, TraceFile
+from tiers.cli.arguments import Conversations, JsonFile, SkipBadLines, TraceFile, refused
 
 if TYPE_CHECKING:
     from tiers.traces.trace import Trace
@@ -50,10 +50,10 @@ def curve(
     from tiers.tuning.plot import in_terminal, write_png
 
     if plot is not None and find_spec("matplotlib") is None:
-        raise _refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
+        raise refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
     for file in filter(None, (plot, json_file)):
         if not os.access(file.parent, os.W_OK):
-            raise _refused(f"{file}: its folder is not there, or can't be written to")
+            raise refused(f"{file}: its folder is not there, or can't be written to")
     opened = open_trace(trace, skip_bad_lines, conversations)
     report = _measured(opened, spec, _token_bytes(opened, model, kv_bytes_per_token), largest)
     typer.echo(_facts(opened, report))
@@ -76,12 +76,12 @@ def _measured(
     block_tokens = trace.header.block_tokens
     chain = None if spec is None else load_chain(spec)
     if chain is not None and token_bytes is None:
-        raise _refused("--spec has sizes in bytes: say what a token takes, with --model NAME")
+        raise refused("--spec has sizes in bytes: say what a token takes, with --model NAME")
     bound = None if largest is None else _blocks(largest, block_tokens, token_bytes)
     curves = measure(with_bar(trace), block_tokens, bound)
     say_skipped(trace.summary)
     if not curves.all.references:
-        raise _refused(f"{trace.paths[0]}: no prompt has a full block of {block_tokens} tokens")
+        raise refused(f"{trace.paths[0]}: no prompt has a full block of {block_tokens} tokens")
     tiers = () if chain is None else chain.tiers
     marks, without = marks_of(tiers, block_tokens * (token_bytes or 1), bound)
     for line in without:
@@ -98,7 +98,7 @@ def _token_bytes(trace: Trace, model: str | None, given: int | None) -> int | No
         return trace.header.kv_bytes_per_token
     if model not in KV_SHAPES:
         known = ", ".join(KV_SHAPES)
-        raise _refused(f"no model {model} is known here; write --kv-bytes-per-token, or {known}")
+        raise refused(f"no model {model} is known here; write --kv-bytes-per-token, or {known}")
     return kv_bytes_per_token(model)
 
 
@@ -110,9 +110,9 @@ def _blocks(largest: str, block_tokens: int, token_bytes: int | None) -> int:
             return int(largest)
         size = parse_size(largest)
     except ValueError as error:
-        raise _refused(f"--largest {largest}: {error}") from None
+        raise refused(f"--largest {largest}: {error}") from None
     if token_bytes is None:
-        raise _refused(f"--largest {largest}: say what a token takes, with --model NAME")
+        raise refused(f"--largest {largest}: say what a token takes, with --model NAME")
     return max(1, size // (block_tokens * token_bytes))
 
 
@@ -125,9 +125,3 @@ def _facts(trace: Trace, report: CurveReport) -> str:
         f"{curves.all.requests:,} requests, {curves.all.tokens:,} prompt tokens, "
         f"{curves.all.references:,} full blocks{distinct}\n"
     )
-
-
-def _refused(why: str) -> typer.Exit:
-    """Print why the arguments are refused, and return the exit with status 2."""
-    typer.echo(why, err=True)
-    return typer.Exit(2)

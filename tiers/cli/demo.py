@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tiers.cli.arguments import refused
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -42,8 +44,7 @@ def demo(
     except SpecError:
         raise  # as for any command: status 2
     except KVTiersError as error:
-        _complain(str(error))
-        raise typer.Exit(1) from error
+        raise refused(error, status=1) from error
     if faults:
         raise typer.Exit(1)
 
@@ -66,11 +67,11 @@ def _demonstrate(
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvtiers-demo-")))
         chain = spec or stack.enter_context(phases.embedded_chain(folder))
         plan = make_plan(chain, folder)
-        asked = _run(console, plan, model, arguments, folder)
+        asked = _run(plan, model, arguments, folder)
         faults = _show(console, plan, asked, json_file)
         for phase, fault in faults.items():
             (engine,) = (run for run in plan.runs if phase in run.phases)
-            _complain(f"{phases.log_tail(engine, folder)}\n{phase}: {fault}")
+            typer.echo(f"{phases.log_tail(engine, folder)}\n{phase}: {fault}", err=True)
     return faults
 
 
@@ -84,16 +85,12 @@ def _engine_arguments(text: str) -> dict[str, Any]:
     return arguments
 
 
-def _run(
-    console: Console, plan: Plan, model: str | None, engine_args: dict[str, Any], folder: Path
-) -> list[Asked]:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+def _run(plan: Plan, model: str | None, engine_args: dict[str, Any], folder: Path) -> list[Asked]:
+    from tiers.cli.reading import bars
     from tiers.lab.demo import phases
     from tiers.lab.demo.model import obtain
 
-    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as progress:
+    with bars() as progress:
         bar = progress.add_task("", total=phases.steps(plan) + 1, completed=-1)
 
         def step(scene: str) -> None:
@@ -116,7 +113,3 @@ def _show(
     for phase, why in plan.skipped.items():
         console.print(f"{phase} is not shown: {why}.")
     return report.faults(results, plan.serving)
-
-
-def _complain(text: str) -> None:
-    typer.echo(text, err=True)

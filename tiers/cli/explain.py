@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from tiers.cli.arguments import refused
+
 
 def explain(
     request: Annotated[
@@ -35,16 +37,15 @@ def explain(
     asked = {"request": request, "last": last, "slowest": slowest}
     question = {name: value for name, value in asked.items() if value is not None}
     if len(question) != 1:
-        typer.echo("give one of: a request, --last N, --slowest N", err=True)
-        raise typer.Exit(2)
+        raise refused("give one of: a request, --last N, --slowest N")
     try:
         told = ask(folder, question)
     except NoAnswer as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+        raise refused(error, status=1) from None
     if not told:
-        typer.echo(f"no such request is known in {folder}; the oldest ones are dropped", err=True)
-        raise typer.Exit(1)
+        raise refused(
+            f"no such request is known in {folder}; the oldest ones are dropped", status=1
+        )
     for one in told:
         for line in [json.dumps(one)] if as_json else lines(one):
             typer.echo(line)

@@ -1,4 +1,4 @@
-"""What commands that read a trace share."""
+"""What commands that take their time, or read a trace, share."""
 
 from __future__ import annotations
 
@@ -9,18 +9,32 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rich.progress import Progress
+
     from tiers.traces.trace import Trace, TraceRequest, TraceSummary
 
 
-def with_bar(trace: Trace) -> Iterator[TraceRequest]:
-    """The trace's requests, with a bar on a terminal that goes when all are read."""
+def bars(auto_refresh: bool = True) -> Progress:
+    """A place for bars on a terminal, which go when what they show is done. `auto_refresh`: by a
+    thread of its own, which a process that forks must not have."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     console = Console(stderr=True)
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+    return Progress(
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        auto_refresh=auto_refresh,
+    )
+
+
+def with_bar(trace: Trace) -> Iterator[TraceRequest]:
+    """The trace's requests, with a bar that goes when all are read."""
+    with bars() as progress:
         bar = progress.add_task("the trace is read", total=trace.file_bytes)
         for number, request in enumerate(trace):
             if number % 256 == 0:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from tiers.cli.arguments import Conversations, JsonFile, SkipBadLines, TraceFile
+from tiers.cli.arguments import Conversations, JsonFile, SkipBadLines, TraceFile, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rich.progress import Progress
-
     from spec.chain import ChainSpec
     from tiers.traces.trace import Trace
     from tiers.tuning.machine import Machine
@@ -79,8 +74,7 @@ def replay(
 ) -> None:
     """Replay a trace over a chain and report what it does to links, disks, GPUs and waiting."""
     if simulate == real:
-        typer.echo("say how: --simulate or --real", err=True)
-        raise typer.Exit(2)
+        raise refused("say how: --simulate or --real")
     from spec.load import load_chain
     from tiers.cli.reading import say_skipped
     from tiers.errors import KVTiersError
@@ -94,8 +88,7 @@ def replay(
         asked = _Asked(opened, load_chain(spec), load_machine(profile), warm, requests)
         report = _simulated(asked) if simulate else _real(asked, speed, scale, folder)
     except KVTiersError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        raise refused(error) from None
     say_skipped(opened.summary)
     typer.echo(table(report))
     if json_file is not None:
@@ -112,12 +105,12 @@ def _simulated(asked: _Asked) -> Report:
 
 
 def _real(asked: _Asked, speed: float | None, scale: int, folder: Path | None) -> Report:
-    from tiers.cli.reading import with_bar
+    from tiers.cli.reading import bars, with_bar
     from tiers.tuning.replay import ReplayOptions, replay
 
     trace, machine = asked.trace, asked.machine
     served = list(islice(with_bar(trace), asked.most))
-    with _bar() as bar:
+    with bars() as bar:
         task = bar.add_task("requests are served", total=len(served))
         options = ReplayOptions(
             speed, scale, folder, lambda count: bar.update(task, completed=count)
@@ -129,14 +122,3 @@ def _real(asked: _Asked, speed: float | None, scale: int, folder: Path | None) -
         f"{machine.kv_bytes_per_token}, and tiers of as many blocks"
     )
     return report
-
-
-@contextmanager
-def _bar() -> Iterator[Progress]:
-    """A place for bars, which go when what they show is done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield progress

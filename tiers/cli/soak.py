@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tiers.cli.arguments import refused
+
 if TYPE_CHECKING:
     from tiers.lab.soak.run import Soak
 
@@ -42,8 +44,7 @@ def soak(
     try:
         run = _run(minutes, trace, every, seed)
     except KVTiersError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+        raise refused(error, status=1) from error
     typer.echo(", ".join(f"{name}: {count}" for name, count in run.chance.counts.most_common()))
     text = json.dumps(asdict(run.report))
     typer.echo(text)

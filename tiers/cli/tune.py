@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tiers.cli.arguments import Conversations, JsonFile, SkipBadLines, TraceFile, refused
+
 if TYPE_CHECKING:
     from spec.chain import ChainSpec
+    from tiers.traces.trace import Trace
     from tiers.tuning.search.budget import Budget
     from tiers.tuning.search.tune import Tuned
 
 
-TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="A trace: a file or a folder.")]
 BudgetFile = Annotated[
     Path, typer.Option(help="The budget's YAML: media, machine, objective, constraints.")
 ]
 Present = Annotated[Path | None, typer.Option(help="The present chain's YAML, to compare with.")]
 Out = Annotated[Path | None, typer.Option(help="Write the chosen chain to this file.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
 Plot = Annotated[
     Path | None, typer.Option(help="Draw waiting times against prices; needs matplotlib.")
 ]
@@ -34,10 +35,12 @@ def tune(
     budget: BudgetFile,
     spec: Present = None,
     out: Out = None,
-    json_file: Json = None,
+    json_file: JsonFile = None,
     plot: Plot = None,
     chains: Chains = 250,
     processes: Processes = 2,
+    conversations: Conversations = 16,
+    skip_bad_lines: SkipBadLines = False,
 ) -> None:
     """Search the chain that serves a trace best within a budget, and write its YAML.
 
@@ -48,6 +51,7 @@ def tune(
 
     from spec.load import load_chain
     from tiers.errors import KVTiersError
+    from tiers.traces.opening import open_trace
     from tiers.tuning.search.budget import load_budget
 
     if plot is not None and find_spec("matplotlib") is None:
@@ -57,39 +61,33 @@ def tune(
     given = load_budget(budget)
     present = None if spec is None else load_chain(spec)
     try:
-        found = _search(trace, given, present, chains, processes)
+        opened = open_trace(trace, skip_bad_lines, conversations)
+        found = _search(opened, given, present, chains, processes)
         _tell(found, trace.name, out, json_file, plot)
     except KVTiersError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        raise refused(error) from None
     except OSError as error:
-        typer.echo(f"{error.filename}: found no place to write ({error.strerror})", err=True)
-        raise typer.Exit(1) from None
+        raise refused(
+            f"{error.filename}: found no place to write ({error.strerror})", status=1
+        ) from None
     if found.broken:
         raise typer.Exit(1)
 
 
 def _search(
-    trace: Path, budget: Budget, present: ChainSpec | None, chains: int, processes: int
+    trace: Trace, budget: Budget, present: ChainSpec | None, chains: int, processes: int
 ) -> Tuned:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from tiers.traces.opening import open_trace
+    from tiers.cli.reading import bars, say_skipped
     from tiers.tuning.curve import measure
     from tiers.tuning.search.tune import tune as run
     from tiers.tuning.simulation.workload import Workload
 
-    opened = open_trace(trace)
-    size = opened.header.block_tokens
-    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    # Without a thread that refreshes: the simulating processes are forked from this one.
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, auto_refresh=False
-    ) as progress:
+    size = trace.header.block_tokens
+    with bars(auto_refresh=False) as progress:  # the simulating processes are forked from this one
         bar = progress.add_task("reading the trace", total=None)
         progress.refresh()
-        requests = list(opened)
+        requests = list(trace)
+        say_skipped(trace.summary)
         curve = measure(requests, size, second_use=False).all
         block_bytes = size * budget.machine.kv_bytes_per_token
         progress.update(bar, total=chains, description="simulating chains", refresh=True)

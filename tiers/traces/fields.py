@@ -58,6 +58,17 @@ def prefix_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
     return ids
 
 
+def full_blocks(ids: list[int], length: int, size: int) -> list[int]:
+    """The ids of a prompt's full blocks of `size` tokens; a partial last one may have one, too."""
+    blocks = -(-length // size)
+    if len(ids) > blocks:
+        raise Malformed(
+            f"{len(ids)} hash_ids are more than the blocks of {length} tokens, "
+            f"{blocks} of {size} tokens each"
+        )
+    return ids[: length // size]
+
+
 def text(found: dict[str, Any], key: str) -> str | None:
     """A string of 256 characters at most, or nothing."""
     value = found.get(key)

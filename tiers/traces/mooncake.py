@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from tiers.traces import fields
-from tiers.traces.lines import Malformed
 from tiers.traces.reading import read_requests
 from tiers.traces.trace import Trace, TraceHeader, TraceRequest, TraceSummary
 
@@ -32,15 +31,9 @@ def parse(found: dict[str, Any]) -> TraceRequest:
     """A line as a request; raises `Malformed`."""
     length = fields.whole(found, "input_length")
     ids = fields.prefix_ids(found)
-    full, partial = divmod(length, BLOCK_TOKENS)
-    if len(ids) > full + (partial > 0):
-        raise Malformed(
-            f"{len(ids)} hash_ids are more than the blocks of {length} tokens, "
-            f"{full + (partial > 0)} of {BLOCK_TOKENS} tokens each"
-        )
     return TraceRequest(
         fields.number(found, "timestamp"),
         length,
         fields.whole(found, "output_length"),
-        ids[:full],
+        fields.full_blocks(ids, length, BLOCK_TOKENS),
     )

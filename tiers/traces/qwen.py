@@ -43,17 +43,11 @@ def parse(found: dict[str, Any]) -> TraceRequest:
         raise Malformed("it has no chat_id, turn or hash_ids, as the lines before have")
     length = fields.whole(found, "input_length")
     ids = fields.hash_ids(found)
-    full, partial = divmod(length, BLOCK_TOKENS)
-    if len(ids) > full + (partial > 0):
-        raise Malformed(
-            f"{len(ids)} hash_ids are more than the blocks of {length} tokens, "
-            f"{full + (partial > 0)} of {BLOCK_TOKENS} tokens each"
-        )
     return TraceRequest(
         fields.number(found, "timestamp") * 1000,
         length,
         fields.whole(found, "output_length"),
-        chained(ids[:full]),
+        chained(fields.full_blocks(ids, length, BLOCK_TOKENS)),
     )
 
 

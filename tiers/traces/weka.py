@@ -180,12 +180,7 @@ def _calls(
 def _call(one: dict[str, Any], seconds: float, block_tokens: int) -> _Call:
     length = fields.whole(one, "in")
     ids = fields.prefix_ids(one)
-    full, partial = divmod(length, block_tokens)
-    if len(ids) > full + (partial > 0):
-        raise Malformed(
-            f"{len(ids)} hash_ids are more than the blocks of {length} tokens, "
-            f"{full + (partial > 0)} of {block_tokens} tokens each"
-        )
+    full = fields.full_blocks(ids, length, block_tokens)
     if ids and max(ids) >> _ID_BITS:
         raise Malformed(f"hash_ids must be under 2**{_ID_BITS}, not {max(ids)}")
-    return _Call(seconds, length, fields.whole(one, "out"), array("Q", ids[:full]))
+    return _Call(seconds, length, fields.whole(one, "out"), array("Q", full))
