@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from spec.events import EventsSpec
 from spec.explain import ExplainSpec
 from spec.fields import ByteSize, Duration
 from spec.ghosts import MAX_GHOSTS, GhostSpec
@@ -151,6 +152,10 @@ class ChainSpec(BaseModel):
         description="Identify images, audio and video by the uuid that the client sends, and do "
         "not read their content. Write true only if no client can send one uuid for two "
         "different contents, by mistake or to deceive.",
+    )
+    events: EventsSpec = Field(
+        default=EventsSpec(),
+        description="What KV events say, where vLLM publishes them (--kv-events-config).",
     )
     record: RecordSpec | None = Field(
         default=None,

@@ -29,6 +29,7 @@ HEAVY = {
 KNOW_VLLM = {
     "tiers/engine/vllm.py": "the adapter",
     "tiers/engine/vllm_children.py": "a part of it: vLLM's connectors as children of ours",
+    "tiers/engine/vllm_events.py": "a part of it: KV events",
     "tiers/engine/vllm_groups.py": "a part of it: KV cache groups",
     "tiers/engine/vllm_stats.py": "a part of it: stats and metrics",
     "tiers/engine/vllm_offloading.py": "our tiers under a connector of vLLM's own",

@@ -96,6 +96,7 @@ def scheduler_parts(
             Admission(tier, now, alone=len(chain.tiers) == 1),
             Tenants(tier.tier_name, chain.tenants),
             chain.promote,
+            chain.events.self_describing_kv_events,
             now,
         )
 

@@ -20,7 +20,6 @@ from tiers.engine.versions import check_version
 
 check_version(vllm_version)  # before what another version may not have
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -30,13 +29,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from spec.chain import ChainSpec
+from spec.events import EventsSpec
 from spec.load import load_chain
 from tiers.connector.chain import scheduler_parts, worker_parts
 from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.messages import BlockEvent
 from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
@@ -56,6 +54,7 @@ from tiers.engine.vllm_children import (
     refuse_groups,
     required_layout,
 )
+from tiers.engine.vllm_events import AsVllm, describe, group_kinds
 from tiers.engine.vllm_groups import REPORTS_FAILED_REQUESTS, drops_last, hash_tokens, kv_groups
 from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
@@ -92,6 +91,7 @@ def engine_info(
         rank=vllm_config.parallel_config.rank,
         world_size=vllm_config.parallel_config.world_size,
         kv_events=bool(events and events.enable_kv_cache_events),
+        describe=describe,
         caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
         drops_last=drops_last(vllm_config),
         groups=tuple(group for group, _ in groups),
@@ -142,23 +142,6 @@ def configured_chain(vllm_config: VllmConfig) -> ChainSpec | None:
     return load_chain(extra["chain"])
 
 
-def _as_vllm(event: BlockEvent) -> KVCacheEvent:
-    hashes = [maybe_convert_block_hash(BlockHash(one)) for one in event.hashes]
-    group = {} if event.group is None else {"group_idx": event.group}
-    if not event.stored:
-        return BlockRemoved(block_hashes=hashes, medium=event.tier, **group)
-    return BlockStored(
-        block_hashes=hashes,
-        parent_block_hash=None,
-        token_ids=[],
-        block_size=event.block_tokens,
-        **group,
-        lora_id=None,
-        medium=event.tier,
-        lora_name=None,
-    )
-
-
 class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type: ignore[misc]
     """A chain of tiers, or a list of any connectors, as a vLLM connector. vLLM calls the members of
     its role alone."""
@@ -170,6 +153,8 @@ class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type
         chain = configured_chain(vllm_config)
         self._makers: dict[str, dict[str, Any]] = {}
         self._keeps = chain is not None and chain.on_reset == "keep"
+        said = EventsSpec() if chain is None else chain.events
+        self._as_vllm = AsVllm(said, group_kinds(kv_cache_config))
         decides = role is KVConnectorRole.SCHEDULER
         if chain is not None:
             info = engine_info(vllm_config, kv_cache_config, role, chain)
@@ -221,8 +206,7 @@ class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type
         return KVConnectorTransferResults(**vars(results))
 
     def take_events(self) -> Iterator[Any]:
-        for event in super().take_events():
-            yield _as_vllm(event) if isinstance(event, BlockEvent) else event
+        return self._as_vllm(super().take_events())
 
     def reset_cache(self) -> bool:
         """Never load again what was stored so far, or, with `on_reset: keep`, all of it; False:

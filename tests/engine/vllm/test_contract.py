@@ -332,17 +332,3 @@ def test_metrics_are_registered_once_whatever_the_children() -> None:
         if sample.name == "vllm:nixl_bytes_transferred_count"
     ]
     assert transfers == [2.0], "both children of the class count"
-
-
-def test_events_become_vllms_own_with_the_tiers_name() -> None:
-    from vllm.distributed.kv_events import BlockRemoved, BlockStored
-
-    from tiers.connector.contract.messages import BlockEvent
-    from tiers.engine.vllm import _as_vllm
-
-    stored = _as_vllm(BlockEvent("disk", True, (b"a" * 32, b"b" * 32), 16))
-    assert isinstance(stored, BlockStored)
-    assert (stored.medium, stored.block_size, len(stored.block_hashes)) == ("disk", 16, 2)
-    removed = _as_vllm(BlockEvent("cpu", False, (b"a" * 32,), 16))
-    assert isinstance(removed, BlockRemoved)
-    assert (removed.medium, removed.block_hashes) == ("cpu", stored.block_hashes[:1])

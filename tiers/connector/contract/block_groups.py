@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from tiers.connector.contract.coverage import COMPLETE, MISSING, NO_WINDOW
@@ -78,6 +78,20 @@ class BlockGroups:
         """The engine's hash and the group in a key made here."""
         group = key[self._hash_bytes : self._hash_bytes + GROUP_BYTES]
         return key[: self._hash_bytes], int.from_bytes(group, "little")
+
+    def places(self, numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """The group of each of these keys of a request, and which of the group's paged blocks it
+        is, counted from the request's first."""
+        for number in numbers:
+            block, index = divmod(number, len(self))
+            part = self._parts[index]
+            yield part.group, block * part.per_block + part.offset
+
+    def number(self, group: int, position: int) -> int:
+        """The number among a request's keys of its paged block at a position of a group."""
+        index = next(i for i, part in enumerate(self._parts) if part.group == group)
+        block, offset = divmod(position, self._parts[index].per_block)
+        return block * len(self) + index + offset
 
     def coverage(self, parts: Sequence[bool]) -> Sequence[int]:
         """How much is held of each block, given which of all its parts are."""

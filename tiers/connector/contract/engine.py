@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from tiers.connector.contract.block_events import Describe, describe_nothing
 from tiers.connector.contract.media import MediaMarks, NoMedia
 from tiers.connector.contract.protocols import Request
 
@@ -49,17 +50,18 @@ class EngineInfo:
     `block_tokens`: tokens per block, whole in every group. `hash_tokens`: tokens per entry of
     `Request.block_hashes`. `num_blocks`: blocks in each worker's paged KV. `rank`: of this worker,
     0 in the scheduler. `kv_events`: whether the engine takes events; none are kept for one that
-    does not. `caches_prefixes`: whether requests find in its paged KV what others computed or
-    loaded. `drops_last`: whether it computes the last block of a prefix that it finds, for a
-    drafter that needs what computing leaves behind. `groups`: its KV cache groups; none named:
-    one, of full attention. `mark`: what a request's KV depends on beside its block hashes and its
-    media, in at most 16 bytes. `media`: marks of requests with images and the like, which block
-    hashes have by names only. `step_tokens`: what one step computes at most; 0: not known.
-    `weights_change`: whether it is made to take other weights while it runs, so that its facts do
-    not name them. `late_facts`: more facts, on a worker; a tier whose blocks others may find opens
-    once they are known. `host`: where this process is, by a name that tells hosts, and containers
-    with file systems of their own, apart; empty: not known. `ranks_here`: ranks that share this
-    host's memory, those of the engine's replicas too; 0: all of this engine.
+    does not. `describe`: what events say of a request's blocks. `caches_prefixes`: whether requests
+    find in its paged KV what others computed or loaded. `drops_last`: whether it computes the last
+    block of a prefix that it finds, for a drafter that needs what computing leaves behind.
+    `groups`: its KV cache groups; none named: one, of full attention. `mark`: what a request's KV
+    depends on beside its block hashes and its media, in at most 16 bytes. `media`: marks of
+    requests with images and the like, which block hashes have by names only. `step_tokens`: what
+    one step computes at most; 0: not known. `weights_change`: whether it is made to take other
+    weights while it runs, so that its facts do not name them. `late_facts`: more facts, on a
+    worker; a tier whose blocks others may find opens once they are known. `host`: where this
+    process is, by a name that tells hosts, and containers with file systems of their own, apart;
+    empty: not known. `ranks_here`: ranks that share this host's memory, those of the engine's
+    replicas too; 0: all of this engine.
     """
 
     facts: Mapping[str, str]
@@ -69,6 +71,7 @@ class EngineInfo:
     rank: int = 0
     world_size: int = 1
     kv_events: bool = False
+    describe: Describe = describe_nothing
     caches_prefixes: bool = True
     drops_last: bool = False
     groups: tuple[KVGroup, ...] = ()

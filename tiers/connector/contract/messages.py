@@ -152,20 +152,3 @@ class TransferResults:
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     failed_recving: set[str] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class BlockEvent:
-    """Blocks of one KV cache group that a tier now holds (`stored`), or no longer holds.
-
-    `hashes`: the engine's own. `block_tokens`: per block of the group. `group`: None, where the
-    model has one only. Tiers that drop blocks
-    elsewhere (a disk shared by processes, a server with a time to live) say so only when a load
-    finds it out.
-    """
-
-    tier: str
-    stored: bool
-    hashes: tuple[bytes, ...]
-    block_tokens: int
-    group: int | None = None

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from spec.offloading import OffloadingSpec
+from tiers.connector.contract.block_events import BlockEvent
 from tiers.connector.contract.connector import SchedulerConnector
 from tiers.connector.contract.coverage import MISSING
 from tiers.connector.contract.messages import (
-    BlockEvent,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
     WorkerHandshake,
@@ -25,7 +25,7 @@ from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad
-from tiers.connector.scheduler.kv_events import KVEvents
+from tiers.connector.scheduler.kv_events import KVEvents, place_of
 from tiers.connector.scheduler.tenant_quotas import Tenants
 from tiers.connector.scheduler.tier_halves import OpenManager, TierHalves
 from tiers.connector.scheduler.tier_health import TierHealth
@@ -44,9 +44,11 @@ class OffloadingScheduler(SchedulerConnector):
         admission: Admission,
         tenants: Tenants,
         promote: bool,
+        describes: bool = True,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`requests`: those of all tiers of a chain. `promote`: see `TierContext`."""
+        """`requests`: those of all tiers of a chain. `promote`: see `TierContext`. `describes`: see
+        `KVEvents`."""
         self.tier = spec.tier_name
         self._hit_source = spec.hit_source
         self.load_cost = LoadCost(now)
@@ -59,7 +61,7 @@ class OffloadingScheduler(SchedulerConnector):
             Jobs(engine.world_size, generation),
             TierHealth(),
             tenants,
-            KVEvents(self.tier, engine, requests.groups, generation),
+            KVEvents(place_of(spec), requests, describes),
             self.note,
         )
         self._context, self._requests = context, requests

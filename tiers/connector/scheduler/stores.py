@@ -131,12 +131,12 @@ class TierStores:
             stored, head = index not in store.failed, heads.get(item.key)
             if generation.made(item.key):
                 if manager.complete_store(item.key, item.slot, stored, head):
-                    context.kv_events.stored(item.key)
+                    context.kv_events.stored(item.key, store.numbers[index])
                     kept.append(item.key)
             elif job.generation:  # blocks without one stay: others may use them
                 manager.drop([item.key], job.generation)
             self.reservations.end(job.job_id, item)
-        context.kv_events.tell_stored()
+        context.kv_events.tell_stored(own.state)
         self._keep_quota(store.tenant, kept)
         own.order.ended(len(store.numbers) if store.at_once else None)
         self._settle(own)

@@ -13,9 +13,9 @@ from typing import Any
 
 from spec.chain import ChainSpec
 from tiers.connector.chain import open_scheduler, open_worker
+from tiers.connector.contract.block_events import BlockEvent
 from tiers.connector.contract.copier import OpenCopier
 from tiers.connector.contract.engine import EngineInfo, LateFacts
-from tiers.connector.contract.messages import BlockEvent
 from tiers.connector.contract.stats import TierStats
 from tiers.connector.multi.scheduler import MultiScheduler
 from tiers.connector.multi.worker import MultiWorker

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 
+from tiers.connector.contract.block_events import Origin
 from tiers.connector.contract.engine import EngineInfo, KVGroup
 
 VOCABULARY = 50_000
@@ -44,7 +46,8 @@ class ReplayModel:
     def engine_info(self, num_blocks: int) -> EngineInfo:
         """What a connector must know of an engine that serves this model."""
         groups = tuple(KVGroup(self.block_tokens, window) for window in self.windows)
-        return EngineInfo({}, self.block_tokens, self.block_tokens, num_blocks, groups=groups)
+        size = self.block_tokens
+        return EngineInfo({}, size, size, num_blocks, groups=groups, describe=_describe)
 
     def allocate(self, num_blocks: int) -> dict[str, torch.Tensor]:
         """Paged KV for one rank."""
@@ -52,6 +55,11 @@ class ReplayModel:
         return {
             f"layers.{i}.attn": torch.zeros(shape, dtype=torch.int64) for i in range(self.layers)
         }
+
+
+def _describe(request: Any, first: int, size: int, blocks: int) -> Origin:
+    salt = [(request.cache_salt,)] * blocks if request.cache_salt else None
+    return Origin(request.tokens[first : first + size * blocks], extra_keys=salt)
 
 
 def states(tokens: Sequence[int], before: int = 0) -> list[int]:

@@ -1,0 +1,161 @@
+"""Routers read what tiers hold from events as vLLM publishes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spec.chain import ChainSpec
+from spec.events import EventsSpec
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk
+from tests.support.routers import WITHOUT, Addresses, Indexer, LlmdRules, indexer_python
+from tiers.connector.contract.block_events import BlockEvent, Origin
+from tiers.engine.replay import ReplayEngine
+
+pytestmark = pytest.mark.vllm
+
+SIZE = MODEL.block_tokens
+
+
+def event(stored: bool = True, is_local: bool = True) -> BlockEvent:
+    return BlockEvent(
+        "my-nvme",
+        "STORAGE",
+        is_local,
+        stored=stored,
+        hashes=(b"a" * 32, b"b" * 32),
+        block_tokens=2,
+        parent=b"p" * 32,
+        origin=Origin([1, 2, 3, 4], 7, "adapter"),
+    )
+
+
+def in_vllms_words(given: BlockEvent, **settings: bool) -> Any:
+    from tiers.engine.vllm_events import AsVllm, GroupKind
+
+    (made,) = AsVllm(EventsSpec(**settings), [GroupKind("full_attention")])([given])
+    return made
+
+
+def test_events_are_what_vllm_itself_would_say() -> None:
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+    stored = in_vllms_words(event())
+    assert isinstance(stored, BlockStored)
+    assert (stored.medium, stored.block_size, stored.token_ids) == ("STORAGE", 2, [1, 2, 3, 4])
+    assert (stored.lora_id, stored.lora_name) == (7, "adapter")
+    assert stored.parent_block_hash == int.from_bytes(b"p" * 8)
+    assert stored.block_hashes == [int.from_bytes(b"a" * 8), int.from_bytes(b"b" * 8)]
+    assert (stored.group_idx, stored.kv_cache_spec_kind) == (0, "full_attention")
+    removed = in_vllms_words(event(stored=False))
+    assert isinstance(removed, BlockRemoved)
+    assert (removed.medium, removed.block_hashes) == ("STORAGE", stored.block_hashes)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_what_some_routers_drop_is_told_only_when_asked_for(stored: bool) -> None:
+    plain = in_vllms_words(event(stored))
+    assert (plain.locality, plain.ownership) == (None, None)
+    here = in_vllms_words(event(stored), locality=True, ownership=True)
+    assert (here.locality, here.ownership) == ("LOCAL", "my-nvme")
+    there = in_vllms_words(event(stored, is_local=False), locality=True)
+    assert there.locality == "REMOTE"
+
+
+def test_extra_keys_are_vllms_own() -> None:
+    from tiers.engine.vllm_events import describe
+
+    request = SimpleNamespace(
+        all_token_ids=list(range(12)),
+        lora_request=SimpleNamespace(adapter_id=3, name="a", lora_name="a", lora_path="p"),
+        mm_features=[],
+        cache_salt="tenant",
+        prompt_embeds=None,
+        session_id="s",
+    )
+    said = describe(request, 0, 4, 2)
+    assert said == Origin(list(range(8)), 3, "a", [("a", "tenant"), ("a",)], "s")
+    request.lora_request, request.cache_salt = None, None
+    assert describe(request, 4, 4, 2) == Origin(list(range(4, 12)), session="s")
+
+
+class Publishing:
+    """An engine whose events are published as vLLM's own are, and taken by llm-d's rules."""
+
+    def __init__(self, made: ReplayEngine, settings: EventsSpec) -> None:
+        from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
+
+        from tiers.engine.vllm_events import AsVllm, GroupKind
+
+        self.engine = made
+        self.addresses = Addresses()
+        self.llmd = LlmdRules(SIZE)
+        self._batch = KVEventBatch
+        self._translate = AsVllm(settings, [GroupKind("full_attention")])
+        self._publisher = ZmqEventPublisher(0, self.addresses.events, self.addresses.replay)
+
+    def publish(self) -> None:
+        """Publish what the engine told since the last call."""
+        import msgspec
+
+        told, self.engine.events = self.engine.events, []
+        events = list(self._translate(told))
+        if events:
+            self._publisher.publish(self._batch(ts=0.0, events=events))
+            self.llmd.take(msgspec.to_builtins(events))
+
+    def generate(self, prompt: Any) -> None:
+        self.engine.generate(prompt, 1)
+        self.engine.settle()
+        self.publish()
+
+    def close(self) -> None:
+        self._publisher.shutdown()
+        self.addresses.close()
+
+
+@pytest.fixture
+def publish(
+    engine: Callable[..., ReplayEngine],
+) -> Iterator[Callable[[ChainSpec], Publishing]]:
+    """Make engines that publish their events."""
+    made: list[Publishing] = []
+
+    def make(chain: ChainSpec, **options: Any) -> Publishing:
+        made.append(Publishing(engine(chain, kv_events=True, **options), chain.events))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def indexer() -> Iterator[Indexer]:
+    """A real indexer."""
+    python = indexer_python()
+    if python is None:
+        pytest.skip(WITHOUT)
+    with Indexer(python, SIZE) as running:
+        yield running
+
+
+def test_an_indexer_knows_what_each_tier_holds(
+    publish: Callable[..., Publishing], indexer: Indexer, tmp_path: Path
+) -> None:
+    publishing = publish(chain_of(cpu(12), disk(tmp_path)))
+    indexer.register(1, publishing.addresses)
+    publishing.generate(range(40))
+    indexer.until(range(40), {"1": {"gpu": 0, "cpu": 40, "disk": 40}})
+    assert publishing.llmd.query(range(40), "cpu") == 40
+    assert publishing.llmd.query(range(40), "storage") == 40
+    publishing.generate(range(100, 124))  # the tail of the first prompt leaves host memory
+    indexer.until(range(40), {"1": {"gpu": 0, "cpu": 24, "disk": 40}})
+    indexer.until(range(100, 124), {"1": {"gpu": 0, "cpu": 24, "disk": 24}})
+    assert publishing.llmd.query(range(40), "cpu") == 24
+    assert publishing.llmd.query(range(40), "storage") == 40
+    assert publishing.llmd.ignored == 0
