@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -40,3 +41,10 @@ def refused(why: object, status: int = 2) -> typer.Exit:
     """Print why there is no result, and return the exit with that status."""
     typer.echo(str(why), err=True)
     return typer.Exit(status)
+
+
+def check_places(*files: Path | None) -> None:
+    """Refuse files to write that have no folder, before the work is done."""
+    for file in files:
+        if file is not None and not os.access(file.parent, os.W_OK):
+            raise refused(f"{file}: its folder is not there, or can't be written to")

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tiers.cli.arguments import Conversations, JsonFile, SkipBadLines, TraceFile, refused
+from tiers.cli.arguments import (
+    Conversations,
+    JsonFile,
+    SkipBadLines,
+    TraceFile,
+    check_places,
+    refused,
+)
 
 if TYPE_CHECKING:
     from tiers.traces.trace import Trace
@@ -42,7 +49,6 @@ def curve(
 
     Exact for LRU. All tiers of a chain together serve what the largest would.
     """
-    import os
     from importlib.util import find_spec
 
     from tiers.traces.opening import open_trace
@@ -51,9 +57,7 @@ def curve(
 
     if plot is not None and find_spec("matplotlib") is None:
         raise refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
-    for file in filter(None, (plot, json_file)):
-        if not os.access(file.parent, os.W_OK):
-            raise refused(f"{file}: its folder is not there, or can't be written to")
+    check_places(plot, json_file)
     opened = open_trace(trace, skip_bad_lines, conversations)
     report = _measured(opened, spec, _token_bytes(opened, model, kv_bytes_per_token), largest)
     typer.echo(_facts(opened, report))

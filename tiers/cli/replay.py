@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from tiers.cli.arguments import Conversations, JsonFile, SkipBadLines, TraceFile, refused
+from tiers.cli.arguments import (
+    Conversations,
+    JsonFile,
+    SkipBadLines,
+    TraceFile,
+    check_places,
+    refused,
+)
 
 if TYPE_CHECKING:
     from spec.chain import ChainSpec
@@ -75,6 +82,7 @@ def replay(
     """Replay a trace over a chain and report what it does to links, disks, GPUs and waiting."""
     if simulate == real:
         raise refused("say how: --simulate or --real")
+    check_places(json_file)
     from spec.load import load_chain
     from tiers.cli.reading import say_skipped
     from tiers.errors import KVTiersError

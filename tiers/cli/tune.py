@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tiers.cli.arguments import Conversations, JsonFile, SkipBadLines, TraceFile, refused
+from tiers.cli.arguments import (
+    Conversations,
+    JsonFile,
+    SkipBadLines,
+    TraceFile,
+    check_places,
+    refused,
+)
 
 if TYPE_CHECKING:
     from spec.chain import ChainSpec
@@ -28,6 +35,9 @@ Chains = Annotated[
     int, typer.Option(min=20, help="Simulate this many chains at most in the search.")
 ]
 Processes = Annotated[int, typer.Option(min=1, max=64, help="Simulate in this many processes.")]
+
+FEW = 8
+"""Requests, so that each part of a trace has some."""
 
 
 def tune(
@@ -58,6 +68,7 @@ def tune(
         raise typer.BadParameter(
             "it needs matplotlib: pip install 'kvtiers[bench]'", param_hint="--plot"
         )
+    check_places(out, json_file, plot)
     given = load_budget(budget)
     present = None if spec is None else load_chain(spec)
     try:
@@ -78,6 +89,7 @@ def _search(
     trace: Trace, budget: Budget, present: ChainSpec | None, chains: int, processes: int
 ) -> Tuned:
     from tiers.cli.reading import bars, say_skipped
+    from tiers.errors import TraceError
     from tiers.tuning.curve import measure
     from tiers.tuning.search.tune import tune as run
     from tiers.tuning.simulation.workload import Workload
@@ -88,6 +100,11 @@ def _search(
         progress.refresh()
         requests = list(trace)
         say_skipped(trace.summary)
+        if len(requests) < FEW:
+            raise TraceError(
+                f"{trace.paths[0]}: found {len(requests)} requests; a search needs {FEW} at "
+                "least, and hundreds to mean anything"
+            )
         curve = measure(requests, size, second_use=False).all
         block_bytes = size * budget.machine.kv_bytes_per_token
         progress.update(bar, total=chains, description="simulating chains", refresh=True)

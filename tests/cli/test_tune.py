@@ -1,0 +1,183 @@
+"""`kvtiers tune`: its exit status for each kind of end, and that nothing is left half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.traffic import main as make_traffic
+from tests.cli.conftest import Ran
+from tiers.tuning.search import tune as searching
+
+Kvtiers = Callable[..., Ran]
+BUDGET = """
+media:
+  - {type: cpu, limit: 8GB}
+machine:
+  kv_bytes_per_token: 131072
+  engine_cache: 4GB
+  prefill_rate: 40000
+  tiers:
+    cpu: {load_bandwidth: 20GB/s, store_bandwidth: 20GB/s, price_per_gb_month: 3}
+"""
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Path:
+    """A folder with a trace and a budget."""
+    make_traffic([str(tmp_path / "trace.jsonl"), "--requests", "60"])
+    (tmp_path / "budget.yaml").write_text(BUDGET)
+    return tmp_path
+
+
+def arguments(folder: Path, **files: str) -> list[object]:
+    named = [part for key, name in files.items() for part in (f"--{key}", folder / name)]
+    budget = ["--budget", folder / "budget.yaml", "--chains", 20, "--processes", 1]
+    return ["tune", folder / "trace.jsonl", *budget, *named]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_found_is_written_whole(kvtiers: Kvtiers, given: Path) -> None:
+    ran = kvtiers(*arguments(given, out="chain.yaml", json="all.json"))
+    assert ran.status == 0
+    assert f"The chain is in {given / 'chain.yaml'}." in ran.out
+    assert kvtiers("validate", given / "chain.yaml").status == 0
+    assert json.loads((given / "all.json").read_text())["tried"] > 5
+    assert files(given) == ["all.json", "budget.yaml", "chain.yaml", "trace.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (BUDGET.replace("limit:", "limmit:"), "did you mean limit?"),
+        (BUDGET.replace("type: cpu", "type: tape"), "tape"),
+        (BUDGET.replace("    cpu: {", "    disk: {"), "add a profile of cpu to tiers"),
+        ("media: [", "budget.yaml"),
+        (None, "budget.yaml"),
+    ],
+)
+def test_a_bad_budget(kvtiers: Kvtiers, given: Path, wrong: str | None, why: str) -> None:
+    (given / "budget.yaml").unlink()
+    if wrong is not None:
+        (given / "budget.yaml").write_text(wrong)
+    ran = kvtiers(*arguments(given, out="chain.yaml"))
+    assert (ran.status, ran.out) == (2, "")
+    assert why in ran.err
+    assert not (given / "chain.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "trace.jsonl"),
+        ("", "trace.jsonl"),
+        ('{"timestamp": 1}\n', "trace.jsonl:1"),
+        (
+            '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n',
+            "1 requests",
+        ),
+    ],
+)
+def test_a_bad_trace(kvtiers: Kvtiers, given: Path, text: str | None, why: str) -> None:
+    (given / "trace.jsonl").unlink()
+    if text is not None:
+        (given / "trace.jsonl").write_text(text)
+    ran = kvtiers(*arguments(given, out="chain.yaml"))
+    assert (ran.status, ran.out) == (2, "")
+    assert why in ran.err
+    assert not (given / "chain.yaml").exists()
+
+
+def test_a_bad_present_chain(kvtiers: Kvtiers, given: Path) -> None:
+    (given / "present.yaml").write_text("version: 1\ntiers: [{type: disk, capacity: 1GB}]\n")
+    ran = kvtiers(*arguments(given, spec="present.yaml"))
+    assert (ran.status, ran.out) == (2, "")
+    assert "present.yaml:2: tiers[0].path" in ran.err
+
+
+def test_no_chain_keeps_the_constraints(kvtiers: Kvtiers, given: Path) -> None:
+    """What comes nearest is told and written, and the status says that it does not suffice."""
+    (given / "budget.yaml").write_text(f"{BUDGET}constraints: {{mean_ttft: 1ms}}\n")
+    ran = kvtiers(*arguments(given, out="chain.yaml"))
+    assert ran.status == 1
+    assert "No chain that was tried keeps all constraints: mean_ttft is" in ran.out
+    assert (given / "chain.yaml").exists()
+
+
+def test_no_tier_pays(kvtiers: Kvtiers, given: Path) -> None:
+    slow = BUDGET.replace("load_bandwidth: 20GB/s", "load_bandwidth: 20MB/s")
+    (given / "budget.yaml").write_text(slow.replace("store_", "load_latency: 30s, store_"))
+    (given / "chain.yaml").write_text("before")
+    ran = kvtiers(*arguments(given, out="chain.yaml"))
+    assert ran.status == 0
+    assert "No tier pays: there is no chain to write." in ran.out
+    assert (given / "chain.yaml").read_text() == "before"
+
+
+@pytest.mark.parametrize("option", ["out", "json", "plot"])
+def test_a_place_that_can_t_be_written_to_is_said_before_the_search(
+    kvtiers: Kvtiers, given: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    if option == "plot" and find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed")
+    monkeypatch.setattr(searching, "tune", lambda *_, **__: pytest.fail("it searched"))
+    ran = kvtiers(*arguments(given, **{option: "none/such.file"}))
+    assert (ran.status, ran.out) == (2, "")
+    assert "none/such.file: its folder is not there" in ran.err
+
+
+@pytest.mark.parametrize("option", ["out", "json"])
+def test_an_interrupt_while_writing_leaves_what_was_there(
+    kvtiers: Kvtiers, given: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    (given / "result").write_text("before")
+
+    def interrupted(self: Path, *_: Any, **__: Any) -> None:
+        self.open("w").write("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    assert kvtiers(*arguments(given, **{option: "result"})).status == 130
+    assert (given / "result").read_text() == "before"
+    assert files(given) == ["budget.yaml", "result", "trace.jsonl"]
+
+
+def test_an_interrupt_while_searching_ends_all_processes_and_writes_nothing(given: Path) -> None:
+    names = arguments(given, out="chain.yaml", json="all.json")
+    # The search goes on until it is interrupted.
+    code = (
+        "import sys, time\n"
+        "from tiers.tuning.search import processes\n"
+        "processes.simulate = lambda *_, **__: time.sleep(600)\n"
+        "from tiers.cli.main import main; main()\n"
+    )
+    command = [sys.executable, "-c", code, *map(str, names)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        late = time.monotonic() + 120
+        while not (found := children.read_text().split()):
+            assert process.poll() is None and time.monotonic() < late
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (130, b"")
+    assert not any(Path(f"/proc/{child}").exists() for child in found)
+    assert files(given) == ["budget.yaml", "trace.jsonl"]
