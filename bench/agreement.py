@@ -31,7 +31,8 @@ CPU = {"type": "cpu", "capacity": "128GB"}
 DISK = {"type": "disk", "capacity": "1000GB", "path": "/unused"}
 REDIS = {"type": "redis", "url": "redis://unused"}
 HEALTHY = {"load_bandwidth": "5GB/s", "store_bandwidth": "5GB/s", "load_latency": "1ms"}
-WORLDS: Mapping[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+Worlds = Mapping[str, tuple[list[dict[str, Any]], dict[str, Any]]]
+WORLDS: Worlds = {
     "memory and SSD": ([CPU, DISK], {"disk": HEALTHY}),
     "stores lag and drop": ([CPU, DISK], {"disk": HEALTHY | {"store_bandwidth": "1GB/s"}}),
     "memory, SSD and Redis": (
@@ -40,6 +41,11 @@ WORLDS: Mapping[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     ),
 }
 """Tiers, and the profiles of their links."""
+
+HEAD = (
+    "| world | policy | hits | worst | p50 | mean | p99 | dropped | GPU load |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
 
 
 def machine(links: Mapping[str, Any]) -> Machine:
@@ -57,9 +63,14 @@ def machine(links: Mapping[str, Any]) -> Machine:
     )
 
 
-def compare(requests: list[TraceRequest], block_tokens: int, speed: float | None) -> Iterator[Any]:
+def compare(
+    requests: list[TraceRequest],
+    block_tokens: int,
+    speed: float | None = None,
+    worlds: Worlds = WORLDS,
+) -> Iterator[Any]:
     """A row for each world and load policy."""
-    for world, (tiers, links) in WORLDS.items():
+    for world, (tiers, links) in worlds.items():
         for policy in POLICIES:
             chain = ChainSpec.model_validate(
                 {"version": 1, "load_policy": policy, "staging": "64GB", "tiers": tiers}
@@ -124,8 +135,7 @@ def main() -> None:
     trace = open_trace(asked.trace)
     requests = list(islice(trace, asked.requests))
     print("simulated / real; hits and the worst difference in % of prompt tokens, times in s\n")
-    print("| world | policy | hits | worst | p50 | mean | p99 | dropped | GPU load |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(HEAD)
     rows = []
     for one in compare(requests, trace.header.block_tokens, asked.speed):
         rows.append(one)
