@@ -47,7 +47,7 @@ KINDS = ("cpu", "disk", "redis")
 LINKS: dict[str, dict[str, Any]] = {
     "cpu": {"load_bandwidth": "20GB/s", "store_bandwidth": "20GB/s"},
     "disk": {"load_bandwidth": "12GB/s", "store_bandwidth": "12GB/s", "load_latency": "1ms"},
-    "redis": {"load_bandwidth": "6GB/s", "store_bandwidth": "6GB/s", "load_latency": "2ms"},
+    "redis": {"load_bandwidth": "12GB/s", "store_bandwidth": "12GB/s", "load_latency": "2ms"},
 }
 """Several SSDs and a fast network: with the links of `bench.tuning` this trace waits for hours."""
 THRESHOLDS = (1, 2)

@@ -57,18 +57,12 @@ def tune(
     Simulation chooses tiers, order, sizes and policies. The first quarter of the trace only warms;
     the second half judges what the search found in the second quarter.
     """
-    from importlib.util import find_spec
-
     from spec.load import load_chain
     from tiers.errors import KVTiersError
     from tiers.traces.opening import open_trace
     from tiers.tuning.search.budget import load_budget
 
-    if plot is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter(
-            "it needs matplotlib: pip install 'kvtiers[bench]'", param_hint="--plot"
-        )
-    check_places(out, json_file, plot)
+    _check_files(out, json_file, plot)
     given = load_budget(budget)
     present = None if spec is None else load_chain(spec)
     try:
@@ -83,6 +77,14 @@ def tune(
         ) from None
     if found.broken:
         raise typer.Exit(1)
+
+
+def _check_files(out: Path | None, json_file: Path | None, plot: Path | None) -> None:
+    from importlib.util import find_spec
+
+    if plot is not None and find_spec("matplotlib") is None:
+        raise refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
+    check_places(out, json_file, plot)
 
 
 def _search(
