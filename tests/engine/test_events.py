@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
@@ -13,8 +15,10 @@ from tests.support.replay_chains import (
     damage_disk,
     disk,
     drive,
+    redis,
     workload,
 )
+from tests.support.servers import RedisServer
 from tiers.engine.replay import ReplayEngine
 from tiers.engine.replay.requests import ReplayRequest
 
@@ -64,6 +68,26 @@ def test_a_block_that_failed_to_load_is_told_as_removed(
     damage_disk(tmp_path)
     made.generate([*range(38), 1, 2], 1)
     assert any(not event.stored for event in made.events)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_block_that_engines_share_is_told_by_the_one_that_stored_it(
+    engine: Callable[..., ReplayEngine],
+    shared_server: RedisServer,
+    tmp_path: Path,
+    world_size: int,
+) -> None:
+    tiers = redis(shared_server, tmp_path, name="slow"), disk(tmp_path)
+    options = {"kv_events": True, "world_size": world_size}
+    first, second = (engine(chain_of(*tiers, promote=False), **options) for _ in range(2))
+    for made in (first, second):
+        made.generate(range(40), 1)
+        made.settle()
+    second.generate([*range(40), *range(7, 27)], 1)
+    second.settle()
+    for tier in ("slow", "disk"):
+        assert len(told(first, tier)) == 10
+        assert len(told(second, tier)) == 5, "what followed the first engine's blocks is its own"
 
 
 def test_nothing_is_kept_for_an_engine_that_takes_no_events(

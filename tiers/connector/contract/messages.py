@@ -9,6 +9,7 @@ the WORKER half moves bytes. `OffloadingConnectorMetadata` crosses to every work
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -106,19 +107,22 @@ NO_TIMES = LoadTimes()
 class JobResult:
     """How a job ended: on how many ranks, which of its items failed on any of them, and how many
     seconds moving them took on the slowest. `lost`: items that the tier was asked for and has no
-    more; others that failed it may well have, when there is time. `times`: of the slowest rank."""
+    more; others that failed it may well have, when there is time. `times`: of the slowest rank.
+    `known`: items of a store that the tier had before, as one rank found."""
 
     ranks: int
     failed: set[int]
     seconds: float = 0.0
     lost: set[int] = field(default_factory=set)
     times: LoadTimes = NO_TIMES
+    known: Set[int] = frozenset()
 
     def fold(self, other: JobResult) -> None:
         """Take in how the job ended on other ranks."""
         self.ranks += other.ranks
         self.failed |= other.failed
         self.lost |= other.lost
+        self.known |= other.known
         if other.seconds > self.seconds:
             self.seconds, self.times = other.seconds, other.times
 

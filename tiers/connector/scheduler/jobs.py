@@ -18,6 +18,7 @@ A request that a tier failed is not looked up in that tier again (`TierRequest.r
 from __future__ import annotations
 
 import itertools
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from tiers.connector.contract.generation import Generation
@@ -41,6 +42,7 @@ class _Pending:
     ranks_left: int
     failed: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
+    known: Set[int] = frozenset()
     seconds: float = 0.0
     times: LoadTimes = NO_TIMES
 
@@ -130,6 +132,7 @@ class Jobs:
             return None
         one.failed |= result.failed
         one.lost |= result.lost
+        one.known |= result.known
         if result.seconds > one.seconds:
             one.seconds, one.times = result.seconds, result.times
         one.ranks_left -= result.ranks

@@ -131,7 +131,8 @@ class TierStores:
             stored, head = index not in store.failed, heads.get(item.key)
             if generation.made(item.key):
                 if manager.complete_store(item.key, item.slot, stored, head):
-                    context.kv_events.stored(item.key, store.numbers[index])
+                    if index not in store.known:
+                        context.kv_events.stored(item.key, store.numbers[index])
                     kept.append(item.key)
             elif job.generation:  # blocks without one stay: others may use them
                 manager.drop([item.key], job.generation)

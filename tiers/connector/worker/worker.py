@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,12 +18,10 @@ from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.contract.connector import WorkerConnector
 from tiers.connector.contract.copier import Copy
-from tiers.connector.contract.generation import space_of
 from tiers.connector.contract.messages import (
     JobResult,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
-    StoreItem,
     StoreJob,
     TransferResults,
     WorkerHandshake,
@@ -31,8 +29,9 @@ from tiers.connector.contract.messages import (
 from tiers.connector.contract.stats import Measures, merge
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loads import Loading
+from tiers.connector.worker.puts import Puts
 from tiers.errors import TierUnusable
-from tiers.store import Block, Damages, batch_blocks, capability
+from tiers.store import Damages, capability
 from tiers.wrappers.guard import HEALTHY, Guarded
 from tiers.wrappers.opening import open_guarded
 
@@ -40,10 +39,12 @@ logger = logging.getLogger(__name__)
 
 
 class Outcome(NamedTuple):
-    """Which items of a store failed, and what storing the others took, in seconds."""
+    """Which items of a store failed, what storing the others took, in seconds, and which of those
+    the tier had before."""
 
     failed: set[int]
     seconds: float
+    known: Set[int] = frozenset()
 
 
 @dataclass
@@ -82,6 +83,7 @@ class OffloadingWorker(WorkerConnector):
         load_rate = RateLimit(spec.load_rate if spec else None, host.engine.world_size)
         self._loading = Loading(name, host, load_rate, self._verify)
         self._rate_limit = RateLimit(spec.store_rate if spec else None, host.engine.world_size)
+        self._puts = Puts(host, self._rate_limit)
         self._writer = io_executor(1, f"store-{name}")
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -193,6 +195,7 @@ class OffloadingWorker(WorkerConnector):
     def _put(self, job: StoreJob) -> Outcome:
         slots = [item.slot for item in job.items]
         began = time.perf_counter()
+        known: set[bytes] = set()
         held = self._host.wait_and_verify(slots, [item.key for item in job.items])
         good = [i for i, ok in enumerate(held) if ok]
         if self._verify:
@@ -202,24 +205,12 @@ class OffloadingWorker(WorkerConnector):
             began = time.perf_counter()
             stored = [False] * len(good)
             if self._store is not None:
-                stored = self._store_blocks(self._store, job, [job.items[i] for i in good])
+                items = [job.items[i] for i in good]
+                stored, known = self._puts.put(self._store, self._namespace, job, items)
             good = [i for i, ok in zip(good, stored, strict=True) if ok]
-        return Outcome(set(range(len(slots))) - set(good), time.perf_counter() - began)
-
-    def _store_blocks(
-        self, store: Guarded, job: StoreJob, items: Sequence[StoreItem]
-    ) -> list[bool]:
-        space = space_of(self._namespace, job.generation)
-        memory, size = self._host.memory, self._host.payload_bytes
-        step = batch_blocks(size)
-        stored: list[bool] = []
-        for start in range(0, len(items), step):
-            part = items[start : start + step]
-            self._rate_limit.take(len(part) * size)
-            stored += store.put(
-                [Block(space + item.key, memory.payload(item.slot)) for item in part]
-            )
-        return stored
+        seconds = time.perf_counter() - began
+        had = {i for i in good if job.items[i].key in known}
+        return Outcome(set(range(len(slots))) - set(good), seconds, had)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """Wait for gathers from blocks that this step overwrites."""
@@ -229,7 +220,8 @@ class OffloadingWorker(WorkerConnector):
     # -- ends --------------------------------------------------------------------------------
 
     def _note_end(self, job_id: int, blocks: int, outcome: Outcome, verb: str) -> None:
-        self._ended[job_id] = JobResult(1, outcome.failed, outcome.seconds)
+        failed, seconds, known = outcome
+        self._ended[job_id] = JobResult(1, failed, seconds, known=known)
         good = blocks - len(outcome.failed)
         size = good * self._host.payload_bytes
         past = {"load": "loaded", "store": "stored"}[verb]
