@@ -26,11 +26,12 @@ from tiers.tuning.replay import ReplayOptions, replay
 from tiers.tuning.report import Report
 from tiers.tuning.simulation import simulate
 
-POLICIES = ("first", "longest", "stitched", "cheapest")
+POLICIES = ("first", "longest", "stitched", "soonest", "cheapest")
 CPU = {"type": "cpu", "capacity": "128GB"}
 DISK = {"type": "disk", "capacity": "1000GB", "path": "/unused"}
 REDIS = {"type": "redis", "url": "redis://unused"}
 HEALTHY = {"load_bandwidth": "5GB/s", "store_bandwidth": "5GB/s", "load_latency": "1ms"}
+LIKE = {"load_bandwidth": "3GB/s", "store_bandwidth": "10GB/s", "load_latency": "1ms"}
 Worlds = Mapping[str, tuple[list[dict[str, Any]], dict[str, Any]]]
 WORLDS: Worlds = {
     "memory and SSD": ([CPU, DISK], {"disk": HEALTHY}),
@@ -39,6 +40,7 @@ WORLDS: Worlds = {
         [CPU, DISK | {"capacity": "400GB"}, REDIS],
         {"disk": HEALTHY, "redis": HEALTHY | {"load_latency": "2ms", "capacity": "1000GB"}},
     ),
+    "equal links": ([DISK, REDIS], {"disk": LIKE, "redis": LIKE | {"capacity": "1000GB"}}),
 }
 """Tiers, and the profiles of their links."""
 
@@ -129,6 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("trace", type=Path)
     parser.add_argument("--requests", type=int, default=1200)
+    parser.add_argument("--world", action="append", choices=[*WORLDS], help="all unless said")
     parser.add_argument("--speed", type=float, help="pace by this machine's clock")
     parser.add_argument("--json", type=Path, help="write the rows here")
     asked = parser.parse_args()
@@ -137,7 +140,8 @@ def main() -> None:
     print("simulated / real; hits and the worst difference in % of prompt tokens, times in s\n")
     print(HEAD)
     rows = []
-    for one in compare(requests, trace.header.block_tokens, asked.speed):
+    worlds = {name: WORLDS[name] for name in asked.world or WORLDS}
+    for one in compare(requests, trace.header.block_tokens, asked.speed, worlds):
         rows.append(one)
         print(line(one), flush=True)
         if asked.json is not None:

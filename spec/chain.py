@@ -28,7 +28,7 @@ from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_types
 from spec.tenants import TenantSpec
 
 FORMAT_VERSION = 1
-LoadPolicy = Literal["first", "longest", "stitched", "cheapest"]
+LoadPolicy = Literal["first", "longest", "stitched", "soonest", "cheapest"]
 OnReset = Literal["forget", "keep"]
 MAX_TIERS = 32
 """A longer chain is refused: it is a mistake, and every lookup asks every tier."""
@@ -107,7 +107,8 @@ class ChainSpec(BaseModel):
         default="stitched",
         description="Choose the tiers that load a prefix. first: the first tier that has any of "
         "it. longest: the tier that has the most of it. stitched: for each block the first tier "
-        "that has this block. cheapest: the tier that ends the prompt soonest, as measured, or no "
+        "that has this block. soonest: several tiers at once, shared so that the last block comes "
+        "soonest, as measured. cheapest: the tier that ends the prompt soonest, as measured, or no "
         "tier if computing is sooner.",
     )
     cheapest: CheapestSpec | None = Field(

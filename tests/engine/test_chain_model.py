@@ -32,7 +32,7 @@ class ChainMachine(RuleBasedStateMachine):
     """An engine over host memory and two disks, one of which is meddled with."""
 
     @initialize(
-        load_policy=st.sampled_from(["first", "longest", "stitched", "cheapest"]),
+        load_policy=st.sampled_from(["first", "longest", "stitched", "soonest", "cheapest"]),
         prefix_caching=st.booleans(),
         world_size=st.integers(1, 2),
         store_threshold=st.integers(1, 2),

@@ -17,7 +17,7 @@ from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierUnavailable
 
 MakeEngine = Callable[..., ReplayEngine]
-POLICIES = ["first", "longest", "stitched", "cheapest"]
+POLICIES = ["first", "longest", "stitched", "soonest", "cheapest"]
 
 
 def counted(made: ReplayEngine, name: str) -> float:

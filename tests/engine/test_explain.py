@@ -23,7 +23,7 @@ from tests.support.replay_chains import (
 from tiers.engine.replay import ReplayEngine, ReplayModel
 
 MakeEngine = Callable[..., ReplayEngine]
-POLICIES = ["first", "longest", "stitched", "cheapest"]
+POLICIES = ["first", "longest", "stitched", "soonest", "cheapest"]
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     ]
 
 
-QUICK = ("two ranks uncached", "hybrid", "windows")
+QUICK = ("two ranks uncached", "hybrid", "windows", "soonest")
 """Settings that are run with all other tests; the rest are with the faults."""
 SETTINGS: dict[str, tuple[ReplayModel, LoadPolicy, int, bool]] = {
     "cached": (MODEL, "first", 1, True),
@@ -75,6 +75,8 @@ SETTINGS: dict[str, tuple[ReplayModel, LoadPolicy, int, bool]] = {
     "hybrid": (HYBRID, "first", 2, True),
     "hybrid stitched": (HYBRID, "stitched", 1, False),
     "windows": (WINDOWS, "longest", 1, True),
+    "soonest": (MODEL, "soonest", 2, False),
+    "windows soonest": (WINDOWS, "soonest", 1, True),
 }
 """Model, load policy, ranks, and whether the engine caches prefixes itself."""
 

@@ -17,7 +17,10 @@ SLOW = {
     "disk": TierProfile(load_bandwidth=8e6, store_bandwidth=3e5),
 }
 CHAINS: dict[str, Any] = {
-    **{name: {"load_policy": name} for name in ("first", "longest", "stitched", "cheapest")},
+    **{
+        name: {"load_policy": name}
+        for name in ("first", "longest", "stitched", "soonest", "cheapest")
+    },
     "no promotion": {"promote": False},
 }
 TIERS: dict[str, Any] = {

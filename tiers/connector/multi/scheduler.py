@@ -27,6 +27,7 @@ from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.loaders import BlockLoader, reasons_of
 from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
+from tiers.connector.policy.soonest import Soonest
 from tiers.explain.explanations import Explainer, NoExplanations
 
 Finished = tuple[bool, dict[str, Any] | None]
@@ -82,8 +83,11 @@ class MultiScheduler(EveryChild):
                 settings.now,
                 cut=requests.groups.window == 0,
             )
+        soonest = None
+        if settings.load_policy == "soonest":
+            soonest = Soonest(self._block_tokens, load_costs(children), settings.now)
         self._chooser = Chooser(
-            self.children, self.names, settings.load_policy, requests, self._cheapest
+            self.children, self.names, settings.load_policy, requests, self._cheapest, soonest
         )
         self._sharing = LoadSharing(requests.engine) if requests.engine.caches_prefixes else None
         self._observers = settings.observers

@@ -22,6 +22,7 @@ from tiers.connector.policy.choice import (
 )
 from tiers.connector.policy.loaders import BlockLoader, TimedLoader
 from tiers.connector.policy.requests import RequestState, RequestTable
+from tiers.connector.policy.soonest import Soonest
 from tiers.explain.attempt import UNNOTED, Attempt
 
 
@@ -55,14 +56,17 @@ class Chooser:
         load: LoadPolicy,
         requests: RequestTable,
         cheapest: Cheapest | None = None,
+        soonest: Soonest | None = None,
     ) -> None:
-        """`cheapest`: what decides under the load policy of that name."""
+        """`cheapest`, `soonest`: what decides under the load policy of that name."""
         self._children = tuple(zip(names, children, strict=True))
         self._cheapest = cheapest
+        self._soonest = soonest
         self._apply_policy: Callable[[_Question], Choice] = {
             "first": self._first,
             "longest": self._longest,
             "stitched": self._stitch,
+            "soonest": self._stitch,
             "cheapest": self._stitch if cheapest is None else partial(self._cheapest_of, cheapest),
         }[load]
         self._block_tokens = requests.engine.block_tokens
@@ -116,6 +120,8 @@ class Chooser:
 
     def decided(self, state: RequestState, choice: Choice) -> None:
         """The engine begins the request as it was chosen."""
+        if self._soonest is not None:
+            self._soonest.decided(choice)
         if self._cheapest is None:
             return
         self._cheapest.decided(state, choice)
@@ -204,7 +210,12 @@ class Chooser:
     def _stitch(self, question: _Question) -> Choice:
         loaders = [i for i in self._loaders if question.state.limits.may_load(self._children[i][0])]
         blocks = self._blocks(question)
-        found = stitched(self._coverage_of(loaders, question), blocks, self._window)
+        coverage = self._coverage_of(loaders, question)
+        seconds, probed = 0.0, None
+        if self._soonest is None:
+            found = stitched(coverage, blocks, self._window)
+        else:
+            found, seconds, probed = self._soonest.plan(coverage, blocks, self._window)
         tokens = self._tokens(found, blocks)
         if tokens < question.loadable:
             alone = longest(self._answers(question, but=self._loaders), question.loadable)
@@ -213,4 +224,5 @@ class Chooser:
             if alone.tokens > tokens:
                 return alone
         shares = clip(found.shares, tokens // self._block_tokens)
-        return Choice(None, tokens, True, shares) if tokens else NOBODY
+        choice = Choice(None, tokens, True, shares, probed=probed, seconds=seconds)
+        return choice if tokens else NOBODY

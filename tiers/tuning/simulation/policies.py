@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
+from operator import or_
 from typing import NamedTuple
 
+from tiers.shares import Pace, Stretch, share
 from tiers.tuning.simulation.spaces import leading
 from tiers.tuning.simulation.tier import Tier
 
@@ -126,31 +128,39 @@ def stitched(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) ->
 
 
 def soonest(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) -> Pieces:
-    """Each block from the tier that delivers it first, given what is queued."""
+    """Shared among the tiers, so that the last block comes soonest, given what is queued."""
     path, at, skip, left, now = question
-    ready = [max(now, tier.load_free) + tier.settings.load_latency for tier in tiers]
-    each = [tier.settings.load_seconds for tier in tiers]
-    pieces: Pieces = []
+    stretches: list[Stretch] = []
     for run in path[at:]:
         held = [tier.held[run] >> skip for tier in tiers]
-        found = 0
-        for blocks in held:
-            found |= blocks
+        found = reduce(or_, held)
         count = min(leading(found), left)
-        for block in range(count):
-            ends = [
-                (ready[index] + each[index], index)
-                for index, blocks in enumerate(held)
-                if blocks >> block & 1
-            ]
-            end, index = min(ends)
-            ready[index] = end
-            if pieces and pieces[-1][0] == index:
-                pieces[-1] = (index, pieces[-1][1] + 1)
-            else:
-                pieces.append((index, 1))
+        stretches += _stretches(held, count)
         left -= count
         if found != masks[run] >> skip or not left:
             break
         skip = 0
-    return pieces
+    paces = {
+        index: Pace(tier.estimate(0, now), tier.settings.load_seconds)
+        for index, tier in enumerate(tiers)
+    }
+    return share(stretches, paces, last=lambda tier: 0)[0]
+
+
+def _stretches(held: Sequence[int], count: int) -> Iterator[Stretch]:
+    """Who holds the first `count` blocks of a run, of which all are held by some."""
+    first = 0
+    while first < count:
+        have = [bool(blocks >> first & 1) for blocks in held]
+        # Each holder has blocks up to its next gap, and each other none up to its next block.
+        same = count - first
+        for blocks, has in zip(held, have, strict=True):
+            rest = blocks >> first
+            same = min(same, leading(rest) if has else _gap(rest, same))
+        yield tuple(index for index, has in enumerate(have) if has), same
+        first += same
+
+
+def _gap(blocks: int, most: int) -> int:
+    """How many blocks are missing before the first one that is there; `most` if none is."""
+    return (blocks & -blocks).bit_length() - 1 if blocks else most

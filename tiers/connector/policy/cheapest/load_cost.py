@@ -33,6 +33,8 @@ class LoadCost:
         self._pace = LatencyModel()
         self._loads: dict[int, _Load] = {}
         self._stepped = -math.inf
+        self.failures = 0
+        """Loads in a row that did not bring all they should."""
 
     def began(self, job_id: int, tokens: int) -> None:
         """A load was ordered."""
@@ -53,6 +55,7 @@ class LoadCost:
     def ended(self, job_id: int, seconds: float, whole: bool) -> None:
         """A load has ended on all ranks; one that did not bring all it should is no sample."""
         load = self._loads.pop(job_id)
+        self.failures = 0 if whole else self.failures + 1
         if whole and load.tokens:
             self._pace.add(load.tokens, seconds)
 
@@ -85,8 +88,21 @@ class LoadCost:
         just become slow, keeps only those waiting who came before that could be seen. A tier that
         was never measured is taken to need no time, so that somebody loads from it.
         """
-        overdue = max((self._stepped - load.began for load in self._loads.values()), default=0.0)
-        line = self._pace.line
+        overdue, line = self._oldest(), self._pace.line
         if line is None:
-            return max(overdue, 0.0)
+            return overdue
         return max(self.queued_tokens / ABREAST * line.each + line.seconds(tokens), overdue)
+
+    def wait(self, line: LinearFit) -> float:
+        """How long a load that is ordered now waits for others, if the tier is as fast as `line`.
+
+        Where the oldest has taken longer than all that is under way should, one after the other,
+        the tier hangs or has become slow: then it is no less than that load has taken so far.
+        """
+        overdue, queued = self._oldest(), self.queued_tokens
+        return overdue if overdue > line.seconds(queued) else queued / ABREAST * line.each
+
+    def _oldest(self) -> float:
+        """Seconds that the oldest load under way has taken so far."""
+        began = min((load.began for load in self._loads.values()), default=math.inf)
+        return max(0.0, self._stepped - began) if began < math.inf else 0.0
