@@ -4,7 +4,8 @@
 
 In a page, a `yaml` or `json` block whose first line is a comment with a file's name is that file. A
 `console` block has commands, each behind `$ `, and what they print. All of a page's commands run in
-one folder, in order. This writes the outputs into the pages; a test compares them.
+one folder, in order. This writes the outputs into the pages; a test compares them, but for
+milliseconds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "docs" / "tuning.md",)
 _BLOCK = re.compile(r"^```(yaml|console)\n(.*?)^```$", re.M | re.S)
 _FILE = re.compile(r"# ([\w.-]+\.(?:yaml|json))\n")
+_TIMES = re.compile(r"^( +ms:) .*$|; [\d.]+ ms \(.*\)$", re.M)
 
 
 def executed(page: str, folder: Path) -> str:
@@ -35,6 +37,11 @@ def executed(page: str, folder: Path) -> str:
         return f"```{language}\n{text}```"
 
     return _BLOCK.sub(replace, page)
+
+
+def without_times(text: str) -> str:
+    """The text without the milliseconds that `kvtiers explain` tells, which no two runs share."""
+    return _TIMES.sub(r"\1", text)
 
 
 def commands(text: str) -> list[str]:
