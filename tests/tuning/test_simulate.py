@@ -96,3 +96,21 @@ def test_quarters_show_how_waiting_times_vary() -> None:
     one = simulate(later, SIZE, SimChain(()), machine(prefill_rate=10.0), warm=0.2)
     assert [mean for mean, _ in one.ttft_quarters] == pytest.approx([1, 1.5, 2, 2])
     assert [p99 for _, p99 in one.ttft_quarters] == pytest.approx([1, 2, 2, 2])
+
+
+def test_a_loaded_prompt_makes_room_for_one_before_it() -> None:
+    def ask(second: float, *blocks: int) -> TraceRequest:
+        return TraceRequest(second * 1000, len(blocks) * SIZE + 1, 1, list(blocks))
+
+    x, y, more = (0, 1, 2), (10, 11, 12), (3, 4, 5, 6)
+    evicts_both = range(20, 27)
+    # The fifth waits for the fourth's load of x, and then for the blocks of the sixth behind it.
+    trace = [ask(0, *x), ask(10, *y), ask(20, *evicts_both)]
+    trace += [ask(30, *x), ask(30, *x, *more), ask(30, *y)]
+    slow = {"a": TierProfile(load_bandwidth=FAST, store_bandwidth=FAST, load_latency=1)}
+    report = simulate(
+        trace, SIZE, SimChain((tier("a", 100),)), machine(engine_cache=8 * SIZE, tiers=slow)
+    )
+    assert report.requests == 6
+    assert blocks_of(report) == [6]
+    assert report.engine_hit_tokens == 3 * SIZE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from tiers.tuning.machine import Machine
@@ -47,8 +47,10 @@ class Engine:
         self.marks: list[dict[str, float]] = []
         size = workload.block_tokens
         self._size = size
-        self._machine = machine
         self._token_seconds = 1 / machine.prefill_rate
+        self._answer_seconds = machine.decode_seconds_per_token
+        self._step_tokens = machine.step_tokens
+        self._step_overhead = machine.step_overhead
         capacity = machine.engine_cache // (machine.kv_bytes_per_token * size)
         self._cache = OwnCache(capacity, workload)
         self._loads = Loads(tiers, chain, workload, machine.prefill_rate)
@@ -123,17 +125,17 @@ class Engine:
             if not batch:
                 return
             seconds = tokens * self._token_seconds
-            self.gpu_busy += seconds + self._machine.step_overhead
+            self.gpu_busy += seconds + self._step_overhead
             self._idle -= 1
             if not self._idle:
                 self._tell_idle(math.inf)
-            ends = self.now + seconds + self._machine.step_overhead
+            ends = self.now + seconds + self._step_overhead
             self._push(ends, STEP_ENDS, (batch, self._offer(batch)))
 
     def _batch(self) -> tuple[Batch, int]:
         """The prompts of a step, and its tokens: first those under way, then the next in line."""
         batch: Batch = []
-        budget = self._machine.step_tokens
+        budget = self._step_tokens
         while budget > 0:
             if self._going_on:
                 prompt = self._going_on.popleft()
@@ -147,13 +149,23 @@ class Engine:
                 begins = self._begin(prompt)
                 if begins is None:
                     heappush(self._back, (prompt.number, prompt))
-                    break
-                if not begins:
+                    if batch or self._events:
+                        break
+                    prompt = self._take_begun()
+                elif not begins:
                     continue
             count = min(prompt.tokens - prompt.done, budget)
             budget -= count
             batch.append((prompt, prompt.done + count))
-        return batch, self._machine.step_tokens - budget
+        return batch, self._step_tokens - budget
+
+    def _take_begun(self) -> Prompt:
+        """The first in line of those that have their blocks. Where nothing is under way, only they
+        can make room for one before them."""
+        place = min(place for place in self._back if place[1].has_begun)
+        self._back.remove(place)
+        heapify(self._back)
+        return place[1]
 
     def _offer(self, batch: Batch) -> list[tuple[Tier, StoreJob]]:
         """Offer the tiers what the step completes; the stores that begin when it ends."""
@@ -174,8 +186,10 @@ class Engine:
                     jobs.append((tier, again))
                 if offer and (job := tier.offer(prompt, offer, now)):
                     jobs.append((tier, job))
-        for prompt in self._answering:
-            jobs += [(tier, job) for tier in tiers if (job := tier.offer_again(prompt))]
+        for tier in tiers:
+            if tier.refused and self._answering:
+                more = map(tier.offer_again, self._answering)
+                jobs += [(tier, job) for job in more if job]
         return jobs
 
     def _end_step(self, batch: Batch, jobs: list[tuple[Tier, StoreJob]]) -> None:
@@ -192,7 +206,7 @@ class Engine:
                 continue
             if prompt.number >= self.warm:
                 self.waits.append(now - prompt.arrival)
-            answering = prompt.answer * self._machine.decode_seconds_per_token
+            answering = prompt.answer * self._answer_seconds
             if answering:
                 prompt.is_answering = True
                 self._answering[prompt] = None
@@ -204,7 +218,8 @@ class Engine:
         self._answering.pop(prompt, None)
         self._cache.give_back(prompt)
         for tier in self.tiers:
-            tier.forget(prompt, self.now)
+            if tier.refused:
+                tier.forget(prompt, self.now)
 
     # -- beginning and loading ---------------------------------------------------------------
 
@@ -216,9 +231,10 @@ class Engine:
         is_lacking = known < prompt.blocks
         if is_lacking and loads.joins(prompt, at, skip):
             return False
-        pieces = loads.choose(prompt, known, at, skip, self.now) if is_lacking else []
+        is_held = is_lacking and loads.any_has(prompt, at, skip, self.now)
         if not self._cache.reserve(prompt, known):
             return None
+        pieces = loads.choose(prompt, known, at, skip, self.now) if is_held else []
         if prompt.number >= self.warm:
             self.own_hits += known * self._size
         prompt.has_begun = True

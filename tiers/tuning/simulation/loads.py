@@ -35,12 +35,20 @@ class Loads:
         loader.woken.append(prompt)
         return True
 
-    def choose(self, prompt: Prompt, known: int, at: int, skip: int, now: float) -> Pieces:
-        """Which tier loads which blocks behind the first `known` ones; the next block is number
-        `skip` of the run `at` of the prompt's path."""
+    def any_has(self, prompt: Prompt, at: int, skip: int, now: float) -> bool:
+        """Whether a tier has this block of this run by now, so that there is a choice."""
+        run = prompt.path[at]
+        is_held = False
         for tier in self._tiers:
             if tier.due <= now:
                 tier.drain(now)
+            if tier.held[run] >> skip & 1:
+                is_held = True
+        return is_held
+
+    def choose(self, prompt: Prompt, known: int, at: int, skip: int, now: float) -> Pieces:
+        """Which tier loads which blocks behind the first `known` ones; the next block is number
+        `skip` of the run `at` of the prompt's path."""
         prompt.place = (prompt.path[at], skip)
         question = Question(prompt.path, at, skip, prompt.blocks - known, now)
         return self._policy(self._tiers, question, self._masks)

@@ -30,7 +30,8 @@ class OwnCache:
         """How many prompts under way have each run in their path."""
         self._idle: OrderedDict[int, int] = OrderedDict()
         """Runs that no prompt under way has, with their known blocks, the first to go first."""
-        self._used = 0
+        self._free = capacity
+        """Blocks that are neither used nor reserved; less than 0 where all others are pinned."""
         self._reserved = 0
         """Blocks of prompts under way that are yet to be computed or loaded."""
         self._pinned = 0
@@ -78,7 +79,9 @@ class OwnCache:
         self._pinned += unpinned
         prompt.reserved = needed
         self._reserved += needed
-        self._shrink()
+        self._free -= needed
+        if self._free < 0:
+            self._take_idle()
         return True
 
     def know(self, prompt: Prompt, parts: Iterable[Part]) -> None:
@@ -93,10 +96,13 @@ class OwnCache:
             if new > 0:
                 in_place[run] += new
                 fresh += new
-        if fresh:
-            self._pinned += fresh
-            self._used += fresh
-            self._release(prompt, fresh)
+        held = fresh if fresh < prompt.reserved else prompt.reserved
+        prompt.reserved -= held
+        self._reserved -= held
+        self._pinned += fresh
+        self._free -= fresh - held
+        if self._free < 0:
+            self._take_idle()
 
     def give_back(self, prompt: Prompt) -> None:
         """The prompt's request has ended."""
@@ -106,33 +112,28 @@ class OwnCache:
         if unknown := prompt.reserved:
             # Of no use, such as a partial last block; taken again in their turn all the same.
             idle[-1 - prompt.number] = unknown
-            self._used += unknown
+            self._reserved -= unknown
+            prompt.reserved = 0
         for run in reversed(prompt.path):
             users[run] -= 1
             if not users[run] and (have := in_place[run]):
                 idle[run] = have
                 self._pinned -= have
-        self._release(prompt, unknown)
+        if self._free < 0:
+            self._take_idle()
 
-    def _release(self, prompt: Prompt, blocks: int) -> None:
-        """Blocks that were reserved are used now."""
-        blocks = min(blocks, prompt.reserved)
-        prompt.reserved -= blocks
-        self._reserved -= blocks
-        if self._used + self._reserved > self._capacity:
-            self._shrink()
-
-    def _shrink(self) -> None:
-        """Take blocks of idle runs, from the tail, as far as there is no room for all."""
-        over = self._used - max(0, self._capacity - self._reserved)
-        idle, in_place = self._idle, self._known
-        while over > 0 and idle:
+    def _take_idle(self) -> None:
+        """Take blocks of idle runs, from the tail, for those that there is no room for."""
+        free, idle, in_place = self._free, self._idle, self._known
+        while free < 0 and idle:
             run, have = idle.popitem(last=False)
-            left = max(0, have - over)
-            if left:
+            left = have + free
+            if left > 0:
                 idle[run] = left
                 idle.move_to_end(run, last=False)
+            else:
+                left = 0
             if run >= 0:
                 in_place[run] = left
-            self._used -= have - left
-            over -= have - left
+            free += have - left
+        self._free = free

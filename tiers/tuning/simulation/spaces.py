@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 Part = tuple[int, int]
 """Blocks of one run: the run, and a mask with a bit for each of its blocks, the first lowest."""
@@ -18,8 +18,8 @@ class LruSpace:
 
     def __init__(self, capacity: float, runs: int) -> None:
         self.capacity = capacity
-        self.pins: Sequence[Mapping[int, int]] = ()
-        """Blocks of runs that are being read, and so passed by: they count as used then."""
+        self.pins: Sequence[Sequence[int]] = ()
+        """Blocks of each run that are being read, and so passed by: they count as used then."""
         self.used = 0
         self.held = [0] * runs
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -51,39 +51,20 @@ class LruSpace:
 
     def shrink(self) -> None:
         """Evict what is beyond the capacity."""
-        if pins := [one for one in self.pins if one]:
-            self._shrink_beside(pins)
-            return
-        held, order = self.held, self._order
-        over = int(self.used - self.capacity)
-        self.used -= over
-        while over:
-            run = next(iter(order))
-            blocks = held[run]
-            count = blocks.bit_count()
-            if count > over:
-                held[run] = first_of(blocks, count - over)
-                return
-            held[run] = 0
-            del order[run]
-            over -= count
-
-    def _shrink_beside(self, pins: Sequence[Mapping[int, int]]) -> None:
-        held, order = self.held, self._order
+        held, order, pins = self.held, self._order, self.pins
         over = int(self.used - self.capacity)
         passed = 0
         while over > 0 and passed < len(order):
             run = next(iter(order))
             free = blocks = held[run]
             for one in pins:
-                if run in one:
-                    free &= ~one[run]
+                free &= ~one[run]
             count = free.bit_count()
             if count > over:
-                held[run] = blocks & ~free | first_of(free, count - over)
+                held[run] ^= free ^ first_of(free, count - over)
                 self.used -= over
                 return
-            held[run] = blocks & ~free
+            held[run] = blocks ^ free
             if free == blocks:
                 del order[run]
             else:
@@ -129,7 +110,7 @@ class TimedSpace(LruSpace):
 
 def first_of(blocks: int, count: int) -> int:
     """The first `count` blocks of a mask, at most."""
-    first = blocks & ((1 << count) - 1)
+    first = blocks & (1 << count) - 1
     if first.bit_count() == count:  # by far most often: the mask has no gap there
         return first
     while blocks.bit_count() > count:

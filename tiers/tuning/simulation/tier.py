@@ -66,10 +66,13 @@ class Tier:
         self.load_free = 0.0
         self._lengths = workload.lengths
         self._room = settings.room
-        """Blocks that may be on their way into it besides those that are."""
+        """How many more blocks may be on their way into it."""
+        self._store_seconds = settings.store_seconds
+        self._store_latency = settings.store_latency
+        self._is_shared = settings.shared_link
         self._threshold = settings.store_threshold
-        self.pending: dict[int, int] = {}
-        """Blocks on their way into the tier, for reading."""
+        self.pending = [0] * len(workload.lengths)
+        """Blocks of each run that are on their way into the tier, for reading."""
         self._uses: dict[int, int] = {}
         self.jobs: deque[tuple[float, float, StoreJob]] = deque()
         self._is_timed = isinstance(space, TimedSpace)
@@ -126,48 +129,47 @@ class Tier:
         parts, fresh = offer
         wanted: list[Part] = []
         lacking = 0
+        is_held = False
         for part in parts:
             run, lacks = part
-            if held[run] or run in pending:
-                lacks &= ~(held[run] | pending.get(run, 0))
+            if have := held[run] | pending[run]:
+                is_held = True
+                lacks &= ~have
                 if not lacks:
                     continue
                 part = run, lacks
-            if self._threshold == 1 or self._is_asked_enough(run, run in fresh):
-                wanted.append(part)
-                lacking += lacks.bit_count()
-        if fresh and self.space.used:
+            wanted.append(part)
+            lacking += lacks.bit_count()
+        if is_held and fresh:
             # What this prompt has offered before is not used again.
             self.space.touch(fresh)
-        return self._claim(prompt, wanted, lacking, now) if wanted else None
-
-    def _is_asked_enough(self, run: int, is_fresh: bool) -> bool:
-        """Whether enough prompts have asked for a run; `is_fresh`: this one has not before."""
-        count = self._uses.get(run, 0) + is_fresh
-        self._uses[run] = count
-        return count >= self._threshold
-
-    def _claim(
-        self, prompt: Prompt, parts: list[Part], lacking: int, now: float
-    ) -> StoreJob | None:
-        """Take slots for these parts; those without one wait while the prompt has its blocks."""
+        if wanted and self._threshold > 1:
+            wanted, lacking = self._asked_enough(wanted, fresh)
+        if not wanted:
+            return None
         self.counts.admitted += lacking
-        if self.settings.budget is not None:
-            affordable = self._affordable(now)
-            if lacking > affordable:
-                parts, _ = split(parts, affordable)
-                lacking = math.floor(affordable)
-        room = self._room
-        if lacking > room:
-            parts, left = split(parts, room)
+        if self.settings.budget is not None and lacking > (most := self._affordable(now)):
+            wanted, _ = split(wanted, most)
+            lacking = math.floor(most)
+        if lacking > self._room:
+            wanted, left = split(wanted, self._room)
             self.refused[prompt] = self.refused.get(prompt, []) + left
-            lacking = max(0, math.floor(room))
-        return self._begin(prompt, parts, lacking) if parts else None
+            lacking = int(self._room)
+        return self._begin(prompt, wanted, lacking) if wanted else None
+
+    def _asked_enough(self, wanted: list[Part], fresh: Sequence[int]) -> tuple[list[Part], int]:
+        """Those of the parts that enough prompts have asked for, and their blocks. This prompt has
+        asked for a run that is not `fresh` before."""
+        uses = self._uses
+        for run, _ in wanted:
+            uses[run] = uses.get(run, 0) + (run in fresh)
+        enough = [part for part in wanted if uses[part[0]] >= self._threshold]
+        return enough, sum(blocks.bit_count() for _, blocks in enough)
 
     def _begin(self, prompt: Prompt, parts: list[Part], blocks: int) -> StoreJob:
         pending = self.pending
         for run, taken in parts:
-            pending[run] = pending.get(run, 0) | taken
+            pending[run] |= taken
         if self._threshold > 1:
             for run, taken in parts:
                 if taken.bit_length() == self._lengths[run]:
@@ -186,12 +188,13 @@ class Tier:
 
     def submit(self, job: StoreJob, now: float) -> None:
         """The blocks of a job are in their slots: they wait for the link."""
-        settings = self.settings
-        busy = job[1] * settings.store_seconds
-        begin = max(now, self._store_free + self.delay)
-        if settings.shared_link:
+        busy = job[1] * self._store_seconds
+        begin = self._store_free + self.delay
+        if begin < now:
+            begin = now
+        if self._is_shared:
             busy += min(busy, max(0.0, self.load_free - begin))
-        self._store_free = end = begin + busy + settings.store_latency - self.delay
+        self._store_free = end = begin + busy + self._store_latency - self.delay
         self.jobs.append((end, busy, job))
         if len(self.jobs) == 1:
             self._next_due()
@@ -202,18 +205,15 @@ class Tier:
 
     def drain(self, now: float) -> None:
         """Take in the stores that have ended by now. Needless before `due`."""
-        jobs, pending = self.jobs, self.pending
+        jobs, pending, store, counts = self.jobs, self.pending, self.space.store, self.counts
         while jobs and jobs[0][0] + self.delay <= now:
             end, busy, (parts, blocks, path) = jobs.popleft()
             for run, taken in parts:
-                if left := pending[run] & ~taken:
-                    pending[run] = left
-                else:
-                    del pending[run]
-            self.space.store(parts, path)
+                pending[run] &= ~taken
+            store(parts, path)
             self._room += blocks
-            self.counts.stored += blocks
-            self.counts.store_busy += busy
+            counts.stored += blocks
+            counts.store_busy += busy
             if self.refused and end + self.delay >= self.idle_since:
                 self._retry(end + self.delay)
         self._next_due()
@@ -228,7 +228,7 @@ class Tier:
         parts = [
             (run, lacks)
             for run, blocks in self.refused.pop(prompt)
-            if (lacks := blocks & ~(self.held[run] | self.pending.get(run, 0)))
+            if (lacks := blocks & ~(self.held[run] | self.pending[run]))
         ]
         parts, left = split(parts, room)
         if left:
@@ -245,10 +245,9 @@ class Tier:
 
     def forget(self, prompt: Prompt, now: float) -> None:
         """The engine takes the blocks of a prompt back."""
-        if self.refused:
-            if self.due <= now:
-                self.drain(now)
-            self.refused.pop(prompt, None)
+        if self.due <= now:
+            self.drain(now)
+        self.refused.pop(prompt, None)
 
 
 def split(parts: list[Part], most: float) -> tuple[list[Part], list[Part]]:
