@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -85,6 +86,12 @@ class StoreSpec(OffloadingSpec):
         localhost. An engine on several hosts goes on without such a tier, which would find
         nothing. None: the store decides; it counts as local if it has `is_prompt` or the
         capability `Clear`."""
+        return None
+
+    @property
+    def notes_folder(self) -> Path | None:
+        """A folder of this host for what engines note of the tier beside its blocks, in files of
+        their own: what KV events announced, say. It may not be there yet. None: there is none."""
         return None
 
     deadline: Duration = Field(

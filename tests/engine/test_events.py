@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +16,15 @@ from tests.support.replay_chains import (
     damage_disk,
     disk,
     drive,
+    drop_from_disk,
+    names,
     redis,
+    scheduler_of,
     workload,
 )
 from tests.support.servers import RedisServer
+from tiers.connector.scheduler.inventory import inventory
+from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.engine.replay import ReplayEngine
 from tiers.engine.replay.requests import ReplayRequest
 
@@ -88,6 +94,87 @@ def test_a_block_that_engines_share_is_told_by_the_one_that_stored_it(
     for tier in ("slow", "disk"):
         assert len(told(first, tier)) == 10
         assert len(told(second, tier)) == 5, "what followed the first engine's blocks is its own"
+
+
+def until(engine: ReplayEngine, said: Callable[[], bool]) -> None:
+    """Step until the engine's events say so: what is due is found on a thread of its own."""
+    deadline = time.monotonic() + 60
+    while not said():
+        assert time.monotonic() < deadline
+        engine.step()
+        time.sleep(0.002)
+
+
+def test_what_a_disk_holds_is_told_again_after_a_restart_parents_first(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    chain = chain_of(cpu(), disk(tmp_path))
+    before = engine(chain, kv_events=True)
+    for prompt in (range(40), [*range(20), *range(100, 120)], range(200, 212)):
+        before.generate(prompt, 1, salt="tenant")
+    before.settle()
+    held = {event.hashes: event for event in before.events if event.tier == "disk"}
+    before.close()
+    after = engine(chain, kv_events=True)
+    after.run()  # an engine with nothing to do steps until all is told
+    assert {event.hashes: event for event in after.events} == held
+    known: set[bytes | None] = {None}
+    for event in after.events:
+        assert event.parent in known
+        known |= set(event.hashes)
+    told(after, "disk")
+
+
+def test_what_left_the_disk_while_the_engine_was_away_is_not_told(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    chain = chain_of(disk(tmp_path))
+    before = engine(chain, kv_events=True)
+    request = before.generate(range(40), 1)
+    before.settle()
+    gone = request.block_hashes[3:5]
+    drop_from_disk(tmp_path, names(before, gone))
+    before.close()
+    after = engine(chain, kv_events=True)
+    after.run()
+    assert told(after, "disk") == set(request.block_hashes[:3] + request.block_hashes[5:])
+    assert after.events[-1].parent == request.block_hashes[4]
+    assert after.events[-1].origin.tokens == list(range(20, 40))
+
+
+def test_two_engines_on_a_disk_and_one_dies(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    chain = chain_of(disk(tmp_path))
+    first, second = (engine(chain, kv_events=True) for _ in range(2))
+    first.generate(range(40), 1)
+    second.generate(range(100, 140), 1)
+    for made in (first, second):
+        made.settle()
+    alone = told(first, "disk")
+    first.close()
+    third = engine(chain, kv_events=True)
+    third.run()
+    assert told(third, "disk") == alone, "what a living engine told is left to it"
+
+
+def test_what_a_disk_evicts_is_told(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inventory, "AUDIT_EVERY", 0.0)
+    made = engine(chain_of(disk(tmp_path, capacity="128KiB")), kv_events=True)
+    drive(made, seed=5)
+    made.settle()
+
+    def is_told() -> bool:
+        manager, held = scheduler_of(made)._halves.manager, told(made, "disk")
+        assert isinstance(manager, StoreManager)
+        keys = names(made, held)
+        return manager._store.has(keys) == [True] * len(keys)
+
+    until(made, is_told)
+    assert any(not event.stored for event in made.events), "the disk was meant to be too small"
+    assert told(made, "disk")
 
 
 def test_nothing_is_kept_for_an_engine_that_takes_no_events(

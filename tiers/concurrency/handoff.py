@@ -22,6 +22,9 @@ class Handoff(Generic[T]):
         self._queue: deque[tuple[T, int]] = deque()
         self._given = self._taken = 0
 
+    def __len__(self) -> int:
+        return len(self._queue)
+
     def give(self, item: T, weight: int) -> bool:
         """Add an item; False: there is no room."""
         if len(self._queue) >= self._items or self._given - self._taken >= self._weight:

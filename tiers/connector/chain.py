@@ -86,7 +86,8 @@ def scheduler_parts(
     )
     pool = ChainPool(PoolSize.of(chain, engine), announcer)
     deadline = lookup_seconds(chain.max_wait)
-    opener = TierOpener(pool, generation, deadline, engine.host, announcer, now)
+    events = chain.events if engine.kv_events else None
+    opener = TierOpener(pool, generation, deadline, engine.host, announcer, now, events)
 
     def open_tier(tier: OffloadingSpec) -> OffloadingScheduler:
         return OffloadingScheduler(

@@ -7,6 +7,7 @@ PATH/                 0700 when we make it, everything in it 0600
   slab-<bytes>.dat    slots of that many bytes
   owners/             one locked file per process that has the tier open (see `owner`)
   lock                held briefly, while a process opens or closes the tier
+  events/             what engines announced of it (`tiers/connector/scheduler/inventory/`)
   *.gone              wiped files that are yet to be removed
 """
 

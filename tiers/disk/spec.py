@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -45,6 +46,10 @@ class DiskSpec(StoreSpec):
     @property
     def host_local(self) -> bool:
         return True  # each host has a folder, and an index, of its own
+
+    @property
+    def notes_folder(self) -> Path:
+        return self.path / "events"
 
     def open(self, site: StoreContext) -> DiskStore:
         """Open the store. Raises TierUnusable when the folder can't be used as it is, or holds less

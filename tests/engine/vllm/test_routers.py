@@ -37,7 +37,7 @@ def event(stored: bool = True, is_local: bool = True) -> BlockEvent:
 def in_vllms_words(given: BlockEvent, **settings: bool) -> Any:
     from tiers.engine.vllm_events import AsVllm, GroupKind
 
-    (made,) = AsVllm(EventsSpec(**settings), [GroupKind("full_attention")])([given])
+    (made,) = AsVllm(EventsSpec.model_validate(settings), [GroupKind("full_attention")])([given])
     return made
 
 

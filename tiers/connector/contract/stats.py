@@ -30,6 +30,8 @@ COUNTERS = {
     "store_dropped_down": "Blocks not stored because the tier was down.",
     "store_deferred": "Blocks not stored because fewer requests than store_threshold had them.",
     "evictions": "Blocks evicted for room; of our own tiers only cpu reports them.",
+    "events_not_kept": "Blocks of KV events that will not be announced again after a restart: they "
+    "came too fast, or their folder failed.",
     "tier_failures": "Operations of the tier that failed.",
     "recorded_requests": "Requests that record wrote; its tier is (chain), the chain itself.",
     "record_dropped": "Requests that record could not write, or not in time; its tier is (chain).",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
 from tiers.connector.contract.block_events import UNKNOWN, BlockEvent, Medium
 from tiers.connector.policy.requests import RequestState, RequestTable
+from tiers.connector.scheduler.inventory.inventory import Inventory
+from tiers.connector.scheduler.inventory.runs import Run
 
 
 class Place(NamedTuple):
@@ -36,7 +39,15 @@ class KVEvents:
         self._wanted = requests.engine.kv_events
         self._requests = requests
         self._newly_held: dict[bytes, int] = {}
+        self._inventory: Inventory | None = None
+        self._dropped = 0
         self._events: list[BlockEvent] = []
+
+    def keep_in(self, inventory: Inventory | None) -> None:
+        """Keep what is told from now on there, and tell what is due there; close the one before."""
+        if self._inventory is not None:
+            self._inventory.close()
+        self._inventory = inventory
 
     def stored(self, key: bytes, number: int) -> None:
         """The tier holds this block now, which has this number among its request's keys; the blocks
@@ -49,11 +60,13 @@ class KVEvents:
         routers ignore a block whose parent they do not know."""
         held, self._newly_held = self._newly_held, {}
         for group, first, keys in _runs(self._requests.groups.places(held.values()), held):
-            self._events.append(self._stored(state, group, first, keys))
+            run = self._run(state, group, first, keys)
+            self._tell(run)
+            # Blocks of a generation are found by this engine alone, and not after a restart.
+            if self._inventory is not None and not self._requests.generation.tag:
+                self._inventory.note(run)
 
-    def _stored(
-        self, state: RequestState, group: int, first: int, keys: Sequence[bytes]
-    ) -> BlockEvent:
+    def _run(self, state: RequestState, group: int, first: int, keys: Sequence[bytes]) -> Run:
         groups, engine = self._requests.groups, self._requests.engine
         size = engine.kv_groups[group].tokens
         origin, parent = UNKNOWN, None
@@ -61,8 +74,12 @@ class KVEvents:
             origin = engine.describe(state.request, first * size, size, len(keys))
             if first:
                 parent, _ = groups.hash_of(state.keys[groups.number(group, first - 1)])
-        hashes = tuple(groups.hash_of(key)[0] for key in keys)
-        return BlockEvent(*self._place, True, hashes, size, group, parent, origin)
+        block_hash, _ = groups.hash_of(keys[0])
+        return Run(keys, len(block_hash), group, size, parent, origin)
+
+    def _tell(self, run: Run, held: bool = True) -> None:
+        event = BlockEvent(*self._place, held, run.hashes, run.block_tokens, run.group)
+        self._events.append(replace(event, parent=run.parent, origin=run.origin) if held else event)
 
     def evicted(self, key: bytes) -> None:
         """The tier gave a block up for room."""
@@ -86,13 +103,26 @@ class KVEvents:
             size = requests.engine.kv_groups[group].tokens
             self._events.append(BlockEvent(*self._place, False, tuple(found), size, group))
 
-    def take_evictions(self) -> int:
-        """How many blocks were evicted since the last call."""
-        evictions, self._evictions = self._evictions, 0
-        return evictions
+    def take_measures(self) -> dict[str, float]:
+        """How many blocks were evicted since the last call, and how many are not kept of those
+        that were told (see `contract.stats`)."""
+        dropped = self._inventory.dropped if self._inventory is not None else self._dropped
+        counted = {"evictions": self._evictions, "events_not_kept": dropped - self._dropped}
+        self._evictions, self._dropped = 0, dropped
+        return {name: float(count) for name, count in counted.items() if count}
+
+    @property
+    def is_announcing(self) -> bool:
+        """Whether steps are needed to tell what the tier held before this engine started."""
+        return self._inventory is not None and self._inventory.is_announcing
 
     def take(self) -> list[BlockEvent]:
-        """The events since the last call."""
+        """The events since the last call, and some of those that are due of earlier ones."""
+        if self._inventory is not None:
+            for run, held, but in self._inventory.take():
+                gone = [key not in but for key in run.keys]
+                for part in [run] if held else run.held(gone):
+                    self._tell(part, held)
         events, self._events = self._events, []
         return events
 

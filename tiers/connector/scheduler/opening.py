@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from spec.events import EventsSpec
 from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.connector.contract.generation import Generation
@@ -15,6 +16,7 @@ from tiers.connector.contract.pool_size import PoolSize
 from tiers.connector.scheduler.announcing import Announcer
 from tiers.connector.scheduler.host_manager import HostManager
 from tiers.connector.scheduler.hosts import is_local, refuse_several
+from tiers.connector.scheduler.inventory.inventory import Inventory
 from tiers.connector.scheduler.manager import TierManager
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.errors import TierUnusable
@@ -29,11 +31,13 @@ OnEvict = Callable[[bytes], None]
 
 
 class OpenTier(NamedTuple):
-    """An open tier. `pool`: the chain's slots. `block_bytes`: of a block, over all ranks."""
+    """An open tier. `pool`: the chain's slots. `block_bytes`: of a block, over all ranks.
+    `inventory`: keeps what events tell of it; None: nothing is kept."""
 
     manager: TierManager
     pool: SlotPool
     block_bytes: int
+    inventory: Inventory | None = None
 
 
 NOT_OPEN = OpenTier(TierManager(), SlotPool(0), block_bytes=0)
@@ -72,9 +76,12 @@ class TierOpener:
         host: str,
         announcer: Announcer,
         now: Callable[[], float] = time.monotonic,
+        events: EventsSpec | None = None,
     ) -> None:
         """`lookup_deadline`: seconds after which a lookup under way counts as a miss. `host`: where
-        this process is (see `EngineInfo`). `now`: the clock of the stores' answers, in seconds."""
+        this process is (see `EngineInfo`). `now`: the clock of the stores' answers, in seconds.
+        `events`: what KV events say; None: the engine takes none."""
+        self._events = events
         self._pool = pool
         self._generation = generation
         self._lookup_deadline = lookup_deadline
@@ -96,13 +103,16 @@ class TierOpener:
         # Ranks whose blocks are larger have fewer slots: what fits those fits all.
         payload = max(handshake.payload_bytes for handshake in handshakes)
         pool = self._pool.open(payload, handshakes)
+        inventory: Inventory | None = None
         if isinstance(tier, HostSpec):
             manager: TierManager = self._host_manager(tier, payload, pool, handshakes, on_evict)
         elif isinstance(tier, StoreSpec):
             manager = self._store_manager(tier, payload, handshakes, in_step)
+            inventory = self._inventory(tier, manager, handshakes[0].namespace)
         else:
             raise TierUnusable(f"type {tier.type!r} is neither a StoreSpec nor a HostSpec")
-        return OpenTier(manager, pool, sum(handshake.payload_bytes for handshake in handshakes))
+        block_bytes = sum(handshake.payload_bytes for handshake in handshakes)
+        return OpenTier(manager, pool, block_bytes, inventory)
 
     def _host_manager(
         self,
@@ -142,6 +152,23 @@ class TierOpener:
             raise
         spaces = [handshake.namespace for handshake in handshakes]
         return StoreManager(store, spaces, self._generation, self._now, self._lookup_deadline)
+
+    def _inventory(
+        self, tier: StoreSpec, manager: TierManager, namespace: bytes
+    ) -> Inventory | None:
+        """Keep what is announced of a tier, where the operator has given it a folder for that.
+        Encrypted tiers keep nothing: tokens would lie in the clear beside what hides them."""
+        events = self._events
+        if events is None or tier.encryption is not None or not isinstance(manager, StoreManager):
+            return None
+        beside = tier.notes_folder
+        if events.folder is not None:
+            folder = events.folder / f"{tier.tier_name}.{namespace.hex()}"
+        elif beside is not None:
+            folder = beside / namespace.hex()
+        else:
+            return None
+        return Inventory(tier.tier_name, folder, manager.holds, events.announce_rate)
 
     def _refuse_several(
         self, tier: StoreSpec, store: TierStore | None, handshakes: Sequence[WorkerHandshake]

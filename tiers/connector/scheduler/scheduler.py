@@ -121,8 +121,7 @@ class OffloadingScheduler(SchedulerConnector):
     def get_kv_connector_stats(self) -> TierStats | None:
         """What was measured since the last call; gauges only where they have changed."""
         stats, self.stats = self.stats, TierStats()
-        if evictions := self._context.kv_events.take_evictions():
-            stats.add(self.tier, evictions=evictions)
+        stats.add(self.tier, **self._context.kv_events.take_measures())
         block_bytes = self._halves.stores.reservations.block_bytes
         gauges = self._jobs.gauges(block_bytes) | self._health.gauges()
         if gauges != self._told:
@@ -131,9 +130,10 @@ class OffloadingScheduler(SchedulerConnector):
         return None if stats.is_empty() else stats
 
     def has_pending_push_work(self) -> bool:
-        """Whether a transfer will end soon whose end only a step can tell us of."""
+        """Whether a transfer will end soon whose end only a step can tell us of, or events of
+        before a restart are to be told."""
         ends_soon = self._halves.manager.completes_on_gather or self._jobs.any_loading
-        return bool(self._jobs) and ends_soon
+        return (bool(self._jobs) and ends_soon) or self._context.kv_events.is_announcing
 
     # -- loading -----------------------------------------------------------------------------
 

@@ -114,6 +114,18 @@ class StoreManager(TierManager):
             self._unfound.asked(keys, held)
         return held
 
+    def holds(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """Ask the store, on the caller's thread, which keys it holds that are of no generation;
+        None: it can't say now."""
+        failed = self._failures()
+        held = [True] * len(keys)
+        for namespace in self._namespaces:
+            held = list(map(and_, held, self._store.has([namespace + key for key in keys])))
+        return held if self.health().reads_up and self._failures() == failed else None
+
+    def _failures(self) -> int:
+        return self._store.failures.total if isinstance(self._store, Guarded) else 0
+
     def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
         """Stores keep their blocks elsewhere; one that goes before it is read is a miss."""
         self._recent.add(keys)

@@ -62,6 +62,7 @@ class TierHalves:
             return
         self.manager = tier.manager
         self.loads, self.stores = self._loads_of(tier), self._stores_of(tier)
+        self._context.kv_events.keep_in(tier.inventory)
         self._context.health.opened(tier.manager)
 
     def _loads_of(self, tier: OpenTier) -> TierLoads:
@@ -84,5 +85,6 @@ class TierHalves:
     def close(self) -> None:
         """Release the tier, which has nothing and wants nothing from now on."""
         self._context.health.failed()
+        self._context.kv_events.keep_in(None)
         manager, self.manager = self.manager, NOT_OPEN.manager
         manager.close()

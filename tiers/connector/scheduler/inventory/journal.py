@@ -1,0 +1,149 @@
+"""Journal: files that say what one engine has announced of a tier's blocks.
+
+FOLDER/<namespace>/<engine>/     0700, everything in it 0600
+  lock                           locked while that engine lives
+  00000001.runs                  runs (see `runs`), in the order in which they were announced
+
+An engine that starts takes over what dead ones left: it is announced once more, by this engine. A
+file that is cut off by a crash loses its last runs, and nothing else. Nothing is synced: what a
+crash of the machine takes is not announced, and is found when a request asks for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tiers.connector.scheduler.inventory.runs import MAX_RUN_BYTES, Run, pack, unpack
+
+SEGMENT_BYTES = 1 << 20
+"""Bytes after which a file is closed and another begun: 10,000 blocks, checked in one go."""
+MAX_BYTES = 1 << 30
+"""Bytes of one engine's files beyond which nothing is added: ten million blocks."""
+_SUFFIX = ".runs"
+
+
+class Journal:
+    """The files of one engine; used by one thread. Any method may raise OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: that of the namespace; made if it is missing."""
+        self._all = folder
+        for part in (folder.parent, folder):
+            part.mkdir(mode=0o700, exist_ok=True)
+        self._mine = folder / secrets.token_hex(8)
+        self._mine.mkdir(mode=0o700)
+        lock = _lock(self._mine)
+        assert lock is not None, "nobody knows the folder's name yet"
+        self._locks = [lock]
+        self._number = 0
+        self._open: int | None = None
+        self._open_bytes = self._bytes = 0
+
+    def append(self, runs: Iterable[Run]) -> int:
+        """Add runs; how many blocks of them could not be added."""
+        left = 0
+        for run in runs:
+            try:
+                packed = pack(run)
+            except (ValueError, TypeError, OverflowError):
+                left += len(run.keys)
+                continue
+            if self._bytes + len(packed) > MAX_BYTES:
+                left += len(run.keys)
+                continue
+            if self._open is None or self._open_bytes + len(packed) > SEGMENT_BYTES:
+                self.rotate()
+                self._number += 1
+                self._open = _create(self._mine / f"{self._number:08}{_SUFFIX}")
+            _write(self._open, packed)
+            self._open_bytes += len(packed)
+            self._bytes += len(packed)
+        return left
+
+    def rotate(self) -> None:
+        """Close the file that is being written."""
+        if self._open is not None:
+            os.close(self._open)
+        self._open, self._open_bytes = None, 0
+
+    def closed(self) -> list[Path]:
+        """The files that are not written any more, oldest first."""
+        files = _segments(self._mine)
+        return files[:-1] if self._open is not None else files
+
+    def dead(self) -> Iterator[Path]:
+        """The files that dead engines left, oldest first for each; remove each when it is taken
+        over. Files of engines that live are left alone."""
+        for folder in sorted(self._all.iterdir()):
+            lock = _lock(folder) if folder != self._mine and folder.is_dir() else None
+            if lock is None:
+                continue
+            try:
+                yield from _segments(folder)
+                (folder / "lock").unlink()
+                folder.rmdir()
+            finally:
+                os.close(lock)
+
+    def rewrite(self, file: Path, runs: list[Run]) -> None:
+        """Keep these runs of a closed file alone."""
+        before = file.stat().st_size
+        if not runs:
+            file.unlink()
+            self._bytes -= before
+            return
+        draft = file.with_suffix(".draft")
+        made = _create(draft)
+        try:
+            _write(made, b"".join(map(pack, runs)))
+        finally:
+            os.close(made)
+        draft.rename(file)
+        self._bytes += file.stat().st_size - before
+
+    def close(self) -> None:
+        """Leave the files to the next engine."""
+        self.rotate()
+        for lock in self._locks:
+            os.close(lock)
+        self._locks.clear()
+
+
+def read(file: Path) -> list[Run]:
+    """The runs of a file, as far as it is whole."""
+    with file.open("rb") as opened:
+        return list(unpack(opened.read(SEGMENT_BYTES + MAX_RUN_BYTES)))
+
+
+def _segments(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*{_SUFFIX}"))
+
+
+def _create(file: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(file, flags, 0o600)
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock an engine's folder; None: its engine lives, or has just been taken over."""
+    try:
+        file = os.open(
+            folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return None
+    return file
