@@ -121,7 +121,8 @@ class OffloadingScheduler(SchedulerConnector):
     def get_kv_connector_stats(self) -> TierStats | None:
         """What was measured since the last call; gauges only where they have changed."""
         stats, self.stats = self.stats, TierStats()
-        stats.add(self.tier, **self._context.kv_events.take_measures())
+        if measures := self._context.kv_events.take_measures():
+            stats.add(self.tier, **measures)
         block_bytes = self._halves.stores.reservations.block_bytes
         gauges = self._jobs.gauges(block_bytes) | self._health.gauges()
         if gauges != self._told:
