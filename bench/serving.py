@@ -52,12 +52,9 @@ def serve(engine: ReplayEngine, trace: Path, requests: int) -> str:
         engine.settle()  # what one request stores is there for the next, on any machine
         served += 1
         tokens += len(asked)
-    hits = {
-        name: int(counts["hit_tokens"])
-        for name, counts in engine.stats.data.items()
-        if counts.get("hit_tokens")
-    }
-    said = ", ".join(f"{count:,} from {name}" for name, count in hits.items())
+    counts = {name: measures.get("hit_tokens") for name, measures in engine.stats.data.items()}
+    hits = {name: n for name, n in counts.items() if n and not isinstance(n, list)}
+    said = ", ".join(f"{count:,.0f} from {name}" for name, count in hits.items())
     return f"{served} requests of {tokens:,} prompt tokens were served, {said or 'none from tiers'}"
 
 

@@ -1,10 +1,13 @@
 """What `kvtiers tune` chooses for a trace, and what chains written by hand come to beside it.
 
-    python -m bench.tuning TRACE --into FOLDER [--case BUDGET/PROFILE ...] [--chains N]
+    python -m bench.tuning TRACE --into FOLDER [--case BUDGET/PROFILE ...] [--chains N] [--real N]
 
 For each budget and each profile it writes the budget, the chosen chain with its reasons, all
 figures and a plot, and simulates ten chains written by hand on the part of the trace that the
-search did not see. Then it writes a table of all that is in the folder.
+search did not see. With `--real` it serves the first N requests of the trace with real connectors
+and stores, at a small scale, and counts the second half of them: with the chosen chain, with the
+one by hand that the simulation likes best, and with the one that it likes least. Then it writes a
+table of all that is in the folder.
 """
 
 from __future__ import annotations
@@ -15,18 +18,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import islice, product
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import yaml
 
+from spec.chain import ChainSpec
 from tiers.traces.opening import open_trace
+from tiers.tuning.machine import Machine
+from tiers.tuning.replay import replay
 from tiers.tuning.search.budget import Budget, load_budget
 from tiers.tuning.search.processes import Simulations
 from tiers.tuning.search.score import value
 from tiers.tuning.search.space import Space
-from tiers.tuning.simulation.chain import SimChain
+from tiers.tuning.simulation import simulate
+from tiers.tuning.simulation.chain import SimChain, SimTier
 from tiers.tuning.simulation.workload import Workload
 
 HELD_BACK = 0.5
@@ -123,14 +132,15 @@ def by_hand(text: str, budget: Budget) -> SimChain:
     return SimChain(tuple(made), policy, promote)
 
 
-def run(trace: Path, folder: Path, budget: str, profile: str, chains: int) -> None:
+def run(trace: Path, folder: Path, budget: str, profile: str, chains: int, processes: int) -> None:
     """Tune one case, and simulate the chains of `HAND` beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "budget.yaml").write_text(budget_text(budget, profile), encoding="utf-8")
     names = ("--budget", "budget.yaml", "--out", "chain.yaml", "--json", "tune.json")
     started = time.monotonic()
     command = "import sys; from tiers.cli.main import main; main()"
-    asked = ["tune", str(trace.resolve()), *names, "--plot", "plot.png", "--chains", str(chains)]
+    asked = ["tune", str(trace.resolve()), *names, "--plot", "plot.png", "--chains", str(chains),
+             "--processes", str(processes)]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", command, *asked],
         cwd=folder, capture_output=True, text=True, check=True,
@@ -139,7 +149,7 @@ def run(trace: Path, folder: Path, budget: str, profile: str, chains: int) -> No
     given = load_budget(folder / "budget.yaml")
     opened = open_trace(trace)
     workload = Workload.of(opened, opened.header.block_tokens)
-    with Simulations(workload, given.machine, 2) as simulations:
+    with Simulations(workload, given.machine, processes) as simulations:
         texts = HAND[budget]
         jobs = [(by_hand(text, given), 1.0, HELD_BACK) for text in texts]
         found = dict(zip(texts, simulations.run(jobs), strict=True))
@@ -150,6 +160,64 @@ def run(trace: Path, folder: Path, budget: str, profile: str, chains: int) -> No
     (folder / "hand.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
+def served(trace: Path, folder: Path, budget: str, count: int) -> None:
+    """Serve the trace's first requests for real, with the chosen chain and some of `HAND`."""
+    given = load_budget(folder / "budget.yaml")
+    opened = open_trace(trace)
+    requests, size = list(islice(opened, count)), opened.header.block_tokens
+    workload = Workload.of(requests, size)
+    chains = {text: by_hand(text, given) for text in HAND[budget]}
+    said = {}
+    for text, chain in chains.items():
+        said[text] = simulate(workload, size, chain, given.machine, warm=HELD_BACK).ttft_mean
+    order = sorted(said, key=said.__getitem__)
+    rows = []
+    chosen = chosen_chain(json.loads((folder / "tune.json").read_text())["chosen"])
+    for text in ("chosen", order[0], order[-1]):
+        chain = chosen if text == "chosen" else chains[text]
+        spec, machine = for_real(chain, given)
+        done = replay(requests, size, spec, machine, warm=HELD_BACK)
+        told = simulate(workload, size, chain, given.machine, warm=HELD_BACK)
+        rows.append(
+            {
+                "chain": text,
+                "simulated": told.ttft_mean,
+                "real": done.ttft_mean,
+                "quarters": [mean for mean, _ in done.ttft_quarters],
+                "load": done.load,
+                "gpu_load": done.gpu_load,
+            }
+        )
+        data = {"requests": len(requests), "rows": rows}
+        (folder / "real.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def chosen_chain(told: dict[str, Any]) -> SimChain:
+    """The chosen chain of a `tune.json`."""
+    names = {field.name for field in fields(SimChain)}
+    tiers = tuple(SimTier(**tier) for tier in told["tiers"])
+    return SimChain(**{k: v for k, v in told.items() if k in names} | {"tiers": tiers})
+
+
+def for_real(chain: SimChain, given: Budget) -> tuple[ChainSpec, Machine]:
+    """The chain's spec, and the machine whose servers have the sizes that the chain says."""
+    tiers, profiles = [], dict(given.machine.tiers)
+    for tier in chain.tiers:
+        medium = given.medium(tier.type)
+        keys = {"type": tier.type, "store_threshold": tier.store_threshold, **medium.settings}
+        if medium.has_capacity:
+            keys["capacity"] = tier.capacity
+        else:
+            profile = profiles[tier.type].model_copy(update={"capacity": tier.capacity})
+            profiles[tier.type] = profile
+        if len(medium.evictions) > 1:
+            keys["eviction"] = tier.eviction
+        tiers.append(keys)
+    spec = {"version": 1, "load_policy": chain.load_policy, "promote": chain.promote}
+    machine = given.machine.model_copy(update={"tiers": profiles})
+    return ChainSpec.model_validate(spec | {"tiers": tiers}), machine
+
+
 def table(folder: Path) -> str:
     """All cases of a folder as Markdown."""
     rows = [
@@ -157,7 +225,43 @@ def table(folder: Path) -> str:
         "chosen against best by hand | equal up to |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    return "\n".join([*rows, *_rows(folder)]) + "\n"
+    text = "\n".join([*rows, *_rows(folder)]) + "\n"
+    real = list(_real_rows(folder))
+    if not real:
+        return text
+    head = [
+        "",
+        "Real connectors and stores; mean TTFT in s, simulated / real, and how much the ratio of "
+        "the two chains varies between quarters:",
+        "",
+        "| budget | profile | requests | chosen | best by hand | worst by hand | chosen against "
+        "best by hand | spread |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    return text + "\n".join([*head, *real]) + "\n"
+
+
+def _real_rows(folder: Path) -> Iterator[str]:
+    for budget, profile in product(BUDGETS, PROFILES):
+        file = folder / budget / profile / "real.json"
+        if not file.exists():
+            continue
+        data = json.loads(file.read_text())
+        chosen, *hand = data["rows"]
+        best = min(hand, key=lambda row: row["real"])
+        worst = max(hand, key=lambda row: row["real"])
+        pairs = zip(chosen["quarters"], best["quarters"], strict=True)
+        spread = stdev(mine / theirs for mine, theirs in pairs)
+
+        def pair(row: dict[str, Any]) -> str:
+            return f"{row['simulated']:.3f} / {row['real']:.3f}"
+
+        cells = [
+            budget, profile, f"{data['requests']:,}", pair(chosen),
+            f"{best['chain']}: {pair(best)}", f"{worst['chain']}: {pair(worst)}",
+            f"{chosen['real'] / best['real'] - 1:+.1%}", f"{spread:.1%}",
+        ]  # fmt: skip
+        yield f"| {' | '.join(cells)} |"
 
 
 def _rows(folder: Path) -> Iterator[str]:
@@ -188,10 +292,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--into", type=Path, required=True)
     parser.add_argument("--case", nargs="*", choices=every, default=every, metavar="CASE")
     parser.add_argument("--chains", type=int, default=250)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--real", type=int, metavar="N", help="serve the first N requests for real")
     options = parser.parse_args(arguments)
     for case in options.case:
         budget, profile = case.split("/")
-        run(options.trace, options.into / case, budget, profile, options.chains)
+        folder, chains = options.into / case, options.chains
+        run(options.trace, folder, budget, profile, chains, options.processes)
+        if options.real:
+            served(options.trace, folder, budget, options.real)
         print(case, flush=True)
     text = f"From `{options.trace.name}`, by `python -m bench.tuning`.\n\n{table(options.into)}"
     (options.into / "README.md").write_text(text, encoding="utf-8")

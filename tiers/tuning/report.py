@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 TRUSTED_LOAD = 0.65
@@ -121,3 +122,15 @@ class Report:
             "price_per_month": self.price_per_month,
             "cost_per_million_saved_tokens": self.cost_per_million_saved_tokens,
         }
+
+
+def quarters(waits: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """Mean and p99 of each quarter of some waiting times, as they came."""
+    cuts = [len(waits) * quarter // 4 for quarter in range(5)]
+    parts = [sorted(waits[start:end]) for start, end in pairwise(cuts)]
+    return tuple((sum(part) / len(part), quantile(part, 0.99)) for part in parts if part)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """The value that so large a part of the sorted values is at or below; 0 if there is none."""
+    return values[min(len(values) - 1, int(part * len(values)))] if values else 0.0

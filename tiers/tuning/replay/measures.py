@@ -10,7 +10,7 @@ from spec.offloading import HostSpec, OffloadingSpec
 from tiers.connector.contract.stats import Measures
 from tiers.tuning.machine import Machine
 from tiers.tuning.replay.engine import ReplayEngine
-from tiers.tuning.report import DAY, YEAR, Report, TierUse
+from tiers.tuning.report import DAY, YEAR, Report, TierUse, quantile, quarters
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,10 @@ def report_of(
         engine_hit_tokens=outcome.own_tokens,
         computed_tokens=outcome.computed_tokens,
         ttft_mean=sum(waits) / len(waits) if waits else 0.0,
-        ttft_p50=_quantile(waits, 0.5),
-        ttft_p99=_quantile(waits, 0.99),
+        ttft_p50=quantile(waits, 0.5),
+        ttft_p99=quantile(waits, 0.99),
         prefill_seconds_saved=sum(outcome.tier_tokens.values()) / machine.prefill_rate,
+        ttft_quarters=quarters(outcome.first_tokens),
     )
 
 
@@ -101,8 +102,3 @@ def _is_host(tier: OffloadingSpec) -> bool:
 def _count(mark: Mark, tier: str, counter: str) -> float:
     value = mark.stats.get(tier, {}).get(counter, 0.0)
     return value if isinstance(value, int | float) else 0.0
-
-
-def _quantile(values: list[float], part: float) -> float:
-    """The value that so large a part of the sorted values is at or below."""
-    return values[min(len(values) - 1, int(part * len(values)))] if values else 0.0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from tiers.tuning.machine import Machine, TierProfile
-from tiers.tuning.report import DAY, YEAR, Report, TierUse
+from tiers.tuning.report import DAY, YEAR, Report, TierUse, quantile, quarters
 from tiers.tuning.simulation.chain import SimChain, SimTier
 from tiers.tuning.simulation.engine import Engine
 
@@ -36,10 +34,10 @@ def report_of(engine: Engine, chain: SimChain, machine: Machine) -> Report:
         engine_hit_tokens=own_hits,
         computed_tokens=prompt_tokens - own_hits - tier_hits,
         ttft_mean=sum(waits) / len(waits) if waits else 0.0,
-        ttft_p50=_quantile(waits, 0.5),
-        ttft_p99=_quantile(waits, 0.99),
+        ttft_p50=quantile(waits, 0.5),
+        ttft_p99=quantile(waits, 0.99),
         prefill_seconds_saved=tier_hits / machine.prefill_rate,
-        ttft_quarters=_quarters(engine.waits),
+        ttft_quarters=quarters(engine.waits),
     )
 
 
@@ -75,14 +73,3 @@ def _use(
         life_years=years,
         price_per_month=price,
     )
-
-
-def _quarters(waits: list[float]) -> tuple[tuple[float, float], ...]:
-    cuts = [len(waits) * quarter // 4 for quarter in range(5)]
-    parts = [sorted(waits[start:end]) for start, end in pairwise(cuts)]
-    return tuple((sum(part) / len(part), _quantile(part, 0.99)) for part in parts if part)
-
-
-def _quantile(values: list[float], part: float) -> float:
-    """The value that so large a part of the sorted values is at or below."""
-    return values[min(len(values) - 1, int(part * len(values)))] if values else 0.0
