@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.tuning.replay.worlds import SIZE, chain, chats, cpu, disk, machine
+from tests.tuning.replay.worlds import BLOCK_BYTES, SIZE, chain, chats, cpu, disk, machine
 from tiers.tuning.machine import TierProfile
 from tiers.tuning.replay import replay
 from tiers.tuning.report import Report
@@ -27,6 +27,7 @@ TIERS: dict[str, Any] = {
     "threshold": {"store_threshold": 2},
     "rate": {"store_rate": "200kB/s"},
     "inflight": {"max_inflight": 160_000},
+    "budget": {"write_budget": "2kB/s"},
 }
 
 
@@ -52,6 +53,8 @@ def test_the_simulation_agrees_where_stores_lag_and_drop(name: str) -> None:
 
 @pytest.mark.parametrize("name", TIERS)
 def test_the_simulation_agrees_on_rules_of_stores(name: str) -> None:
-    usual, requests = machine(), chats(6)
+    usual, requests = machine(engine_cache=60 * BLOCK_BYTES), chats(6)
     tiers = chain(cpu(160), disk(600, **TIERS[name]))
-    assert_agree(replay(requests, SIZE, tiers, usual), simulate(requests, SIZE, tiers, usual))
+    real = replay(requests, SIZE, tiers, usual)
+    assert real.tier_hit_tokens > 0
+    assert_agree(real, simulate(requests, SIZE, tiers, usual))

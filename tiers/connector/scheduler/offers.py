@@ -18,7 +18,8 @@ class TierRequest:
     """What one tier keeps of a request; `state` is what the whole chain knows of it.
 
     `offered`: leading blocks that were offered for storing. `refused`: which keys of those found no
-    room, and why (a counter's name). `recompute`: this tier failed to load it and is not asked
+    room, and why (a counter's name). `cut`: why a block was refused for good, so that none behind
+    it is stored. `recompute`: this tier failed to load it and is not asked
     again, so a request is loaded in vain once per tier at most. `asked`: when a lookup was begun
     that is not answered yet. `answered`: whether any lookup was. `looked_up`, `hit`: whether it is
     counted among the tier's lookups and hits. `order`: that in which its blocks were stored.
@@ -28,6 +29,7 @@ class TierRequest:
     state: RequestState
     offered: int = 0
     refused: dict[int, str] = field(default_factory=dict)
+    cut: str | None = None
     recompute: bool = False
     asked: float | None = None
     answered: bool = False
@@ -35,6 +37,11 @@ class TierRequest:
     hit: bool = False
     order: StoreOrder = field(default_factory=StoreOrder)
     lookup: Lookup = field(default_factory=Lookup)
+
+    @property
+    def behind(self) -> str | None:
+        """Why nothing more of the request is stored for now."""
+        return self.cut or next(iter(self.refused.values()), None)
 
 
 class Offers(NamedTuple):

@@ -235,6 +235,7 @@ class OffloadingScheduler(SchedulerConnector):
             self._halves.stores.request_finished(own, block_ids)
             own.lookup.cancel()
             self.note(**Counter(own.refused.values()))
+            own.cut, own.refused = own.behind, {}  # what it offers last is behind those
         return False, None
 
     def shutdown(self) -> None:

@@ -14,6 +14,10 @@ from tiers.connector.scheduler.tier_health import TierHealth
 FOR_ROOM = ("store_dropped_inflight", "store_dropped_no_slot")
 """Why a block is refused that is offered again."""
 
+NOT_YET = "store_deferred"
+"""Why a block is refused that the tier should not have so far: one of those behind it may be asked
+for as often as it takes."""
+
 
 class Claimed(NamedTuple):
     """What came of some offers, by the number of each. `items`: what is stored. `refused`: what the
@@ -36,18 +40,24 @@ class StoreReservations:
         self._keys: set[bytes] = set()
         self._reading: dict[int, int] = {}
 
-    def claim(self, offers: Offers) -> Claimed:
-        """Take slots for those offers that the tier lacks and its rules admit."""
+    def claim(self, offers: Offers, behind: str | None = None) -> Claimed:
+        """Take slots for those offers of a request that the tier lacks and its rules admit.
+
+        What is behind a block that the tier should have and does not get is refused for the same
+        reason, since it could not be loaded. `behind`: that reason, where there is such a block
+        before these.
+        """
         lacking = self._manager.missing([key for key, _ in offers.pairs])
         items: dict[int, StoreItem] = {}
         refused: dict[int, str] = {}
         for number, (key, paged), lacks in zip(offers.numbers, offers.pairs, lacking, strict=True):
             if not lacks or key in self._keys:
                 continue
-            reason = self._refusal(key)
+            reason = behind or self._refusal(key)
             claim = self.pool.claim(key) if reason is None else None
             if claim is None:
-                refused[number] = reason or "store_dropped_no_slot"
+                refused[number] = reason = reason or "store_dropped_no_slot"
+                behind = None if reason == NOT_YET else reason
                 continue
             self._admission.stores(key, self.block_bytes)
             self.slots_pinned += 1

@@ -12,7 +12,7 @@ from tiers.connector.scheduler.intake import Intake
 from tiers.connector.scheduler.jobs import PendingStore
 from tiers.connector.scheduler.manager import TierManager
 from tiers.connector.scheduler.offers import Offers, TierRequest, new_offers, offers_again
-from tiers.connector.scheduler.store_reservations import FOR_ROOM, StoreReservations
+from tiers.connector.scheduler.store_reservations import FOR_ROOM, NOT_YET, StoreReservations
 from tiers.connector.scheduler.tenant_quotas import tenant_of
 
 RETRIES = 256
@@ -62,18 +62,23 @@ class TierStores:
             return None
         again = self._offer_again(own, scheduled)
         offers = new_offers(requests, own, scheduled)
-        return self._begin(own, again | self._offer_new(offers, own.refused))
+        return self._begin(own, again | self._offer_new(own, offers))
 
-    def _offer_new(self, offers: Offers, waiting: dict[int, str]) -> dict[int, StoreItem]:
-        """Offer blocks for the first time. Those that find no room go to `waiting`."""
+    def _offer_new(self, own: TierRequest, offers: Offers) -> dict[int, StoreItem]:
+        """Offer blocks for the first time. Those that find no room wait for a later step."""
         if not offers.pairs:  # most steps of an answer complete no block: ask the tier nothing
             return {}
-        items, refused = self.reservations.claim(offers)
+        items, refused = self.reservations.claim(offers, own.behind)
         if items or refused:
             self._intake.offered(len(items), Counter(refused.values()))
-        waiting |= {number: why for number, why in refused.items() if why in FOR_ROOM}
-        self._context.count(**Counter(why for why in refused.values() if why not in FOR_ROOM))
+        own.refused |= {number: why for number, why in refused.items() if why in FOR_ROOM}
+        self._give_up(own, [why for why in refused.values() if why not in FOR_ROOM])
         return items
+
+    def _give_up(self, own: TierRequest, reasons: Sequence[str]) -> None:
+        """Count blocks that are not stored; and none behind them is, but for those deferred."""
+        self._context.count(**Counter(reasons))
+        own.cut = own.cut or next((why for why in reasons if why != NOT_YET), None)
 
     def _offer_again(self, own: TierRequest, scheduled: Scheduled) -> dict[int, StoreItem]:
         """Offer what had no room before, head first, while the request runs and has the blocks."""
@@ -83,10 +88,10 @@ class TierStores:
             return {}
         offers = offers_again(self._context.requests, own, scheduled, most)
         self._retries -= len(offers.pairs)
-        items, refused = self.reservations.claim(offers)
+        items, refused = self.reservations.claim(offers, own.cut)
         over = [number for number in offers.numbers if refused.get(number) not in FOR_ROOM]
         before = {number: waiting.pop(number) for number in over}
-        self._context.count(**Counter(refused[number] for number in over if number in refused))
+        self._give_up(own, [refused[number] for number in over if number in refused])
         taken = (why for number, why in before.items() if number not in refused)
         self._intake.taken_later(Counter(taken))
         return items
@@ -100,9 +105,8 @@ class TierStores:
         ended, self._last_offers = self._last_offers, []
         jobs: list[StoreJob | None] = []
         for own, offers in ended:
-            waiting: dict[int, str] = {}
-            items = self._offer_new(offers.without(overwritten), waiting)
-            self._context.count(**Counter(waiting.values()))  # there is no later step
+            items = self._offer_new(own, offers.without(overwritten))
+            self._context.count(**Counter(own.refused.values()))  # there is no later step
             own.order.finished = True
             jobs.append(self._begin(own, items))
             self._settle(own)

@@ -164,7 +164,8 @@ class LinkedSpec(StoreSpec):
                 "__module__": cls.__module__,
             },
         )
-        spec = kind(type=inner.type, name=inner.tier_name, inner=inner, **admission)
+        # Rates are numbers by now, which the YAML's fields would refuse.
+        spec = kind(type=inner.type, name=inner.tier_name, inner=inner).model_copy(update=admission)
         spec._link = link
         return spec
 

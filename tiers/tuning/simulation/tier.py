@@ -85,6 +85,8 @@ class Tier:
         self._loads: deque[tuple[float, int]] = deque()
         self._store_free = 0.0
         self.delay = 0.0
+        self._cut: set[int] = set()
+        """Numbers of the prompts that the budget did not admit whole."""
         self._budget_left = (settings.budget or 0.0) * BURST
         self._budget_since = 0.0
 
@@ -148,9 +150,12 @@ class Tier:
         if not wanted:
             return None
         self.counts.admitted += lacking
-        if self.settings.budget is not None and lacking > (most := self._affordable(now)):
-            wanted, _ = split(wanted, most)
-            lacking = math.floor(most)
+        if self.settings.budget is not None:
+            most = 0.0 if prompt.number in self._cut else self._affordable(now)
+            if lacking > most:
+                self._cut.add(prompt.number)  # what is behind that could not be loaded
+                wanted, _ = split(wanted, most)
+                lacking = math.floor(most)
         if lacking > self._room:
             wanted, left = split(wanted, self._room)
             self.refused[prompt] = self.refused.get(prompt, []) + left
