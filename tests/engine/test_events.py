@@ -167,7 +167,7 @@ def test_what_a_disk_evicts_is_told(
     made.settle()
 
     def is_told() -> bool:
-        manager, held = scheduler_of(made)._halves.manager, told(made, "disk")
+        manager, held = scheduler_of(made)._context.open.manager, told(made, "disk")
         assert isinstance(manager, StoreManager)
         keys = names(made, held)
         return manager._store.has(keys) == [True] * len(keys)

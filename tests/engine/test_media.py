@@ -15,7 +15,7 @@ import torch
 
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, scheduler_of
 from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.media import MediaMark, NoMedia, joined
+from tiers.connector.contract.media import MediaMark, MediaMarks, joined
 from tiers.connector.policy.requests import RequestState, RequestTable, Scheduled
 from tiers.connector.scheduler.offers import TierRequest, new_offers
 from tiers.engine import content_marks
@@ -204,7 +204,7 @@ def test_others_run_while_a_requests_images_are_digested(
     made.run()
     made.settle()
     digesting: set[str] = set()
-    monkeypatch.setattr(NoMedia, "ready", lambda _, request: request.request_id not in digesting)
+    monkeypatch.setattr(MediaMarks, "ready", lambda _, request: request.request_id not in digesting)
     with_images = made.add(prompt, 2)
     digesting.add(with_images.request_id)
     other = made.add([7, *prompt], 2)
@@ -229,7 +229,7 @@ def test_others_run_while_images_are_digested_before_the_tier_is_open(
     """Blocks of a request are marked when it begins, for which the scheduler would wait else."""
     made = engine(chain_of(disk(tmp_path)), late_facts=NeverKnown())
     digesting: set[str] = set()
-    monkeypatch.setattr(NoMedia, "ready", lambda _, request: request.request_id not in digesting)
+    monkeypatch.setattr(MediaMarks, "ready", lambda _, request: request.request_id not in digesting)
     with_images = made.add(range(30), 2)
     digesting.add(with_images.request_id)
     other = made.add(range(50), 2)
@@ -248,15 +248,15 @@ def test_the_engine_never_waits_for_digests(
     made = engine(chain_of(cpu(400)), prefix_caching=False)
     digesting = True
 
-    def of(_: NoMedia, request: Any) -> MediaMark:
+    def of(_: MediaMarks, request: Any) -> MediaMark:
         assert not digesting, "every request waits"
         return MediaMark()
 
-    monkeypatch.setattr(NoMedia, "ready", lambda *_: not digesting)
-    monkeypatch.setattr(NoMedia, "of", of)
+    monkeypatch.setattr(MediaMarks, "ready", lambda *_: not digesting)
+    monkeypatch.setattr(MediaMarks, "of", of)
     params = None
     if why == "the tier is not open":
-        scheduler_of(made)._health.failed()
+        scheduler_of(made)._health.ended()
     else:
         params = {"kvtiers": {"max_load_tokens": 0}}
     request = made.add(range(30), 2, kv_transfer_params=params)
@@ -273,12 +273,12 @@ def test_marks_are_forgotten_when_the_last_tier_has_heard_of_the_end(
 ) -> None:
     forgotten: list[str] = []
 
-    def of(_: NoMedia, request: Any) -> MediaMark:
+    def of(_: MediaMarks, request: Any) -> MediaMark:
         assert request.request_id not in forgotten, "it is digested anew, for the second tier"
         return MediaMark()
 
-    monkeypatch.setattr(NoMedia, "of", of)
-    monkeypatch.setattr(NoMedia, "forget", lambda _, request_id: forgotten.append(request_id))
+    monkeypatch.setattr(MediaMarks, "of", of)
+    monkeypatch.setattr(MediaMarks, "forget", lambda _, request_id: forgotten.append(request_id))
     made = engine(chain_of(cpu(400), disk(tmp_path)), prefix_caching=False)
     for tokens in range(1, 2 * MODEL.block_tokens):
         made.generate(range(30), tokens)

@@ -15,7 +15,7 @@ import zstandard
 from tests.support.clock import Clock
 from tests.support.replay_chains import MODEL, chain_of, cpu, drive
 from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.media import MediaMark, NoMedia
+from tiers.connector.contract.media import MediaMark, MediaMarks
 from tiers.engine.hosted_chain import hosted_tiers
 from tiers.engine.replay import ReplayEngine, ReplayModel
 from tiers.traces.opening import open_trace
@@ -73,7 +73,7 @@ def test_other_adapters_images_and_generations_have_other_ids(
         return replace(plain(num_blocks), mark=lambda _: mark)
 
     monkeypatch.setattr(ReplayModel, "engine_info", lambda _, num_blocks: engine_info(num_blocks))
-    monkeypatch.setattr(NoMedia, "of", lambda *_: pictures)
+    monkeypatch.setattr(MediaMarks, "of", lambda *_: pictures)
     prompt = range(4 * SIZE + 1)
     with recording(tmp_path / "trace", model=model, prefix_caching=False) as engine:
         engine.generate(prompt, max_tokens=1)

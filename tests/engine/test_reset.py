@@ -213,7 +213,7 @@ def test_a_reset_that_keeps(
     made.add(PROMPT, 3)
     assert made.connector is not None
     while not any(
-        scheduler_of(made, n).reqs_being_loaded for n in range(len(made.connector.children))
+        scheduler_of(made, n)._jobs.any_loading for n in range(len(made.connector.children))
     ):
         made.step()
     assert not made.connector.reset_cache(), "what a load writes to may be about to go"

@@ -93,13 +93,13 @@ def test_offering_again_costs_a_step_the_same_however_much_waits(
         made.step()
     made.step()
     asked: list[int] = []
-    missing: Any = scheduler._halves.manager.missing
+    missing: Any = scheduler._context.open.manager.missing
 
     def counting(keys: list[bytes]) -> Any:
         asked.append(len(keys))
         return missing(keys)
 
-    monkeypatch.setattr(scheduler._halves.manager, "missing", counting)
+    monkeypatch.setattr(scheduler._context.open.manager, "missing", counting)
     for _ in range(2):
         made.step()
     assert sum(asked) <= 2 * 4, "it lags behind, and yet it is offered old blocks"

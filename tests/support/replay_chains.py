@@ -81,7 +81,7 @@ def close(engine: ReplayEngine) -> None:
     assert engine.connector is None or not len(engine.connector._requests)
     for place in range(len(engine.connector.children) if engine.connector else 0):
         scheduler = scheduler_of(engine, place)
-        assert not scheduler.reqs_being_loaded and not scheduler.slots_pinned
+        assert not scheduler._jobs.any_loading and not scheduler.slots_pinned
     engine.close()
 
 

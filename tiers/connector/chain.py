@@ -46,14 +46,6 @@ class SchedulerParts(NamedTuple):
     settings: MultiSettings
 
 
-class WorkerParts(NamedTuple):
-    """What a `MultiWorker` is made of, in the order of its parameters."""
-
-    children: Sequence[OffloadingWorker]
-    names: Sequence[str]
-    chain: str
-
-
 def open_scheduler(
     chain: ChainSpec, engine: EngineInfo, now: Callable[[], float] = time.monotonic
 ) -> MultiScheduler:
@@ -131,8 +123,9 @@ def worker_parts(
     open_copier: OpenCopier,
     root: Path = Path("/"),
     now: Callable[[], float] = time.monotonic,
-) -> WorkerParts:
-    """Make the tiers of a chain as a worker has them. They open with the engine's paged KV.
+) -> tuple[Sequence[OffloadingWorker], Sequence[str], str]:
+    """Make what a `MultiWorker` is made of, in the order of its parameters: the tiers of a chain as
+    a worker has them, which open with the engine's paged KV, their names, and the chain's.
 
     Host memory over all ranks: see `PoolSize`. Each process also uses a few bounce slots per store
     tier. `root`: where the system tells of its memory. `now`: the clock of the loads' time limits,
@@ -141,7 +134,7 @@ def worker_parts(
     engine = _salted(engine, chain)
     host = HostSlots(engine, PoolSize.of(chain, engine), open_copier, root, now)
     children = [OffloadingWorker(tier, host, DRAIN_SECONDS) for tier in chain.tiers]
-    return WorkerParts(children, _names(chain), _identity(chain))
+    return children, _names(chain), _identity(chain)
 
 
 def _salted(engine: EngineInfo, chain: ChainSpec) -> EngineInfo:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tiers.concurrency.executors import io_executor
-from tiers.connector.contract.media import MARK_BYTES, MediaMark
+from tiers.connector.contract.media import MARK_BYTES, MediaMark, MediaMarks
 from tiers.errors import KVTiersError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _SEVERAL = (
 )
 
 
-class ContentMarks:
+class ContentMarks(MediaMarks):
     """Makes the marks of requests with media, from digests of what the model is given.
 
     The engine's block hashes contain a medium's name: a digest of its content, what the client

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiers.connector.contract.media import MediaMarks, NoMedia
+from tiers.connector.contract.media import MediaMarks
 from tiers.engine.content_marks import ContentMarks
 
 LEAST_NAMES = 1 << 16
@@ -28,7 +28,7 @@ def names_are_counted(vllm_config: Any) -> bool:
 def media_marks(vllm_config: Any, kv_tokens: int, trust_client_ids: bool) -> MediaMarks:
     """Make the marks for an engine whose paged KV has room for `kv_tokens` tokens."""
     if not takes_media(vllm_config):
-        return NoMedia()
+        return MediaMarks()
     counted = names_are_counted(vllm_config)
     room = max(LEAST_NAMES, kv_tokens // LEAST_TOKENS)
     return ContentMarks(trust_client_ids and not counted, room, counted)

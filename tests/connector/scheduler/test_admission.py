@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.support.clock import Clock
 from tiers.connector.scheduler.admission import COUNTED, Admission
+from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.manager import TierManager
 from tiers.connector.scheduler.offers import Offers
 from tiers.connector.scheduler.opening import OpenTier
@@ -72,9 +74,10 @@ def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
         def missing(self, keys: Sequence[bytes]) -> list[bool]:
             return [True] * len(keys)
 
-    health, offers = TierHealth(), Offers([7], [(b"key", 1)])
+    health, offers = TierHealth("tier"), Offers([7], [(b"key", 1)])
     tier = OpenTier(Lacking(), SlotPool(1), block_bytes=1)
-    reservations = StoreReservations(tier, rules(clock), health)
+    context = cast(TierContext, SimpleNamespace(open=tier, health=health))
+    reservations = StoreReservations(context, rules(clock))
     health.update({0: HEALTHY, 1: HEALTHY._replace(writes=False)})
     assert reservations.claim(offers) == ({}, {7: "store_dropped_down"})
     health.update({1: HEALTHY})

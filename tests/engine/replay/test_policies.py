@@ -250,7 +250,7 @@ def test_an_aborted_request_keeps_its_blocks_until_the_last_tier_has_ended(
     while request.request_id in made.scheduler.requests:
         assert made.scheduler.pool.num_free == made.num_blocks - len(blocks)
         made.step()
-    assert not any(tier.reqs_being_loaded for tier in tiers)
+    assert not any(tier._jobs.any_loading for tier in tiers)
     ask_again(made)
 
 

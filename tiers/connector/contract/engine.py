@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from tiers.connector.contract.block_events import Describe, describe_nothing
-from tiers.connector.contract.media import MediaMarks, NoMedia
+from tiers.connector.contract.media import MediaMarks
 from tiers.connector.contract.protocols import Request
 
 
@@ -78,7 +78,7 @@ class EngineInfo:
     mark: Callable[[Request], bytes] = no_mark
     step_tokens: int = 0
     weights_change: bool = False
-    media: MediaMarks = NoMedia()  # noqa: RUF009 - it has no state
+    media: MediaMarks = MediaMarks()  # noqa: RUF009 - it has no state
     late_facts: LateFacts | None = None
     host: str = ""
     ranks_here: int = 0

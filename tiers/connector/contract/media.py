@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tiers.connector.contract.protocols import Request
@@ -45,39 +45,20 @@ def joined(of_request: bytes, of_media: bytes) -> bytes:
     return hashlib.blake2b(of_request + of_media, digest_size=MARK_BYTES).digest()
 
 
-class MediaMarks(Protocol):
-    """Marks of requests with media; for all tiers of an engine, on the scheduler's thread."""
+class MediaMarks:
+    """Marks of requests with media; for all tiers of an engine, on the scheduler's thread. These
+    defaults are those of engines whose prompts are tokens alone."""
 
     def expect(self, request: Request) -> None:
         """A request has come: begin to find out what its media are."""
-        ...
 
     def ready(self, request: Request) -> bool:
         """Whether `of` answers at once."""
-        ...
-
-    def of(self, request: Request) -> MediaMark:
-        """Its mark; waits for the rest of the work where that is not done yet."""
-        ...
-
-    def forget(self, request_id: str) -> None:
-        """The request has finished, in all tiers."""
-        ...
-
-
-class NoMedia:
-    """For engines whose prompts are tokens alone."""
-
-    def expect(self, request: Request) -> None:
-        """Nothing is to be found out."""
-
-    def ready(self, request: Request) -> bool:
-        """Always."""
         return True
 
     def of(self, request: Request) -> MediaMark:
-        """None."""
+        """Its mark; waits for the rest of the work where that is not done yet."""
         return MediaMark()
 
     def forget(self, request_id: str) -> None:
-        """Nothing is kept."""
+        """The request has finished, in all tiers."""

@@ -110,8 +110,8 @@ class JobResult:
     more; others that failed it may well have, when there is time. `times`: of the slowest rank.
     `known`: items of a store that the tier had before, as one rank found."""
 
-    ranks: int
-    failed: set[int]
+    ranks: int = 0
+    failed: set[int] = field(default_factory=set)
     seconds: float = 0.0
     lost: set[int] = field(default_factory=set)
     times: LoadTimes = NO_TIMES
@@ -141,7 +141,7 @@ class OffloadingWorkerMetadata:
     def aggregate(self, other: OffloadingWorkerMetadata) -> OffloadingWorkerMetadata:
         """Fold another rank's metadata into this one, which is returned."""
         for job_id, theirs in other.jobs.items():
-            self.jobs.setdefault(job_id, JobResult(0, set())).fold(theirs)
+            self.jobs.setdefault(job_id, JobResult()).fold(theirs)
         self.handshakes.update(other.handshakes)
         self.health.update(other.health)
         self.unusable = self.unusable or other.unusable

@@ -12,7 +12,8 @@ from tiers.connector.multi.metadata import MultiHandshakeMetadata
 
 
 class EveryChild(MultiConnector[SchedulerConnector], SchedulerConnector):
-    """Members that go to every child. Who loads is left to `MultiScheduler`."""
+    """Members that go to every child, in order; what any or all of them answer is the answer. Who
+    loads is left to `MultiScheduler`."""
 
     def register_finished_partial_tail(
         self,
@@ -20,7 +21,6 @@ class EveryChild(MultiConnector[SchedulerConnector], SchedulerConnector):
         block_ids: tuple[list[int], ...],
         partial_tail_offloads: list[tuple[int, int, int]],
     ) -> bool:
-        """Offer the tail to every child; whether any takes it."""
         taken = [
             child.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
             for child in self.children
@@ -28,12 +28,10 @@ class EveryChild(MultiConnector[SchedulerConnector], SchedulerConnector):
         return any(taken)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
-        """Give each child what its own workers said."""
         for child, said in zip(self.children, self._said_to_each(metadata), strict=True):
             child.set_xfer_handshake_metadata(said)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
-        """The same, with workers named by (pipeline rank, tensor rank)."""
         for child, said in zip(self.children, self._said_to_each(metadata), strict=True):
             child.set_xfer_handshake_metadata_pp_aware(said)
 
@@ -48,24 +46,19 @@ class EveryChild(MultiConnector[SchedulerConnector], SchedulerConnector):
             yield {worker: said[index] for worker, said in ours.items() if said[index] is not None}
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Every child may look into the engine's cache manager."""
         self.for_each(lambda child: child.bind_kv_cache_manager(kv_cache_manager))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Every child may look into the engine's block pool."""
         self.for_each(lambda child: child.bind_gpu_block_pool(gpu_block_pool))
 
     def on_new_request(self, request: Request) -> None:
-        """Every child learns of a request before it is first asked for it."""
         self.for_each(lambda child: child.on_new_request(request))
 
     def take_events(self) -> Iterator[Any]:
-        """All children's events, in order."""
         for child in self.children:
             yield from child.take_events()
 
     def reset_cache(self) -> bool:
-        """Reset every child; False: one refuses."""
         answers: list[bool | None] = []
         self.for_each(lambda child: answers.append(child.reset_cache()))
         return False not in answers
@@ -85,21 +78,17 @@ class EveryChild(MultiConnector[SchedulerConnector], SchedulerConnector):
         return next(iter(counts), None)
 
     def has_pending_push_work(self) -> bool:
-        """Whether any child needs steps."""
         return any(child.has_pending_push_work() for child in self.children)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether any child will soon give blocks back."""
         return any(child.has_pending_block_frees() for child in self.children)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether any child must not lose a save."""
         return any(child.requires_kv_delivery for child in self.children)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Whether every child does."""
         return bool(self.children) and all(
             child.supports_divergent_local_hybrid_hits for child in self.children
         )

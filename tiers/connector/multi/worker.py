@@ -20,7 +20,8 @@ from tiers.connector.multi.metadata import (
 
 
 class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
-    """Gives each child its orders; a request's transfer ends when its last child has ended."""
+    """Calls every child, with its own orders; a request's transfer ends when its last child has
+    ended."""
 
     def __init__(
         self,
@@ -34,7 +35,6 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         self._loads_awaited: dict[str, int] = {}
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Every child takes the same paged KV."""
         self.for_each(lambda child: child.register_kv_caches(kv_caches))
 
     def unregister_kv_caches(self) -> None:
@@ -43,11 +43,9 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         self.for_each(lambda child: child.unregister_kv_caches())
 
     def restore_kv_caches(self) -> None:
-        """Every child takes the paged KV again."""
         self.for_each(lambda child: child.restore_kv_caches())
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
-        """Every child may copy with the engine's own operation."""
         self.for_each(lambda child: child.set_host_xfer_buffer_ops(copy_operation))
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
@@ -65,7 +63,6 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         return next(iter(contexts.values()), None)
 
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
-        """What all children say; None: none says anything."""
         said = tuple(child.get_handshake_metadata() for child in self.children)
         if all(one is None for one in said):
             return None
@@ -74,7 +71,6 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
     # -- a step ------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Give each child its orders."""
         assert isinstance(connector_metadata, MultiConnectorMetadata), "another's orders"
         self._saves_awaited.update(connector_metadata.extra_async_saves)
         for child, orders in zip(self.children, connector_metadata.metadata, strict=True):
@@ -82,44 +78,36 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         super().bind_connector_metadata(connector_metadata)
 
     def clear_connector_metadata(self) -> None:
-        """The step is over for every child."""
         super().clear_connector_metadata()
         self.for_each(lambda child: child.clear_connector_metadata())
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Every child fences, before blocks are overwritten."""
         assert isinstance(kv_connector_metadata, MultiConnectorMetadata), "another's orders"
         self.for_each(
             lambda child, orders: child.handle_preemptions(orders), kv_connector_metadata.metadata
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin every child's loads."""
         self._loads_awaited.update(_more_loads(getattr(self._metadata, "metadata", ())))
         self.for_each(lambda child: child.start_load_kv(forward_context, **kwargs))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for every child."""
         self.for_each(lambda child: child.wait_for_layer_load(layer_name))
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """A save goes to all."""
         self.for_each(
             lambda child: child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
         )
 
     def finish_forward(self) -> None:
-        """Every child learns that the model has read the step's KV."""
         self.for_each(lambda child: child.finish_forward())
 
     def reset_capture_state(self) -> None:
-        """Every child forgets what it did while graphs were captured."""
         self.for_each(lambda child: child.reset_capture_state())
 
     def wait_for_save(self) -> None:
-        """Begin every child's stores."""
         self.for_each(lambda child: child.wait_for_save())
 
     # -- ends --------------------------------------------------------------------------------
@@ -135,7 +123,6 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         return whole
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that any child failed to load."""
         return set().union(*(c.get_block_ids_with_load_errors() for c in self.children))
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:

@@ -9,6 +9,7 @@ from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.scheduler.jobs import Jobs
 from tiers.connector.scheduler.kv_events import KVEvents
 from tiers.connector.scheduler.offers import TierRequest
+from tiers.connector.scheduler.opening import NOT_OPEN, OpenTier
 from tiers.connector.scheduler.tenant_quotas import Tenants
 from tiers.connector.scheduler.tier_health import TierHealth
 
@@ -19,11 +20,12 @@ class Count(Protocol):
     def __call__(self, **measures: float | list[float]) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class TierContext:
     """What loading and storing of one tier share; used by the scheduler's thread alone.
 
-    `requests`: those of the chain. `promote`: whether loaded blocks are stored, too.
+    `requests`: those of the chain. `promote`: whether loaded blocks are stored, too. `open`: the
+    tier, once all workers are known; `NOT_OPEN` before, and where it can't be used.
     """
 
     tier: str
@@ -34,6 +36,7 @@ class TierContext:
     tenants: Tenants
     kv_events: KVEvents
     count: Count
+    open: OpenTier = NOT_OPEN
 
     def own(self, state: RequestState) -> TierRequest:
         """What this tier keeps of a request."""

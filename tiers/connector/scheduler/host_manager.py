@@ -59,8 +59,22 @@ class HostManager(TierManager):
         return [slot is None for slot in self._residency.touch(keys)]
 
     def heads(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
-        """Ask the residency."""
-        return nearest_heads(self._residency, prefix, numbers)
+        """Look back, a little, from each that does not follow another."""
+        heads: dict[bytes, bytes] = {}
+        head, last = None, -1
+        for number in numbers:
+            if number > last + 1:
+                head = self._nearest(prefix, number)
+            if head is not None:
+                heads[prefix[number]] = head
+            last = number
+        return heads
+
+    def _nearest(self, prefix: Sequence[bytes], before: int) -> bytes | None:
+        for index in range(before - 1, max(-1, before - 1 - LOOK_BACK), -1):
+            if self._residency.find(prefix[index]) is not None:
+                return prefix[index]
+        return None
 
     def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
         """Make a gathered block resident, if there is room."""
@@ -88,29 +102,3 @@ class HostManager(TierManager):
     def slots_kept(self) -> int:
         """One for each resident block."""
         return len(self._residency)
-
-
-def nearest_heads(
-    residency: Residency, prefix: Sequence[bytes], numbers: Sequence[int]
-) -> dict[bytes, bytes]:
-    """For keys of a prefix, by their numbers in order: the nearest one before each that is kept.
-
-    It looks back, a little, from each that does not follow another, and leaves out where it finds
-    none.
-    """
-    heads: dict[bytes, bytes] = {}
-    head, last = None, -1
-    for number in numbers:
-        if number > last + 1:
-            head = _nearest(residency, prefix, number)
-        if head is not None:
-            heads[prefix[number]] = head
-        last = number
-    return heads
-
-
-def _nearest(residency: Residency, prefix: Sequence[bytes], before: int) -> bytes | None:
-    for index in range(before - 1, max(-1, before - 1 - LOOK_BACK), -1):
-        if residency.find(prefix[index]) is not None:
-            return prefix[index]
-    return None

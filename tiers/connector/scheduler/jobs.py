@@ -18,16 +18,13 @@ A request that a tier failed is not looked up in that tier again (`TierRequest.r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Set
 from dataclasses import dataclass, field
 
 from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.messages import (
-    NO_TIMES,
     JobResult,
     LoadItem,
     LoadJob,
-    LoadTimes,
     StoreItem,
     StoreJob,
 )
@@ -36,39 +33,31 @@ from tiers.connector.scheduler.offers import TierRequest
 
 
 @dataclass(kw_only=True)
-class _Pending:
-    """A job that `ranks_left` ranks have not ended. The others: see `JobResult`."""
-
-    ranks_left: int
-    failed: set[int] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
-    known: Set[int] = frozenset()
-    seconds: float = 0.0
-    times: LoadTimes = NO_TIMES
-
-
-@dataclass(kw_only=True)
-class PendingLoad(_Pending):
+class PendingLoad:
     """A load under way. `blocks`: indexes of the blocks that it loads. `of_block[i]`: the block
-    that item i belongs to. `shared`: the load of the request that it is a part of."""
+    that item i belongs to. `shared`: the load of the request that it is a part of. `result`: of the
+    ranks that have ended."""
 
     job: LoadJob
     own: TierRequest
     blocks: list[int]
     of_block: list[int]
     shared: SharedLoad
+    result: JobResult = field(default_factory=JobResult)
 
 
 @dataclass(kw_only=True)
-class PendingStore(_Pending):
+class PendingStore:
     """A store under way. `tenant`, `own`: of its request. `numbers[i]`: which of the request's
-    keys item i has. `at_once`: whether the job stores all keys that there are so far."""
+    keys item i has. `at_once`: whether the job stores all keys that there are so far. `result`: of
+    the ranks that have ended."""
 
     job: StoreJob
     tenant: str
     own: TierRequest
     numbers: list[int]
     at_once: bool
+    result: JobResult = field(default_factory=JobResult)
 
 
 class Jobs:
@@ -98,7 +87,6 @@ class Jobs:
         request_id, seconds = own.state.request.request_id, own.state.wait_budget.left()
         job = LoadJob(next(self._ids), request_id, items, seconds, self._generation.tag)
         self._loading[job.job_id] = PendingLoad(
-            ranks_left=self._ranks,
             job=job,
             own=own,
             blocks=blocks,
@@ -114,7 +102,6 @@ class Jobs:
         `PendingStore`."""
         job = StoreJob(next(self._ids), list(items.values()), self._generation.tag)
         self._storing[job.job_id] = PendingStore(
-            ranks_left=self._ranks,
             job=job,
             tenant=tenant,
             own=own,
@@ -130,18 +117,8 @@ class Jobs:
         one = under_way.get(job_id)
         if one is None:
             return None
-        one.failed |= result.failed
-        one.lost |= result.lost
-        one.known |= result.known
-        if result.seconds > one.seconds:
-            one.seconds, one.times = result.seconds, result.times
-        one.ranks_left -= result.ranks
-        return under_way.pop(job_id) if one.ranks_left <= 0 else None
-
-    @property
-    def requests_loading(self) -> set[str]:
-        """Requests with a load under way."""
-        return {one.job.request_id for one in self._loading.values()}
+        one.result.fold(result)
+        return under_way.pop(job_id) if one.result.ranks >= self._ranks else None
 
     @property
     def any_loading(self) -> bool:

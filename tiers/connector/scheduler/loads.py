@@ -12,17 +12,15 @@ from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import PendingLoad
-from tiers.connector.scheduler.manager import TierManager
 from tiers.connector.scheduler.offers import TierRequest
 
 
 class TierLoads:
     """The loading half of one tier's scheduler; used by the scheduler's thread alone."""
 
-    def __init__(self, context: TierContext, manager: TierManager, load_cost: LoadCost) -> None:
+    def __init__(self, context: TierContext, load_cost: LoadCost) -> None:
         """`load_cost` learns how long the loads take."""
         self._context = context
-        self._manager = manager
         self._load_cost = load_cost
         self._orders: list[LoadJob] = []
 
@@ -43,7 +41,7 @@ class TierLoads:
         since = now if own.asked is None else own.asked
         size = len(requests.groups)
         numbers = range(asked.start * size, asked.stop * size)
-        parts = self._manager.coverage(own.lookup, requests.keys(state), numbers)
+        parts = self._context.open.manager.coverage(own.lookup, requests.keys(state), numbers)
         if parts is None:
             own.asked = since
             return None
@@ -59,7 +57,8 @@ class TierLoads:
     def begin(self, own: TierRequest, blocks: list[int], shared: SharedLoad) -> None:
         """Load these blocks of a request, as a part of `shared`."""
         of_block, keys, targets = self._parts(own, blocks)
-        items = list(map(LoadItem, keys, targets, self._manager.prepare_load(keys)))
+        slots = self._context.open.manager.prepare_load(keys)
+        items = list(map(LoadItem, keys, targets, slots))
         job = self._context.jobs.load(own, items, blocks=blocks, of_block=of_block, shared=shared)
         self._orders.append(job)
         self._load_cost.began(job.job_id, self._tokens(len(blocks)))
@@ -103,24 +102,25 @@ class TierLoads:
 
     def ended(self, load: PendingLoad) -> None:
         """Take in that a load has ended on all ranks."""
-        context, job = self._context, load.job
-        self._load_cost.ended(job.job_id, load.seconds, whole=not load.failed)
+        context, job, result = self._context, load.job, load.result
+        manager = context.open.manager
+        self._load_cost.ended(job.job_id, result.seconds, whole=not result.failed)
         context.count(**self._load_cost.gauges())
-        self._manager.complete_load([i.key for i in job.items], [i.slot for i in job.items])
-        lost = [job.items[index].key for index in sorted(load.lost)]
+        manager.complete_load([i.key for i in job.items], [i.slot for i in job.items])
+        lost = [job.items[index].key for index in sorted(result.lost)]
         for key in lost:
-            self._manager.discard(key)
+            manager.discard(key)
         context.kv_events.lost(lost)
         context.tenants.gone(lost)
-        load.own.recompute |= bool(load.failed)
+        load.own.recompute |= bool(result.failed)
         # It came in waves, of which the last counts as used last, until it is offered.
         load.own.order.stale |= not context.promote
-        failed = {load.of_block[index] for index in load.failed}
+        failed = {load.of_block[index] for index in result.failed}
         if failed and context.requests.engine.all_or_nothing_loads:
             failed.add(0)
         if load.blocks:
-            failure = min(load.of_block[index] for index in load.failed) if load.failed else None
-            load.shared.notes.part_ended(load.blocks[0], failure, len(lost), load.times)
+            failure = min((load.of_block[index] for index in result.failed), default=None)
+            load.shared.notes.part_ended(load.blocks[0], failure, len(lost), result.times)
         if load.shared.end(load.blocks, failed, self._count_loaded):
             load.own.state.wait_budget.loaded()
 

@@ -28,6 +28,8 @@ from tiers.wrappers.residency import open_residency
 
 OnEvict = Callable[[bytes], None]
 """Is told the key of each block that a tier evicts, if the tier knows."""
+OpenManager = Callable[[Sequence[WorkerHandshake], bool, OnEvict], "OpenTier"]
+"""`TierOpener.open` for one tier."""
 
 
 class OpenTier(NamedTuple):

@@ -26,10 +26,13 @@ from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad
 from tiers.connector.scheduler.kv_events import KVEvents, place_of
+from tiers.connector.scheduler.loads import TierLoads
+from tiers.connector.scheduler.opening import NOT_OPEN, OpenManager
+from tiers.connector.scheduler.stores import TierStores
 from tiers.connector.scheduler.tenant_quotas import Tenants
-from tiers.connector.scheduler.tier_halves import OpenManager, TierHalves
 from tiers.connector.scheduler.tier_health import TierHealth
 from tiers.connector.scheduler.why_nothing import why_nothing
+from tiers.errors import TierUnusable
 from tiers.host.slots import SlotPool
 
 
@@ -59,15 +62,18 @@ class OffloadingScheduler(SchedulerConnector):
             requests,
             promote,
             Jobs(engine.world_size, generation),
-            TierHealth(),
+            TierHealth(self.tier),
             tenants,
             KVEvents(place_of(spec), requests, describes),
             self.note,
         )
         self._context, self._requests = context, requests
         self._jobs, self._health = context.jobs, context.health
-        self._halves = TierHalves(context, open_manager, admission, self.load_cost)
-        self.why_nothing = partial(why_nothing, context, self._halves)
+        self._open_manager = open_manager
+        self._loads = TierLoads(context, self.load_cost)
+        self._stores = TierStores(context, admission)
+        self._handshakes: dict[int, WorkerHandshake] = {}
+        self.why_nothing = partial(why_nothing, context)
         self._told: dict[str, float] = {}
 
     # -- opening -----------------------------------------------------------------------------
@@ -75,29 +81,48 @@ class OffloadingScheduler(SchedulerConnector):
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         """Open the tier with what its workers said; another connector's words are ignored."""
         said = [one for one in metadata.values() if isinstance(one, WorkerHandshake)]
-        self._halves.register_workers({handshake.rank: handshake for handshake in said})
+        self._register_workers({handshake.rank: handshake for handshake in said})
+
+    def _register_workers(
+        self, handshakes: Mapping[int, WorkerHandshake], in_step: bool = False
+    ) -> None:
+        """Take what workers say of themselves; with the last of them the tier opens.
+
+        `in_step`: the engine has begun to serve, so that opening may take a moment only.
+        """
+        self._handshakes.update(handshakes)
+        known, needed = len(self._handshakes), self._requests.engine.world_size
+        if self._health.is_settled or known < needed:
+            return
+        ranks = [self._handshakes[rank] for rank in sorted(self._handshakes)]
+        try:
+            self._context.open = self._open_manager(ranks, in_step, self._evicted)
+        except TierUnusable as error:
+            self._health.failed(str(error))
+        else:
+            self._context.kv_events.keep_in(self._context.open.inventory)
+            self._health.opened()
+
+    def _evicted(self, key: bytes) -> None:
+        self._context.kv_events.evicted(key)
+        self._context.tenants.gone((key,))
 
     # -- state -------------------------------------------------------------------------------
 
     @property
-    def reqs_being_loaded(self) -> set[str]:
-        """Requests with a load under way."""
-        return self._jobs.requests_loading
-
-    @property
     def pool(self) -> SlotPool:
         """The slots of the chain; none until the tier is open."""
-        return self._halves.stores.reservations.pool
+        return self._context.open.pool
 
     @property
     def slots_pinned(self) -> int:
         """Slots that blocks on their way into the tier hold."""
-        return self._halves.stores.reservations.slots_pinned
+        return self._stores.reservations.slots_pinned
 
     @property
     def blocks_held(self) -> int:
         """Blocks that the tier keeps in slots."""
-        return self._halves.manager.slots_kept()
+        return self._context.open.manager.slots_kept()
 
     @property
     def jobs_under_way(self) -> int:
@@ -123,8 +148,8 @@ class OffloadingScheduler(SchedulerConnector):
         stats, self.stats = self.stats, TierStats()
         if measures := self._context.kv_events.take_measures():
             stats.add(self.tier, **measures)
-        block_bytes = self._halves.stores.reservations.block_bytes
-        gauges = self._jobs.gauges(block_bytes) | self._health.gauges()
+        tier = self._context.open
+        gauges = self._jobs.gauges(tier.block_bytes) | self._health.gauges(tier.manager.health())
         if gauges != self._told:
             self._told = gauges
             stats.add(self.tier, **gauges)
@@ -133,7 +158,7 @@ class OffloadingScheduler(SchedulerConnector):
     def has_pending_push_work(self) -> bool:
         """Whether a transfer will end soon whose end only a step can tell us of, or events of
         before a restart are to be told."""
-        ends_soon = self._halves.manager.completes_on_gather or self._jobs.any_loading
+        ends_soon = self._context.open.manager.completes_on_gather or self._jobs.any_loading
         return (bool(self._jobs) and ends_soon) or self._context.kv_events.is_announcing
 
     # -- loading -----------------------------------------------------------------------------
@@ -142,7 +167,7 @@ class OffloadingScheduler(SchedulerConnector):
         """How much of each of these blocks the tier could load; None: ask again."""
         if not self._health.reads:
             return [MISSING] * len(blocks)
-        return self._halves.loads.coverage(self._context.own(state), blocks)
+        return self._loads.coverage(self._context.own(state), blocks)
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int
@@ -154,13 +179,13 @@ class OffloadingScheduler(SchedulerConnector):
     def load_blocks(self, state: RequestState, ranges: Sequence[range], shared: SharedLoad) -> None:
         """Load this tier's part of a shared load, into the blocks that the request has by now."""
         mine = [block for part in ranges for block in part]
-        self._halves.loads.begin(self._context.own(state), mine, shared)
+        self._loads.begin(self._context.own(state), mine, shared)
         self._begins(state, len(mine))
 
     def _begins(self, state: RequestState, blocks: int) -> None:
         own = self._context.own(state)
         own.asked = None
-        self._halves.loads.count(own, blocks)
+        self._loads.count(own, blocks)
 
     def on_new_request(self, request: Request) -> None:
         """Begin to find out what the tier has of a request, if it can't tell at once."""
@@ -169,7 +194,7 @@ class OffloadingScheduler(SchedulerConnector):
         state = self._requests.of(request)
         keys = self._requests.keys(state)
         if keys and state.limits.may_load(self.tier):
-            self._halves.manager.prefetch_lookup(self._context.own(state).lookup, keys)
+            self._context.open.manager.prefetch_lookup(self._context.own(state).lookup, keys)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -178,8 +203,8 @@ class OffloadingScheduler(SchedulerConnector):
     ) -> OffloadingConnectorMetadata:
         """Orders for the workers of this step."""
         self.load_cost.stepped()
-        stores, flush = self._halves.stores.orders(self._requests.step)
-        loads = self._halves.loads.take_orders()
+        stores, flush = self._stores.orders(self._requests.step)
+        loads = self._loads.take_orders()
         idle = not scheduler_output.num_scheduled_tokens
         return OffloadingConnectorMetadata(loads, stores, flush, idle)
 
@@ -190,15 +215,15 @@ class OffloadingScheduler(SchedulerConnector):
             return
         self.note(**meta.measures)
         if meta.unusable is not None:
-            self._halves.fail(meta.unusable)
-        self._halves.register_workers(meta.handshakes, in_step=True)
+            self._health.failed(meta.unusable)
+        self._register_workers(meta.handshakes, in_step=True)
         self._health.update(meta.health)
         for job_id, result in meta.jobs.items():
             ended = self._jobs.end(job_id, result)
             if isinstance(ended, PendingLoad):
-                self._halves.loads.ended(ended)
+                self._loads.ended(ended)
             elif ended is not None:
-                self._halves.stores.ended(ended)
+                self._stores.ended(ended)
 
     def take_events(self) -> list[BlockEvent]:
         """What the tier came to hold and lost since the last call."""
@@ -214,12 +239,12 @@ class OffloadingScheduler(SchedulerConnector):
         """
         # An engine that sleeps gives its memory up next, and these are not read before. A copy
         # under way is done by then: vLLM waits for its device first.
-        self._halves.stores.drop_last_offers()
+        self._stores.drop_last_offers()
         generation = self._requests.generation
         if not generation.lasts:
-            self._context.kv_events.lost(self._halves.manager.reset())
-            self._halves.manager.clear(generation.renew())
-        return not self.reqs_being_loaded
+            self._context.kv_events.lost(self._context.open.manager.reset())
+            self._context.open.manager.clear(generation.renew())
+        return not self._jobs.any_loading
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -232,7 +257,7 @@ class OffloadingScheduler(SchedulerConnector):
         state = self._requests.get(request)
         if state is not None:
             own = self._context.own(state)
-            self._halves.stores.request_finished(own, block_ids)
+            self._stores.request_finished(own, block_ids)
             own.lookup.cancel()
             self.note(**Counter(own.refused.values()))
             own.cut, own.refused = own.behind, {}  # what it offers last is behind those
@@ -240,4 +265,7 @@ class OffloadingScheduler(SchedulerConnector):
 
     def shutdown(self) -> None:
         """Release the tier, which has nothing and wants nothing from now on."""
-        self._halves.close()
+        self._health.ended()
+        self._context.kv_events.keep_in(None)
+        opened, self._context.open = self._context.open, NOT_OPEN
+        opened.manager.close()

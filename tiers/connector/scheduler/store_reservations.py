@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from tiers.connector.contract.messages import StoreItem, StoreJob
 from tiers.connector.scheduler.admission import Admission
+from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.offers import Offers
-from tiers.connector.scheduler.opening import OpenTier
-from tiers.connector.scheduler.tier_health import TierHealth
 
 FOR_ROOM = ("store_dropped_inflight", "store_dropped_no_slot")
 """Why a block is refused that is offered again."""
@@ -30,13 +29,10 @@ class Claimed(NamedTuple):
 class StoreReservations:
     """What the stores under way of one tier hold. Used by the scheduler's thread alone."""
 
-    def __init__(self, tier: OpenTier, admission: Admission, health: TierHealth) -> None:
-        self.pool = tier.pool
-        self.block_bytes = tier.block_bytes
+    def __init__(self, context: TierContext, admission: Admission) -> None:
         self.slots_pinned = 0
-        self._manager = tier.manager
+        self._context = context
         self._admission = admission
-        self._health = health
         self._keys: set[bytes] = set()
         self._reading: dict[int, int] = {}
 
@@ -47,40 +43,42 @@ class StoreReservations:
         reason, since it could not be loaded. `behind`: that reason, where there is such a block
         before these.
         """
-        lacking = self._manager.missing([key for key, _ in offers.pairs])
+        tier = self._context.open
+        lacking = tier.manager.missing([key for key, _ in offers.pairs])
         items: dict[int, StoreItem] = {}
         refused: dict[int, str] = {}
         for number, (key, paged), lacks in zip(offers.numbers, offers.pairs, lacking, strict=True):
             if not lacks or key in self._keys:
                 continue
             reason = behind or self._refusal(key)
-            claim = self.pool.claim(key) if reason is None else None
+            claim = tier.pool.claim(key) if reason is None else None
             if claim is None:
                 refused[number] = reason = reason or "store_dropped_no_slot"
                 behind = None if reason == NOT_YET else reason
                 continue
-            self._admission.stores(key, self.block_bytes)
+            self._admission.stores(key, tier.block_bytes)
             self.slots_pinned += 1
             self._keys.add(key)
             items[number] = StoreItem(key, claim.slot, paged if claim.fresh else None)
         return Claimed(items, refused)
 
     def _refusal(self, key: bytes) -> str | None:
-        if not self._health.writes:
+        if not self._context.health.writes:
             return "store_dropped_down"
-        reason = self._admission.refuses(key, self.block_bytes)
+        reason = self._admission.refuses(key, self._context.open.block_bytes)
         if reason is None and self.room() <= 0:
             return "store_dropped_inflight"
         return reason
 
     def room(self) -> int:
         """How many blocks more may be on their way into the tier, as far as that decides."""
-        if self._manager.completes_on_gather:
-            return self.pool.num_slots
+        tier = self._context.open
+        if tier.manager.completes_on_gather:
+            return tier.pool.num_slots
         # A tier that lags behind may not hold all slots: it would starve the others.
-        most = max(1, int(self.pool.num_slots * self._admission.share))
-        if self._admission.max_inflight is not None and self.block_bytes:
-            most = min(most, max(1, self._admission.max_inflight // self.block_bytes))
+        most = max(1, int(tier.pool.num_slots * self._admission.share))
+        if self._admission.max_inflight is not None and tier.block_bytes:
+            most = min(most, max(1, self._admission.max_inflight // tier.block_bytes))
         return most - self.slots_pinned
 
     def begin(self, jobs: Iterable[StoreJob]) -> None:
@@ -97,7 +95,7 @@ class StoreReservations:
     def end(self, job_id: int, item: StoreItem) -> None:
         """Give the slot and the paged block of an item back."""
         self._keys.discard(item.key)
-        self.pool.release(item.slot)
+        self._context.open.pool.release(item.slot)
         self.slots_pinned -= 1
         if item.source is not None and self._reading.get(item.source) == job_id:
             del self._reading[item.source]

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from tiers.connector.contract.messages import StoreItem, StoreJob
 from tiers.connector.policy.requests import Scheduled, Step
+from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.context import TierContext
-from tiers.connector.scheduler.intake import Intake
 from tiers.connector.scheduler.jobs import PendingStore
-from tiers.connector.scheduler.manager import TierManager
 from tiers.connector.scheduler.offers import Offers, TierRequest, new_offers, offers_again
 from tiers.connector.scheduler.store_reservations import FOR_ROOM, NOT_YET, StoreReservations
 from tiers.connector.scheduler.tenant_quotas import tenant_of
@@ -22,17 +21,10 @@ RETRIES = 256
 class TierStores:
     """The storing half of one tier's scheduler; used by the scheduler's thread alone."""
 
-    def __init__(
-        self,
-        context: TierContext,
-        manager: TierManager,
-        reservations: StoreReservations,
-        intake: Intake,
-    ) -> None:
-        self.reservations = reservations
+    def __init__(self, context: TierContext, admission: Admission) -> None:
+        self.reservations = StoreReservations(context, admission)
         self._context = context
-        self._manager = manager
-        self._intake = intake
+        self._intake = admission.intake
         self._retries = RETRIES
         self._last_offers: list[tuple[TierRequest, Offers]] = []
 
@@ -124,18 +116,18 @@ class TierStores:
 
     def ended(self, store: PendingStore) -> None:
         """Take in that a store has ended on all ranks."""
-        context, manager, job = self._context, self._manager, store.job
+        context, manager, job = self._context, self._context.open.manager, store.job
         own, generation = store.own, context.requests.generation
-        self._intake.failed(len(store.failed))
+        self._intake.failed(len(store.result.failed))
         heads = manager.heads(own.state.keys, store.numbers)
         kept: list[bytes] = []
         # The first last, so that it counts as used last: a prefix's head must outlive its tail.
         for index in reversed(range(len(job.items))):
             item = job.items[index]
-            stored, head = index not in store.failed, heads.get(item.key)
+            stored, head = index not in store.result.failed, heads.get(item.key)
             if generation.made(item.key):
                 if manager.complete_store(item.key, item.slot, stored, head):
-                    if index not in store.known:
+                    if index not in store.result.known:
                         context.kv_events.stored(item.key, store.numbers[index])
                     kept.append(item.key)
             elif job.generation:  # blocks without one stay: others may use them
@@ -148,16 +140,16 @@ class TierStores:
 
     def _keep_quota(self, tenant: str, kept: Sequence[bytes]) -> None:
         context = self._context
-        beyond = context.tenants.kept(tenant, kept, self.reservations.block_bytes)
+        beyond = context.tenants.kept(tenant, kept, context.open.block_bytes)
         if beyond:
-            self._manager.drop(beyond, context.requests.generation.tag)
+            context.open.manager.drop(beyond, context.requests.generation.tag)
             context.kv_events.lost(beyond)
 
     def _settle(self, own: TierRequest) -> None:
         """Let the head of what was stored in steps be the last to go."""
         keys = own.offered * len(self._context.requests.groups)
         if own.order.settle(keys):
-            self._manager.settle(own.state.keys[:keys])
+            self._context.open.manager.settle(own.state.keys[:keys])
 
     def request_finished(self, own: TierRequest, tables: Sequence[list[int]]) -> None:
         """Keep what the request leaves to offer for the next step."""

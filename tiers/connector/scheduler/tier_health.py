@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
-from tiers.connector.scheduler.manager import TierManager
 from tiers.wrappers.guard import Health
+
+logger = logging.getLogger(__name__)
 
 
 class TierHealth:
     """What this process and the workers know of one tier; used by the scheduler's thread alone."""
 
-    def __init__(self) -> None:
-        self._manager = TierManager()
+    def __init__(self, tier: str) -> None:
+        self._tier = tier
         self._is_open = self._has_failed = False
         self._workers: dict[int, Health] = {}
 
-    def opened(self, manager: TierManager) -> None:
-        """The tier is open; `manager` knows how this process finds it."""
-        self._manager, self._is_open = manager, True
+    def opened(self) -> None:
+        """The tier is open."""
+        self._is_open = True
 
-    def failed(self) -> bool:
-        """The tier can't be used any more; whether that is news."""
-        is_new, self._has_failed = not self._has_failed, True
-        return is_new
+    def failed(self, reason: str) -> None:
+        """The tier can't be used any more; the first `reason` is logged."""
+        if not self._has_failed:
+            line = "tier %r is unusable and the chain goes on without it: %s"
+            logger.error(line, self._tier, reason)
+        self.ended()
+
+    def ended(self) -> None:
+        """The tier is used no more."""
+        self._has_failed = True
 
     def update(self, workers: Mapping[int, Health]) -> None:
         """Take in what workers, by rank, say of the tier."""
@@ -49,11 +57,11 @@ class TierHealth:
         """Whether every worker may store."""
         return all(one.writes for one in self._workers.values())
 
-    def gauges(self) -> dict[str, float]:
-        """What `stats` tells of it, once the tier is open."""
+    def gauges(self, here: Health) -> dict[str, float]:
+        """What `stats` tells of it, once the tier is open. `here`: how this process finds it."""
         if not self._is_open:
             return {}
-        each = [self._manager.health(), *self._workers.values()]
+        each = [here, *self._workers.values()]
         return {
             "reads_up": float(all(one.reads_up for one in each)),
             "writes_up": float(all(one.writes_up for one in each)),

@@ -5,12 +5,11 @@ from __future__ import annotations
 from tiers.connector.contract.protocols import Request
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.tenant_quotas import tenant_of
-from tiers.connector.scheduler.tier_halves import TierHalves
 
 
-def why_nothing(context: TierContext, halves: TierHalves, request: Request) -> str:
+def why_nothing(context: TierContext, request: Request) -> str:
     """A word of `tiers.explain.accounts.REASONS`; empty: the tier was asked, and has none."""
-    own = halves.manager.health()
+    own = context.open.manager.health()
     state = context.requests.get(request)
     kept = None if state is None else context.own(state)
     if not context.health.usable:

@@ -13,7 +13,7 @@ from tiers.concurrency.executors import io_executor
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.contract.generation import space_of
-from tiers.connector.contract.messages import LoadItem, LoadJob, LoadTimes
+from tiers.connector.contract.messages import JobResult, LoadItem, LoadJob, LoadTimes
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.errors import TierUnusable
 from tiers.host.memory import SlotMemory, slot_stride
@@ -33,17 +33,12 @@ _Numbered = list[tuple[int, LoadItem]]
 
 
 class Ended(NamedTuple):
-    """A load that is over. `failed`: items that did not arrive; `lost`: those of them that the tier
-    confirmed missing. `damaged`: blocks of the host pool that differ from their checksums.
-    `times`: what it spent its seconds on."""
+    """A load that is over. `damaged`: blocks of the host pool that differ from their checksums."""
 
     job: LoadJob
-    failed: set[int]
-    lost: set[int]
-    seconds: float
+    result: JobResult
     in_time: bool
     damaged: int
-    times: LoadTimes
 
 
 class _Laps:
@@ -271,8 +266,8 @@ class Loading:
             )
         if failed and not in_time:
             self._log_late(load.job.seconds)
-        times = load.laps.times
-        return Ended(load.job, failed, lost, load.seconds, in_time, load.damaged, times)
+        result = JobResult(1, failed, load.seconds, lost, load.laps.times)
+        return Ended(load.job, result, in_time, load.damaged)
 
     def _log_late(self, seconds: float) -> None:
         if not self._said_late:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,20 +38,11 @@ from tiers.wrappers.opening import open_guarded
 logger = logging.getLogger(__name__)
 
 
-class Outcome(NamedTuple):
-    """Which items of a store failed, what storing the others took, in seconds, and which of those
-    the tier had before."""
-
-    failed: set[int]
-    seconds: float
-    known: Set[int] = frozenset()
-
-
 @dataclass
 class _Store:
     job: StoreJob
     gather: Copy | None
-    future: Future[Outcome]
+    future: Future[JobResult]
 
 
 class OffloadingWorker(WorkerConnector):
@@ -156,9 +147,9 @@ class OffloadingWorker(WorkerConnector):
             self.wait_for_save()
         ended = self._loading.ended(meta.idle)
         results = TransferResults(finished_recving={load.job.request_id for load in ended})
-        for job, failed, lost, seconds, in_time, damaged, times in ended:
-            self._note_end(job.job_id, len(job.items), Outcome(failed, seconds), "load")
-            self._ended[job.job_id].lost, self._ended[job.job_id].times = lost, times
+        for job, result, in_time, damaged in ended:
+            self._note_end(job.job_id, len(job.items), result, "load")
+            failed = result.failed
             late = int(bool(failed) and not in_time)
             merge(self._measures, {"load_timeouts": late, "damaged_blocks": damaged})
             if not self._host.engine.all_or_nothing_loads:
@@ -192,7 +183,7 @@ class OffloadingWorker(WorkerConnector):
             self._failed_stores.log("tier %r: blocks can't be gathered: %s", self.tier, error)
             return None
 
-    def _put(self, job: StoreJob) -> Outcome:
+    def _put(self, job: StoreJob) -> JobResult:
         slots = [item.slot for item in job.items]
         began = time.perf_counter()
         known: set[bytes] = set()
@@ -210,7 +201,7 @@ class OffloadingWorker(WorkerConnector):
             good = [i for i, ok in zip(good, stored, strict=True) if ok]
         seconds = time.perf_counter() - began
         had = {i for i in good if job.items[i].key in known}
-        return Outcome(set(range(len(slots))) - set(good), seconds, had)
+        return JobResult(1, set(range(len(slots))) - set(good), seconds, known=had)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """Wait for gathers from blocks that this step overwrites."""
@@ -219,10 +210,9 @@ class OffloadingWorker(WorkerConnector):
 
     # -- ends --------------------------------------------------------------------------------
 
-    def _note_end(self, job_id: int, blocks: int, outcome: Outcome, verb: str) -> None:
-        failed, seconds, known = outcome
-        self._ended[job_id] = JobResult(1, failed, seconds, known=known)
-        good = blocks - len(outcome.failed)
+    def _note_end(self, job_id: int, blocks: int, result: JobResult, verb: str) -> None:
+        self._ended[job_id] = result
+        good = blocks - len(result.failed)
         size = good * self._host.payload_bytes
         past = {"load": "loaded", "store": "stored"}[verb]
         merge(
@@ -230,18 +220,18 @@ class OffloadingWorker(WorkerConnector):
             {
                 f"{past}_blocks": good,
                 f"{past}_bytes": size,
-                f"{verb}_failures": len(outcome.failed),
-                f"{verb}_seconds": [outcome.seconds] if good else [],
+                f"{verb}_failures": len(result.failed),
+                f"{verb}_seconds": [result.seconds] if good else [],
                 f"{verb}_size_bytes": [size] if good else [],
             },
         )
 
-    def _outcome(self, store: _Store) -> Outcome:
+    def _outcome(self, store: _Store) -> JobResult:
         error = store.future.exception()
         if error is None:
             return store.future.result()
         self._failed_stores.log("tier %r: a store failed on this worker: %s", self.tier, error)
-        return Outcome(set(range(len(store.job.items))), 0.0)
+        return JobResult(1, set(range(len(store.job.items))))
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """What ended since the last call (stores do in order), and once who this worker is."""
