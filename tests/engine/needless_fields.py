@@ -10,7 +10,6 @@ from tiers.engine.identity.config_fields import (
     ROUNDING,
     SAMPLING,
     SCHEDULING,
-    STATES,
     WATCHING,
     Fields,
 )
@@ -59,7 +58,7 @@ NEEDLESS = {
     "MambaConfig": Fields(
         "",
         {
-            STATES: "backend enable_stochastic_rounding stochastic_rounding_philox_rounds "
+            ROUNDING: "backend enable_stochastic_rounding stochastic_rounding_philox_rounds "
             "ssu_algorithm"
         },
     ),

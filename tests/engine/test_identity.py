@@ -254,6 +254,9 @@ def test_longest_request_matters_where_it_chooses_the_rotary_factors() -> None:
     assert short != facts(hf_text_config=phi, max_model_len=131072)
 
 
+STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("groups", "more", "words"),
@@ -262,7 +265,9 @@ def test_longest_request_matters_where_it_chooses_the_rotary_factors() -> None:
         ([{}], {"needs_kv_cache_zeroing": True}, "mixed precision"),
         ([{}], {"is_prefix_caching_supported": False}, "can't be reused"),
         ([{}], {"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
-        ([{"kind": "MambaSpec"}], {}, "MambaSpec"),
+        ([{**STATE, "mamba_cache_mode": "none"}], {}, "MambaSpec with mamba_cache_mode"),
+        ([STATE], {"use_v2_model_runner": True}, r"recurrent layers \(layers.0.*Model Runner V2"),
+        ([STATE, {"block_size": 32}], {}, "blocks have another size than those of attention"),
         ([{"kind": "ChunkedLocalAttentionSpec"}], {}, "ChunkedLocalAttentionSpec"),
     ],
 )
@@ -272,7 +277,7 @@ def test_what_can_t_be_served_is_named(
     from tiers.engine.vllm_groups import kv_groups
 
     def group(kind: str = "FullAttentionSpec", **fields: Any) -> Any:
-        spec = type(kind, (SimpleNamespace,), {})(block_size=16, **fields)
+        spec = type(kind, (SimpleNamespace,), {})(**{"block_size": 16, **fields})
         return SimpleNamespace(kv_cache_spec=spec, layer_names=["layers.0"])
 
     config = SimpleNamespace(
@@ -283,10 +288,12 @@ def test_what_can_t_be_served_is_named(
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=more.get("decode_context_parallel_size", 1)
         ),
+        use_v2_model_runner=more.get("use_v2_model_runner", False),
     )
     cache = SimpleNamespace(
         kv_cache_groups=[group(**fields) for fields in groups],
         needs_kv_cache_zeroing=more.get("needs_kv_cache_zeroing", False),
+        has_mixed_precision_kv_cache=more.get("needs_kv_cache_zeroing", False),
     )
     with pytest.raises(ValueError, match=words):
         kv_groups(config, cache)

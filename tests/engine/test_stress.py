@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from spec.chain import ChainSpec, LoadPolicy
-from tests.support.replay_chains import HYBRID, MODEL, SLOT, WINDOWS, measured
+from tests.support.replay_chains import HYBRID, MODEL, RECURRENT, SLOT, WINDOWS, measured
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
+from tiers.engine.replay.blocks import STATE
 from tiers.errors import TierFull, TierUnavailable
 from tiers.gpu.copier import CpuCopier
 from tiers.testing import Faults, FaultyStore, GivenSpec, MemoryStore, Pace, SlowStore
@@ -65,7 +66,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     ]
 
 
-QUICK = ("two ranks uncached", "hybrid", "windows", "soonest")
+QUICK = ("two ranks uncached", "hybrid", "windows", "soonest", "states")
 """Settings that are run with all other tests; the rest are with the faults."""
 SETTINGS: dict[str, tuple[ReplayModel, LoadPolicy, int, bool]] = {
     "cached": (MODEL, "first", 1, True),
@@ -77,6 +78,8 @@ SETTINGS: dict[str, tuple[ReplayModel, LoadPolicy, int, bool]] = {
     "windows": (WINDOWS, "longest", 1, True),
     "soonest": (MODEL, "soonest", 2, False),
     "windows soonest": (WINDOWS, "soonest", 1, True),
+    "states": (RECURRENT, "stitched", 1, True),
+    "states uncached": (RECURRENT, "stitched", 2, False),
 }
 """Model, load policy, ranks, and whether the engine caches prefixes itself."""
 
@@ -102,6 +105,8 @@ def test_no_token_differs_and_nothing_is_left_behind(tmp_path: Path, setting: st
         chain,
         model,
         num_blocks=30 * len(model.windows),
+        # Steps end where prompts share states.
+        batch_tokens=16 if STATE in model.windows else 256,
         prefix_caching=prefix_caching,
         world_size=world_size,
         open_copier=LateCopies,

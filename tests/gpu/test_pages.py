@@ -86,6 +86,15 @@ def test_a_tensor_that_layers_share_counts_once() -> None:
     assert len(block_pages({"a": cache, "b": cache}, BLOCKS)) == 1
 
 
+def test_a_state_within_the_pages_of_another_layer_counts_once() -> None:
+    pages = torch.arange(4 * 64, dtype=torch.uint8).view(4, 64)
+    state = pages.as_strided((4, 1, 1, 40), (64, 64, 64, 1), storage_offset=8)
+    beyond = torch.zeros(4, 48, dtype=torch.uint8)
+    for layers in ({"a": state, "b": pages, "c": beyond}, {"b": pages, "c": beyond, "a": state}):
+        views = block_pages(layers, 4)
+        assert [view.data_ptr() for view in views] == [pages.data_ptr(), beyond.data_ptr()]
+
+
 def test_a_tensor_without_blocks_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'layer7'.*\(5, 4\).*6 blocks"):
         block_pages({"layer7": torch.zeros(5, 4)}, BLOCKS)

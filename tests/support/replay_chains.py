@@ -15,11 +15,13 @@ from tiers.connector.contract.block_groups import GROUP_BYTES
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
+from tiers.engine.replay.blocks import STATE
 from tiers.engine.replay.requests import ReplayRequest
 
 MODEL = ReplayModel()
 HYBRID = ReplayModel(windows=(None, 14, 7))
 WINDOWS = ReplayModel(windows=(14,))
+RECURRENT = ReplayModel(windows=(None, STATE, STATE))
 SLOT = 4096
 """Bytes of host pool that one of the model's small blocks takes."""
 

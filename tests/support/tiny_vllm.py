@@ -51,6 +51,29 @@ MISTRAL = {
 """Windows only: one KV cache group."""
 
 
+QWEN_NEXT = {
+    **LLAMA,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+"""Three layers of linear attention, which keep states, and one of full attention."""
+STATE_BLOCK_TOKENS = 128
+"""Tokens of its blocks: as many as make the KV of attention as long as a state."""
+
+
 @dataclass(frozen=True)
 class Run:
     """What one engine answered, how soon (`ttft`: seconds to the first token), what its tiers
@@ -78,3 +101,16 @@ def documents(count: int, length: int, seed: int = 0) -> list[list[int]]:
     """Prompts of random tokens."""
     rng = random.Random(seed)
     return [[rng.randrange(3, 1000) for _ in range(length)] for _ in range(count)]
+
+
+def hosted(*tiers: dict[str, Any], **chain: Any) -> dict[str, Any]:
+    """The configuration of vLLM's own OffloadingConnector with a chain of ours."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "KVTiersOffloadingSpec",
+            "spec_module_path": "tiers.engine.vllm_offloading",
+            "chain": {"version": 1, "staging": "3MiB", "tiers": list(tiers), **chain},
+        },
+    }

@@ -16,10 +16,15 @@ class UnsupportedEngine(KVTiersError, RuntimeError):
     """This kvtiers does not serve the engine's version."""
 
 
+def release_of(found: str) -> tuple[int, int] | None:
+    """The release of vLLM's own version text; None: it does not say which it is."""
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
+
+
 def check_version(found: str) -> None:
     """Raise UnsupportedEngine unless `found`, vLLM's own version text, is served."""
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    version = (int(numbers[1]), int(numbers[2])) if numbers else None
+    version = release_of(found)
     if version is not None and OLDEST <= version <= NEWEST:
         return
     newer = version is not None and version > NEWEST

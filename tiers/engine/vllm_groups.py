@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
 
 from tiers.connector.contract.engine import KVGroup
+from tiers.engine.versions import NEWEST, release_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOW = ("SlidingWindowSpec",)
+_STATE = ("MambaSpec",)
 """By name, since older engines lack some. Derived classes are not served: they may keep their
 blocks in another way."""
 
@@ -22,6 +25,8 @@ REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 """Whether this vLLM accepts failed loads of models with several groups: 0.30 and later do.
 
 Others must manage all layers as one group, which is their default."""
+HANDS_OVER_STATES = (release_of(vllm_version) or NEWEST) >= (0, 32)
+"""Whether this vLLM is known to tell where the states of recurrent layers are."""
 
 
 def kv_groups(
@@ -29,7 +34,7 @@ def kv_groups(
 ) -> list[tuple[KVGroup, list[str]]]:
     """Return the KV cache groups and their layers. Raises ValueError for what can't be served."""
     refuse_model(vllm_config.model_config)
-    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+    if _has_mixed_precision(kv_cache_config):
         raise ValueError(
             "kvtiers does not serve KV of mixed precision: vLLM zeroes its blocks while they may "
             "still be read for storing. Start vLLM with one kv_cache_dtype for all layers."
@@ -45,6 +50,8 @@ def kv_groups(
         (_group(i, group), sorted(group.layer_names))
         for i, group in enumerate(kv_cache_config.kv_cache_groups)
     ]
+    if any(group.is_state for group, _ in groups):
+        _refuse_states(vllm_config, groups)
     plain = len(groups) == 1 and groups[0][0].window is None
     if not plain and not REPORTS_FAILED_REQUESTS:
         raise ValueError(
@@ -52,6 +59,34 @@ def kv_groups(
             "with --disable-hybrid-kv-cache-manager, or use vLLM 0.30 or later."
         )
     return groups
+
+
+def _has_mixed_precision(kv_cache_config: KVCacheConfig) -> bool:
+    mixed = getattr(kv_cache_config, "has_mixed_precision_kv_cache", None)
+    # Older engines do not tell it from states, which they zero as well.
+    return bool(
+        getattr(kv_cache_config, "needs_kv_cache_zeroing", False) if mixed is None else mixed
+    )
+
+
+def _refuse_states(vllm_config: VllmConfig, groups: list[tuple[KVGroup, list[str]]]) -> None:
+    """Raise ValueError where the states of recurrent layers can't be served."""
+    why = ""
+    if not HANDS_OVER_STATES:
+        why = "that is only known to work with vLLM 0.32 and later"
+    elif getattr(vllm_config, "use_v2_model_runner", False):
+        why = (
+            "vLLM's Model Runner V2 may overwrite states that are still being read: start vLLM "
+            "with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    elif len({group.tokens for group, _ in groups}) > 1:
+        why = "their blocks have another size than those of attention"
+    if why:
+        names = next(layers for group, layers in groups if group.is_state)
+        raise ValueError(
+            f"kvtiers can't serve this model's recurrent layers ({', '.join(names[:3])}, ...): "
+            f"{why}."
+        )
 
 
 def refuse_model(model: Any) -> None:
@@ -68,30 +103,35 @@ def _group(index: int, group: Any) -> KVGroup:
     spec = group.kv_cache_spec
     kinds = [_kind(one) for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
     odd = sorted({kind for kind in kinds if isinstance(kind, str)})
-    windows = {kind for kind in kinds if not isinstance(kind, str)}
+    served = {kind for kind in kinds if not isinstance(kind, str)}
     if not getattr(group, "enable_kv_transfer", True):
         odd.append("layers that vLLM itself excludes from transfers")
-    if odd or len(windows) != 1:
+    if odd or len(served) != 1:
         raise ValueError(
-            f"kvtiers serves full attention and sliding windows. KV cache group {index} of this "
-            f"model has {', '.join(odd) or 'windows of several sizes'} "
+            "kvtiers serves full attention, sliding windows and recurrent states. KV cache group "
+            f"{index} of this model has {', '.join(odd) or 'layers of several kinds'} "
             f"(layers {', '.join(group.layer_names[:3])}, ...): start vLLM without kvtiers."
         )
-    return KVGroup(spec.block_size, windows.pop())
+    return served.pop()._replace(tokens=spec.block_size)
 
 
-def _kind(spec: Any) -> int | str | None:
-    """Return a layer's window in tokens, None for full attention, and of a layer that can't be
-    served the name of its kind."""
+def _kind(spec: Any) -> KVGroup | str:
+    """Return how a layer's KV is kept, and of a layer that can't be served the name of its kind."""
     name = type(spec).__name__
     if getattr(spec, "non_causal", False):
         return f"non-causal {name}"
-    if getattr(spec, "tokens_per_state", 1) != 1 or not getattr(spec, "prefix_cacheable", True):
+    per_state = 1 if name in _STATE else getattr(spec, "tokens_per_state", 1)
+    if per_state != 1 or not getattr(spec, "prefix_cacheable", True):
         return f"compressed or uncacheable {name}"
     if name in _FULL:
-        return None
+        return KVGroup(spec.block_size)
     if name in _WINDOW:
-        return int(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
+        window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+        return KVGroup(spec.block_size, int(window))
+    if name in _STATE:
+        if spec.mamba_cache_mode == "align":
+            return KVGroup(spec.block_size, spec.block_size, is_state=True)
+        return f"{name} with mamba_cache_mode {spec.mamba_cache_mode}"
     return name
 
 

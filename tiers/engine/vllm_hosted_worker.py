@@ -42,6 +42,8 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
         self._copiers = copiers
         self._jobs: dict[int, Future[TransferResult]] = {}
         self._loader = io_executor(COPIERS, "load")
+        # A step waits for what is expedited, which must not wait for loads that none waits for.
+        self._expedited = io_executor(1, "load-now")
         self._gatherer = io_executor(1, "gather-end")
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: SlotsSpec) -> bool:
@@ -77,7 +79,7 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
         parts = list(self._parts(dst_spec, src_spec.slots))
         fences = [copier.fence() for copier, _, _ in parts]
         load = partial(self._load, parts, fences, src_spec.slots)
-        self._submit(self._loader, job_id, dst_spec, load)
+        self._submit(self._expedited if expedited else self._loader, job_id, dst_spec, load)
         return True
 
     def _load(
@@ -132,6 +134,7 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self._loader.shutdown(wait=True)
+        self._expedited.shutdown(wait=True)
         self._gatherer.shutdown(wait=True)
         for copier in self._copiers:
             copier.close()

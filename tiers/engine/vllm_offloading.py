@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
 
@@ -99,8 +99,12 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         """Make a worker's side. Raises TierUnusable without room for one block."""
         tensors = [one.tensor for one in kv_caches.tensors]
         blocks = tensors[0].shape[0]
+        # Pages of states are padded to the length of others, and only a part of each is theirs.
         copiers = [
-            open_copier({str(ref.tensor_idx): tensors[ref.tensor_idx] for ref in refs}, blocks)
+            open_copier(
+                {str(r.tensor_idx): tensors[r.tensor_idx][:, : r.page_size_bytes] for r in refs},
+                blocks,
+            )
             for refs in kv_caches.group_data_refs
         ]
         payload = max(copier.payload_bytes for copier in copiers)
@@ -174,6 +178,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
                 "vLLM's OffloadingConnector does not tell two adapters of one name apart: with "
                 "LoRA, use KVTiersConnector"
             )
+        self._refuse_early_loads(vllm_config.model_config)
         changes = getattr(vllm_config, "weight_transfer_config", None) is not None
         if changes and self._store is not None:
             raise ValueError(
@@ -189,3 +194,14 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             "pages": " ".join(copier.layout for copier in copiers),
             "groups": repr([(g.tokens_per_block, g.layer_names) for g in self.config.groups]),
         }
+
+    def _refuse_early_loads(self, model: Any) -> None:
+        """Raise ValueError where vLLM would read states before the step's loads bring them."""
+        if self.extra_config.get("sync_load_budget_bytes") and getattr(
+            model, "has_inner_state", False
+        ):
+            raise ValueError(
+                f"{model.model} has recurrent layers: with sync_load_budget_bytes vLLM reads their "
+                "states before it loads them, and answers wrongly. Leave that key out of "
+                "kv_connector_extra_config."
+            )

@@ -18,15 +18,24 @@ import torch
 def block_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[torch.Tensor]:
     """View every layer's tensor as pages: uint8, shape (num_blocks, page_bytes), no copies.
 
-    A block's payload is its row of every page view, in this order. Tensors that several layers
-    share are viewed once. The views alias the engine's memory and live as long as it does.
-    Raises ValueError for a tensor without a block dimension or with overlapping elements.
+    A block's payload is its row of every page view, in this order. Bytes that several layers share
+    are viewed once, also where a state of one lies within the pages of another. The views alias the
+    engine's memory and live as long as it does. Raises ValueError for a tensor without a block
+    dimension or with overlapping elements.
     """
     views: dict[tuple[int, tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
     for name, cache in kv_caches.items():
         for view in _pages(name, cache, num_blocks):
             views.setdefault((view.data_ptr(), tuple(view.shape), view.stride()), view)
-    return list(views.values())
+    whole = list(views.values())
+    return [one for one in whole if not any(_is_within(one, other) for other in whole)]
+
+
+def _is_within(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether every page of `one` is a part of that of `other`, and not all of it."""
+    room = other.shape[1] - one.shape[1]
+    offset = one.data_ptr() - other.data_ptr()
+    return room > 0 and one.stride() == other.stride() and 0 <= offset <= room
 
 
 def layout_digest(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> str:

@@ -97,3 +97,17 @@ def test_a_stitched_prefix_takes_bodies_and_whole_blocks_from_different_tiers() 
 
     shorter = stitched({0: lambda blocks: tiers[0]}, range(6), window=2)
     assert (shorter.stop, shorter.shares) == (0, {})
+
+
+def test_a_state_is_what_the_engine_hands_over_and_a_prefix_needs_the_last_alone() -> None:
+    mixed = parts_of(KVGroup(16), KVGroup(16, 16, is_state=True), KVGroup(16, 16, is_state=True))
+    assert mixed.window == 1
+    assert [mixed.state(1, 48), mixed.state(2, 48)] == [2 * 3 + 1, 2 * 3 + 2]
+    assert [mixed.state(0, 48), mixed.state(1, 40), mixed.state(1, 0)] == [None] * 3
+    assert mixed.kept(2, 48) == [True, False, False], "its block table does not say where it is"
+    assert mixed.blocks_in([[4, 5, 6], [0, 0, 9], [8]]) == 3
+    held = [True, False, False, True, True, True, True, True, False]
+    assert usable(mixed.coverage(held), mixed.window) == 2
+
+    states_only = parts_of(KVGroup(16, 16, is_state=True))
+    assert usable(states_only.coverage([False, True, False]), states_only.window) == 2

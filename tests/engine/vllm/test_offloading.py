@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_vllm import GEMMA, Run, documents
+from tests.support.tiny_vllm import GEMMA, Run, documents, hosted
 from tiers.connector.contract.messages import WorkerHandshake
 from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
 from tiers.connector.hosted.tier import HostedTier
@@ -24,18 +24,6 @@ ALL = [[18 * 32]] * 4
 """Tokens of each prompt that were cached."""
 NONE = [[0]] * 4
 IN_PROCESS = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
-
-
-def hosted(*tiers: dict[str, Any], **chain: Any) -> dict[str, Any]:
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "KVTiersOffloadingSpec",
-            "spec_module_path": "tiers.engine.vllm_offloading",
-            "chain": {"version": 1, "staging": "3MiB", "tiers": list(tiers), **chain},
-        },
-    }
 
 
 def disk(path: Path) -> dict[str, Any]:
@@ -184,6 +172,19 @@ def config_of(transfer: dict[str, Any]) -> Any:
         groups=(),
         cache=SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=1),
     )
+
+
+def test_early_loads_are_refused_for_models_with_states() -> None:
+    from tiers.engine.vllm_offloading import KVTiersOffloadingSpec
+
+    spec = object.__new__(KVTiersOffloadingSpec)
+    model = SimpleNamespace(model="org/model", has_inner_state=True)
+    spec.extra_config = {"sync_load_budget_bytes": 1 << 20}
+    with pytest.raises(ValueError, match=r"org/model has recurrent layers.*Leave that key out"):
+        spec._refuse_early_loads(model)
+    spec._refuse_early_loads(SimpleNamespace(model="org/model", has_inner_state=False))
+    spec.extra_config = {}
+    spec._refuse_early_loads(model)
 
 
 def test_a_store_is_refused_whose_engine_takes_new_weights(

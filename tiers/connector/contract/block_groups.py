@@ -15,6 +15,7 @@ class GroupBlock(NamedTuple):
     """One paged block of every block: number `offset` of its group's `per_block`.
 
     `tokens`: in the paged block. `window`: tokens its attention looks back; None: all of them.
+    `is_state`: see `KVGroup`.
     """
 
     group: int
@@ -22,6 +23,7 @@ class GroupBlock(NamedTuple):
     per_block: int
     tokens: int
     window: int | None
+    is_state: bool
 
 
 class BlockGroups:
@@ -36,7 +38,7 @@ class BlockGroups:
         self._hash_tokens = engine.hash_tokens
         self._hash_bytes = 0
         self._parts = [
-            GroupBlock(index, offset, self.block_tokens // group.tokens, group.tokens, group.window)
+            GroupBlock(index, offset, self.block_tokens // group.tokens, *group)
             for index, group in enumerate(engine.kv_groups)
             for offset in range(self.block_tokens // group.tokens)
         ]
@@ -121,18 +123,23 @@ class BlockGroups:
         return [tables[part.group][block * part.per_block + part.offset] for part in self._parts]
 
     def blocks_in(self, tables: Sequence[Sequence[int]]) -> int:
-        """Blocks of which the block tables have every part."""
-        return min(len(tables[part.group]) // part.per_block for part in self._parts)
+        """Blocks of which the block tables have every part but the states."""
+        parts = [part for part in self._parts if not part.is_state] or self._parts
+        return min(len(tables[part.group]) // part.per_block for part in parts)
 
     def kept(self, block: int, computed: int) -> list[bool]:
         """Whether the engine keeps each part of a block once so many tokens are computed.
 
-        It gives a windowed part away when the window of the next token no longer reaches it.
+        It gives a windowed part away when the window of the next token no longer reaches it. Of
+        a state it does not say by its block table where it is.
         """
         start = block * self.block_tokens
         return [
             part.window is None
-            or start + (part.offset + 1) * part.tokens > computed - part.window + 1
+            or (
+                not part.is_state
+                and start + (part.offset + 1) * part.tokens > computed - part.window + 1
+            )
             for part in self._parts
         ]
 
@@ -141,3 +148,10 @@ class BlockGroups:
         for part in self._parts:
             if part.offset == 0:
                 yield from tables[part.group][computed // part.tokens :]
+
+    def state(self, group: int, tokens: int) -> int | None:
+        """The number, among all parts of a request's blocks, of the state that a group has after
+        so many tokens; None: no block ends there."""
+        block, rest = divmod(tokens, self.block_tokens)
+        parts = [i for i, part in enumerate(self._parts) if part.group == group and part.is_state]
+        return None if rest or not block or not parts else (block - 1) * len(self) + parts[-1]

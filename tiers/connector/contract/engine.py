@@ -15,11 +15,14 @@ class KVGroup(NamedTuple):
     """Layers that share a block table: one KV cache group of the engine.
 
     `tokens`: per paged block. `window`: how many tokens attention looks back, its own included;
-    None: all. The engine keeps what a window reaches, and no more.
+    None: all. The engine keeps what a window reaches, and no more. `is_state`: its paged blocks
+    hold the state of a recurrent layer after their last token, of which a prefix needs the last
+    alone. They do not lie where the block table says; the engine hands over where they do.
     """
 
     tokens: int
     window: int | None = None
+    is_state: bool = False
 
 
 def no_mark(request: Request) -> bytes:

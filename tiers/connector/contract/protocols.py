@@ -57,8 +57,27 @@ class CachedRequests(Protocol):
     def num_computed_tokens(self) -> Sequence[int]: ...
 
 
+class BlockState(Protocol):
+    """States of recurrent layers that a step leaves at the ends of blocks."""
+
+    @property
+    def boundary_state_offloads(self) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+        """By request: KV cache group, paged block, and the tokens after which the state is. It
+        stays there until the step's end."""
+        ...
+
+
+class BlockCopy(Protocol):
+    """A paged block that a step copies before it computes."""
+
+    @property
+    def dst_block_id(self) -> int: ...
+
+
 class SchedulerOutput(Protocol):
-    """What one step will run."""
+    """What one step will run. Those of vLLM that know such layers also have
+    `kv_connector_block_state`, a BlockState or None, and `kv_cache_block_copies`, a sequence of
+    BlockCopy or None."""
 
     @property
     def scheduled_new_reqs(self) -> Sequence[NewRequest]: ...

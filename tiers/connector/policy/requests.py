@@ -14,7 +14,13 @@ from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.media import MediaMark, joined
-from tiers.connector.contract.protocols import Blocks, Request, SchedulerOutput
+from tiers.connector.contract.protocols import (
+    BlockCopy,
+    Blocks,
+    BlockState,
+    Request,
+    SchedulerOutput,
+)
 from tiers.connector.policy.choice import NOBODY, Choice
 from tiers.connector.policy.request_limits import RequestLimits, read_limits
 from tiers.connector.policy.wait_budget import WaitBudget
@@ -69,7 +75,8 @@ class Scheduled(NamedTuple):
     """A request in a step, with its tokens computed `before` and `after` it.
 
     `complete`: leading blocks of which every token is known and then computed. `is_new`: whether
-    this is the first step that runs it.
+    this is the first step that runs it. `states`: the numbers, among its keys, of the states of
+    recurrent layers that the step leaves, and their paged blocks.
     """
 
     state: RequestState
@@ -77,11 +84,12 @@ class Scheduled(NamedTuple):
     after: int
     complete: int
     is_new: bool = False
+    states: Sequence[tuple[int, int]] = ()
 
 
 class Step(NamedTuple):
-    """One step of the engine. `overwritten`: paged blocks that it writes, or that were allocated
-    for loads since the step before."""
+    """One step of the engine. `overwritten`: paged blocks that it writes, that were allocated for
+    loads since the step before, or in which that left a state."""
 
     scheduled: list[Scheduled]
     overwritten: set[int]
@@ -193,13 +201,17 @@ class RequestTable:
     def begin_step(self, output: SchedulerOutput) -> Step:
         """Take in what a step runs; it is `step` until the next one."""
         overwritten, self._allocated = self._allocated, set()
+        copies: Sequence[BlockCopy] = getattr(output, "kv_cache_block_copies", None) or ()
+        overwritten.update(copy.dst_block_id for copy in copies)
         self.step = Step([], overwritten)
+        states = self._states_left(output)
         for new in output.scheduled_new_reqs:
             state = self._states.get(new.req_id)
             if state is not None:
                 state.tables = tuple(list(table) for table in new.block_ids)
                 after = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
-                self._runs(state, new.num_computed_tokens, after, is_new=True)
+                left = states.get(new.req_id, ())
+                self._runs(state, new.num_computed_tokens, after, left, is_new=True)
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             state = self._states.get(request_id)
@@ -212,14 +224,37 @@ class RequestTable:
             for table, more in zip(state.tables, added, strict=True):
                 table += more
             before = cached.num_computed_tokens[i]
-            self._runs(state, before, before + output.num_scheduled_tokens.get(request_id, 0))
+            after = before + output.num_scheduled_tokens.get(request_id, 0)
+            self._runs(state, before, after, states.get(request_id, ()))
         return self.step
 
-    def _runs(self, state: RequestState, before: int, after: int, is_new: bool = False) -> None:
+    def _states_left(self, output: SchedulerOutput) -> dict[str, list[tuple[int, int]]]:
+        """The states that a step leaves at the ends of blocks, as `Scheduled` has them."""
+        block_state: BlockState | None = getattr(output, "kv_connector_block_state", None)
+        left: dict[str, list[tuple[int, int]]] = {}
+        if block_state is None:
+            return left
+        for request_id, states in block_state.boundary_state_offloads.items():
+            for group, paged, tokens in states:
+                number = self.groups.state(group, tokens)
+                if number is not None:
+                    left.setdefault(request_id, []).append((number, paged))
+                    # It is there until the step's end, and the next step may overwrite it.
+                    self._allocated.add(paged)
+        return left
+
+    def _runs(
+        self,
+        state: RequestState,
+        before: int,
+        after: int,
+        states: Sequence[tuple[int, int]],
+        is_new: bool = False,
+    ) -> None:
         state.computed = after
         self.step.overwritten.update(self.groups.written(state.tables, before))
         complete = self._complete(state, after)
-        self.step.scheduled.append(Scheduled(state, before, after, complete, is_new))
+        self.step.scheduled.append(Scheduled(state, before, after, complete, is_new, states))
 
     def _complete(self, state: RequestState, after: int) -> int:
         if state.prompt_only:

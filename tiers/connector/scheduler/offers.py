@@ -58,7 +58,7 @@ class Offers(NamedTuple):
 
 def new_offers(requests: RequestTable, own: TierRequest, scheduled: Scheduled) -> Offers:
     """All parts of the blocks that are complete and were not offered yet."""
-    state, before, _, last, _ = scheduled
+    state, before, last = scheduled.state, scheduled.before, scheduled.complete
     first = own.offered
     if last <= first:  # most steps of an answer complete no block
         return Offers((), [])
@@ -72,7 +72,13 @@ def new_offers(requests: RequestTable, own: TierRequest, scheduled: Scheduled) -
             range(first, last), list(zip(keys[first:last], table[first:last], strict=True))
         )
     size = len(requests.groups)
-    return _kept(requests, state, range(first * size, last * size), before)
+    offers = _kept(requests, state, range(first * size, last * size), before)
+    left = [one for one in scheduled.states if first * size <= one[0] < last * size]
+    if not left:
+        return offers
+    of_states = [(number, (keys[number], paged)) for number, paged in left]
+    numbers, pairs = zip(*sorted([*zip(*offers, strict=True), *of_states]), strict=True)
+    return Offers(numbers, list(pairs))
 
 
 def offers_again(

@@ -19,7 +19,7 @@ HASHED = "part of the block hashes, or of the mark of a request"
 LIMITS = "a limit: what is beyond it is refused"
 DERIVED = "computed from other fields, which are in the key"
 HANDED_ON = "handed on to a field of another class of this table"
-STATES = "about recurrent state; kvtiers refuses models that have any"
+STATES = "about where recurrent states are kept, and which of them"
 WEIGHTS = "decides how weights reach the device, not which"
 CAPACITY = "how many blocks there are, or bytes for them"
 REFUSED = "kvtiers refuses to start with it"
@@ -133,7 +133,8 @@ FIELDS = {
     ),
     "CacheConfig": Fields(
         "cache_dtype kv_cache_layout sliding_window prefix_caching_hash_algo "
-        "kv_cache_dtype_skip_layers kv_sharing_fast_prefill swa_bounded_replay",
+        "kv_cache_dtype_skip_layers kv_sharing_fast_prefill swa_bounded_replay mamba_cache_dtype "
+        "mamba_ssm_cache_dtype replayssm_buffer_len use_replayssm use_kda_recoverssm",
         {
             BY_LAYOUT: "block_size effective_attention_block_size",
             HASHED: "hash_block_size prefix_match_unit cache_hit_alignment_tokens",
@@ -144,10 +145,8 @@ FIELDS = {
             "num_cpu_blocks kv_cache_size_tokens kv_cache_max_concurrency kv_cache_memory_bytes "
             "kv_offloading_size kv_offloading_backend skip_page_size_padded "
             "simple_cpu_offload_num_blocks",
-            STATES: "mamba_page_size_padded mamba_block_size mamba_cache_dtype "
-            "mamba_ssm_cache_dtype mamba_cache_mode enable_mamba_shared_prefix_checkpoint "
-            "enable_mamba_fine_grained_prefix_cache replayssm_buffer_len use_replayssm "
-            "use_kda_recoverssm",
+            STATES: "mamba_page_size_padded mamba_block_size mamba_cache_mode "
+            "enable_mamba_shared_prefix_checkpoint enable_mamba_fine_grained_prefix_cache",
         },
     ),
     "ParallelConfig": Fields(

@@ -25,7 +25,7 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, num_blocks))
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
-        self._prefix_caching = prefix_caching
+        self.caches_prefixes = prefix_caching
 
     @property
     def num_free(self) -> int:
@@ -59,7 +59,7 @@ class BlockPool:
 
     def know(self, block: int, block_hash: bytes) -> None:
         """Note which prefix a computed or loaded block holds."""
-        if self._prefix_caching and self._hashes[block] is None and block_hash not in self._cached:
+        if self.caches_prefixes and self._hashes[block] is None and block_hash not in self._cached:
             self._hashes[block] = block_hash
             self._cached[block_hash] = block
 
@@ -76,6 +76,11 @@ class BlockPool:
                 self._free[block] = None
 
 
+STATE = 0
+"""Stands for a window where a group's blocks hold the state of a recurrent layer: of a prefix the
+block of its last token alone, which holds what came of all tokens up to it."""
+
+
 def has_null(windows: Sequence[int | None]) -> bool:
     """Whether paged block 0 only stands for blocks that are not kept."""
     return any(window is not None for window in windows)
@@ -90,7 +95,8 @@ Tables = list[list[int]]
 
 
 class BlockTables:
-    """Block tables over one pool: groups with a window (in tokens) keep what it reaches only."""
+    """Block tables over one pool: groups with a window (in tokens) keep what it reaches only, those
+    of STATE the last state."""
 
     def __init__(self, pool: BlockPool, block_tokens: int, windows: Sequence[int | None]) -> None:
         self.pool = pool
@@ -105,7 +111,13 @@ class BlockTables:
         return [block for block in table if self._is_real(block)]
 
     def _first_kept(self, window: int | None, computed: int) -> int:
+        if window == STATE:
+            return max(0, computed - 1) // self._size
         return 0 if window is None else max(0, computed - window + 1) // self._size
+
+    def _first_new(self, window: int | None, blocks: int, computed: int) -> int:
+        """The first block for which a table of so many blocks needs a place."""
+        return blocks - 1 if window == STATE else self._first_kept(window, computed)
 
     def find_prefix(self, hashes: Sequence[bytes]) -> Tables:
         """The longest prefix that is still in place in every group."""
@@ -129,7 +141,7 @@ class BlockTables:
     def lacking(self, tables: Tables, blocks: int, computed: int) -> int:
         """Paged blocks that tables of so many blocks lack, with so many tokens computed."""
         return sum(
-            max(0, blocks - max(len(table), self._first_kept(window, computed)))
+            max(0, blocks - max(len(table), self._first_new(window, blocks, computed)))
             for table, window in zip(tables, self._windows, strict=True)
         )
 
@@ -138,9 +150,9 @@ class BlockTables:
         left = iter(fresh)
         added: Tables = []
         for table, window in zip(tables, self._windows, strict=True):
-            kept = self._first_kept(window, computed)
+            first = self._first_new(window, blocks, computed)
             added.append(
-                [NULL_BLOCK if i < kept else next(left) for i in range(len(table), blocks)]
+                [NULL_BLOCK if i < first else next(left) for i in range(len(table), blocks)]
             )
             table += added[-1]
         return added
@@ -155,8 +167,10 @@ class BlockTables:
     def know(self, tables: Tables, hashes: Sequence[bytes], computed: int) -> None:
         """Note what the tables' full blocks hold."""
         full = min(computed // self._size, len(hashes))
-        for group, table in enumerate(tables):
-            for block, block_hash in zip(table[:full], hashes[:full], strict=True):
+        ends_a_block = full * self._size == computed
+        for group, (table, window) in enumerate(zip(tables, self._windows, strict=True)):
+            first = full - ends_a_block if window == STATE else 0
+            for block, block_hash in zip(table[first:full], hashes[first:full], strict=True):
                 if self._is_real(block):
                     self.pool.know(block, _name(block_hash, group))
 

@@ -16,6 +16,7 @@ import torch
 
 from tiers.connector.contract.block_events import Origin
 from tiers.connector.contract.engine import EngineInfo, KVGroup
+from tiers.engine.replay.blocks import STATE
 
 VOCABULARY = 50_000
 _PRIME = 1_000_003
@@ -27,7 +28,8 @@ class ReplayModel:
     """Shape of the KV: int64, per layer `(num_blocks, block_tokens, width)`.
 
     Models of different `weights` have different KV, and so answers, for the same tokens.
-    `windows`: of each KV cache group; a group has so many layers, and all groups share the tensors.
+    `windows`: of each KV cache group, STATE for one of recurrent layers. A group has `layers`
+    layers, and all groups share the tensors.
     `forward_seconds`: what computing a token takes beside what it takes here.
     """
 
@@ -45,8 +47,11 @@ class ReplayModel:
 
     def engine_info(self, num_blocks: int) -> EngineInfo:
         """What a connector must know of an engine that serves this model."""
-        groups = tuple(KVGroup(self.block_tokens, window) for window in self.windows)
         size = self.block_tokens
+        groups = tuple(
+            KVGroup(size, size, is_state=True) if window == STATE else KVGroup(size, window)
+            for window in self.windows
+        )
         return EngineInfo({}, size, size, num_blocks, groups=groups, describe=_describe)
 
     def allocate(self, num_blocks: int) -> dict[str, torch.Tensor]:
@@ -85,7 +90,7 @@ def answer(
         fresh = states(tokens[len(past) :], past[-1] if past else 0)
         past += fresh
         for group, window in enumerate(model.windows):
-            seen = fresh if window is None else past[-window:]
+            seen = fresh if window is None else past[-max(window, 1) :]
             before = sums[group] if window is None else 0
             sums[group] = before + _sum_of(model, seen, group, world_size)
         tokens.append(sum(sums) % VOCABULARY)

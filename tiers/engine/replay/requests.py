@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiers.engine.replay.blocks import Tables, chain_hash
+from tiers.engine.replay.blocks import STATE, Tables, chain_hash
 
 
 class Status(enum.Enum):
@@ -102,8 +102,16 @@ class Work:
 
 
 @dataclass
+class BlockState:
+    """The states that a step leaves at the ends of blocks."""
+
+    boundary_state_offloads: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+
+
+@dataclass
 class Step:
-    """What one step runs: the `SchedulerOutput` of connectors, and the workers' work."""
+    """What one step runs: the `SchedulerOutput` of connectors, and the workers' work.
+    `moves_states`: the step leaves nothing in the blocks from which it takes states."""
 
     scheduled_new_reqs: list[NewRequest] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequests = field(default_factory=CachedRequests)
@@ -111,6 +119,8 @@ class Step:
     finished_req_ids: set[str] = field(default_factory=set)
     work: list[Work] = field(default_factory=list)
     kv_connector_metadata: Any = None
+    kv_connector_block_state: BlockState = field(default_factory=BlockState)
+    moves_states: bool = False
 
 
 @dataclass
@@ -150,3 +160,33 @@ def describe_run(request: ReplayRequest, step: Step, added: Tables) -> None:
     cached.req_ids.append(request.request_id)
     cached.new_block_ids.append(blocks if any(blocks) else None)
     cached.num_computed_tokens.append(start)
+
+
+def up_to_a_block(request: ReplayRequest, windows: Sequence[int | None], count: int) -> int:
+    """How many of the next `count` tokens of a request a step computes.
+
+    Where there are states, steps of a prompt end where blocks do, one of them at the last full one.
+    """
+    if STATE not in windows:
+        return count
+    start, size = request.num_computed_tokens, request.block_tokens
+    last = request.num_tokens - request.num_tokens % size
+    if start >= max(request.num_prompt_tokens, request.num_tokens - 1):
+        return count
+    if start + count < last:
+        return count - count % size
+    return last - start if start < last else count
+
+
+def hand_over(
+    request: ReplayRequest, step: Step, windows: Sequence[int | None], computed: int
+) -> None:
+    """Tell a step which states it leaves of a request, if it ends at a block's end."""
+    blocks, rest = divmod(computed, request.block_tokens)
+    if rest or blocks > len(request.block_hashes) or STATE not in windows:
+        return
+    step.kv_connector_block_state.boundary_state_offloads[request.request_id] = [
+        (group, request.tables[group][blocks - 1], computed)
+        for group, window in enumerate(windows)
+        if window == STATE
+    ]

@@ -14,6 +14,8 @@ from tiers.engine.replay.requests import (
     StepOutput,
     Work,
     describe_run,
+    hand_over,
+    up_to_a_block,
 )
 
 
@@ -62,7 +64,7 @@ class ReplayScheduler:
 
     def schedule(self) -> Step:
         """Decide the next step and hand its orders to the connector."""
-        step = Step()
+        step = Step(moves_states=not self.pool.caches_prefixes)
         budget = self._batch_tokens
         for request in list(self._running):
             if request in self._running:
@@ -144,7 +146,7 @@ class ReplayScheduler:
     def _run(self, request: ReplayRequest, step: Step, budget: int) -> int:
         """Put a request's next tokens into the step; how many fit."""
         start = request.num_computed_tokens
-        count = min(request.num_tokens - start, budget)
+        count = up_to_a_block(request, self._windows, min(request.num_tokens - start, budget))
         if count <= 0:
             return 0
         if not request.tables:
@@ -161,6 +163,7 @@ class ReplayScheduler:
         step.work.append(Work(request.request_id, tokens, start, tables, samples))
         step.num_scheduled_tokens[request.request_id] = count
         describe_run(request, step, added)
+        hand_over(request, step, self._windows, start + count)
         return count
 
     def _take(self, request: ReplayRequest, step: Step, count: int) -> list[int] | None:

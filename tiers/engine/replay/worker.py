@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tiers.connector.contract.connector import WorkerConnector
+from tiers.engine.replay.blocks import STATE
 from tiers.engine.replay.model import ReplayModel, kv_of, states
 from tiers.engine.replay.requests import Step, StepOutput, Work
 
@@ -57,22 +58,27 @@ class ReplayWorker:
         return output
 
     def _forward(self, step: Step) -> dict[str, int]:
-        computed = {work.request_id: self._compute(work) for work in step.work}
+        computed = {work.request_id: self._compute(work, step.moves_states) for work in step.work}
         if self._model.forward_seconds:
             time.sleep(self._model.forward_seconds * sum(len(work.tokens) for work in step.work))
         return computed
 
-    def _compute(self, work: Work) -> int:
+    def _compute(self, work: Work, moves_states: bool) -> int:
         """Write the KV of a request's next tokens; the sum over all KV it sees, if it samples."""
         before = 0
         if work.start:
             (last,) = self._index(work.tables[0], range(work.start - 1, work.start))
+            if self._model.windows[0] == STATE:
+                last -= last % self._model.block_tokens
             before = int(next(iter(self.kv.values())).view(-1, self._model.width)[last, 0])
         fresh = states(work.tokens, before)
         end = work.start + len(fresh)
         total = 0
         for group, window in enumerate(self._model.windows):
             table = work.tables[group]
+            if window == STATE:
+                total += self._compute_states(work, table, group, moves_states)
+                continue
             index = self._index(table, range(work.start, end))
             seen = self._index(table, range(0 if window is None else max(0, end - window), end))
             for i, cache in enumerate(self.kv.values()):
@@ -81,6 +87,21 @@ class ReplayWorker:
                 flat[index] = kv_of(self._model, fresh, layer, self._rank)
                 if work.samples:
                     total += int(flat[seen].sum())
+        return total
+
+    def _compute_states(self, work: Work, table: list[int], group: int, moves_states: bool) -> int:
+        """Bring a group's states on by a request's next tokens; their sum, if it samples."""
+        size = self._model.block_tokens
+        last, after = (work.start - 1) // size, (work.start + len(work.tokens) - 1) // size
+        total = 0
+        for i, cache in enumerate(self.kv.values()):
+            before = int(cache[table[last], 0, 0]) if work.start else 0
+            if moves_states and work.start:
+                cache[table[last]] = -1
+            layer = group * self._model.layers + i
+            (row,) = kv_of(self._model, states(work.tokens, before)[-1:], layer, self._rank)
+            cache[table[after], 0] = row
+            total += int(row.sum()) if work.samples else 0
         return total
 
     def _index(self, table: list[int], positions: range) -> torch.Tensor:
