@@ -25,10 +25,12 @@ from tiers.tuning.simulation import SimChain, SimTier, Workload, simulate
 GB = 10**9
 CPU = SimTier("cpu", "cpu", True, 256 * GB)
 DISK = SimTier("disk", "disk", False, 4000 * GB)
+REDIS = SimTier("redis", "redis", False, 4000 * GB)
 CHAINS = {
     "no tier": SimChain(()),
     "cpu": SimChain((CPU,)),
     "cpu, disk": SimChain((CPU, DISK)),
+    "cpu, disk, redis": SimChain((CPU, DISK, REDIS)),
     "cpu, disk, first": SimChain((CPU, DISK), load_policy="first"),
     "cpu with s3fifo, disk": SimChain((SimTier("cpu", "cpu", True, 256 * GB, "s3fifo"), DISK)),
 }
@@ -40,6 +42,7 @@ MACHINE = Machine(
     tiers={
         "cpu": TierProfile(load_bandwidth=20e9, store_bandwidth=20e9),
         "disk": TierProfile(load_bandwidth=5e9, store_bandwidth=5e9),
+        "redis": TierProfile(load_bandwidth=2e9, store_bandwidth=2e9),
     },
 )
 

@@ -188,8 +188,7 @@ class Engine:
                     jobs.append((tier, job))
         for tier in tiers:
             if tier.refused and self._answering:
-                more = map(tier.offer_again, self._answering)
-                jobs += [(tier, job) for job in more if job]
+                jobs += [(tier, job) for job in tier.offer_answers(self._answering)]
         return jobs
 
     def _end_step(self, batch: Batch, jobs: list[tuple[Tier, StoreJob]]) -> None:

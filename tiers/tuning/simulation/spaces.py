@@ -110,7 +110,8 @@ class TimedSpace(LruSpace):
 
 def first_of(blocks: int, count: int) -> int:
     """The first `count` blocks of a mask, at most."""
-    first = blocks & (1 << count) - 1
+    start = (blocks & -blocks).bit_length() - 1
+    first = blocks & (1 << start + count) - 1
     if first.bit_count() == count:  # by far most often: the mask has no gap there
         return first
     while blocks.bit_count() > count:

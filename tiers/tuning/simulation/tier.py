@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tiers.tuning.simulation.prompt import Offer, Prompt
@@ -156,11 +156,7 @@ class Tier:
                 self._cut.add(prompt.number)  # what is behind that could not be loaded
                 wanted, _ = split(wanted, most)
                 lacking = math.floor(most)
-        if lacking > self._room:
-            wanted, left = split(wanted, self._room)
-            self.refused[prompt] = self.refused.get(prompt, []) + left
-            lacking = int(self._room)
-        return self._begin(prompt, wanted, lacking) if wanted else None
+        return self._begin(prompt, wanted, lacking)
 
     def _asked_enough(self, wanted: list[Part], fresh: Sequence[int]) -> tuple[list[Part], int]:
         """Those of the parts that enough prompts have asked for, and their blocks. This prompt has
@@ -171,7 +167,15 @@ class Tier:
         enough = [part for part in wanted if uses[part[0]] >= self._threshold]
         return enough, sum(blocks.bit_count() for _, blocks in enough)
 
-    def _begin(self, prompt: Prompt, parts: list[Part], blocks: int) -> StoreJob:
+    def _begin(self, prompt: Prompt, parts: list[Part], blocks: int) -> StoreJob | None:
+        """Take slots for so many blocks in parts; those without one wait while the prompt has its
+        blocks."""
+        if blocks > self._room:
+            parts, left = split(parts, self._room)
+            self.refused[prompt] = self.refused.get(prompt, []) + left
+            blocks = int(self._room)
+        if not blocks:
+            return None
         pending = self.pending
         for run, taken in parts:
             pending[run] |= taken
@@ -227,26 +231,34 @@ class Tier:
 
     def offer_again(self, prompt: Prompt) -> StoreJob | None:
         """Take what had no room before, head first."""
-        room = self._room
-        if room < 1 or prompt not in self.refused:
+        if self._room < 1 or prompt not in self.refused:
             return None
-        parts = [
-            (run, lacks)
-            for run, blocks in self.refused.pop(prompt)
-            if (lacks := blocks & ~(self.held[run] | self.pending[run]))
-        ]
-        parts, left = split(parts, room)
-        if left:
-            self.refused[prompt] = left
-        blocks = sum(taken.bit_count() for _, taken in parts)
-        return self._begin(prompt, parts, blocks) if parts else None
+        held, pending = self.held, self.pending
+        parts: list[Part] = []
+        lacking = 0
+        for run, blocks in self.refused.pop(prompt):
+            if lacks := blocks & ~(held[run] | pending[run]):
+                parts.append((run, lacks))
+                lacking += lacks.bit_count()
+        return self._begin(prompt, parts, lacking)
+
+    def offer_answers(self, answering: Iterable[Prompt]) -> list[StoreJob]:
+        """Take what had no room before of prompts that answer, in their order."""
+        jobs: list[StoreJob] = []
+        if self._room < 1:
+            return jobs
+        for prompt in [one for one in answering if one in self.refused]:
+            job = self.offer_again(prompt)
+            if job is not None:
+                jobs.append(job)
+            if self._room < 1:
+                break
+        return jobs
 
     def _retry(self, now: float) -> None:
         """Offer again what answering prompts have, in a step for that alone."""
-        for prompt in [one for one in self.refused if one.is_answering]:
-            job = self.offer_again(prompt)
-            if job is not None:
-                self.submit(job, now)
+        for job in self.offer_answers([one for one in self.refused if one.is_answering]):
+            self.submit(job, now)
 
     def forget(self, prompt: Prompt, now: float) -> None:
         """The engine takes the blocks of a prompt back."""
