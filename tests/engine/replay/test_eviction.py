@@ -88,6 +88,27 @@ def test_a_prefix_loaded_in_waves_is_evicted_from_its_tail(
     assert held(made, tokens) == [True] * 4 + [False] * 4
 
 
+@pytest.mark.parametrize("kind", TIERS)
+@pytest.mark.parametrize("again", [False, True])
+def test_a_prefix_stored_in_batches_is_evicted_from_its_tail(
+    engine: Callable[..., ReplayEngine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    again: bool,
+) -> None:
+    """One step stores it, in more than one call of the store. `again`: a part was there before."""
+    for user in ("worker.puts", "scheduler.stores"):
+        monkeypatch.setattr(f"tiers.connector.{user}.batch_blocks", lambda payload: 3)
+    made = engine(chain_of(tier(kind, tmp_path)), num_blocks=24, prefix_caching=False)
+    if again:
+        store(made, range(2 * SIZE + 1))
+    tokens = store(made, range(BLOCKS * SIZE))
+    assert held(made, tokens) == [True] * BLOCKS
+    others(made, 4)
+    assert held(made, tokens) == [True] * 4 + [False] * 4
+
+
 def test_a_long_answer_counts_its_head_as_used_a_few_times_only(
     engine: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

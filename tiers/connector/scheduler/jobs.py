@@ -49,8 +49,8 @@ class PendingLoad:
 @dataclass(kw_only=True)
 class PendingStore:
     """A store under way. `tenant`, `own`: of its request. `numbers[i]`: which of the request's
-    keys item i has. `at_once`: whether the job stores all keys that there are so far. `result`: of
-    the ranks that have ended."""
+    keys item i has. `at_once`: whether the job stores all keys that there are so far, in one call
+    of the store. `result`: of the ranks that have ended."""
 
     job: StoreJob
     tenant: str

@@ -23,7 +23,8 @@ class StoreOrder:
     _settled: int = 0
 
     def ended(self, keys: int | None) -> None:
-        """A job has ended. `keys`: how many it stored, if those were all keys so far; else None."""
+        """A job has ended. `keys`: how many it stored, if those were all keys so far and the store
+        took them in one call; else None."""
         self.under_way -= 1
         if keys is None:
             self.stale = True

@@ -13,6 +13,7 @@ from tiers.connector.scheduler.jobs import PendingStore
 from tiers.connector.scheduler.offers import Offers, TierRequest, new_offers, offers_again
 from tiers.connector.scheduler.store_reservations import FOR_ROOM, NOT_YET, StoreReservations
 from tiers.connector.scheduler.tenant_quotas import tenant_of
+from tiers.store import batch_blocks
 
 RETRIES = 256
 """Blocks, of all requests, that a step offers again at most: half a millisecond's work."""
@@ -26,6 +27,8 @@ class TierStores:
         self._context = context
         self._intake = admission.intake
         self._retries = RETRIES
+        payload = self.reservations.block_bytes // context.requests.engine.world_size
+        self._batch = batch_blocks(max(1, payload))
         self._last_offers: list[tuple[TierRequest, Offers]] = []
 
     # -- offering ----------------------------------------------------------------------------
@@ -108,7 +111,9 @@ class TierStores:
         if not items:
             return None
         own.order.under_way += 1
-        at_once = len(items) == own.offered * len(self._context.requests.groups)
+        # In several batches its head, which is stored first, would be the first to go.
+        whole = own.offered * len(self._context.requests.groups)
+        at_once = len(items) == whole <= self._batch
         tenant = tenant_of(own.state.request)
         return self._context.jobs.store(own, items, tenant, at_once=at_once)
 
