@@ -177,6 +177,28 @@ def test_what_a_disk_evicts_is_told(
     assert told(made, "disk")
 
 
+def test_what_another_store_holds_is_not_told_as_removed(
+    engine: Callable[..., ReplayEngine],
+    shared_server: RedisServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inventory, "AUDIT_EVERY", 0.0)
+    tiers = disk(tmp_path), redis(shared_server, tmp_path, name="slow")
+    made = engine(chain_of(*tiers, promote=False), kv_events=True)
+    first, second = (made.generate(range(n, n + 40), 1).block_hashes for n in (0, 100))
+    made.settle()
+    manager = scheduler_of(made, 1)._halves.manager
+    assert isinstance(manager, StoreManager)
+    manager._store.drop(names(made, second[5:]))
+    drop_from_disk(tmp_path, names(made, [*first, *second]))
+    until(made, lambda: told(made, "disk") == {*first, *second[:5]})
+    for _ in range(50):  # routers would take these for gone, which the other store holds
+        made.step()
+        time.sleep(0.01)
+    assert told(made, "disk") == {*first, *second[:5]}
+
+
 def test_nothing_is_kept_for_an_engine_that_takes_no_events(
     engine: Callable[..., ReplayEngine],
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,19 @@ from typing import Any
 
 import pytest
 
+from bench.routers import (
+    RESULT,
+    WITHOUT,
+    Addresses,
+    Indexer,
+    Publishing,
+    indexer_python,
+    scenario,
+)
 from spec.chain import ChainSpec
 from spec.events import EventsSpec
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk
-from tests.support.routers import WITHOUT, Addresses, Indexer, LlmdRules, indexer_python
+from tests.support.servers import RedisServer
 from tiers.connector.contract.block_events import BlockEvent, Origin
 from tiers.engine.replay import ReplayEngine
 
@@ -83,55 +93,22 @@ def test_extra_keys_are_vllms_own() -> None:
     assert describe(request, 4, 4, 2) == Origin(list(range(4, 12)), session="s")
 
 
-class Publishing:
-    """An engine whose events are published as vLLM's own are, and taken by llm-d's rules."""
-
-    def __init__(self, made: ReplayEngine, settings: EventsSpec) -> None:
-        from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
-
-        from tiers.engine.vllm_events import AsVllm, GroupKind
-
-        self.engine = made
-        self.addresses = Addresses()
-        self.llmd = LlmdRules(SIZE)
-        self._batch = KVEventBatch
-        self._translate = AsVllm(settings, [GroupKind("full_attention")])
-        self._publisher = ZmqEventPublisher(0, self.addresses.events, self.addresses.replay)
-
-    def publish(self) -> None:
-        """Publish what the engine told since the last call."""
-        import msgspec
-
-        told, self.engine.events = self.engine.events, []
-        events = list(self._translate(told))
-        if events:
-            self._publisher.publish(self._batch(ts=0.0, events=events))
-            self.llmd.take(msgspec.to_builtins(events))
-
-    def generate(self, prompt: Any) -> None:
-        self.engine.generate(prompt, 1)
-        self.engine.settle()
-        self.publish()
-
-    def close(self) -> None:
-        self._publisher.shutdown()
-        self.addresses.close()
-
-
 @pytest.fixture
 def publish(
     engine: Callable[..., ReplayEngine],
-) -> Iterator[Callable[[ChainSpec], Publishing]]:
+) -> Iterator[Callable[..., Publishing]]:
     """Make engines that publish their events."""
     made: list[Publishing] = []
+    addresses = Addresses()
 
     def make(chain: ChainSpec, **options: Any) -> Publishing:
-        made.append(Publishing(engine(chain, kv_events=True, **options), chain.events))
+        made.append(Publishing(engine(chain, kv_events=True, **options), chain, addresses))
         return made[-1]
 
     yield make
     for one in made:
         one.close()
+    addresses.close()
 
 
 @pytest.fixture
@@ -159,3 +136,14 @@ def test_an_indexer_knows_what_each_tier_holds(
     assert publishing.llmd.query(range(40), "cpu") == 24
     assert publishing.llmd.query(range(40), "storage") == 40
     assert publishing.llmd.ignored == 0
+
+
+def test_three_engines_over_one_redis_and_two_disks(
+    indexer: Indexer, shared_server: RedisServer, tmp_path: Path
+) -> None:
+    found = scenario(indexer, shared_server.url, tmp_path)
+    assert found == json.loads(RESULT.read_text())
+    again = found["engine 1 is registered anew"]
+    assert again["of engine 1"]["dynamo"] == {"1": {"gpu": 0, "cpu": 0, "disk": 40}}
+    for numbers in found["sequence numbers"].values():
+        assert numbers == list(range(len(numbers)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import or_
 from typing import NamedTuple
 
 from spec.events import EventsSpec
@@ -84,6 +85,7 @@ class TierOpener:
         this process is (see `EngineInfo`). `now`: the clock of the stores' answers, in seconds.
         `events`: what KV events say; None: the engine takes none."""
         self._events = events
+        self._stores: list[StoreManager] = []
         self._pool = pool
         self._generation = generation
         self._lookup_deadline = lookup_deadline
@@ -153,7 +155,9 @@ class TierOpener:
             store.close()
             raise
         spaces = [handshake.namespace for handshake in handshakes]
-        return StoreManager(store, spaces, self._generation, self._now, self._lookup_deadline)
+        manager = StoreManager(store, spaces, self._generation, self._now, self._lookup_deadline)
+        self._stores.append(manager)
+        return manager
 
     def _inventory(
         self, tier: StoreSpec, manager: TierManager, namespace: bytes
@@ -170,7 +174,16 @@ class TierOpener:
             folder = beside / namespace.hex()
         else:
             return None
-        return Inventory(tier.tier_name, folder, manager.holds, events.announce_rate)
+        elsewhere = partial(self._others_hold, manager)
+        return Inventory(tier.tier_name, folder, manager.holds, elsewhere, events.announce_rate)
+
+    def _others_hold(self, manager: StoreManager, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these keys another store of the chain holds, as far as it can say now."""
+        held = [False] * len(keys)
+        for other in self._stores:
+            if other is not manager:
+                held = list(map(or_, held, other.holds(keys) or held))
+        return held
 
     def _refuse_several(
         self, tier: StoreSpec, store: TierStore | None, handshakes: Sequence[WorkerHandshake]

@@ -54,8 +54,12 @@ class Due(NamedTuple):
 class Inventory:
     """What was announced of one tier. `note`, `take` and `is_announcing` are the scheduler's."""
 
-    def __init__(self, tier: str, folder: Path, holds: Holds, rate: float) -> None:
-        """`folder`: of the journal. `rate`: blocks a second that are announced again at most."""
+    def __init__(
+        self, tier: str, folder: Path, holds: Holds, elsewhere: Holds, rate: float
+    ) -> None:
+        """`folder`: of the journal. `elsewhere`: what other tiers of the same medium hold: events
+        do not tell them apart. `rate`: blocks a second that are announced again at most."""
+        self._elsewhere = elsewhere
         self.dropped = 0
         """Blocks so far that were not kept: they are not announced again."""
         self._tier = tier
@@ -198,14 +202,23 @@ class Inventory:
         but = self._told = set[bytes]()
         kept: list[Run] = []
         lost: list[Run] = []
+        gone = False
         for run in read(file):
             for begin in range(0, len(run.keys), BATCH):
                 part = run.part(begin, min(begin + BATCH, len(run.keys)))
                 self._audits.take(len(part.keys))
                 held = self._ask(part.keys)
                 kept += part.held(held)
-                lost += part.held([not has for has in held])
-        if lost and not self._stop.is_set():
+                gone = gone or not all(held)
+                lost += self._nowhere(part, held)
+        if gone and not self._stop.is_set():
             journal.rewrite(file, kept)
-            for gone in lost:
-                self._give(Due(gone, held=False, but=but))
+            for run in lost:
+                self._give(Due(run, held=False, but=but))
+
+    def _nowhere(self, run: Run, held: Sequence[bool]) -> Iterator[Run]:
+        """Those that are neither held here nor in another tier of the same medium."""
+        if all(held):
+            return iter(())
+        other = self._elsewhere(run.keys) or [False] * len(held)
+        return run.held([not here and not there for here, there in zip(held, other, strict=True)])
