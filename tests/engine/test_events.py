@@ -188,7 +188,7 @@ def test_what_another_store_holds_is_not_told_as_removed(
     made = engine(chain_of(*tiers, promote=False), kv_events=True)
     first, second = (made.generate(range(n, n + 40), 1).block_hashes for n in (0, 100))
     made.settle()
-    manager = scheduler_of(made, 1)._halves.manager
+    manager = scheduler_of(made, 1)._context.open.manager
     assert isinstance(manager, StoreManager)
     manager._store.drop(names(made, second[5:]))
     drop_from_disk(tmp_path, names(made, [*first, *second]))
