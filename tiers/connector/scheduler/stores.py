@@ -27,8 +27,6 @@ class TierStores:
         self._context = context
         self._intake = admission.intake
         self._retries = RETRIES
-        payload = self.reservations.block_bytes // context.requests.engine.world_size
-        self._batch = batch_blocks(max(1, payload))
         self._last_offers: list[tuple[TierRequest, Offers]] = []
 
     # -- offering ----------------------------------------------------------------------------
@@ -112,8 +110,10 @@ class TierStores:
             return None
         own.order.under_way += 1
         # In several batches its head, which is stored first, would be the first to go.
-        whole = own.offered * len(self._context.requests.groups)
-        at_once = len(items) == whole <= self._batch
+        requests = self._context.requests
+        payload = self._context.open.block_bytes // requests.engine.world_size
+        whole = own.offered * len(requests.groups)
+        at_once = len(items) == whole <= batch_blocks(max(1, payload))
         tenant = tenant_of(own.state.request)
         return self._context.jobs.store(own, items, tenant, at_once=at_once)
 
