@@ -47,6 +47,8 @@ class StoreReservations:
         lacking = tier.manager.missing([key for key, _ in offers.pairs])
         items: dict[int, StoreItem] = {}
         refused: dict[int, str] = {}
+        if not any(lacking):  # as of most prompts that come again
+            return Claimed(items, refused)
         for number, (key, paged), lacks in zip(offers.numbers, offers.pairs, lacking, strict=True):
             if not lacks or key in self._keys:
                 continue

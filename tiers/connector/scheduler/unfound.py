@@ -43,7 +43,7 @@ class UnfoundKeys:
     def asked(self, keys: Sequence[bytes], held: Sequence[bool]) -> None:
         """A store that works was asked for these keys."""
         stored = self._stored
-        if stored is None:
+        if stored is None or stored.keys().isdisjoint(keys):
             return
         answers = [has for key, has in zip(keys, held, strict=True) if key in stored]
         if any(answers):
