@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.tuning.replay.worlds import BLOCK_BYTES, SIZE, chain, chats, cpu, disk, machine
+from tests.tuning.replay.worlds import BLOCK_BYTES, SIZE, answered, chain, chats, cpu, disk, machine
 from tiers.tuning.machine import TierProfile
 from tiers.tuning.replay import replay
 from tiers.tuning.report import Report
@@ -49,6 +49,20 @@ def test_the_simulation_agrees_where_stores_lag_and_drop(name: str) -> None:
     real = replay(requests, SIZE, tiers, slow)
     assert real.tiers[1].dropped_share > 0.1
     assert_agree(real, simulate(requests, SIZE, tiers, slow))
+
+
+@pytest.mark.parametrize("store", ["all", "prompt"])
+def test_the_simulation_agrees_on_answers(store: str) -> None:
+    """The engine keeps what an answer filled, and so do tiers, if they are let."""
+    small, plain = machine(engine_cache=70 * BLOCK_BYTES), chats(5)
+    requests = answered(plain)
+    assert sum(len(request.answer_blocks) for request in requests) > 100
+    tiers = chain(cpu(160), disk(600), store=store)
+    real, without = replay(requests, SIZE, tiers, small), simulate(plain, SIZE, tiers, small)
+    assert_agree(real, simulate(requests, SIZE, tiers, small))
+    assert real.engine_hit_tokens + real.tier_hit_tokens > (
+        without.engine_hit_tokens + without.tier_hit_tokens + 50 * SIZE
+    )
 
 
 @pytest.mark.parametrize("name", TIERS)

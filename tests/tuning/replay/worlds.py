@@ -39,6 +39,19 @@ def chats(seed: int, count: int = 120, every: float = 120.0) -> list[TraceReques
     return requests
 
 
+def answered(requests: list[TraceRequest]) -> list[TraceRequest]:
+    """The same, but that up to three blocks which the next turn adds are its answer's."""
+    found = []
+    for number, one in enumerate(requests):
+        known = len(one.blocks)
+        later = (r.blocks for r in requests[number + 1 :] if len(r.blocks) > known)
+        turn = next((blocks for blocks in later if blocks[:known] == one.blocks), [])
+        answer = turn[known : known + 3]
+        tokens = (known + len(answer)) * SIZE + 2 - one.input_length if answer else 1
+        found.append(one._replace(answer_blocks=answer, output_length=max(1, tokens)))
+    return found
+
+
 def machine(**more: Any) -> Machine:
     """One GPU of a thousand tokens a second; a cache of 150 blocks; links that are not idle."""
     links = {

@@ -6,6 +6,7 @@ import time
 from collections import deque
 
 from tiers.connector.contract.stats import Measures, TierStats
+from tiers.connector.multi.metadata import MultiConnectorMetadata
 from tiers.connector.multi.scheduler import MultiScheduler
 from tiers.connector.policy.requests import RequestTable
 from tiers.engine.replay.blocks import BlockPool
@@ -14,7 +15,7 @@ from tiers.tuning.machine import Machine
 from tiers.tuning.replay.clock import Clock
 from tiers.tuning.replay.kv import PagedKV
 from tiers.tuning.replay.requests import ReplayRequest, Status
-from tiers.tuning.replay.steps import Chunk, Gpus, GpuStep, Outcome, describe
+from tiers.tuning.replay.steps import Chunk, Gpus, GpuStep, Outcome, answer_step, describe, take
 from tiers.tuning.replay.worker import TURN, ReplayWorker
 
 LOOK_SECONDS = 5.0
@@ -72,10 +73,7 @@ class ReplayEngine:
 
     def next_event(self) -> float | None:
         """When the next step or answer ends; None: none is under way."""
-        ends = self._gpus.ends()
-        if self._answering:
-            ends.append(min(end for end, _ in self._answering))
-        return min(ends, default=None)
+        return min((*self._gpus.ends(), *(end for end, _ in self._answering)), default=None)
 
     def turn(self) -> bool:
         """Do what is to be done at this moment; whether anything was."""
@@ -103,32 +101,21 @@ class ReplayEngine:
         chunks: list[Chunk] = []
         for request in self._running:
             if budget > 0 and not request.on_gpu:
-                budget -= self._take(request, budget, chunks)
+                budget -= take(request, budget, chunks)
         for request in list(self._waiting):
             if budget <= 0:
                 break
             if request.status is not Status.WAITING:
                 continue
             if not request.pages and not self._match(request):
-                if self._pool.num_free < self._pages(request):
+                if self._pool.num_free < request.more_pages(self.block_tokens):
                     break
                 continue
             if request.status is Status.WAITING:
                 self._waiting.remove(request)
                 self._running.append(request)
-                budget -= self._take(request, budget, chunks)
+                budget -= take(request, budget, chunks)
         return chunks if chunks or self._has_orders else None
-
-    def _pages(self, request: ReplayRequest) -> int:
-        return -(-request.num_tokens // self.block_tokens)
-
-    def _take(self, request: ReplayRequest, budget: int, chunks: list[Chunk]) -> int:
-        start = request.num_computed_tokens
-        stop = min(request.num_tokens, start + budget)
-        request.on_gpu = True
-        request.num_computed_tokens = stop
-        chunks.append(Chunk(request, start, stop))
-        return stop - start
 
     def _match(self, request: ReplayRequest) -> bool:
         """Find its prefix here and in the chain; whether it loads or can run."""
@@ -139,7 +126,7 @@ class ReplayEngine:
         if external is None:
             return False
         self._pool.share(pages)
-        fresh = self._pool.take(self._pages(request) - len(pages))
+        fresh = self._pool.take(request.more_pages(self.block_tokens) - len(pages))
         if fresh is None:
             self._pool.release(pages)
             return False
@@ -180,9 +167,7 @@ class ReplayEngine:
         for _, request in self._answering:
             describe(Chunk(request, request.num_tokens, request.num_tokens), step)
         self._has_orders = False
-        orders = self._connector.build_connector_meta(step)
-        orders.step = None  # the engine knows its rate
-        self._worker.begin(orders)
+        orders = self._give(step)
         if not chunks:
             self._worker.end(orders)
             return
@@ -191,6 +176,12 @@ class ReplayEngine:
         if chunks[0].request.counts:
             self.outcome.busy += seconds
         self._gpus.begin(GpuStep(chunks, now, now + seconds, orders))
+
+    def _give(self, step: Step) -> MultiConnectorMetadata:
+        orders = self._connector.build_connector_meta(step)
+        orders.step = None  # the engine knows its rate
+        self._worker.begin(orders)
+        return orders
 
     def _end_step(self, now: float) -> bool:
         """End the step that is over first. What it leaves to compute goes on before others end."""
@@ -202,15 +193,8 @@ class ReplayEngine:
     def _end(self, step: GpuStep) -> None:
         for chunk in step.chunks:
             request = chunk.request
-            full = range(
-                chunk.start // self.block_tokens,
-                min(chunk.stop // self.block_tokens, len(request.ids)),
-            )
-            if full:
-                self._kv.compute(
-                    request.pages[full.start : full.stop], request.ids[full.start : full.stop]
-                )
-                self._know(request, full)
+            if full := chunk.full(self.block_tokens):
+                self._compute(request, full)
             request.on_gpu = False
         self._worker.end(step.orders)
         tokens = sum(chunk.stop - chunk.start for chunk in step.chunks)
@@ -218,6 +202,11 @@ class ReplayEngine:
         for chunk in step.chunks:
             if chunk.stop == chunk.request.num_tokens:
                 self._prompt_ends(chunk.request, step.ends)
+
+    def _compute(self, request: ReplayRequest, blocks: range) -> None:
+        part = slice(blocks.start, blocks.stop)
+        self._kv.compute(request.pages[part], request.ids[part])
+        self._know(request, blocks)
 
     def _know(self, request: ReplayRequest, blocks: range) -> None:
         for block in blocks:
@@ -235,11 +224,23 @@ class ReplayEngine:
         over = [pair for pair in self._answering if pair[0] <= now]
         self._answering = [pair for pair in self._answering if pair[0] > now]
         for _, request in over:
+            if request.answer_ids:
+                self._answer(request)
             self._connector.request_finished_all_groups(request, request.get_block_ids())
             self._pool.release(request.pages)
             del self.requests[request.request_id]
         self._has_orders |= bool(over)
         return bool(over)
+
+    def _answer(self, request: ReplayRequest) -> None:
+        """Compute what an answer filled, in one step, where there is room for it."""
+        more = self._pool.take(request.more_pages(self.block_tokens, request.answer_tokens - 1))
+        if more is None:
+            return
+        filled = request.answer(more)
+        orders = self._give(answer_step(request, more))
+        self._compute(request, filled)
+        self._worker.end(orders)
 
     # -- ends of transfers -------------------------------------------------------------------
 

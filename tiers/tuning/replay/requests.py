@@ -20,7 +20,8 @@ class Status(enum.Enum):
 
 @dataclass(eq=False)
 class ReplayRequest:
-    """A request of a trace. Tokens are counts alone; its blocks are the trace's ids.
+    """A request of a trace. Tokens are counts alone; its blocks are the trace's ids. Those of its
+    answer, where they were recorded, are `answer_ids` until the answer ends.
 
     `pages`: its blocks of the paged KV, the last of which may be partial. `own`: tokens that the
     engine had itself; `external`: those that tiers were to load; `lost`: those of them that did
@@ -37,6 +38,8 @@ class ReplayRequest:
     counts: bool
     num_computed_tokens: int = 0
     pages: list[int] = field(default_factory=list)
+    answer_ids: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
     status: Status = Status.WAITING
     on_gpu: bool = False
     has_run: bool = False
@@ -48,27 +51,44 @@ class ReplayRequest:
     @classmethod
     def of(cls, number: int, request: TraceRequest, counts: bool) -> ReplayRequest:
         """Make a request. `counts`: whether the report counts it."""
-        ids = list(request.blocks)
+        ids, tokens = list(request.blocks), max(1, request.input_length)
         return cls(
             f"request-{number}",
             request.timestamp / 1000,
-            max(1, request.input_length),
+            tokens,
             request.output_length,
             ids,
-            [hashlib.blake2b(b"%d" % one, digest_size=32).digest() for one in ids],
+            _hashes(ids),
             request.salt or "",
             counts,
+            answer_ids=list(request.answer_blocks),
+            prompt_tokens=tokens,
         )
 
     @property
     def num_prompt_tokens(self) -> int:
-        """All that are known: answers are not in a trace."""
-        return self.num_tokens
+        """Those of the prompt, while the others may be the answer's."""
+        return self.prompt_tokens
 
     @property
     def computed(self) -> int:
         """Prompt tokens that GPUs compute."""
         return self.num_tokens - self.own - self.external + self.lost
+
+    def more_pages(self, block_tokens: int, answered: int = 0) -> int:
+        """How many pages it needs beside those that it has, when so much of its answer is there."""
+        return -(-(self.num_tokens + answered) // block_tokens) - len(self.pages)
+
+    def answer(self, pages: list[int]) -> range:
+        """The answer has ended, in these pages beside the prompt's: its tokens are known, and all
+        but the last are computed. The blocks that it filled."""
+        filled = range(len(self.ids), len(self.ids) + len(self.answer_ids))
+        self.pages += pages
+        self.ids += self.answer_ids
+        self.block_hashes += _hashes(self.answer_ids)
+        self.num_tokens += self.answer_tokens
+        self.num_computed_tokens = self.num_tokens - 1
+        return filled
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         """Its block table, as connectors ask for it."""
@@ -93,3 +113,7 @@ class ReplayRequest:
             taken = min(lost, self.loaded_by[tier])
             self.loaded_by[tier] -= taken
             lost -= taken
+
+
+def _hashes(ids: list[int]) -> list[bytes]:
+    return [hashlib.blake2b(b"%d" % one, digest_size=32).digest() for one in ids]

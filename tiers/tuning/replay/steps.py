@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tiers.connector.multi.metadata import MultiConnectorMetadata
@@ -17,6 +18,11 @@ class Chunk:
     request: ReplayRequest
     start: int
     stop: int
+
+    def full(self, block_tokens: int) -> range:
+        """The blocks of the request that it completes."""
+        stop = min(self.stop // block_tokens, len(self.request.ids))
+        return range(self.start // block_tokens, stop)
 
 
 @dataclass
@@ -81,8 +87,18 @@ class Outcome:
         self.first_tokens.append(moment - request.arrival)
 
 
-def describe(chunk: Chunk, step: Step) -> None:
-    """Tell a step that it computes these tokens."""
+def take(request: ReplayRequest, budget: int, chunks: list[Chunk]) -> int:
+    """Let a step compute as much of a request as its budget allows; how many tokens that is."""
+    start = request.num_computed_tokens
+    stop = min(request.num_tokens, start + budget)
+    request.on_gpu = True
+    request.num_computed_tokens = stop
+    chunks.append(Chunk(request, start, stop))
+    return stop - start
+
+
+def describe(chunk: Chunk, step: Step, new_pages: Sequence[int] = ()) -> None:
+    """Tell a step that it computes these tokens, some of them in new pages."""
     request = chunk.request
     if not request.has_run:
         request.has_run = True
@@ -92,5 +108,13 @@ def describe(chunk: Chunk, step: Step) -> None:
         return
     cached = step.scheduled_cached_reqs
     cached.req_ids.append(request.request_id)
-    cached.new_block_ids.append(None)
+    cached.new_block_ids.append((list(new_pages),) if new_pages else None)
     cached.num_computed_tokens.append(chunk.start)
+
+
+def answer_step(request: ReplayRequest, new_pages: Sequence[int]) -> Step:
+    """A step that computes a whole answer, which has ended."""
+    chunk = Chunk(request, request.prompt_tokens, request.num_computed_tokens)
+    step = Step(num_scheduled_tokens={request.request_id: chunk.stop - chunk.start})
+    describe(chunk, step, new_pages)
+    return step

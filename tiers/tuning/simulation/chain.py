@@ -58,6 +58,7 @@ class SimChain:
     min_tokens: int = 64
     """Of the load policy `cheapest`, as `margin` is."""
     margin: float = 0.05
+    stores_answers: bool = True
 
     @classmethod
     def of(cls, spec: ChainSpec) -> SimChain:
@@ -71,4 +72,5 @@ class SimChain:
             spec.staging,
             cheapest.min_tokens,
             cheapest.margin,
+            spec.store == "all",
         )

@@ -55,6 +55,7 @@ class Engine:
         self._cache = OwnCache(capacity, workload)
         self._loads = Loads(tiers, chain, workload, machine.prefill_rate)
         self._promote = chain.promote
+        self._stores_answers = chain.stores_answers
         self._events: list[tuple[float, int, int, Any]] = []
         self._order = 0
         self._waiting: deque[Prompt] = deque()
@@ -215,10 +216,28 @@ class Engine:
 
     def _give_back(self, prompt: Prompt) -> None:
         self._answering.pop(prompt, None)
+        if path := self.workload.answer_paths[prompt.number]:
+            self._answer(prompt, path)
         self._cache.give_back(prompt)
         for tier in self.tiers:
             if tier.refused:
                 tier.forget(prompt, self.now)
+
+    def _answer(self, prompt: Prompt, path: Sequence[int]) -> None:
+        """What the answer filled is in place, and offered, all at its end."""
+        self._cache.answer(prompt, path)
+        prompt.path = (*prompt.path, *path)
+        last = prompt.blocks + sum(self.workload.lengths[run] for run in path)
+        offer = prompt.offer(last, self.workload)
+        self._cache.know(prompt, prompt.parts)
+        prompt.parts = []
+        if not self._stores_answers:
+            return
+        for tier in self.tiers:
+            if tier.due <= self.now:
+                tier.drain(self.now)
+            if job := tier.offer(prompt, offer, self.now):
+                tier.submit(job, self.now)
 
     # -- beginning and loading ---------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tiers.tuning.simulation.prompt import Prompt
 from tiers.tuning.simulation.spaces import Part
@@ -101,6 +101,25 @@ class OwnCache:
         self._reserved -= held
         self._pinned += fresh
         self._free -= fresh - held
+        if self._free < 0:
+            self._take_idle()
+
+    def answer(self, prompt: Prompt, path: Sequence[int]) -> None:
+        """The answer of a prompt has filled the runs that `path` adds to the prompt's own; their
+        blocks are yet to be known."""
+        if not self._capacity:
+            return
+        users, in_place = self._users, self._known
+        for run in path:
+            if not users[run] and in_place[run]:
+                self._pinned += self._idle.pop(run)
+            users[run] += 1
+        # The KV of the last token is not computed.
+        needed = -(-(prompt.tokens + prompt.answer - 1) // self._size) - prompt.blocks
+        more = max(0, needed - prompt.reserved)
+        prompt.reserved += more
+        self._reserved += more
+        self._free -= more
         if self._free < 0:
             self._take_idle()
 

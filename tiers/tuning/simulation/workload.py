@@ -34,6 +34,8 @@ class Workload:
     paths: Sequence[tuple[int, ...]]
     blocks: Sequence[int]
     """Full blocks of each prompt."""
+    answer_paths: Sequence[tuple[int, ...]]
+    """The runs that each answer filled, where that was recorded; they go on from the prompt's."""
 
     @property
     def references(self) -> int:
@@ -56,12 +58,23 @@ class Workload:
         uses: Counter[int] = Counter()
         for request in requests:
             uses.update(request.blocks)
+            if request.answer_blocks:
+                # Else a run could go on from a prompt into its answer.
+                uses.update([*request.blocks, *request.answer_blocks])
         runs: dict[int, int] = {}
         lengths: list[int] = []
-        paths = [
-            _path(number, request.blocks, uses, runs, lengths, single)
-            for number, request in enumerate(requests)
-        ]
+        paths, answers = [], []
+        for number, request in enumerate(requests):
+            blocks = request.blocks
+            if request.answer_blocks:
+                blocks = [*blocks, *request.answer_blocks]
+            path = _path(number, blocks, uses, runs, lengths, single)
+            prompt, depth = 0, 0
+            while depth < len(request.blocks):
+                depth += lengths[path[prompt]]
+                prompt += 1
+            paths.append(path[:prompt])
+            answers.append(path[prompt:])
         return cls(
             block_tokens,
             lengths,
@@ -71,6 +84,7 @@ class Workload:
             [request.output_length for request in requests],
             paths,
             [len(request.blocks) for request in requests],
+            answers,
         )
 
     def part(self, start: float, stop: float) -> Workload:
@@ -83,6 +97,7 @@ class Workload:
             answers=self.answers[some],
             paths=self.paths[some],
             blocks=self.blocks[some],
+            answer_paths=self.answer_paths[some],
         )
 
 
