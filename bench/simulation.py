@@ -1,4 +1,4 @@
-"""How many references to blocks a second the simulation serves, on a trace of real prompts.
+"""How many references to blocks a second simulation and curves take, on a trace of real prompts.
 
     python -m bench.simulation TRACE [--rounds 5] [--json F]
 
@@ -13,13 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
 from bench.policies import TRACE
 from tiers.traces.opening import open_trace
+from tiers.traces.trace import TraceRequest
+from tiers.tuning.curve import measure
 from tiers.tuning.machine import Machine, TierProfile
+from tiers.tuning.prefix_stack import PrefixStack
 from tiers.tuning.simulation import SimChain, SimTier, Workload, simulate
 
 GB = 10**9
@@ -57,6 +60,13 @@ def fewest_seconds(call: Callable[[], object], rounds: int) -> float:
     return min(seconds)
 
 
+def touch_all(requests: Iterable[TraceRequest]) -> None:
+    """Take the LRU positions of all blocks."""
+    stack = PrefixStack()
+    for request in requests:
+        stack.touch(request.blocks)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m bench.simulation", description=__doc__)
@@ -70,6 +80,10 @@ def main() -> None:
     workload = Workload.of(requests, size)
     references = workload.references
     rows = {"runs found": fewest_seconds(lambda: Workload.of(requests, size), options.rounds)}
+    rows["curve by runs"] = fewest_seconds(lambda: touch_all(requests), options.rounds)
+    for second_use, name in ((False, "curve and halves"), (True, "from the second use, too")):
+        call = partial(measure, requests, size, second_use=second_use)
+        rows[name] = fewest_seconds(call, options.rounds)
     for name, chain in CHAINS.items():
         rows[name] = fewest_seconds(
             partial(simulate, workload, size, chain, MACHINE), options.rounds
