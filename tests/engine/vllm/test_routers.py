@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,8 @@ from spec.chain import ChainSpec
 from spec.events import EventsSpec
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk
 from tests.support.servers import RedisServer
+from tests.support.tiny_vllm import BLOCK_TOKENS, Run, documents
+from tests.support.vllm_chains import IN_PROCESS
 from tiers.connector.contract.block_events import BlockEvent, Origin
 from tiers.engine.replay import ReplayEngine
 
@@ -147,3 +149,58 @@ def test_three_engines_over_one_redis_and_two_disks(
     assert again["of engine 1"]["dynamo"] == {"1": {"gpu": 0, "cpu": 0, "disk": 40}}
     for numbers in found["sequence numbers"].values():
         assert numbers == list(range(len(numbers)))
+
+
+def test_an_engines_own_events_and_ours_are_of_one_form(
+    run_vllm: Callable[..., Run], tmp_path: Path
+) -> None:
+    """What a real engine publishes of its own blocks is what it publishes of a tier's."""
+    import msgspec
+    import zmq
+
+    addresses = Addresses()
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": addresses.events,
+        "replay_endpoint": addresses.replay,
+    }
+    listening: Any = zmq.Context.instance().socket(zmq.SUB)
+    with listening:
+        listening.connect(addresses.events)
+        listening.subscribe(b"")
+        prompts = [[(prompt, 4)] for prompt in documents(2, 200)]
+        tiers = [{"type": "cpu", "capacity": "64MiB"}, disk(tmp_path, capacity="64MiB")]
+        run_vllm(prompts, tiers, kv_events_config=config, **IN_PROCESS)
+        said: list[Any] = []
+        while listening.poll(1000):
+            _, number, payload = listening.recv_multipart()
+            said.append((int.from_bytes(number, "big"), msgspec.msgpack.decode(payload)[1]))
+    addresses.close()
+    assert [number for number, _ in said] == list(range(len(said)))
+    stored = [one for _, batch in said for one in batch if one["type"] == "BlockStored"]
+    blocks = {medium: known(one for one in stored if one["medium"] == medium) for medium in MEDIA}
+    assert len(blocks["GPU"]) >= 2 * (200 // BLOCK_TOKENS)
+    assert blocks["CPU"] and blocks["STORAGE"]
+    for medium in ("CPU", "STORAGE"):
+        assert blocks[medium].items() <= blocks["GPU"].items()
+
+
+MEDIA = ("GPU", "CPU", "STORAGE")
+
+
+def known(events: Iterable[Any]) -> dict[int, Any]:
+    """What events say of each block, by its hash."""
+    found = {}
+    for one in events:
+        parent, size = one["parent_block_hash"], one["block_size"]
+        for number, block in enumerate(one["block_hashes"]):
+            tokens = tuple(one["token_ids"][number * size : (number + 1) * size])
+            rest = {k: one.get(k) for k in one if k not in OF_SEVERAL}
+            rest["extra_keys"] = (one.get("extra_keys") or {number: None})[number]
+            found[block] = (parent, tokens, rest)
+            parent = block
+    return found
+
+
+OF_SEVERAL = ("block_hashes", "parent_block_hash", "token_ids", "medium", "extra_keys")
