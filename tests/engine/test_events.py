@@ -199,6 +199,38 @@ def test_what_another_store_holds_is_not_told_as_removed(
     assert told(made, "disk") == {*first, *second[:5]}
 
 
+def test_nothing_of_an_encrypted_tier_is_kept(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ab" * 32 + "\n")
+    keys.chmod(0o600)
+    folder = tmp_path / "tier"
+    hidden = disk(folder, encryption={"key_file": str(keys)})
+    events = {"folder": str(tmp_path / "events")}
+    before = engine(chain_of(hidden, events=events), kv_events=True)
+    before.generate(range(40), 1)
+    before.settle()
+    assert len(told(before, "disk")) == 10
+    before.close()
+    assert not (folder / "events").exists() and not (tmp_path / "events").exists()
+
+
+def test_a_servers_blocks_are_told_again_from_a_folder_of_their_own(
+    engine: Callable[..., ReplayEngine], shared_server: RedisServer, tmp_path: Path
+) -> None:
+    tier = redis(shared_server, tmp_path, name="slow")
+    chain = chain_of(tier, events={"folder": str(tmp_path / "events")})
+    before = engine(chain, kv_events=True)
+    before.generate(range(40), 1)
+    before.settle()
+    before.close()
+    after = engine(chain, kv_events=True)
+    after.run()
+    assert told(after, "slow") == told(before, "slow")
+    assert len(told(after, "slow")) == 10
+
+
 def test_nothing_is_kept_for_an_engine_that_takes_no_events(
     engine: Callable[..., ReplayEngine],
 ) -> None:

@@ -24,6 +24,7 @@ SEGMENT_BYTES = 1 << 20
 MAX_BYTES = 1 << 30
 """Bytes of one engine's files beyond which nothing is added: ten million blocks."""
 _SUFFIX = ".runs"
+_DRAFT = ".draft"
 
 
 class Journal:
@@ -84,8 +85,11 @@ class Journal:
                 continue
             try:
                 yield from _segments(folder)
-                (folder / "lock").unlink()
-                folder.rmdir()
+                for draft in folder.glob(f"*{_DRAFT}"):
+                    draft.unlink()
+                if not _segments(folder):
+                    (folder / "lock").unlink()
+                    folder.rmdir()
             finally:
                 os.close(lock)
 
@@ -96,7 +100,7 @@ class Journal:
             file.unlink()
             self._bytes -= before
             return
-        draft = file.with_suffix(".draft")
+        draft = file.with_suffix(_DRAFT)
         made = _create(draft)
         try:
             _write(made, b"".join(map(pack, runs)))

@@ -1,0 +1,177 @@
+"""What was announced is kept as it was or not at all, and costs the engine nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tiers.connector.contract.block_events import Origin
+from tiers.connector.scheduler.inventory import inventory
+from tiers.connector.scheduler.inventory.inventory import Due, Inventory
+from tiers.connector.scheduler.inventory.journal import Journal, read
+from tiers.connector.scheduler.inventory.runs import Run, pack, unpack
+
+
+def run_of(first: int, blocks: int = 3, **origin: object) -> Run:
+    keys = [n.to_bytes(4, "big") * 8 + b"\0\0" for n in range(first, first + blocks)]
+    tokens = list(range(first * 2, (first + blocks) * 2))
+    return Run(keys, 32, 0, 2, b"p" * 32, Origin(tokens, **origin))  # type: ignore[arg-type]
+
+
+def test_a_run_comes_back_as_it_was() -> None:
+    runs = [
+        run_of(1),
+        run_of(5, lora_id=3, lora_name="a")._replace(parent=None),
+        run_of(9, extra_keys=[("salt",), None, (("image", 4),)]),
+    ]
+    assert list(unpack(b"".join(map(pack, runs)))) == runs
+
+
+def test_parts_of_a_run_have_their_own_parents_and_tokens() -> None:
+    whole = run_of(1, 5, extra_keys=[(n,) for n in range(5)])
+    first, second = whole.held([True, False, False, True, True])
+    assert first == whole._replace(keys=whole.keys[:1], origin=Origin([2, 3], extra_keys=[(0,)]))
+    assert second == whole._replace(
+        keys=whole.keys[3:],
+        parent=whole.hashes[2],
+        origin=Origin([8, 9, 10, 11], extra_keys=[(3,), (4,)]),
+    )
+
+
+def test_damage_costs_runs_and_changes_none() -> None:
+    runs = [run_of(1), run_of(9), run_of(20)]
+    data = b"".join(map(pack, runs))
+    for place in range(len(data)):
+        spoilt = bytearray(data)
+        spoilt[place] ^= 1
+        found = list(unpack(bytes(spoilt)))
+        assert found == runs[: len(found)] and len(found) < 3
+        assert list(unpack(data[:place])) == runs[: len(list(unpack(data[:place])))]
+
+
+def test_only_the_user_can_read_what_is_kept(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "events" / "namespace")
+    journal.append([run_of(1)])
+    journal.close()
+    found = list((tmp_path / "events").rglob("*"))
+    assert {p.stat().st_mode & 0o777 for p in found if p.is_dir()} == {0o700}
+    assert {p.stat().st_mode & 0o777 for p in found if p.is_file()} == {0o600}
+
+
+def test_files_of_the_living_are_left_alone_and_those_of_the_dead_come_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiers.connector.scheduler.inventory import journal as module
+
+    monkeypatch.setattr(module, "SEGMENT_BYTES", 1)  # a file for each run
+    folder = tmp_path / "events" / "namespace"
+    first, second = Journal(folder), Journal(folder)
+    runs = [run_of(number) for number in (1, 5, 9)]
+    assert first.append(runs) == 0
+    assert list(second.dead()) == []
+    first.close()
+    (next(second.dead()).parent / "00000009.draft").touch()  # it died while it wrote
+    assert [read(file) for file in second.dead()] == [[run] for run in runs]
+    for file in second.dead():
+        file.unlink()
+    assert len(list(folder.iterdir())) == 1, "what was taken over is gone"
+    second.close()
+
+
+def test_what_can_not_be_kept_is_counted(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "events" / "namespace")
+    assert journal.append([run_of(1, extra_keys=[(b"bytes",)] * 3), run_of(5)]) == 3
+    assert [read(file) for file in journal.closed()] == []
+    journal.rotate()
+    assert [read(file) for file in journal.closed()] == [[run_of(5)]]
+    journal.close()
+
+
+class Held:
+    """A tier that can't say what it holds until it is told to."""
+
+    def __init__(self) -> None:
+        self.can_say = threading.Event()
+        self.asked = threading.Event()
+
+    def __call__(self, keys: Sequence[bytes]) -> list[bool] | None:
+        self.asked.set()
+        return [True] * len(keys) if self.can_say.is_set() else None
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., Inventory]]:
+    """Make inventories of one folder."""
+    made: list[Inventory] = []
+
+    def make(holds: inventory.Holds, folder: Path = tmp_path / "events" / "n") -> Inventory:
+        made.append(Inventory("disk", folder, holds, lambda keys: None, 1e9))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def due(of: Inventory, count: int) -> list[Due]:
+    found: list[Due] = []
+    deadline = time.monotonic() + 60
+    while len(found) < count:
+        assert time.monotonic() < deadline
+        found += of.take()
+        time.sleep(0.002)
+    return found
+
+
+def test_a_tier_that_is_down_is_asked_again_and_the_engine_need_not_step(
+    opened: Callable[..., Inventory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = opened(Held())
+    before.note(run_of(1))
+    before.close()
+    monkeypatch.setattr(inventory, "STUCK_SECONDS", 0.0)
+    held = Held()
+    after = opened(held)
+    assert held.asked.wait(60)
+    assert not after.is_announcing
+    assert list(after.take()) == []
+    held.can_say.set()
+    assert due(after, 1) == [Due(run_of(1), held=True)]
+
+
+def test_a_folder_that_can_not_be_made_is_counted_and_nothing_else(
+    opened: Callable[..., Inventory], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "events").write_text("not a folder")
+    failing = opened(Held())
+    failing._ended.result(60)
+    failing.note(run_of(1))
+    assert failing.dropped == 3
+    assert not failing.is_announcing and list(failing.take()) == []
+    assert "is not announced again after a restart" in caplog.text
+
+
+def test_what_is_due_waits_for_steps_which_take_a_bounded_part(
+    opened: Callable[..., Inventory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inventory, "PER_STEP", 6)
+    held = Held()
+    held.can_say.set()
+    before = opened(held)
+    runs = [run_of(10 * number) for number in range(20)]
+    for run in runs:
+        before.note(run)
+    before.close()
+    after = opened(held)
+    found: list[Due] = []
+    deadline = time.monotonic() + 60
+    while len(found) < 20:
+        assert time.monotonic() < deadline
+        step = list(after.take())
+        assert len(step) <= 2
+        found += step
+    assert [one.run for one in found] == runs
