@@ -98,6 +98,9 @@ def engine_info(
         mark=AdapterMarks(),
         host=this_host(),
         ranks_here=_ranks_here(vllm_config.parallel_config),
+        replicated=getattr(kv_cache_config, "kv_tp_replicas", 1)
+        == vllm_config.parallel_config.world_size
+        > 1,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         weights_change=getattr(vllm_config, "weight_transfer_config", None) is not None,
         media=media_marks(

@@ -64,7 +64,8 @@ class EngineInfo:
     worker; a tier whose blocks others may find opens once they are known. `host`: where this
     process is, by a name that tells hosts, and containers with file systems of their own, apart;
     empty: not known. `ranks_here`: ranks that share this host's memory, those of the engine's
-    replicas too; 0: all of this engine.
+    replicas too; 0: all of this engine. `replicated`: whether all ranks have the same KV, so
+    that one of them may store it for all.
     """
 
     facts: Mapping[str, str]
@@ -85,6 +86,7 @@ class EngineInfo:
     late_facts: LateFacts | None = None
     host: str = ""
     ranks_here: int = 0
+    replicated: bool = False
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

@@ -81,12 +81,14 @@ class OffloadingConnectorMetadata:
 
     `jobs_to_flush`: store jobs whose paged blocks are about to be overwritten.
     `idle`: the step computes nothing, so a worker may wait a moment for its transfers.
+    `one_writer`: all ranks find one record of a block, which rank 0 stores.
     """
 
     reqs_to_load: list[LoadJob] = field(default_factory=list)
     reqs_to_store: list[StoreJob] = field(default_factory=list)
     jobs_to_flush: list[int] = field(default_factory=list)
     idle: bool = False
+    one_writer: bool = False
 
 
 class LoadTimes(NamedTuple):

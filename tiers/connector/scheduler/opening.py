@@ -34,13 +34,15 @@ OpenManager = Callable[[Sequence[WorkerHandshake], bool, OnEvict], "OpenTier"]
 
 
 class OpenTier(NamedTuple):
-    """An open tier. `pool`: the chain's slots. `block_bytes`: of a block, over all ranks.
-    `inventory`: keeps what events tell of it; None: nothing is kept."""
+    """An open tier. `pool`: the chain's slots. `block_bytes`: of a block, over all ranks that store
+    a part of it. `inventory`: keeps what events tell of it; None: nothing is kept. `one_writer`:
+    several ranks have the same part, which one stores."""
 
     manager: TierManager
     pool: SlotPool
     block_bytes: int
     inventory: Inventory | None = None
+    one_writer: bool = False
 
 
 NOT_OPEN = OpenTier(TierManager(), SlotPool(0), block_bytes=0)
@@ -108,15 +110,19 @@ class TierOpener:
         payload = max(handshake.payload_bytes for handshake in handshakes)
         pool = self._pool.open(payload, handshakes)
         inventory: Inventory | None = None
+        one_writer = False
         if isinstance(tier, HostSpec):
             manager: TierManager = self._host_manager(tier, payload, pool, handshakes, on_evict)
         elif isinstance(tier, StoreSpec):
             manager = self._store_manager(tier, payload, handshakes, in_step)
             inventory = self._inventory(tier, manager, handshakes[0].namespace)
+            # Only if they say so themselves: else none would find what another has stored.
+            one_writer = len({one.namespace for one in handshakes}) == 1 < len(handshakes)
         else:
             raise TierUnusable(f"type {tier.type!r} is neither a StoreSpec nor a HostSpec")
-        block_bytes = sum(handshake.payload_bytes for handshake in handshakes)
-        return OpenTier(manager, pool, block_bytes, inventory)
+        stored = handshakes[:1] if one_writer else handshakes
+        block_bytes = sum(handshake.payload_bytes for handshake in stored)
+        return OpenTier(manager, pool, block_bytes, inventory, one_writer)
 
     def _host_manager(
         self,
@@ -154,7 +160,7 @@ class TierOpener:
         except TierUnusable:
             store.close()
             raise
-        spaces = [handshake.namespace for handshake in handshakes]
+        spaces = list(dict.fromkeys(handshake.namespace for handshake in handshakes))
         manager = StoreManager(store, spaces, self._generation, self._now, self._lookup_deadline)
         self._stores.append(manager)
         return manager

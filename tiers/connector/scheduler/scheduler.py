@@ -206,7 +206,8 @@ class OffloadingScheduler(SchedulerConnector):
         stores, flush = self._stores.orders(self._requests.step)
         loads = self._loads.take_orders()
         idle = not scheduler_output.num_scheduled_tokens
-        return OffloadingConnectorMetadata(loads, stores, flush, idle)
+        one_writer = self._context.open.one_writer
+        return OffloadingConnectorMetadata(loads, stores, flush, idle, one_writer)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Take in what the workers finished."""

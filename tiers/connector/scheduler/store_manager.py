@@ -23,7 +23,8 @@ from tiers.wrappers.guard import HEALTHY, Guarded, Health
 class StoreManager(TierManager):
     """A tier behind a store, asked on this thread where it answers from memory, else behind it.
 
-    `namespaces`: one per rank; a block is held only where every rank's part is.
+    `namespaces`: one per rank, or one of ranks that have the same part of a block. A block is held
+    only where every part is.
     """
 
     RECENT = 1 << 18

@@ -111,7 +111,8 @@ class TierStores:
         own.order.under_way += 1
         # In several batches its head, which is stored first, would be the first to go.
         requests = self._context.requests
-        payload = self._context.open.block_bytes // requests.engine.world_size
+        writers = 1 if self._context.open.one_writer else requests.engine.world_size
+        payload = self._context.open.block_bytes // writers
         whole = own.offered * len(requests.groups)
         at_once = len(items) == whole <= batch_blocks(max(1, payload))
         tenant = tenant_of(own.state.request)

@@ -149,7 +149,8 @@ class HostSlots:
                 return None
             facts = {**self.engine.facts, **late, "layout": self.copier.layout}
             facts["block_tokens"] = str(self.engine.block_tokens)
-            self._namespace = namespace(facts, self.engine.rank, self.engine.world_size)
+            rank = 0 if self.engine.replicated else self.engine.rank
+            self._namespace = namespace(facts, rank, self.engine.world_size)
             self._log_known()
         return self._handshake(self._namespace)
 

@@ -43,6 +43,8 @@ class _Store:
     job: StoreJob
     gather: Copy | None
     future: Future[JobResult]
+    is_ours: bool
+    """Whether this rank stores the blocks, rather than another that has the same ones."""
 
 
 class OffloadingWorker(WorkerConnector):
@@ -73,7 +75,8 @@ class OffloadingWorker(WorkerConnector):
         )
         load_rate = RateLimit(spec.load_rate if spec else None, host.engine.world_size)
         self._loading = Loading(name, host, load_rate, self._verify)
-        self._rate_limit = RateLimit(spec.store_rate if spec else None, host.engine.world_size)
+        writers = 1 if host.engine.replicated else host.engine.world_size
+        self._rate_limit = RateLimit(spec.store_rate if spec else None, writers)
         self._puts = Puts(host, self._rate_limit)
         self._writer = io_executor(1, f"store-{name}")
 
@@ -171,9 +174,12 @@ class OffloadingWorker(WorkerConnector):
         if meta is self._begun:
             return
         self._begun = meta
+        is_ours = not (meta.one_writer and self._host.engine.rank)
         for job in meta.reqs_to_store:
+            # Also where another rank stores them: a tier in host memory may share the gather.
             gather = self._gather(job)
-            self._stores.append(_Store(job, gather, self._writer.submit(self._put, job)))
+            future = self._writer.submit(self._put, job, is_ours)
+            self._stores.append(_Store(job, gather, future, is_ours))
 
     def _gather(self, job: StoreJob) -> Copy | None:
         try:
@@ -183,7 +189,7 @@ class OffloadingWorker(WorkerConnector):
             self._failed_stores.log("tier %r: blocks can't be gathered: %s", self.tier, error)
             return None
 
-    def _put(self, job: StoreJob) -> JobResult:
+    def _put(self, job: StoreJob, is_ours: bool) -> JobResult:
         slots = [item.slot for item in job.items]
         began = time.perf_counter()
         known: set[bytes] = set()
@@ -191,7 +197,7 @@ class OffloadingWorker(WorkerConnector):
         good = [i for i, ok in enumerate(held) if ok]
         if self._verify:
             self._host.record_checksums([slots[i] for i in good])
-        if self._spec is not None:
+        if self._spec is not None and is_ours:
             # The gather is shared with other tiers; only those of host memory have no more to do.
             began = time.perf_counter()
             stored = [False] * len(good)
@@ -237,7 +243,9 @@ class OffloadingWorker(WorkerConnector):
         """What ended since the last call (stores do in order), and once who this worker is."""
         while self._stores and self._stores[0].future.done():
             store = self._stores.popleft()
-            self._note_end(store.job.job_id, len(store.job.items), self._outcome(store), "store")
+            result = self._outcome(store)
+            blocks = len(store.job.items) if store.is_ours else len(result.failed)
+            self._note_end(store.job.job_id, blocks, result, "store")
         if self._store is not None:
             failures = self._store.failures.total
             merge(self._measures, {"tier_failures": failures - self._failures_seen})

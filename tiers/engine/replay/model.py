@@ -30,7 +30,8 @@ class ReplayModel:
     Models of different `weights` have different KV, and so answers, for the same tokens.
     `windows`: of each KV cache group, STATE for one of recurrent layers. A group has `layers`
     layers, and all groups share the tensors.
-    `forward_seconds`: what computing a token takes beside what it takes here.
+    `forward_seconds`: what computing a token takes beside what it takes here. `replicated`: all
+    ranks have the same KV.
     """
 
     layers: int = 2
@@ -39,6 +40,7 @@ class ReplayModel:
     weights: int = 0
     windows: tuple[int | None, ...] = (None,)
     forward_seconds: float = 0.0
+    replicated: bool = False
 
     @property
     def payload_bytes(self) -> int:
@@ -52,7 +54,15 @@ class ReplayModel:
             KVGroup(size, size, is_state=True) if window == STATE else KVGroup(size, window)
             for window in self.windows
         )
-        return EngineInfo({}, size, size, num_blocks, groups=groups, describe=_describe)
+        return EngineInfo(
+            {},
+            size,
+            size,
+            num_blocks,
+            groups=groups,
+            describe=_describe,
+            replicated=self.replicated,
+        )
 
     def allocate(self, num_blocks: int) -> dict[str, torch.Tensor]:
         """Paged KV for one rank."""
@@ -76,7 +86,8 @@ def kv_of(model: ReplayModel, token_states: Sequence[int], layer: int, rank: int
     """KV of tokens with these states: int64 (tokens, width); column 0 is the state itself."""
     state = torch.tensor(token_states, dtype=torch.int64).unsqueeze(1)
     columns = torch.arange(model.width, dtype=torch.int64)
-    return state + columns * (state % 8191 + layer * 131 + rank * 17 + model.weights)
+    share = 0 if model.replicated else rank
+    return state + columns * (state % 8191 + layer * 131 + share * 17 + model.weights)
 
 
 def answer(
