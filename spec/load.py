@@ -28,9 +28,10 @@ def load_chain(chain: str | Path | Mapping[str, object]) -> ChainSpec:
     Raises SpecError. Opens and connects to nothing that the chain names.
     """
     if isinstance(chain, str | Path):
-        return _validate(*_read(Path(chain), "write the path of a chain's YAML"))
+        document, source = _read(Path(chain), "write the path of a chain's YAML")
+        return _validate(document, source, ChainSpec, _EXAMPLE)
     if isinstance(chain, Mapping):
-        return _validate(Document(dict(chain)), "chain")
+        return _validate(Document(dict(chain)), "chain", ChainSpec, _EXAMPLE)
     raise SpecError(
         [problem_line("chain", None, (), f"a {type(chain).__name__}", "write a file's path")]
     )
@@ -44,19 +45,20 @@ def load_document(
     each problem as for a chain."""
     document, source = _read(path, "write the path of a YAML file")
     document.model = model
+    return _validate(document, source, model, example, context)
+
+
+def _validate(
+    document: Document,
+    source: str,
+    model: type[Model],
+    example: str,
+    context: Mapping[str, object] | None = None,
+) -> Model:
     if document.data is None:
         raise SpecError([problem_line(source, 1, (), "nothing", example)])
     try:
         return model.model_validate(document.data, context=dict(context or {}))
-    except ValidationError as error:
-        raise SpecError(explain(error, document, source)) from None
-
-
-def _validate(document: Document, source: str) -> ChainSpec:
-    if document.data is None:
-        raise SpecError([problem_line(source, 1, (), "nothing", _EXAMPLE)])
-    try:
-        return ChainSpec.model_validate(document.data)
     except ValidationError as error:
         # Not from error, which quotes what was written: a password, perhaps.
         raise SpecError(explain(error, document, source)) from None

@@ -28,6 +28,3 @@ class LruResidency(SlotResidency):
 
     def _next(self) -> int:
         return self._queues.first(ALL)
-
-    def _evicted(self, key: bytes, queue: int) -> None:
-        """What has gone is forgotten."""

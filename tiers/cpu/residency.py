@@ -40,7 +40,6 @@ class SlotResidency(ABC):
     def _next(self) -> int:
         """The slot that is to go next; there is a resident one."""
 
-    @abstractmethod
     def _evicted(self, key: bytes, queue: int) -> None:
         """Note that a block has gone from a queue for room."""
 

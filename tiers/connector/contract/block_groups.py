@@ -97,20 +97,13 @@ class BlockGroups:
 
     def coverage(self, parts: Sequence[bool]) -> Sequence[int]:
         """How much is held of each block, given which of all its parts are."""
+        size = len(self)
+        if size == 1 and not self.window:
+            return parts
+        each = [parts[start : start + size] for start in range(0, len(parts), size)]
         if not self.window:
-            size = len(self)
-            return (
-                parts
-                if size == 1
-                else [
-                    NO_WINDOW if all(parts[i : i + size]) else MISSING
-                    for i in range(0, len(parts), size)
-                ]
-            )
-        return [
-            self._level(parts[start : start + len(self)])
-            for start in range(0, len(parts), len(self))
-        ]
+            return [NO_WINDOW if all(one) else MISSING for one in each]
+        return [self._level(one) for one in each]
 
     def _level(self, parts: Sequence[bool]) -> int:
         if all(parts):

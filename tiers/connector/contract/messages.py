@@ -1,9 +1,7 @@
-"""What an engine and a connector say to each other.
+"""What the two halves of a tier say to each other.
 
-The shapes are vLLM's, written down as protocols, so that its scheduler and runner (or the replay
-engine) can pass their own objects unchanged. A connector has one role: the SCHEDULER half decides,
-the WORKER half moves bytes. `OffloadingConnectorMetadata` crosses to every worker once per step,
-`OffloadingWorkerMetadata` crosses back; both are plain dataclasses that pickle.
+`OffloadingConnectorMetadata` crosses to every worker once per step, `OffloadingWorkerMetadata`
+crosses back; both are plain dataclasses that pickle.
 """
 
 from __future__ import annotations

@@ -104,7 +104,6 @@ class MultiScheduler(EveryChild):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """What the children that the policy chooses have."""
         notes = self._explainer.asked(request, num_computed_tokens)
         # Also one that nobody may load anything for: whoever begins it asks for its marks, and the
         # engine would wait for them.
@@ -177,7 +176,6 @@ class MultiScheduler(EveryChild):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[str, int]:
-        """What each serving child says of its part of the tokens."""
         sources: Counter[str] = Counter()
         choice = self._choice_of(request)
         serving = tokens_of_each(choice, num_external_tokens, self._block_tokens)
@@ -187,7 +185,6 @@ class MultiScheduler(EveryChild):
         return dict(sources)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Groups that the serving children load."""
         choice = self._choice_of(request)
         serving = tokens_of_each(choice, choice.tokens or 0, self._block_tokens)
         groups = [self.children[i].get_loaded_kv_cache_group_ids(request) for i in serving]
@@ -237,7 +234,6 @@ class MultiScheduler(EveryChild):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> Finished:
-        """As `request_finished`, with the blocks of each KV cache group."""
         if not all(hasattr(child, "request_finished_all_groups") for child in self.children):
             # An engine's connector for one group only; the engine then has no more.
             (only,) = block_ids

@@ -47,7 +47,6 @@ class HostManager(TierManager):
         return slots
 
     def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
-        """Give the references back."""
         for slot in slots:
             if slot is not None:
                 self._pool.release(slot)
@@ -77,13 +76,11 @@ class HostManager(TierManager):
         return None
 
     def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
-        """Make a gathered block resident, if there is room."""
         if stored:
             self._residency.admit(key, slot, None if head is None else self._residency.find(head))
         return self._residency.find(key) is not None
 
     def discard(self, key: bytes) -> None:
-        """Stop keeping the block."""
         self._residency.discard(key)
 
     def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
@@ -100,5 +97,4 @@ class HostManager(TierManager):
         return health_of(self._residency)
 
     def slots_kept(self) -> int:
-        """One for each resident block."""
         return len(self._residency)

@@ -132,7 +132,6 @@ class OffloadingScheduler(SchedulerConnector):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[str, int]:
-        """All from this tier."""
         return {self._hit_source: num_external_tokens} if num_external_tokens else {}
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -201,7 +200,6 @@ class OffloadingScheduler(SchedulerConnector):
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput
     ) -> OffloadingConnectorMetadata:
-        """Orders for the workers of this step."""
         self.load_cost.stepped()
         stores, flush = self._stores.orders(self._requests.step)
         loads = self._loads.take_orders()
@@ -210,7 +208,6 @@ class OffloadingScheduler(SchedulerConnector):
         return OffloadingConnectorMetadata(loads, stores, flush, idle, one_writer)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
-        """Take in what the workers finished."""
         meta = connector_output.kv_connector_worker_meta
         if not isinstance(meta, OffloadingWorkerMetadata):
             return
@@ -227,7 +224,6 @@ class OffloadingScheduler(SchedulerConnector):
                 self._stores.ended(ended)
 
     def take_events(self) -> list[BlockEvent]:
-        """What the tier came to hold and lost since the last call."""
         return self._context.kv_events.take()
 
     # -- ends --------------------------------------------------------------------------------

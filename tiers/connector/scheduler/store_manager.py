@@ -160,7 +160,6 @@ class StoreManager(TierManager):
             self._touching = self._thread.submit(touch.touch, names)
 
     def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
-        """Remember what is held now."""
         if stored:
             self._recent.add((key,))
             self._clearing.stored(key, self._generation.tag)
@@ -172,7 +171,6 @@ class StoreManager(TierManager):
         self._note_used(keys, self._index)
 
     def discard(self, key: bytes) -> None:
-        """Forget that the block is held."""
         self._recent.discard(key)
         self._unfound.lost(key)
 
@@ -183,7 +181,6 @@ class StoreManager(TierManager):
         self._clearing.drop(keys, generation)
 
     def reset(self) -> list[bytes]:
-        """Forget what is known to be held."""
         self._recent.clear()
         self._unfound.reset()
         return []

@@ -134,7 +134,6 @@ class OffloadingWorker(WorkerConnector):
     # -- loading -----------------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the step's loads."""
         self._loading.begin(self._orders().reqs_to_load)
 
     def _orders(self) -> OffloadingConnectorMetadata:
@@ -162,7 +161,6 @@ class OffloadingWorker(WorkerConnector):
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Paged blocks that a load left without their KV, since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -210,7 +208,6 @@ class OffloadingWorker(WorkerConnector):
         return JobResult(1, set(range(len(slots))) - set(good), seconds, known=had)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
-        """Wait for gathers from blocks that this step overwrites."""
         flush = kv_connector_metadata.jobs_to_flush
         _fence([store for store in self._stores if store.job.job_id in flush])
 

@@ -20,8 +20,8 @@ OpenConnector = Callable[[int], WorkerConnector | None]
 """Makes the worker half for a rank, in that rank's process; picklable for workers of their own."""
 
 
-class ReplayWorker:
-    """One rank, in this process."""
+class LocalWorker:
+    """One rank, in this process: `begin` keeps the step, `end` runs it."""
 
     def __init__(
         self, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
@@ -36,6 +36,12 @@ class ReplayWorker:
     def handshake(self) -> Any:
         """What this rank's connector says of itself."""
         return self.connector.get_handshake_metadata() if self.connector is not None else None
+
+    def begin(self, step: Step) -> None:
+        self._step = step
+
+    def end(self) -> StepOutput:
+        return self.execute(self._step)
 
     def execute(self, step: Step) -> StepOutput:
         """Run a step, with the connector's members called in vLLM's order."""
@@ -116,18 +122,6 @@ class ReplayWorker:
             self.connector.shutdown()
 
 
-class LocalWorker(ReplayWorker):
-    """A rank in the engine's process."""
-
-    def begin(self, step: Step) -> None:
-        """Keep the step for `end`."""
-        self._step = step
-
-    def end(self) -> StepOutput:
-        """Run it."""
-        return self.execute(self._step)
-
-
 class ProcessWorker:
     """A rank in a process of its own; steps and outputs cross as pickles, as in a real engine."""
 
@@ -173,7 +167,7 @@ def _serve(
     pipe: Connection, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
 ) -> None:
     torch.set_num_threads(1)
-    worker = ReplayWorker(model, num_blocks, rank, open_connector)
+    worker = LocalWorker(model, num_blocks, rank, open_connector)
     try:
         pipe.send((False, worker.handshake()))
         while (step := pipe.recv()) is not None:
