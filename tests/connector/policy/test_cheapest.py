@@ -302,3 +302,25 @@ def test_another_connector_serves_where_it_has_more_than_ours_are_to_load(
     assert choice.child == child
     chooser.decided(made.asked, choice)
     assert ours.noted == ({"recompute_preferred": 1} if child is None else {})
+
+
+def test_computing_counts_for_those_too_who_wait_to_begin() -> None:
+    """A load that takes half as long again as computing delays nobody else."""
+    made = world((0.0, 1000 / 1.5))
+    made.run_many(3)
+    assert made.choose().child is None
+    made.policy.arrived(made.asked.request.request_id)
+    assert made.choose().child is None, "it does not wait for itself"
+    made.policy.arrived("other")
+    assert made.choose().child == 0
+    made.policy.gone("other")
+    assert made.choose().child is None
+
+
+def test_a_crowd_counts_four_times_at_most() -> None:
+    made = world((0.0, 1000 / 5))
+    made.run_many(3)
+    for number in range(100):
+        made.policy.arrived(f"other-{number}")
+    assert made.choose().child is None
+    assert made.choose().seconds == pytest.approx(1.024)

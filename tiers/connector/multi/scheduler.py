@@ -99,6 +99,8 @@ class MultiScheduler(EveryChild):
         """Observers and every child learn of a request before it is first asked for it."""
         for observer in self._observers:
             observer.arrived(request)
+        if self._cheapest is not None:
+            self._cheapest.arrived(request.request_id)
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -254,6 +256,8 @@ class MultiScheduler(EveryChild):
             state = self._requests.get(request)
             if self._sharing is not None and state is not None:
                 self._sharing.ends(state)
+            if self._cheapest is not None:
+                self._cheapest.gone(request.request_id)
             try:
                 for observer in self._observers:
                     observer.ended(request)

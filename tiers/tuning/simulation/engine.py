@@ -12,6 +12,7 @@ from tiers.tuning.machine import Machine
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.loads import Loads
 from tiers.tuning.simulation.own_cache import OwnCache
+from tiers.tuning.simulation.policies import Pieces
 from tiers.tuning.simulation.prompt import Prompt
 from tiers.tuning.simulation.tier import StoreJob, Tier
 from tiers.tuning.simulation.workload import Workload
@@ -252,7 +253,10 @@ class Engine:
         is_held = is_lacking and loads.any_has(prompt, at, skip, self.now)
         if not self._cache.reserve(prompt, known):
             return None
-        pieces = loads.choose(prompt, known, at, skip, self.now) if is_held else []
+        pieces: Pieces = []
+        if is_held:
+            waiting = len(self._waiting) + sum(not one.has_begun for _, one in self._back)
+            pieces = loads.choose(prompt, known, at, skip, self.now, waiting)
         if prompt.number >= self.warm:
             self.own_hits += known * self._size
         prompt.has_begun = True

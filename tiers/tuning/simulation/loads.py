@@ -46,11 +46,13 @@ class Loads:
                 is_held = True
         return is_held
 
-    def choose(self, prompt: Prompt, known: int, at: int, skip: int, now: float) -> Pieces:
+    def choose(
+        self, prompt: Prompt, known: int, at: int, skip: int, now: float, waiting: int
+    ) -> Pieces:
         """Which tier loads which blocks behind the first `known` ones; the next block is number
-        `skip` of the run `at` of the prompt's path."""
+        `skip` of the run `at` of the prompt's path. `waiting`: other prompts that wait to begin."""
         prompt.place = (prompt.path[at], skip)
-        question = Question(prompt.path, at, skip, prompt.blocks - known, now)
+        question = Question(prompt.path, at, skip, prompt.blocks - known, now, waiting)
         return self._policy(self._tiers, question, self._masks)
 
     def begin(self, prompt: Prompt, known: int, pieces: Pieces, now: float) -> tuple[int, float]:

@@ -15,15 +15,20 @@ Pieces = list[tuple[int, int]]
 """A prefix in order: which tier loads how many blocks."""
 
 
+CROWD = 4
+"""See `tiers/connector/policy/cheapest/cheapest.py`."""
+
+
 class Question(NamedTuple):
     """Blocks of a prompt that could be loaded: at most `most`, from block `skip` of the run
-    `path[at]` on."""
+    `path[at]` on. `waiting`: other prompts that wait to begin."""
 
     path: Sequence[int]
     at: int
     skip: int
     most: int
     now: float
+    waiting: int = 0
 
 
 Policy = Callable[[Sequence[Tier], Question, Sequence[int]], Pieces]
@@ -78,9 +83,10 @@ def cheapest(
     """The tier that saves most time, if any saves enough of it."""
     best: Pieces = []
     saved = 0.0
+    crowded = costs.compute * min(CROWD, 1 + question.waiting)
     for index, tier in enumerate(tiers):
         blocks = _prefix(tier, question, masks)
-        compute, load = blocks * costs.compute, tier.estimate(blocks, question.now)
+        compute, load = blocks * crowded, tier.estimate(blocks, question.now)
         pays = blocks >= costs.least and load * (1 + costs.margin) < compute
         if pays and compute - load > saved:
             saved, best = compute - load, [(index, blocks)]
@@ -89,7 +95,7 @@ def cheapest(
 
 def _prefix(tier: Tier, question: Question, masks: Sequence[int]) -> int:
     """How many blocks in a row the tier holds."""
-    path, at, skip, most, _ = question
+    path, at, skip, most, *_ = question
     held = tier.held
     count = 0
     for run in path[at:]:
@@ -104,7 +110,7 @@ def _prefix(tier: Tier, question: Question, masks: Sequence[int]) -> int:
 
 def stitched(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) -> Pieces:
     """Each block from the first tier that has it."""
-    path, at, skip, left, _ = question
+    path, at, skip, left, *_ = question
     pieces: Pieces = []
     for run in path[at:]:
         whole = masks[run] >> skip
@@ -129,7 +135,7 @@ def stitched(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) ->
 
 def soonest(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) -> Pieces:
     """Shared among the tiers, so that the last block comes soonest, given what is queued."""
-    path, at, skip, left, now = question
+    path, at, skip, left, now, _ = question
     stretches: list[Stretch] = []
     for run in path[at:]:
         held = [tier.held[run] >> skip for tier in tiers]

@@ -25,7 +25,8 @@ def load_costs(children: Sequence[SchedulerConnector]) -> dict[int, LoadCost]:
 
 
 class LoadEstimate(NamedTuple):
-    """Tokens that a child has of a request; seconds until they are loaded, or else computed."""
+    """Tokens that a child has of a request; seconds until they are loaded, and what computing them
+    costs this request and those that wait."""
 
     child: int
     tokens: int
@@ -34,16 +35,22 @@ class LoadEstimate(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """Seconds that loading saves."""
+        """Seconds that loading saves, over all of these."""
         return self.compute - self.load
+
+
+CROWD = 4
+"""Seconds of the engine that a second of computing counts for, at most, where others wait."""
 
 
 class Cheapest:
     """Chooses among the children whose loads are measured; `meters` has them by child.
 
     A child's load must be faster, by the margin, than computing the same tokens; of those that
-    are, the one serves that saves most. What has not been measured is not judged: without a
-    prefill rate the longest prefix serves, and a tier without samples is taken to be free.
+    are, the one serves that saves most. Computing counts once more for each request that waits to
+    begin, since that one is computed later; four times at most. What has not been measured is not
+    judged: without a prefill rate the longest prefix serves, and a tier without samples is taken
+    to be free.
 
     A tier that requests skip is probed now and then (see `Exploration`): a request loads a few of
     its first blocks from it, and the rest as it would have. If all prompts are loaded, a request
@@ -67,6 +74,15 @@ class Cheapest:
         self._settings = settings
         self._size = block_tokens
         self._cut = cut
+        self._waiting: set[str] = set()
+
+    def arrived(self, request_id: str) -> None:
+        """A request waits to begin."""
+        self._waiting.add(request_id)
+
+    def gone(self, request_id: str) -> None:
+        """A request waits no more: it begins, or has ended."""
+        self._waiting.discard(request_id)
 
     def choose(self, state: RequestState, answers: Answers, blocks: range) -> Choice:
         """Who loads what of these blocks of a request. Children without a meter do not serve."""
@@ -77,16 +93,21 @@ class Cheapest:
         each = self.prefill.seconds_per_token
         if each is None:
             return self._unmeasured(longest(answers, len(blocks) * self._size))
+        others = len(self._waiting) - (state.request.request_id in self._waiting)
+        crowded = each * min(CROWD, 1 + others)
         offers = [
-            self._offer(child, tokens, each)
+            self._offer(child, tokens, crowded)
             for child, (tokens, _) in enumerate(answers)
             if tokens is not None and tokens >= self._settings.min_tokens
         ]
         best = max(filter(self._pays, offers), key=lambda offer: offer.saved, default=None)
         whole = len(blocks) * self._size
-        if self._should_wait(state, [self._offer(child, whole, each) for child in looking], best):
+        if self._should_wait(
+            state, [self._offer(child, whole, crowded) for child in looking], best
+        ):
             return LATER
-        seconds = whole * each - (best.saved if best is not None else 0.0)
+        loaded = best.tokens * each - best.load if best is not None else 0.0
+        seconds = max(0.0, whole * each - loaded)
         choice = self._probing(blocks, offers, best, whole * each)
         if choice is None and best is None:
             choice = Choice(None, 0, False, passed=tuple(offer.child for offer in offers))
@@ -98,6 +119,7 @@ class Cheapest:
     def decided(self, state: RequestState, choice: Choice) -> None:
         """The engine begins the request as it was chosen."""
         self._waits.decided(state)
+        self.gone(state.request.request_id)
         for child in (*self.meters, COMPUTING):
             if child == choice.probed:
                 self._probes.made(child)
