@@ -12,7 +12,6 @@ from tiers.tuning.machine import Machine
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.loads import Loads
 from tiers.tuning.simulation.own_cache import OwnCache
-from tiers.tuning.simulation.policies import Pieces
 from tiers.tuning.simulation.prompt import Prompt
 from tiers.tuning.simulation.tier import StoreJob, Tier
 from tiers.tuning.simulation.workload import Workload
@@ -54,12 +53,12 @@ class Engine:
         self._step_overhead = machine.step_overhead
         capacity = machine.engine_cache // (machine.kv_bytes_per_token * size)
         self._cache = OwnCache(capacity, workload)
-        self._loads = Loads(tiers, chain, workload, machine.prefill_rate)
+        self._waiting: deque[Prompt] = deque()
+        self._loads = Loads(tiers, chain, workload, machine.prefill_rate, self._waiting)
         self._promote = chain.promote
         self._stores_answers = chain.stores_answers
         self._events: list[tuple[float, int, int, Any]] = []
         self._order = 0
-        self._waiting: deque[Prompt] = deque()
         self._going_on: deque[Prompt] = deque()
         self._back: list[tuple[int, Prompt]] = []
         """Those that have waited for a load, their own or another's, by their place in line."""
@@ -253,10 +252,7 @@ class Engine:
         is_held = is_lacking and loads.any_has(prompt, at, skip, self.now)
         if not self._cache.reserve(prompt, known):
             return None
-        pieces: Pieces = []
-        if is_held:
-            waiting = len(self._waiting) + sum(not one.has_begun for _, one in self._back)
-            pieces = loads.choose(prompt, known, at, skip, self.now, waiting)
+        pieces = loads.choose(prompt, known, at, skip, self.now) if is_held else []
         if prompt.number >= self.warm:
             self.own_hits += known * self._size
         prompt.has_begun = True

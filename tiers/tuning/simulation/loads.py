@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.policies import Costs, Pieces, Question, policy
@@ -16,13 +16,20 @@ class Loads:
     """The loads of a chain, as its load policy decides them."""
 
     def __init__(
-        self, tiers: Sequence[Tier], chain: SimChain, workload: Workload, prefill_rate: float
+        self,
+        tiers: Sequence[Tier],
+        chain: SimChain,
+        workload: Workload,
+        prefill_rate: float,
+        waiting: Sized,
     ) -> None:
+        """`waiting`: the prompts that wait to begin."""
         size = workload.block_tokens
         costs = Costs(size / prefill_rate, chain.min_tokens / size, chain.margin)
         self._policy = policy(chain.load_policy, costs)
         self._masks = workload.masks
         self._tiers = tiers
+        self._waiting = waiting
         self._max_wait = chain.max_wait
         self._under_way: dict[tuple[int, int], Prompt] = {}
 
@@ -46,13 +53,11 @@ class Loads:
                 is_held = True
         return is_held
 
-    def choose(
-        self, prompt: Prompt, known: int, at: int, skip: int, now: float, waiting: int
-    ) -> Pieces:
+    def choose(self, prompt: Prompt, known: int, at: int, skip: int, now: float) -> Pieces:
         """Which tier loads which blocks behind the first `known` ones; the next block is number
-        `skip` of the run `at` of the prompt's path. `waiting`: other prompts that wait to begin."""
+        `skip` of the run `at` of the prompt's path."""
         prompt.place = (prompt.path[at], skip)
-        question = Question(prompt.path, at, skip, prompt.blocks - known, now, waiting)
+        question = Question(prompt.path, at, skip, prompt.blocks - known, now, len(self._waiting))
         return self._policy(self._tiers, question, self._masks)
 
     def begin(self, prompt: Prompt, known: int, pieces: Pieces, now: float) -> tuple[int, float]:
