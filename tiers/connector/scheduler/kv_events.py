@@ -59,12 +59,24 @@ class KVEvents:
         """A job of this request has ended: tell its blocks, parents before children, since some
         routers ignore a block whose parent they do not know."""
         held, self._newly_held = self._newly_held, {}
-        for group, first, keys in _runs(self._requests.groups.places(held.values()), held):
+        if not held:
+            return
+        for group, first, keys in self._in_order(held):
             run = self._run(state, group, first, keys)
             self._tell(run)
             # Blocks of a generation are found by this engine alone, and not after a restart.
             if self._inventory is not None and not self._requests.generation.tag:
                 self._inventory.note(run)
+
+    def _in_order(self, held: dict[bytes, int]) -> Iterable[tuple[int, int, list[bytes]]]:
+        """Rows of these keys that follow each other: their group, the first one's place, keys."""
+        numbers, keys = list(held.values()), list(held)
+        if numbers[0] > numbers[-1]:
+            numbers, keys = numbers[::-1], keys[::-1]
+        if self._requests.groups.is_plain and numbers == [*range(numbers[0], numbers[-1] + 1)]:
+            # Mostly so, and a whole long prompt has thousands.
+            return [(0, numbers[0], keys)]
+        return _runs(self._requests.groups.places(held.values()), held)
 
     def _run(self, state: RequestState, group: int, first: int, keys: Sequence[bytes]) -> Run:
         groups, engine = self._requests.groups, self._requests.engine
