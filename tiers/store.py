@@ -49,7 +49,6 @@ class TierStore(Protocol):
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Say for each key whether the store holds its block now."""
-        ...
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """Store blocks; True for each that the store holds afterwards.
@@ -57,25 +56,21 @@ class TierStore(Protocol):
         A key that is held already is True, and its block may be skipped. False: this one block was
         not stored, for want of room, say; the others may be.
         """
-        ...
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
         """Fill each block's payload; True for each that now holds, verified, what was put.
 
         False is a miss: the block is absent or corrupt. Its payload's content is then undefined.
         """
-        ...
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Drop the blocks of these keys; unknown keys are ignored."""
-        ...
 
     def close(self) -> None:
         """Release every resource. Idempotent; the guard waits 30 s at most.
 
         No verb is called afterwards, but some may be under way: let them end or raise.
         """
-        ...
 
 
 @runtime_checkable
@@ -93,7 +88,6 @@ class LocalIndex(Protocol):
         A rare false positive is allowed and costs a failed load, after which the block is computed;
         a false negative costs a computation. Neither serves wrong bytes: `get` verifies.
         """
-        ...
 
 
 @runtime_checkable
@@ -105,7 +99,6 @@ class Touch(Protocol):
 
         Cheap and without I/O, as `peek` is; it may take effect seconds later.
         """
-        ...
 
 
 @runtime_checkable
@@ -121,7 +114,6 @@ class Clear(Protocol):
         A call drops a few hundred keys at most and ends within milliseconds: other verbs, also
         `put` of other namespaces, are under way. What is put under `namespace` meanwhile may stay.
         """
-        ...
 
 
 @runtime_checkable
@@ -131,7 +123,6 @@ class Damages(Protocol):
     def damaged(self) -> int:
         """Blocks found so far that were not what had been put; none of them is served again. Asked
         after each `get`, from its thread."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -149,7 +140,6 @@ class Measured(Protocol):
 
     def usage(self) -> Usage:
         """Count what is held now."""
-        ...
 
 
 @runtime_checkable
@@ -158,7 +148,6 @@ class Described(Protocol):
 
     def describe(self) -> str:
         """Name the place of its blocks and the way to them, in a few words without a secret."""
-        ...
 
 
 def capability(store: TierStore, kind: type[Capability]) -> Capability | None:

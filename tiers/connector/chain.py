@@ -30,7 +30,7 @@ from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.connector.scheduler.tenant_quotas import Tenants
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.worker import OffloadingWorker
-from tiers.explain.explanations import NoExplanations
+from tiers.explain.explanations import Explainer
 from tiers.explain.opening import open_explanations
 
 DRAIN_SECONDS = 10.0
@@ -113,7 +113,7 @@ def _settings(
         cheapest=chain.cheapest,
         now=now,
         observers=observers if explanations is None else (*observers, explanations),
-        explainer=explanations or NoExplanations(),
+        explainer=explanations or Explainer(),
     )
 
 

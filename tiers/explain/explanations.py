@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tiers.connector.contract.protocols import Request, SchedulerOutput
 from tiers.explain.answers import Reasons
@@ -19,12 +19,13 @@ MAX_UNDER_WAY = 16384
 Shares = Mapping[int, Sequence[range]]
 
 
-class Explainer(Protocol):
-    """What a `MultiScheduler` tells; called by the scheduler's thread alone."""
+class Explainer:
+    """What a `MultiScheduler` tells; called by the scheduler's thread alone. By default nothing is
+    noted."""
 
     def asked(self, request: Request, computed: int) -> Attempt:
         """The engine asks what there is of a request."""
-        ...
+        return UNNOTED
 
     def begins(
         self,
@@ -36,36 +37,13 @@ class Explainer(Protocol):
     ) -> Attempt:
         """The engine begins it; the children load their `shares`, `external` tokens together.
         `reasons`: see `Attempt.begins`."""
-        ...
+        return UNNOTED
 
     def runs(self, output: SchedulerOutput) -> None:
         """A step begins."""
-        ...
 
 
-class NoExplanations:
-    """Nothing is noted."""
-
-    def asked(self, request: Request, computed: int) -> Attempt:
-        """Nothing is noted."""
-        return UNNOTED
-
-    def begins(
-        self,
-        request: Request,
-        choice: Decision,
-        shares: Shares,
-        external: int,
-        reasons: Reasons,
-    ) -> Attempt:
-        """Nothing is noted."""
-        return UNNOTED
-
-    def runs(self, output: SchedulerOutput) -> None:
-        """Nothing is noted."""
-
-
-class Explanations:
+class Explanations(Explainer):
     """An `Explainer` and a `RequestObserver` that keeps at most so many ended requests, in at most
     so many bytes. Only the scheduler's thread changes it; other threads read `all`."""
 

@@ -102,28 +102,22 @@ class Slots(Protocol):
     def add_evictor(self, evict_one: Callable[[], bool]) -> None:
         """Register `evict_one`, which is called when no slot is free: it gives up one resident
         block and returns True, or returns False."""
-        ...
 
     def key(self, slot: int) -> bytes | None:
         """Return the key of the block that the slot holds, or None."""
-        ...
 
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
         """Return the slot of each of these keys, resident or being gathered, or None."""
-        ...
 
     def references(self, slot: int) -> int:
         """Return how many references the slot has. A resident slot with more than its tier's own is
         being copied and must not be evicted."""
-        ...
 
     def retain(self, slot: int) -> None:
         """Take the tier's one reference on a slot in use, so that its block stays."""
-        ...
 
     def release(self, slot: int) -> None:
         """Give the tier's reference back. Without another reference the slot is free."""
-        ...
 
 
 class Residency(Protocol):
@@ -147,11 +141,9 @@ class Residency(Protocol):
 
     def find(self, key: bytes) -> int | None:
         """Return the slot of a resident block, or None. Not a use."""
-        ...
 
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
         """Return the slot of each block, or None. Not a use."""
-        ...
 
     def admit(self, key: bytes, slot: int, head: int | None = None) -> None:
         """Keep the gathered block in `slot`, evicting if the tier is full; it may decline.
@@ -159,18 +151,14 @@ class Residency(Protocol):
         `head`: the slot of the nearest resident block before it in its prefix, which must stay
         longer.
         """
-        ...
 
     def touch(self, keys: Sequence[bytes]) -> list[int | None]:
         """Count these blocks as used now, the first as the most recent; return their slots."""
-        ...
 
     def discard(self, key: bytes) -> None:
         """Stop keeping this block; unknown keys are ignored."""
-        ...
 
     def clear(self) -> list[bytes]:
         """Stop keeping all blocks; return their keys. `on_evict` is not told."""
-        ...
 
     def __len__(self) -> int: ...

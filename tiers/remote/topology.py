@@ -31,11 +31,9 @@ class Topology(Protocol):
     ) -> None:
         """Run `operation` at each server that has some of the names, until the deadline. Raises
         RedisError, ServerError or OSError if no server could be reached."""
-        ...
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
-        ...
 
 
 class OneServer:

@@ -14,7 +14,6 @@ class Copy(Protocol):
     def wait(self) -> None:
         """Block until the bytes have arrived. Raises what made the copy fail, IndexError or
         RuntimeError. Any thread may call it, and more than once."""
-        ...
 
 
 class Copier(Protocol):
@@ -37,28 +36,23 @@ class Copier(Protocol):
     @property
     def pin(self) -> bool:
         """Whether host memory should be pinned for this device."""
-        ...
 
     def fence(self) -> object:
         """Mark the work queued on the engine's device so far, for `scatter`."""
-        ...
 
     def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> Copy:
         """Begin copying paged `blocks[i]` to `rows[slots[i]]`, after the work queued so far.
 
         Does not block. Raises IndexError, or the returned Copy's `wait` does.
         """
-        ...
 
     def scatter(
         self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
     ) -> None:
         """Copy `rows[slots[i]]` to paged `blocks[i]` after the fence `after`. Blocks until done."""
-        ...
 
     def close(self) -> None:
         """Wait for copies under way and release threads and streams."""
-        ...
 
 
 OpenCopier = Callable[[Mapping[str, torch.Tensor], int], Copier]

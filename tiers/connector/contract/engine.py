@@ -42,7 +42,6 @@ class LateFacts(Protocol):
 
         Asked by one thread, for the first time when the paged KV is registered.
         """
-        ...
 
 
 @dataclass(frozen=True)

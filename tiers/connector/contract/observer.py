@@ -16,17 +16,13 @@ class RequestObserver(Protocol):
 
     def arrived(self, request: Request) -> None:
         """A request was queued."""
-        ...
 
     def ended(self, request: Request) -> None:
         """A request ended, or was given up; told once, before the chain forgets it."""
-        ...
 
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:
         """What was measured since the last call: by tier, or what stands for one, and the names of
         `MEASURES`."""
-        ...
 
     def close(self) -> None:
         """Finish within a few seconds."""
-        ...

@@ -24,7 +24,6 @@ class Request(Protocol):
     @property
     def block_hashes(self) -> Sequence[bytes]:
         """Chained hashes of the full blocks of all known tokens; it only grows."""
-        ...
 
 
 class Blocks(Protocol):
@@ -64,7 +63,6 @@ class BlockState(Protocol):
     def boundary_state_offloads(self) -> Mapping[str, Sequence[tuple[int, int, int]]]:
         """By request: KV cache group, paged block, and the tokens after which the state is. It
         stays there until the step's end."""
-        ...
 
 
 class BlockCopy(Protocol):

@@ -28,7 +28,7 @@ from tiers.connector.policy.loaders import BlockLoader, reasons_of
 from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.policy.soonest import Soonest
-from tiers.explain.explanations import Explainer, NoExplanations
+from tiers.explain.explanations import Explainer
 
 Finished = tuple[bool, dict[str, Any] | None]
 """What `request_finished` answers: whether blocks must stay, and parameters for the output."""
@@ -50,7 +50,7 @@ class MultiSettings:
     cheapest: CheapestSpec | None = None
     now: Callable[[], float] = time.monotonic
     observers: Sequence[RequestObserver] = ()
-    explainer: Explainer = NoExplanations()  # noqa: RUF009 - it has no state
+    explainer: Explainer = Explainer()  # noqa: RUF009 - it has no state
 
 
 class MultiScheduler(EveryChild):

@@ -24,11 +24,9 @@ class BlockLoader(Protocol):
 
         As `contract.coverage` says; None: ask again later.
         """
-        ...
 
     def load_blocks(self, state: RequestState, ranges: Sequence[range], shared: SharedLoad) -> None:
         """As `update_state_after_alloc`, and load these ranges of blocks, which it holds."""
-        ...
 
 
 @runtime_checkable
@@ -37,7 +35,6 @@ class ExplainedLoader(BlockLoader, Protocol):
 
     def why_nothing(self, request: Request) -> str:
         """A word of `tiers.explain.accounts.REASONS`; empty: it was asked, and has none."""
-        ...
 
 
 @runtime_checkable
@@ -50,11 +47,9 @@ class TimedLoader(BlockLoader, Protocol):
     @property
     def load_cost(self) -> LoadCost:
         """What is known of its loads."""
-        ...
 
     def note(self, **measures: float) -> None:
         """Add to its stats what the policy counts and measures."""
-        ...
 
 
 def reasons_of(children: Sequence[SchedulerConnector]) -> dict[int, Callable[[Request], str]]:
