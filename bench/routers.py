@@ -226,6 +226,7 @@ class Publishing:
         self.engine = engine
         self.llmd = LlmdRules(engine.model.block_tokens)
         self.batches = 0
+        self.said: list[Any] = []
         self.addresses = addresses
         self._batch = KVEventBatch
         self._translate = AsVllm(chain.events, [GroupKind("full_attention")])
@@ -240,7 +241,8 @@ class Publishing:
         if events:
             self.batches += 1
             self._publisher.publish(self._batch(ts=0.0, events=events))
-            self.llmd.take(msgspec.to_builtins(events))
+            self.said += (plain := msgspec.to_builtins(events))
+            self.llmd.take(plain)
 
     def generate(self, prompt: Iterable[int]) -> None:
         """Run a request, and publish what comes of it."""

@@ -123,6 +123,30 @@ def indexer() -> Iterator[Indexer]:
         yield running
 
 
+def test_by_the_rules_of_routers_nothing_is_ignored(
+    publish: Callable[..., Publishing], tmp_path: Path
+) -> None:
+    """As the next test, where no indexer is installed: by its rules, as they were found."""
+    publishing = publish(chain_of(cpu(12), disk(tmp_path)))
+    publishing.generate(range(40))
+    publishing.generate(range(100, 124))
+    publishing.generate([*range(12), *range(200, 230)])
+    llmd = publishing.llmd
+    assert llmd.ignored == 0
+    assert llmd.query(range(40), "storage") == 40
+    assert llmd.query([*range(12), *range(200, 230)], "storage") == 40
+    for event in publishing.said:
+        assert event["medium"] in ("CPU", "STORAGE"), "Dynamo drops cpu, disk and other spellings"
+        assert event.get("ownership") is None, "Dynamo drops what has an owner"
+        assert event.get("locality") in (None, "LOCAL"), "Dynamo drops what is REMOTE"
+        assert all(0 <= one < 1 << 64 for one in event["block_hashes"])
+        if event["type"] == "BlockStored":
+            assert event["block_size"] == SIZE, "Dynamo drops other sizes"
+            assert len(event["token_ids"]) == SIZE * len(event["block_hashes"])
+            assert len(set(event["block_hashes"])) == len(event["block_hashes"])
+            assert event["kv_cache_spec_kind"] == "full_attention"
+
+
 def test_an_indexer_knows_what_each_tier_holds(
     publish: Callable[..., Publishing], indexer: Indexer, tmp_path: Path
 ) -> None:
