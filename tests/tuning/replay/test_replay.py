@@ -66,7 +66,7 @@ def test_they_agree_where_stores_lag_and_drop(own: int) -> None:
     tiers, requests = chain(cpu(30), disk(400)), chats(3, every=60.0)
     real, simulated = replay(requests, SIZE, tiers, on), simulate(requests, SIZE, tiers, on)
     assert real.tiers[1].dropped_blocks > 20
-    # The engine's own cache is exact: blocks of no use to anybody take room as theirs do.
+    # The engine's own cache is exact: blocks of no use to anybody are taken first.
     assert simulated.engine_hit_tokens == real.engine_hit_tokens
     assert simulated.hit_tokens == pytest.approx(real.hit_tokens, abs=real.prompt_tokens / 100)
     assert simulated.ttft_p50 == pytest.approx(real.ttft_p50, rel=0.2)

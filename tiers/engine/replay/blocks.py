@@ -69,11 +69,14 @@ class BlockPool:
             self._forget(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give references back; the tail of a prefix is taken again before its head."""
+        """Give references back; the tail of a prefix is taken again before its head, and what holds
+        no known prefix before all others, as in vLLM's `free_blocks`."""
         for block in reversed(blocks):
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 self._free[block] = None
+                if self._hashes[block] is None:
+                    self._free.move_to_end(block, last=False)
 
 
 STATE = 0

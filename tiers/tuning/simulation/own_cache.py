@@ -129,9 +129,9 @@ class OwnCache:
             return
         users, in_place, idle = self._users, self._known, self._idle
         if unknown := prompt.reserved:
-            # Of no use, such as a partial last block; taken again in their turn all the same.
-            idle[-1 - prompt.number] = unknown
+            # Of no use, such as a partial last block: taken again first.
             self._reserved -= unknown
+            self._free += unknown
             prompt.reserved = 0
         for run in reversed(prompt.path):
             users[run] -= 1
@@ -152,7 +152,6 @@ class OwnCache:
                 idle.move_to_end(run, last=False)
             else:
                 left = 0
-            if run >= 0:
-                in_place[run] = left
+            in_place[run] = left
             free += have - left
         self._free = free
