@@ -1,0 +1,90 @@
+"""A real engine's traffic is recorded, replayed and explained, and all agree with its counts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tests.support.explaining import check_sums
+from tests.support.tiny_vllm import BLOCK_TOKENS, Batch, Run, documents
+from tests.support.vllm_chains import IN_PROCESS
+from tiers.cli.main import app
+
+pytestmark = pytest.mark.vllm
+
+TOKEN_BYTES = 4 * 2 * 2 * 32 * 4
+"""KV of a token of the tiny model: layers, K and V, heads, their size, float32."""
+BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+OWN_BLOCKS = 40
+"""Of the engine, which uses one of them for nothing."""
+CHATS = 6
+
+
+def conversations(turns: int, seed: int) -> list[Batch]:
+    """Turns of conversations, one at a time, so that no time decides who is there at once. A long
+    one begins anew from a part of what it had; some answers fill a block."""
+    rng = random.Random(seed)
+    chats = documents(CHATS, 300, seed)
+    batches: list[Batch] = []
+    for turn in range(turns):
+        chat = rng.randrange(CHATS)
+        if len(chats[chat]) > 560:
+            chats[chat] = chats[chat][: rng.randrange(100, 300)]
+        said = documents(1, rng.randrange(1, 90), rng.randrange(1 << 30))[0]
+        chats[chat] = chats[chat] + said
+        batches.append([(list(chats[chat]), 34 if turn % 10 == 4 else 1)])
+    return batches
+
+
+def replayed(trace: Path, folder: Path, chain: dict[str, Any], how: str) -> dict[str, Any]:
+    """The report of `kvtiers replay`."""
+    link = {"load_bandwidth": "1GB/s", "store_bandwidth": "1GB/s"}
+    machine = {
+        "kv_bytes_per_token": TOKEN_BYTES,
+        "engine_cache": (OWN_BLOCKS - 1) * BLOCK_BYTES,
+        "prefill_rate": 20000,
+        "tiers": {tier["type"]: link for tier in chain["tiers"]},
+    }
+    files = [folder / name for name in ("chain.yaml", "machine.yaml", "told.json")]
+    files[0].write_text(yaml.safe_dump(chain))
+    files[1].write_text(yaml.safe_dump(machine))
+    options = ["--spec", files[0], "--profile", files[1], how, "--json", files[2]]
+    done = CliRunner().invoke(app, ["replay", str(trace), *map(str, options)])
+    assert done.exit_code == 0, done.output
+    return dict(json.loads(files[2].read_text()))
+
+
+def test_recorded_replayed_and_explained(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
+    """The replays' hit tokens are those that the engine counted, of its own cache and of all
+    tiers, within 1%; every request is explained, and what is told adds up to the counts."""
+    trace, batches = tmp_path / "trace", conversations(30, seed=1)
+    tiers = [
+        {"type": "cpu", "capacity": 60 * BLOCK_BYTES},
+        {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")},
+    ]
+    stitched: dict[str, Any] = {"load_policy": "stitched"}
+    run = run_vllm(
+        batches, tiers, record=trace, num_gpu_blocks_override=OWN_BLOCKS, **stitched, **IN_PROCESS
+    )
+    asked = [request for batch in batches for request in batch]
+    check_sums(run.explained, run.external_hits)
+    prompts = sorted(one["prompt_tokens"] for one in run.explained if one["prompt_tokens"] > 1)
+    assert prompts == sorted(len(prompt) for prompt, *_ in asked), "each is explained"
+    counted = {name: int(run.count(name, "hit_tokens")) for name in ("cpu", "disk")}
+    assert sum(counted.values()) == run.external_hits
+    assert min(counted.values()) > 1000, "both tiers serve"
+    own = sum(map(sum, run.cached)) - int(run.external_hits)
+    chain = {"version": 1, "staging": "64MiB", "tiers": tiers, **stitched}
+    for how in ("--simulate", "--real"):
+        told = replayed(trace, tmp_path, chain, how)
+        near = told["prompt_tokens"] / 100
+        hits = sum(tier["hit_tokens"] for tier in told["tiers"])
+        assert hits == pytest.approx(run.external_hits, abs=near)
+        assert told["engine_hit_tokens"] == pytest.approx(own, abs=near)
