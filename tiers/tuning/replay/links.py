@@ -17,7 +17,7 @@ from tiers.tuning.machine import TierProfile
 from tiers.tuning.replay.clock import Clock
 
 QUANTUM_BYTES = 64 << 20
-"""Of the trace: what a load moves before another one has its turn on the link."""
+"""Of the trace: what a transfer moves before another one has its turn on the link."""
 
 
 class Direction:
@@ -98,15 +98,22 @@ class Link:
             return
         since += latency
         self._clock.sleep_until(since)
-        turn = max(1, int(QUANTUM_BYTES // size))
-        for start in range(0, blocks, turn):
-            since = self.loads.move(min(turn, blocks - start) * size, since)
+        for turn in self._turns(blocks):
+            since = self.loads.move(turn * size, since)
 
     def store(self, blocks: int, since: float) -> None:
-        """Return when a store of so many blocks is over."""
-        size = blocks * self.block_bytes
-        since = self._wait_for(self._store_limit, size, since)
-        self.stores.move(size, since, self._profile.store_latency)
+        """Return when a store of so many blocks is over. Where loads share the link, they have
+        turns between its blocks."""
+        size, latency = self.block_bytes, self._profile.store_latency
+        since = self._wait_for(self._store_limit, blocks * size, since)
+        for turn in self._turns(blocks) if self._profile.shared_link else [blocks]:
+            since = self.stores.move(turn * size, since, latency)
+            latency = 0.0
+
+    def _turns(self, blocks: int) -> list[int]:
+        """How many of the blocks a transfer moves in each of its turns."""
+        most = max(1, int(QUANTUM_BYTES // self.block_bytes))
+        return [min(most, blocks - start) for start in range(0, blocks, most)]
 
     def _wait_for(self, limit: Limit | None, size: float, since: float) -> float:
         if limit is None:
