@@ -69,7 +69,8 @@ def test_validate_prints_the_chain_as_it_is_understood(kvtiers: Run, chain: Any)
         "3      redis  redis  url redis://cache.internal:6379/0, ttl 1d, timeout 1s, "
         "key_prefix kvtiers, codec none, store_threshold 1, deadline 10s\n"
         "version 1, load_policy stitched, promote true, store all, max_wait 10s, tenants none, "
-        "on_reset forget, trust_client_ids false, salt none\n",
+        "on_reset forget, trust_client_ids false, events (self_describing_kv_events true, "
+        "locality false, ownership false, announce_rate 20000.0), salt none\n",
         "",
     )
 
@@ -84,7 +85,7 @@ def test_validate_shows_no_secret(kvtiers: Run, chain: Any) -> None:
     assert status == 0 and "hunter2" not in out + err and "team-a" not in out + err
     assert "redis://me:***@cache" in out
     assert "promote false, store all, max_wait 10s, tenants none, staging 1GiB" in out
-    assert "on_reset forget, trust_client_ids false, salt ***" in out
+    assert "announce_rate 20000.0), salt ***" in out
 
 
 def test_validate_draws_a_table_on_a_terminal_and_nowhere_else(chain: Any) -> None:
@@ -136,6 +137,7 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
         "staging",
         "on_reset",
         "trust_client_ids",
+        "events",
         "record",
         "explain",
         "ghosts",

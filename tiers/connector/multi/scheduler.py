@@ -100,7 +100,7 @@ class MultiScheduler(EveryChild):
         for observer in self._observers:
             observer.arrived(request)
         if self._cheapest is not None:
-            self._cheapest.arrived(request.request_id)
+            self._cheapest.arrived()
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -257,7 +257,7 @@ class MultiScheduler(EveryChild):
             if self._sharing is not None and state is not None:
                 self._sharing.ends(state)
             if self._cheapest is not None:
-                self._cheapest.gone(request.request_id)
+                self._cheapest.gone(state)
             try:
                 for observer in self._observers:
                     observer.ended(request)

@@ -38,10 +38,10 @@ class RequestState:
     that are when all steps so far have run; 0 while it may be loading. `is_outdated`: a reset came
     after some of its blocks were computed.
 
-    `choice`: who loads what, as it was chosen last; `is_undecided` until the engine begins it.
-    `alone`: the engine's own connector that loads all of it; `failed`: those that left it nothing.
-    `load`, `awaits`: see `LoadSharing`. `prompt_tokens`, `looking`: see `PrefillRate` and
-    `LookupLatency`. `tiers`: what each tier keeps of it, by the tier's name.
+    `choice`: who loads what, as it was chosen last; `is_undecided` until the engine begins it, and
+    `has_begun` once it ever did (see `Cheapest`). `alone`: the engine's own connector that loads
+    all of it; `failed`: those that left it nothing. `load`, `awaits`: see `LoadSharing`.
+    `prompt_tokens`, `looking`: see `PrefillRate` and `LookupLatency`. `tiers`: by name.
     """
 
     request: Request
@@ -57,6 +57,7 @@ class RequestState:
     is_outdated: bool = False
     choice: Choice = NOBODY
     is_undecided: bool = False
+    has_begun: bool = False
     alone: int | None = None
     failed: set[int] = field(default_factory=set)
     load: Sequence[bytes] = ()

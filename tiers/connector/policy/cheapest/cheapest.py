@@ -74,15 +74,18 @@ class Cheapest:
         self._settings = settings
         self._size = block_tokens
         self._cut = cut
-        self._waiting: set[str] = set()
+        self._waiting = 0
 
-    def arrived(self, request_id: str) -> None:
-        """A request waits to begin."""
-        self._waiting.add(request_id)
+    def arrived(self) -> None:
+        """One more request waits to begin."""
+        self._waiting += 1
 
-    def gone(self, request_id: str) -> None:
-        """A request waits no more: it begins, or has ended."""
-        self._waiting.discard(request_id)
+    def gone(self, state: RequestState | None) -> None:
+        """A request waits no more: it begins, or has ended; None: before anything was asked."""
+        if state is None or not state.has_begun:
+            self._waiting = max(0, self._waiting - 1)  # some engines announce no arrivals
+        if state is not None:
+            state.has_begun = True
 
     def choose(self, state: RequestState, answers: Answers, blocks: range) -> Choice:
         """Who loads what of these blocks of a request. Children without a meter do not serve."""
@@ -93,7 +96,7 @@ class Cheapest:
         each = self.prefill.seconds_per_token
         if each is None:
             return self._unmeasured(longest(answers, len(blocks) * self._size))
-        others = len(self._waiting) - (state.request.request_id in self._waiting)
+        others = max(0, self._waiting - (not state.has_begun))
         crowded = each * min(CROWD, 1 + others)
         offers = [
             self._offer(child, tokens, crowded)
@@ -119,7 +122,7 @@ class Cheapest:
     def decided(self, state: RequestState, choice: Choice) -> None:
         """The engine begins the request as it was chosen."""
         self._waits.decided(state)
-        self.gone(state.request.request_id)
+        self.gone(state)
         for child in (*self.meters, COMPUTING):
             if child == choice.probed:
                 self._probes.made(child)
