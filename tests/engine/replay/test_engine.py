@@ -37,17 +37,18 @@ def test_the_model_shows_a_single_wrong_byte(engine: Callable[..., ReplayEngine]
     assert plain.generate(prompt, 4).output != answer(MODEL, prompt, 4)
 
 
+CHAINS = [("cpu", "first"), ("disk", "first"), ("redis", "first")]
+CHAINS += [("all", load) for load in ("first", "longest", "soonest", "stitched")]
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("processes", [False, True], ids=["one process", "own processes"])
 @pytest.mark.parametrize(
-    ("kind", "load"),
+    ("kind", "load", "processes"),
     [
-        ("cpu", "first"),
-        ("disk", "first"),
-        ("redis", "first"),
-        ("all", "first"),
-        ("all", "longest"),
-        ("all", "stitched"),
+        *((*chain, False) for chain in CHAINS),
+        # Processes of their own take seconds to start.
+        *(pytest.param(*chain, True, marks=pytest.mark.faults) for chain in CHAINS[:-1]),
+        (*CHAINS[-1], True),
     ],
 )
 def test_answers_are_those_of_an_engine_without_tiers(
