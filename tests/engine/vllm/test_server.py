@@ -111,17 +111,17 @@ def test_a_subscriber_learns_which_tier_holds_what(served: VllmServer) -> None:
         removed = sum(
             len(event["block_hashes"])
             for event in list(served.events)
-            if event["type"] == "BlockRemoved" and event["medium"] == "cpu"
+            if event["type"] == "BlockRemoved" and event["medium"] == "CPU"
         )
-    held: dict[str, set[int]] = {"GPU": set(), "cpu": set(), "ssd": set()}
+    held: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
     for event in list(served.events):
         if event["type"] == "BlockStored":
             held[event["medium"]] |= set(event["block_hashes"])
             assert event["block_size"] == 32
         elif event["type"] == "BlockRemoved":
             held[event["medium"]] -= set(event["block_hashes"])
-    assert len(held["ssd"]) == 4 * 18 and len(held["cpu"]) == 3 * 18
-    assert held["cpu"] < held["ssd"] and held["GPU"] < held["ssd"], "blocks have one name"
+    assert len(held["STORAGE"]) == 4 * 18 and len(held["CPU"]) == 3 * 18
+    assert held["CPU"] < held["STORAGE"] > held["GPU"], "blocks have one name"
 
 
 def test_our_log_lines_look_like_the_engines(served: VllmServer) -> None:
