@@ -66,7 +66,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     ]
 
 
-QUICK = ("two ranks uncached", "hybrid", "windows", "soonest", "states")
+QUICK = ("hybrid", "windows", "states")
 """Settings that are run with all other tests; the rest are with the faults."""
 SETTINGS: dict[str, tuple[ReplayModel, LoadPolicy, int, bool]] = {
     "cached": (MODEL, "first", 1, True),

@@ -26,7 +26,9 @@ def ask(engine: ReplayEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "processes"), [(2, False), (8, False), (2, True)], ids=["2", "8", "own processes"]
+    ("ranks", "processes"),
+    [(2, False), (8, False), pytest.param(2, True, marks=pytest.mark.faults)],
+    ids=["2", "8", "own processes"],
 )
 def test_a_block_is_stored_once_and_loaded_by_all(
     engine: MakeEngine, shared_server: RedisServer, tmp_path: Path, ranks: int, processes: bool

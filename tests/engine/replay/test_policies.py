@@ -39,7 +39,7 @@ PROMPT = list(range(50))
 """Twelve full blocks, and two tokens more."""
 EVEN = range(0, 12, 2)
 ODD = range(1, 12, 2)
-RANKS = [(1, False), (2, False), (2, True)]
+RANKS = [(1, False), (2, False), pytest.param(2, True, marks=pytest.mark.faults)]
 IDS = ["one rank", "two ranks", "two processes"]
 
 MakeEngine = Callable[..., ReplayEngine]

@@ -26,7 +26,9 @@ OTHER = list(range(1000, 1050))
 
 MakeEngine = Callable[..., ReplayEngine]
 RANKS = pytest.mark.parametrize(
-    ("rank", "processes"), [(0, False), (1, False), (1, True)], ids=["0", "1", "1 of two processes"]
+    ("rank", "processes"),
+    [(0, False), (1, False), pytest.param(1, True, marks=pytest.mark.faults)],
+    ids=["0", "1", "1 of two processes"],
 )
 
 

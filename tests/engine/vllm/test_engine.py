@@ -165,6 +165,7 @@ def test_unusable_tiers_are_reported_and_the_others_serve(
     assert "tier down: reads are down" in run.log
 
 
+@pytest.mark.faults
 def test_two_worker_processes_hold_a_share_each(run_vllm: Callable[..., Run]) -> None:
     run = run_vllm(
         ONE_BY_ONE * 2, [CPU], tensor_parallel_size=2, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
