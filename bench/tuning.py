@@ -146,6 +146,8 @@ def run(trace: Path, folder: Path, budget: str, profile: str, chains: int, proce
         cwd=folder, capture_output=True, text=True, check=True,
     )  # fmt: skip
     (folder / "output.txt").write_text(done.stdout, encoding="utf-8")
+    tuned = folder / "tune.json"  # of thousands of lines
+    tuned.write_text(json.dumps(json.loads(tuned.read_text())) + "\n", encoding="utf-8")
     given = load_budget(folder / "budget.yaml")
     opened = open_trace(trace)
     workload = Workload.of(opened, opened.header.block_tokens)
