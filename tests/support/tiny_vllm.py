@@ -88,7 +88,7 @@ DEEPSEEK = {
     "tie_word_embeddings": False,
 }
 """Latent attention: each tensor-parallel rank has all of the KV."""
-STATE_BLOCK_TOKENS = 128
+STATE_BLOCK_TOKENS = 512
 """Tokens of its blocks: as many as make the KV of attention as long as a state."""
 
 
