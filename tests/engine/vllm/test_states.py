@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_vllm import QWEN_NEXT, STATE_BLOCK_TOKENS, Run, documents
+from tests.support.servers import RedisServer
+from tests.support.tiny_vllm import QWEN_NEXT, STATE_BLOCK_TOKENS, Run, documents, hosted
 
 pytestmark = pytest.mark.vllm
 
@@ -16,6 +17,7 @@ CPU = {"type": "cpu", "capacity": "64MiB"}
 BLOCKS = 1
 """Full blocks of a long prompt."""
 LONG = documents(3, 600)
+LONGER = {"max_model_len": 2040, "max_num_batched_tokens": 1024}
 END = LONG[0][BLOCKS * STATE_BLOCK_TOKENS :]
 OTHERS = [prompt[: BLOCKS * STATE_BLOCK_TOKENS] + END for prompt in LONG[1:]]
 """They end as the first does: only what is before tells them apart."""
@@ -71,3 +73,51 @@ def test_states_and_attention_come_back_from_every_tier(
     restarted = run_states([*once, *later], tiers[1:])
     assert restarted.tokens == expected
     assert restarted.loaded()["disk"] >= 5 * BLOCKS * STATE_BLOCK_TOKENS
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_conversations_take_turns_with_too_little_kv_and_a_damaged_tier(
+    run_states: Callable[..., Run], shared_server: RedisServer, tmp_path: Path
+) -> None:
+    """Four conversations of six turns through three tiers and a restart.
+
+    One request at a time: with several in a batch the tokens of this model, which the engine runs
+    in bfloat16 alone, differ without tiers, too.
+    """
+    texts = documents(4, 2000, seed=3)
+    prompts = [[(text[: 600 + 270 * turn], 30) for text in texts] for turn in range(6)]
+    plain = run_states([[one] for batch in prompts for one in batch], **LONGER)
+    answers = [tokens for (tokens,) in plain.tokens]
+    expected = [answers[i : i + 4] for i in range(0, 24, 4)]
+
+    few = {"num_gpu_blocks_override": 24, "max_num_seqs": 1, **LONGER}
+    redis = {"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path)}
+    tiers = [{"type": "cpu", "capacity": "4MiB"}, disk(tmp_path), {**redis, "timeout": "30s"}]
+    first = run_states(prompts, tiers, load_policy="stitched", **few)
+    assert first.tokens == expected
+    assert sum(first.loaded().values()) > 0
+
+    for slab in (tmp_path / "disk").glob("slab-*"):
+        with slab.open("r+b") as file:
+            for position in range(500_000, 6_000_000, 70_000):
+                file.seek(position)
+                file.write(b"\xff\xee\xdd")
+    restarted = run_states(prompts, tiers, load_policy="stitched", **few)
+    assert restarted.tokens == expected
+    assert restarted.count("disk", "load_failures") > 0, restarted.tiers
+    assert {"disk", "redis"} & restarted.loaded().keys()
+
+
+@pytest.mark.faults
+def test_as_much_comes_back_as_by_vllms_own_connector(run_states: Callable[..., Run]) -> None:
+    """Four conversations of six turns, over our connector and over the engine's with our tier."""
+    texts = documents(4, 2000, seed=3)
+    turns = [[(text[: 600 + 270 * turn], 8)] for turn in range(6) for text in texts]
+    few = {"num_gpu_blocks_override": 24, "max_num_seqs": 1, **LONGER}
+    ours = run_states(turns, [CPU], **few)
+    theirs = run_states(turns, kv_transfer_config=hosted(CPU), **few)
+    assert ours.tokens == theirs.tokens
+    cached = [sum(tokens for batch in run.cached for tokens in batch) for run in (ours, theirs)]
+    assert cached[0] >= cached[1] > 0
+    assert sum(ours.loaded().values()) > 0
