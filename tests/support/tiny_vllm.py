@@ -72,6 +72,24 @@ QWEN_NEXT = {
 """Three layers of linear attention, which keep states, and one of full attention."""
 STATE_BLOCK_TOKENS = 512
 """Tokens of its blocks: as many as make the KV of attention as long as a state."""
+DEEPSEEK = {
+    **LLAMA,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "tie_word_embeddings": False,
+}
+"""Latent attention: each tensor-parallel rank has all of the KV."""
 
 
 @dataclass(frozen=True)
