@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -43,6 +44,13 @@ def test_answers_stay_right_whatever_is_chosen(
     assert {tier for tier, c in counted.items() if c.get("loaded_tokens")} == set(counted)
 
 
+class PromptSpec(GivenSpec):
+    """A tier that answers in the step that asks. Of tiers that answer later, the first to answer
+    may serve alone."""
+
+    is_prompt: ClassVar[bool] = True
+
+
 def given(name: str, faults: Faults) -> GivenSpec:
     return GivenSpec(type="given", name=name).over(FaultyStore(MemoryStore(), faults))
 
@@ -60,7 +68,7 @@ def ask(made: ReplayEngine) -> int:
 
 
 def test_two_tiers_share_a_prefix_that_both_have(engine: MakeEngine) -> None:
-    tiers = given("one", Faults()), given("other", Faults())
+    tiers = [PromptSpec(type="given", name=name).over(MemoryStore()) for name in ("one", "other")]
     made = engine(soonest_of(*tiers), prefix_caching=False)
     assert [ask(made), ask(made)] == [0, 48]
     loaded = [made.stats.data[name]["loaded_tokens"] for name in ("one", "other")]
