@@ -25,7 +25,7 @@ from tests.support.disk_audit import (
     put,
     settled,
 )
-from tiers.disk import clean_close, locks, repair
+from tiers.disk import clean_close, folder, repair
 from tiers.disk.folder import Folder
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen
@@ -34,7 +34,7 @@ from tiers.wrappers.opening import open_guarded
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "WAIT_S", 0.5)
+    monkeypatch.setattr(folder, "LOCK_SECONDS", 0.5)
     monkeypatch.setattr(clean_close, "CHECK_WAIT_S", 0.5)
 
 
@@ -178,12 +178,12 @@ def test_somebody_comes_and_goes_while_the_index_is_checked(
 
 
 CROWD = """
-from tiers.disk import locks
+from tiers.disk import folder
 from tiers.disk.spec import DiskSpec
 from spec.offloading import StoreContext
 from tiers.errors import TierNotOpen
 import time
-locks.WAIT_S = 1.0
+folder.LOCK_SECONDS = 1.0
 me, count = int(args[1]), int(args[2])
 spec = DiskSpec(path=path, capacity=count * 8192)
 store = None

@@ -44,6 +44,15 @@ def redis(server: RedisServer, space: object, **more: Any) -> dict[str, Any]:
     return {"type": "redis", "url": server.url, "key_prefix": str(space), **patient}
 
 
+def crowded(
+    path: Path, server: RedisServer, world_size: int, cpu_blocks: int = 12, **more: Any
+) -> ChainSpec:
+    """Three tiers, of which the first two hold a part of what `workload` asks."""
+    small = f"{160 * world_size}KiB"
+    tiers = cpu(cpu_blocks * world_size), disk(path, small), redis(server, path)
+    return chain_of(*tiers, **more)
+
+
 def measured(engine: ReplayEngine, name: str, tier: str = "slow") -> float:
     """The value of one of the tier's counters or gauges."""
     value = engine.stats.data.get(tier, {}).get(name, 0.0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from bench.unseen import lru_hits
+from tests.tuning.replay.worlds import chats
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.report import Report
@@ -29,43 +29,6 @@ def tier(name: str, blocks: int, **more: Any) -> SimTier:
     return SimTier(name, name, True, blocks * SIZE, **more)
 
 
-def chats(seed: int, count: int = 400) -> list[TraceRequest]:
-    """Conversations that share a beginning, go on in turns, and branch."""
-    rng = random.Random(seed)
-    ids = iter(range(1 << 30))
-    shared = [next(ids) for _ in range(3)]
-    open_chats = [list(shared)]
-    requests = []
-    for number in range(count):
-        if rng.random() < 0.3:
-            open_chats.append(shared[: rng.randrange(4)])
-        chat = rng.choice(open_chats[-12:])
-        if rng.random() < 0.1:
-            chat = chat[: rng.randrange(len(chat) + 1)]
-            open_chats.append(chat)
-        chat += [next(ids) for _ in range(rng.randrange(1, 9))]
-        tokens = len(chat) * SIZE + rng.randrange(1, SIZE)
-        requests.append(TraceRequest(number * 1000.0, tokens, 1, list(chat)))
-    return requests
-
-
-def lru_hits(requests: Sequence[TraceRequest], capacity: int) -> int:
-    """Blocks of leading hits of an exact LRU whose prompts are touched from tail to head."""
-    held: dict[int, None] = {}
-    hits = 0
-    for request in requests:
-        for block in request.blocks:
-            if block not in held:
-                break
-            hits += 1
-        for block in reversed(request.blocks):
-            held.pop(block, None)
-            held[block] = None
-        for block in list(held)[: max(0, len(held) - capacity)]:
-            del held[block]
-    return hits
-
-
 def blocks_of(report: Report) -> list[int]:
     return [use.hit_tokens // SIZE for use in report.tiers]
 
@@ -73,7 +36,7 @@ def blocks_of(report: Report) -> list[int]:
 @pytest.mark.parametrize("capacity", [7, 30, 100, 400, 5000])
 @pytest.mark.parametrize("single", [False, True])
 def test_one_tier_is_exact_at_every_size(capacity: int, single: bool) -> None:
-    requests = chats(1)
+    requests = chats(1, 400, 1000.0)
     workload = Workload.of(requests, SIZE, single=single)
     report = simulate(workload, SIZE, SimChain((tier("a", capacity),)), machine())
     assert blocks_of(report) == [lru_hits(requests, capacity)]
@@ -82,7 +45,7 @@ def test_one_tier_is_exact_at_every_size(capacity: int, single: bool) -> None:
 
 @pytest.mark.parametrize("policy", ["longest", "stitched"])
 def test_an_inclusive_chain_is_the_curve_at_each_size(policy: str) -> None:
-    requests = chats(2)
+    requests = chats(2, 400, 1000.0)
     chain = SimChain((tier("a", 60), tier("b", 400)), load_policy=policy)
     upper, both = lru_hits(requests, 60), lru_hits(requests, 400)
     found = blocks_of(simulate(requests, SIZE, chain, machine()))

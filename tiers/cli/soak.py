@@ -80,6 +80,5 @@ def _run(minutes: float, trace: Path | None, every: float, seed: int) -> Soak:
             run = Soak(prompts, server, Path(name), every, seed, typer.echo)
             run.run(minutes * 60)
         finally:
-            server.resume()
             server.kill()
     return run

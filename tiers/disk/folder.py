@@ -22,10 +22,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiers.disk import locks
+from tiers.concurrency.file_locks import acquire
 from tiers.disk.mounts import MEMORY, ONE_HOST, file_system, require_suitable
 from tiers.disk.slab import punch
 from tiers.errors import TierNotOpen, TierUnusable
+
+LOCK_SECONDS = 5.0
+"""Limit for a wait for another process. Nobody holds the folder's lock that long, unless it is
+stopped, its disk hangs, or the index that it checks is very large."""
 
 _GONE = ".gone"
 
@@ -124,10 +128,10 @@ class Folder:
             raise self._unwritable(error) from error
         try:
             self._require_holes(lock)
-            if not locks.acquire(lock, locks.WAIT_S):
+            if not acquire(lock, LOCK_SECONDS):
                 raise TierNotOpen(
                     f"{self.path}: another process has been opening or closing the tier for "
-                    f"{locks.WAIT_S:.0f} s (fuser {self.lock} names it)"
+                    f"{LOCK_SECONDS:.0f} s (fuser {self.lock} names it)"
                 )
             yield
         finally:

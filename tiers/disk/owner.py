@@ -12,7 +12,6 @@ file that was left over tells what happened:
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
@@ -20,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from tiers.concurrency.file_locks import try_lock
 from tiers.disk.slab import sync_folder
 
 OWNER_ID_BYTES = 16
@@ -120,12 +120,9 @@ def _is_locked(file: Path) -> bool:
     except FileNotFoundError:  # a clean close removes its file without the folder's lock
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not try_lock(handle)
     finally:
         os.close(handle)
-    return False
 
 
 class Owner:
@@ -139,7 +136,7 @@ class Owner:
         self._file = owners / (f"{name}.synced" if synced else name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._handle = os.open(self._file, flags, 0o600)
-        fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try_lock(self._handle)
         # Otherwise a power cut could lose the name but keep index pages written after it.
         sync_folder(owners)
 

@@ -8,7 +8,6 @@ PATH/                              0700 when we make it, everything in it 0600
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
@@ -19,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from tiers.concurrency.file_locks import acquire, try_lock
 from tiers.errors import RecordingError
 
 KEY_BYTES = 32
@@ -91,7 +91,7 @@ class RecordFolder:
                 name = f"kvtiers-trace-{started:013}-{writer}.jsonl.zst"
                 with suppress(FileExistsError):
                     file = os.open(name, _NEW | os.O_WRONLY, 0o600, dir_fd=self._folder)
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    try_lock(file)
                     return name, file
                 started += 1
 
@@ -124,18 +124,11 @@ class RecordFolder:
         flags = os.O_RDWR | os.O_CREAT | _OLD
         lock = os.open(_LOCK, flags, 0o600, dir_fd=self._folder)
         try:
-            deadline = time.monotonic() + LOCK_SECONDS
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise RecordingError(
-                            f"{self.path}: another process holds {_LOCK} "
-                            f"(fuser {self.path / _LOCK} names it)"
-                        ) from None
-                time.sleep(0.01)
+            if not acquire(lock, LOCK_SECONDS):
+                raise RecordingError(
+                    f"{self.path}: another process holds {_LOCK} "
+                    f"(fuser {self.path / _LOCK} names it)"
+                )
             yield
         finally:
             os.close(lock)
@@ -222,9 +215,6 @@ class RecordFolder:
     def _is_being_written(self, name: str) -> bool:
         file = os.open(name, os.O_RDWR | _OLD, dir_fd=self._folder)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+            return not try_lock(file)
         finally:
             os.close(file)
-        return False

@@ -6,11 +6,11 @@ import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from spec.chain import ChainSpec
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk, drive, measured, redis, total
+from tests.support.replay_chains import MODEL, chain_of, cpu, crowded, disk, drive, measured, total
 from tests.support.servers import RedisServer
 from tiers.engine.replay import ReplayEngine, answer
 
@@ -32,21 +32,15 @@ class WildClock:
         return self._time
 
 
-def cheapest_of(*tiers: dict[str, object], min_tokens: int = 4) -> ChainSpec:
-    return chain_of(*tiers, load_policy="cheapest", cheapest={"min_tokens": min_tokens})
+CHEAPEST: dict[str, Any] = {"load_policy": "cheapest", "cheapest": {"min_tokens": 4}}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_answers_stay_right_whatever_is_chosen(
     engine: MakeEngine, tmp_path: Path, shared_server: RedisServer, world_size: int
 ) -> None:
-    chain = cheapest_of(
-        cpu(12 * world_size),
-        disk(tmp_path, f"{160 * world_size}KiB"),
-        redis(shared_server, tmp_path),
-    )
     made = engine(
-        chain,
+        crowded(tmp_path, shared_server, world_size, **CHEAPEST),
         num_blocks=24,
         prefix_caching=False,
         world_size=world_size,
@@ -64,7 +58,7 @@ def test_answers_stay_right_whatever_is_chosen(
 def test_a_prefix_that_is_quicker_to_load_is_loaded(engine: MakeEngine, tmp_path: Path) -> None:
     """Every look at the clock takes a second, so that a step does; loads take real time."""
     looks = itertools.count()
-    chain = cheapest_of(cpu(), disk(tmp_path))
+    chain = chain_of(cpu(), disk(tmp_path), **CHEAPEST)
     made = engine(chain, prefix_caching=False, now=lambda: float(next(looks)))
 
     def ask(prompt: list[int]) -> int:
@@ -79,7 +73,8 @@ def test_a_prefix_that_is_quicker_to_load_is_loaded(engine: MakeEngine, tmp_path
 
 
 def test_a_prefix_shorter_than_the_least_is_computed(engine: MakeEngine, tmp_path: Path) -> None:
-    made = engine(cheapest_of(cpu(), disk(tmp_path), min_tokens=20), prefix_caching=False)
+    careful = CHEAPEST | {"cheapest": {"min_tokens": 20}}
+    made = engine(chain_of(cpu(), disk(tmp_path), **careful), prefix_caching=False)
     made.generate(PROMPT, 1)
     made.settle()
     other = [*PROMPT[:16], *range(90, 120)]

@@ -19,6 +19,7 @@ from tests.support.replay_chains import (
     SLOT,
     chain_of,
     cpu,
+    crowded,
     damage_disk,
     disk,
     drive,
@@ -213,14 +214,8 @@ class SlowScatters(CpuCopier):
 def test_aborts_and_preemptions_in_the_middle_of_shared_loads(
     engine: MakeEngine, tmp_path: Path, shared_server: RedisServer, seed: int, world_size: int
 ) -> None:
-    chain = chain_of(
-        cpu(6 * world_size),
-        disk(tmp_path, f"{160 * world_size}KiB"),
-        redis(shared_server, tmp_path),
-        load_policy="stitched",
-    )
     made = engine(
-        chain,
+        crowded(tmp_path, shared_server, world_size, cpu_blocks=6, load_policy="stitched"),
         num_blocks=24,
         prefix_caching=False,
         world_size=world_size,

@@ -10,7 +10,7 @@ import pytest
 
 from spec.chain import ChainSpec
 from tests.engine.replay.test_cheapest import WildClock
-from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, drive, redis, total
+from tests.support.replay_chains import MODEL, SLOT, crowded, drive, total
 from tests.support.servers import RedisServer
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierUnavailable
@@ -26,14 +26,8 @@ MakeEngine = Callable[..., ReplayEngine]
 def test_answers_stay_right_whatever_is_chosen(
     engine: MakeEngine, tmp_path: Path, shared_server: RedisServer, world_size: int
 ) -> None:
-    chain = chain_of(
-        cpu(12 * world_size),
-        disk(tmp_path, f"{160 * world_size}KiB"),
-        redis(shared_server, tmp_path),
-        load_policy="soonest",
-    )
     made = engine(
-        chain,
+        crowded(tmp_path, shared_server, world_size, load_policy="soonest"),
         num_blocks=24,
         prefix_caching=False,
         world_size=world_size,

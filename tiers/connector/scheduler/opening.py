@@ -117,7 +117,7 @@ class TierOpener:
             manager = self._store_manager(tier, payload, handshakes, in_step)
             inventory = self._inventory(tier, manager, handshakes[0].namespace)
             # Only if they say so themselves: else none would find what another has stored.
-            one_writer = len({one.namespace for one in handshakes}) == 1 < len(handshakes)
+            one_writer = len({handshake.namespace for handshake in handshakes}) == 1
         else:
             raise TierUnusable(f"type {tier.type!r} is neither a StoreSpec nor a HostSpec")
         stored = handshakes[:1] if one_writer else handshakes

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from signal import SIGCONT, SIGSTOP, Signals
 from typing import Any, NamedTuple
 
 import redis
@@ -57,15 +57,10 @@ class Server:
             self._process.wait()
             self._process = None
 
-    def hang(self) -> None:
-        """Stop it without closing anything."""
+    def send(self, signum: Signals) -> None:
+        """Send it a signal, if it runs."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let it go on."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)
+            self._process.send_signal(signum)
 
 
 class Fault(NamedTuple):
@@ -81,7 +76,7 @@ def all_faults(server: Server, folder: Path, mood: Mood, rng: random.Random) -> 
     moods = ("slow", "hanging", "failing", "full", "boastful")
     return [
         Fault("redis killed", server.kill, server.start),
-        Fault("redis hung", server.hang, server.resume),
+        Fault("redis hung", partial(server.send, SIGSTOP), partial(server.send, SIGCONT)),
         Fault("redis emptied", lambda: _meddle(server, _empty, rng), None),
         Fault("redis values damaged", lambda: _meddle(server, _damage, rng), None),
         Fault("redis values replaced", lambda: _meddle(server, _replace, rng), None),

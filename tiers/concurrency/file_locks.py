@@ -1,0 +1,27 @@
+"""Locks on open files, between processes; closing a file frees its lock."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+
+_POLL_S = 0.02
+
+
+def try_lock(handle: int) -> bool:
+    """Lock an open file exclusively; False if another has it locked. Raises OSError."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def acquire(handle: int, seconds: float) -> bool:
+    """Lock an open file exclusively; False if others held it for `seconds`. Raises OSError."""
+    deadline = time.monotonic() + seconds
+    while not try_lock(handle):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
