@@ -50,7 +50,7 @@ _SYNCED = "the index is synced as well, twice a batch: before the blocks are wri
 @contextmanager
 def cases(scale: Scale) -> Iterator[Iterator[Case]]:
     """Buffered, direct, synced and cold; more than memory; by block size; the index alone."""
-    with closing(_all(scale)) as found:
+    with closing(index_cases(scale) if scale.blocks else _all(scale)) as found:
         yield found
 
 

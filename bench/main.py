@@ -27,11 +27,13 @@ SUITES = (
 @dataclass(frozen=True)
 class Scale:
     """How much a suite measures. `smoke`: only that everything runs, in seconds. `folder`: an
-    empty one, for what suites write; each gets one of its own in it."""
+    empty one, for what suites write; each gets one of its own in it. `blocks`: of the suite disk
+    only the index is measured, one of so many."""
 
     smoke: bool
     folder: Path
     rounds: int = 5
+    blocks: int | None = None
 
 
 Suite = Callable[[Scale], AbstractContextManager[Iterator[Case]]]

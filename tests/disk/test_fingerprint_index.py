@@ -7,19 +7,19 @@ import threading
 import time
 import traceback
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.disk_audit import get, keys, open_disk, opened, put, run_child
+from tests.support.disk_audit import Other, get, keys, open_disk, opened, put, run_child
 from tests.support.disk_child import NUMBERS
 from tiers.disk import edit
-from tiers.disk.fingerprint_index import CELLS, FingerprintTable
-from tiers.disk.index import Index, Snapshot
+from tiers.disk.fingerprint_index import CELLS, FingerprintIndex, FingerprintTable
+from tiers.disk.index import Index, Piece
 from tiers.disk.rows import ADDED, fingerprint, index_key
 from tiers.disk.store import DiskStore
+from tiers.disk.upkeep import Upkeep
 from tiers.wrappers.guard import Guarded
 
 WAIT_S = 60.0
@@ -29,13 +29,17 @@ EVERY = keys(*range(300))
 def settled(store: DiskStore) -> DiskStore:
     """The store, once it has a table that is up to date."""
     fingerprints = store._folder.fingerprints
-    deadline = time.monotonic() + WAIT_S
     store.peek(EVERY)
-    while fingerprints._renewing:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: not fingerprints._renewing)
     assert fingerprints._table is not None
     return store
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def agree(store: DiskStore) -> list[bool]:
@@ -49,12 +53,14 @@ def test_a_table_is_a_set(known: int) -> None:
     chance = random.Random(known)
     index_keys = [bytes(8) + chance.randbytes(16) for _ in range(12_000)]
     live = set(index_keys[:known])
-    words = b"".join(one[8:16] for one in index_keys[:known])
     # Far more than it was made for, so that buckets overflow.
-    table = FingerprintTable(known, [words[: 8 * 3000], words[8 * 3000 :]] if known else [])
+    table = FingerprintTable(known // 2)
+    for start in range(0, known, 1000):  # each key twice
+        table.add(b"".join(index_keys[max(0, start - 1000) : start + 1000]))
     for _ in range(40):
         some = chance.sample(index_keys, 400)
         changes = [fingerprint(one) | (0 if one in live else ADDED) for one in some]
+        table.apply(array("q", changes))
         table.apply(array("q", changes))
         live ^= set(some)
         assert table.has([one[8:] for one in index_keys]) == [one in live for one in index_keys]
@@ -93,10 +99,74 @@ def test_it_sees_what_other_processes_do(tmp_path: Path) -> None:
         assert any(held[:NUMBERS])
 
 
+STORES_WHEN_TOLD = """
+from tiers.disk import edit
+edit._LOG_PAGES = 1
+with opened(path, slots=200) as store:
+    say("open")
+    for number in range(200, 5000, 5):
+        if not wait():
+            break
+        put(store, keys(*range(number, number + 5)))
+        say("stored")
+"""
+
+
+@pytest.mark.parametrize(("at_a_piece", "tables"), [(1, 1), (50, 2)])
+def test_another_process_stores_while_a_table_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_a_piece: int, tables: int
+) -> None:
+    """At each piece of the index the other stores. The log is shorter than all that, and a table is
+    made anew only if it is shorter than what is stored at one piece."""
+    monkeypatch.setattr(edit, "_LOG_PAGES", 1)
+    monkeypatch.setattr("tiers.disk.fingerprint_index._AT_ONCE", 5)
+    made: list[FingerprintTable] = []
+    original = FingerprintTable.add
+
+    def add(table: FingerprintTable, some: bytes) -> None:
+        if table not in made:
+            made.append(table)
+        for _ in range(at_a_piece if len(made) < 4 and (at_a_piece == 1 or len(made) == 1) else 0):
+            other.tell()
+            assert other.hear() == "stored"
+        original(table, some)
+
+    monkeypatch.setattr(FingerprintTable, "add", add)
+    with opened(tmp_path, slots=200) as store:
+        put(store, keys(*range(200)))
+        other = Other(STORES_WHEN_TOLD, tmp_path)
+        assert other.hear() == "open"
+        table = settled(store)._folder.fingerprints._table
+        assert made == [*made[: tables - 1], table]
+        every = keys(*range(5000))
+        assert store.peek(every) == store.has(every)
+        assert store._folder.fingerprints._table is table
+        assert table is not None
+        assert table.count == store.usage().blocks
+        other.end()
+
+
+def test_a_table_follows_the_log_though_nobody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edit, "_LOG_PAGES", 1)
+    with opened(tmp_path, slots=200) as store:
+        put(store, keys(*range(100)))
+        fingerprints = settled(store)._folder.fingerprints
+        first = fingerprints._table
+        for number in range(100, 200):  # the log keeps some 60 of these rows
+            put(store, keys(number))
+            if number % 20 == 0:
+                wait_until(lambda: fingerprints._index.changes(fingerprints._row, 1) == [])
+        agree(store)
+        assert fingerprints._table is first
+
+
 def test_a_table_that_lost_the_log_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(edit, "_LOG_PAGES", 1)
+    monkeypatch.setattr(Upkeep, "start", lambda self: None)
     with opened(tmp_path, slots=300) as store:
         settled(store)
         first = store._folder.fingerprints._table
@@ -108,29 +178,52 @@ def test_a_table_that_lost_the_log_is_made_anew(
         assert agree(store) == [True] * 300
 
 
+def test_closing_waits_for_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, stopped = threading.Event(), threading.Event()
+    original = FingerprintIndex.stop
+
+    def add(table: FingerprintTable, some: bytes) -> None:
+        begun.set()
+        assert stopped.wait(WAIT_S)
+        pieces.append(some)
+
+    def stop(self: FingerprintIndex) -> None:
+        original(self)
+        stopped.set()
+
+    pieces: list[bytes] = []
+    monkeypatch.setattr("tiers.disk.fingerprint_index._AT_ONCE", 1)
+    monkeypatch.setattr(FingerprintTable, "add", add)
+    monkeypatch.setattr(FingerprintIndex, "stop", stop)
+    with opened(tmp_path) as store:
+        put(store, keys(*range(8)))
+        store.peek(keys(0))
+        assert begun.wait(WAIT_S)
+    assert len(pieces) == 1
+
+
 def test_a_crowded_table_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiers.disk.fingerprint_index._FILL_MAX", 0.7)
     with opened(tmp_path, slots=300) as store:
         settled(store)
         put(store, keys(*range(200)))
         first = store._folder.fingerprints._table
-        agree(store)
+        assert first is not None
+        assert store.peek(EVERY) == store.has(EVERY)  # it serves until the larger one is made
         assert agree(settled(store))[:200] == [True] * 200
         assert store._folder.fingerprints._table is not first
 
 
 def test_no_lookup_waits_for_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, over = threading.Event(), threading.Event()
-    original = Index.snapshot
+    original = Index.piece
 
-    @contextmanager
-    def slow(self: Index) -> Iterator[Snapshot]:
+    def slow(self: Index, row: int | None, after: bytes, limit: int) -> Piece | None:
         begun.set()
         assert over.wait(WAIT_S)
-        with original(self) as live:
-            yield live
+        return original(self, row, after, limit)
 
-    monkeypatch.setattr(Index, "snapshot", slow)
+    monkeypatch.setattr(Index, "piece", slow)
     with opened(tmp_path) as store:
         put(store, keys(0))
         assert store.peek(keys(0, 1)) == [True, False]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +19,9 @@ Folder = Annotated[
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Measured rounds of each case.")]
 Smoke = Annotated[bool, typer.Option("--smoke", help="Check only that every suite runs.")]
+Blocks = Annotated[
+    int | None, typer.Option(min=1, help="disk: measure only its index, one of so many blocks.")
+]
 Spec = Annotated[Path | None, typer.Option(help="tiers: the chain's YAML.")]
 Save = Annotated[Path | None, typer.Option(help="tiers: write the profile here.")]
 BlockTokens = Annotated[int, typer.Option(min=1, help="tiers: tokens of a block.")]
@@ -40,6 +43,7 @@ def bench(
     folder: Folder = None,
     rounds: Rounds = 5,
     smoke: Smoke = False,
+    blocks: Blocks = None,
     spec: Spec = None,
     save: Save = None,
     block_tokens: BlockTokens = 16,
@@ -62,7 +66,7 @@ def bench(
         }
         bench_tiers(spec, save, block_tokens, facts)
         return
-    _run(suites, json_file, plot, folder, rounds, smoke)
+    _run(suites, json_file, plot, folder, {"rounds": rounds, "smoke": smoke, "blocks": blocks})
 
 
 def _run(
@@ -70,8 +74,7 @@ def _run(
     json_file: Path | None,
     plot: Path | None,
     folder: Path | None,
-    rounds: int,
-    smoke: bool,
+    scale: dict[str, Any],
 ) -> None:
     import sys
     from importlib.util import find_spec
@@ -91,6 +94,6 @@ def _run(
     if plot is not None and find_spec("matplotlib") is None:
         raise refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
     with TemporaryDirectory(prefix="kvtiers-bench-", dir=folder) as made:
-        scale = main.Scale(smoke, Path(made), rounds)
-        rows = main.run(wanted, scale, lambda line: typer.echo(line, err=True), json_file)
+        whole = main.Scale(folder=Path(made), **scale)
+        rows = main.run(wanted, whole, lambda line: typer.echo(line, err=True), json_file)
     main.show(rows, plot)

@@ -7,6 +7,11 @@ at once: 1 to 2 ms.
 The table follows the index's log of changes, by this process and by others. It is wrong only where
 two fingerprints of 62 bits are equal; then a load misses, or a block is computed again. While there
 is no table, or the log has run too far ahead of it, lookups ask the index itself.
+
+A table is made piece by piece: each piece reads the log since the piece before, and the next keys.
+So the log need not last as long as the making, which takes seconds for millions of blocks, and no
+reading keeps the pages of the index from reuse that long. A table that exists follows the log every
+second, asked or not.
 """
 
 from __future__ import annotations
@@ -14,14 +19,14 @@ from __future__ import annotations
 import logging
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import lmdb
 import xxhash
 
 from tiers.disk.index import Index
-from tiers.disk.rows import ADDED, MARKED, index_key
+from tiers.disk.rows import ADDED, INDEX_KEY_BYTES, MARKED, index_key
 
 CELLS = 8
 """Fingerprints in a bucket: one cache line."""
@@ -29,7 +34,9 @@ CELLS = 8
 _FILL = 4
 _FILL_MAX = 6
 _ROWS_AT_ONCE = 8
-_AT_ONCE = 2048  # for more keys torch would start threads and wait for them
+_AT_ONCE = 2048
+"""Keys looked up or read at once. For more torch would start threads and wait for them; and a
+reading from a cold index keeps other threads of Python waiting for its pages."""
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,86 +48,104 @@ class FingerprintTable:
     """A set of fingerprints: buckets of eight, and a plain set for what does not fit its bucket.
     Takes 16 bytes a block when it is made, and 11 when it `is_crowded`."""
 
-    def __init__(self, count: int, words: Iterable[bytes]) -> None:
-        """`words`: the digest words of `count` index keys, in pieces."""
+    def __init__(self, room: int) -> None:
+        """An empty one, for `room` blocks or some more."""
         import torch
 
         self._torch = torch
-        self.count = count
+        self.count = 0
         # Odd, since fingerprints have two bits in common.
-        self._num_buckets = self.count // _FILL + 256 | 1
-        self._cells = array("q", bytes(8 * CELLS * self._num_buckets))
+        self._num_buckets = room // _FILL + 256 | 1
+        self._cells = array("q", [0]) * (CELLS * self._num_buckets)
         self._buckets = torch.frombuffer(self._cells, dtype=torch.int64).view(-1, CELLS)
         self._overflow: set[int] = set()
-        filled = torch.zeros(self._num_buckets, dtype=torch.int64)
-        for piece in words:
-            some = torch.frombuffer(bytearray(piece), dtype=torch.int64)
-            self._fill(some & ~ADDED | MARKED, filled)
-
-    def _fill(self, some: Tensor, filled: Tensor) -> None:
-        """Add `some` fingerprints after the `filled` cells of each bucket."""
-        torch = self._torch
-        bucket, order = (some % self._num_buckets).sort()
-        some = some[order]
-        # The fingerprint's position among those of its bucket.
-        place = torch.arange(len(some)) - torch.searchsorted(bucket, bucket)
-        cell = filled[bucket] + place
-        fits = cell < CELLS
-        self._buckets[bucket[fits], cell[fits]] = some[fits]
-        self._overflow.update(some[~fits].tolist())
-        filled.index_add_(0, bucket, torch.ones_like(bucket))
 
     @property
     def is_crowded(self) -> bool:
-        """Whether so many buckets are full that the table should be made anew."""
+        """Whether so many buckets are full that a larger table should be made."""
         return self.count > _FILL_MAX * self._num_buckets
 
+    def add(self, keys: bytes) -> None:
+        """Add the fingerprints of these index keys, joined, but for those in a bucket already."""
+        torch = self._torch
+        words = torch.frombuffer(bytearray(keys), dtype=torch.int64)
+        bucket, some, rows = self._look_up(words.view(-1, INDEX_KEY_BYTES // 8)[:, 1])
+        (new,) = (rows != some[:, None]).all(1).nonzero(as_tuple=True)
+        bucket, order = bucket[new].sort()
+        new = new[order]
+        # By `index_select`, since torch has other threads help with rows taken by an index.
+        some, empty = some[new], rows.index_select(0, new) == 0
+        # A fingerprint takes the empty cell that its position among those of its bucket says.
+        every = torch.arange(1, len(some) + 1)
+        before = every[:-1] * (bucket[1:] != bucket[:-1])
+        place = every - torch.cat((every.new_zeros(1), before)).cummax(0).values
+        taken = empty & (empty.cumsum(1) == place[:, None])
+        which, cell = taken.nonzero(as_tuple=True)
+        self._buckets[bucket[which], cell] = some[which]
+        self.count += len(which) - len(self._overflow)
+        self._overflow.update(some[~taken.any(1)].tolist())
+        self.count += len(self._overflow)
+
     def apply(self, changes: array[int]) -> None:
-        """Apply rows of the log: add and remove fingerprints, in order."""
+        """Apply a row of the log: add and remove fingerprints, in order. One that is there is not
+        added, and one that is not there is not removed."""
         for change in changes:
             if change & ADDED:
-                self._replace(0, change ^ ADDED)
-                self.count += 1
+                self._add(change ^ ADDED)
             else:
-                self._replace(change, 0)
-                self.count -= 1
+                self._remove(change)
 
-    def _replace(self, old: int, new: int) -> None:
-        """Replace fingerprint `old` by `new` in its bucket; 0 stands for an empty cell."""
-        first = (old or new) % self._num_buckets * CELLS
-        for cell in range(first, first + CELLS):
-            if self._cells[cell] == old:
-                self._cells[cell] = new
-                return
-        if new:
-            self._overflow.add(new)
+    def _add(self, one: int) -> None:
+        first = one % self._num_buckets * CELLS
+        bucket = self._cells[first : first + CELLS]
+        if one in bucket or one in self._overflow:
+            return
+        if 0 in bucket:
+            self._cells[first + bucket.index(0)] = one
         else:
-            self._overflow.discard(old)
+            self._overflow.add(one)
+        self.count += 1
+
+    def _remove(self, one: int) -> None:
+        first = one % self._num_buckets * CELLS
+        bucket = self._cells[first : first + CELLS]
+        if one in bucket:
+            self._cells[first + bucket.index(one)] = 0
+        elif one not in self._overflow:
+            return
+        # One that did not fit its bucket may have been added again where there was room by then.
+        self._overflow.discard(one)
+        self.count -= 1
 
     def has(self, digests: Sequence[bytes]) -> list[bool]:
         """Say for each digest, of 16 bytes, whether its fingerprint is in the table."""
         torch = self._torch
-        words = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int64)
-        wanted = words[::2] & ~ADDED | MARKED
+        words = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int64)[::2]
         found = torch.empty(len(digests), dtype=torch.bool)
         for start in range(0, len(digests), _AT_ONCE):
-            some = wanted[start : start + _AT_ONCE]
-            rows = self._buckets.index_select(0, some % self._num_buckets)
+            _, some, rows = self._look_up(words[start : start + _AT_ONCE])
             found[start : start + _AT_ONCE] = (rows == some[:, None]).any(1)
         if self._overflow:
             (missing,) = (~found).nonzero(as_tuple=True)
-            spilled = [one in self._overflow for one in wanted[missing].tolist()]
+            wanted = words[missing] & ~ADDED | MARKED
+            spilled = [one in self._overflow for one in wanted.tolist()]
             found[missing] = torch.tensor(spilled, dtype=torch.bool)
         answers: list[bool] = found.tolist()
         return answers
+
+    def _look_up(self, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The bucket, fingerprint and bucket's cells of each digest word."""
+        some = words & ~ADDED | MARKED
+        bucket = some % self._num_buckets
+        return bucket, some, self._buckets.index_select(0, bucket)
 
 
 class FingerprintIndex:
     """Answers `peek`: from the table once there is one, else from the index.
 
-    The first lookup has a table made, by `submit`, on another thread: 1.5 s for a million blocks.
-    So does a lookup that finds the log too far ahead, or the table crowded. Thread-safe. Raises
-    what `Index.has` raises.
+    The first lookup has a table made, by `submit`, on another thread: 0.4 s for a million blocks.
+    So does a lookup that finds the log too far ahead, or the table crowded, which serves until the
+    larger one is made. Thread-safe. Raises what `Index.has` raises.
     """
 
     def __init__(self, index: Index, submit: Callable[[Callable[[], None]], object]) -> None:
@@ -138,36 +163,50 @@ class FingerprintIndex:
         if not keys:
             return []
         with self._lock:
-            if self._table is not None and self._follow(self._table):
-                return self._table.has([xxhash.xxh3_128_digest(key) for key in keys])
-            if not self._renewing:
+            is_whole = self._follow()
+            if not self._renewing and (not is_whole or self._needs_another()):
                 self._renewing = True
                 self._submit(self._renew)
+            if is_whole and self._table is not None:
+                return self._table.has([xxhash.xxh3_128_digest(key) for key in keys])
         return self._index.has([index_key(key) for key in keys])
 
-    def _follow(self, table: FingerprintTable) -> bool:
-        """Apply the next rows of the log; return whether those were all. Drops a table that can't
-        follow, or is crowded."""
+    def follow(self) -> bool:
+        """Let the table, if there is one, follow the log; return whether more is to follow. Called
+        in the background: the log would run away from a table that is seldom asked."""
+        with self._lock:
+            return self._table is not None and not self._follow() and self._table is not None
+
+    def stop(self) -> None:
+        """Give up a table that is being made, for which nobody should wait."""
+        self._renewing = False
+
+    def _follow(self) -> bool:
+        """Apply the next rows of the log; return whether there is a table and those were all. Drops
+        a table that can't follow."""
+        if self._table is None:
+            return False
         rows = self._index.changes(self._row, _ROWS_AT_ONCE + 1)
-        if rows is None or table.is_crowded:
+        if rows is None:
             self._table = None
             return False
         for changes in rows[:_ROWS_AT_ONCE]:
-            table.apply(changes)
+            self._table.apply(changes)
             self._row += 1
         return len(rows) <= _ROWS_AT_ONCE
 
+    def _needs_another(self) -> bool:
+        return self._table is None or self._table.is_crowded
+
     def _renew(self) -> None:
-        """Make a table if there is none, and let it catch up with the log."""
+        """Make a table if another is needed, and let it catch up with the log."""
         try:
             while self._renewing:
-                if self._table is None:
-                    with self._index.snapshot() as live:
-                        table = FingerprintTable(live.num_blocks, live.digest_words)
+                if self._needs_another() and (made := self._make()) is not None:
                     with self._lock:
-                        self._table, self._row = table, live.row
+                        self._table, self._row = made
                 with self._lock:
-                    self._renewing = self._table is None or not self._follow(self._table)
+                    self._renewing = self._renewing and not self._follow()
         except lmdb.Error as error:
             # `_renewing` stays set: the index can't be read, and lookups that ask it will say so.
             logger.warning(
@@ -175,3 +214,21 @@ class FingerprintIndex:
                 "which is slower: %s",
                 error,
             )
+
+    def _make(self) -> tuple[FingerprintTable, int] | None:
+        """Make a table; return it and the row of the log that it has come to.
+
+        Changes of keys that are yet to be read are applied, too: a key that is then read is there
+        already. So the table is right for all keys up to the last one read, and in the end for all.
+        None: it was stopped, or the log ran away between two pieces.
+        """
+        table = FingerprintTable(self._index.usage().blocks)
+        piece = self._index.piece(None, b"", _AT_ONCE)
+        while piece is not None and self._renewing:
+            for changes in piece.changes:
+                table.apply(changes)
+            if not piece.keys:
+                return table, piece.row
+            table.add(piece.keys)
+            piece = self._index.piece(piece.row, piece.keys[-INDEX_KEY_BYTES:], _AT_ONCE)
+        return None

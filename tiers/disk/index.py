@@ -24,7 +24,15 @@ import lmdb
 from tiers.block import FORMAT_VERSION
 from tiers.disk.edit import Edit
 from tiers.disk.failures import Damaged
-from tiers.disk.rows import DIGEST_WORD, ROW, STATE, Entry, fields, parse_changes, parse_entry
+from tiers.disk.rows import (
+    INDEX_KEY_BYTES,
+    ROW,
+    STATE,
+    Entry,
+    fields,
+    parse_changes,
+    parse_entry,
+)
 from tiers.errors import TierUnusable
 from tiers.store import Usage
 
@@ -39,18 +47,16 @@ _MAX_READERS = 1024
 _LOCK_BYTES = (_MAX_READERS + 64) * 64
 """Of LMDB's lock file: a line of the processor's cache a reader, and its head."""
 
-_AT_ONCE = 1 << 15
 _TABLES = ("blocks", "recency", "free", "reserved", "lengths", "changes", "meta")
 _FORMAT = f"kvtiers index {INDEX_FORMAT}, records {FORMAT_VERSION}".encode()
 
 
-class Snapshot(NamedTuple):
-    """The live blocks after row `row` of the log: their number, and their digest words (the first 8
-    bytes of each digest), in pieces."""
+class Piece(NamedTuple):
+    """Live keys after row `row` of the log, joined, and the rows since the piece before."""
 
     row: int
-    num_blocks: int
-    digest_words: Iterator[bytes]
+    changes: list[array[int]]
+    keys: bytes
 
 
 def _allocate_readers(path: Path) -> None:
@@ -63,6 +69,14 @@ def _allocate_readers(path: Path) -> None:
         os.posix_fallocate(handle, 0, _LOCK_BYTES)
     finally:
         os.close(handle)
+
+
+def _changes(log: Any, last: int, after: int, limit: int | None) -> list[array[int]] | None:
+    if after == last:
+        return []
+    if not log.set_key(ROW.pack(after + 1)):
+        return None
+    return [parse_changes(row) for row in islice(log.iternext(keys=False), limit)]
 
 
 class Index:
@@ -155,16 +169,22 @@ class Index:
                 more = cursor.next()
         return keys
 
-    @contextmanager
-    def snapshot(self) -> Iterator[Snapshot]:
-        """What is live now. Keep the body short: its transaction keeps old pages from reuse."""
+    def piece(self, row: int | None, after: bytes, limit: int) -> Piece | None:
+        """Return the first `limit` live keys after key `after`, and the log's rows after row `row`,
+        from one reading. None if the log no longer goes back to row `row`."""
         with self._env.begin() as txn:
             log = txn.cursor(self._tables["changes"])
-            row = fields(ROW, log.key())[0] if log.last() else 0
-            blocks = self._tables["blocks"]
-            keys = txn.cursor(blocks).iternext(values=False)
-            pieces = iter(lambda: b"".join([k[DIGEST_WORD] for k in islice(keys, _AT_ONCE)]), b"")
-            yield Snapshot(row, txn.stat(blocks)["entries"], pieces)
+            last = fields(ROW, log.key())[0] if log.last() else 0
+            changes = _changes(log, last, last if row is None else row, None)
+            if changes is None:
+                return None
+            blocks = txn.cursor(self._tables["blocks"])
+            more = blocks.set_range(after + b"\0")
+            found = list(islice(blocks.iternext(values=False), limit)) if more else []
+        keys = b"".join(found)
+        if len(keys) != INDEX_KEY_BYTES * len(found):
+            raise lmdb.CorruptedError("a key of another length in the index")
+        return Piece(last, changes, keys)
 
     def changes(self, after: int, limit: int) -> list[array[int]] | None:
         """Return the log's rows after row `after`, `limit` at most: fingerprints in the order of
@@ -172,11 +192,7 @@ class Index:
         with self._env.begin(db=self._tables["changes"]) as txn:
             log = txn.cursor()
             last = fields(ROW, log.key())[0] if log.last() else 0
-            if after == last:
-                return []
-            if not log.set_key(ROW.pack(after + 1)):
-                return None
-            return [parse_changes(row) for row in islice(log.iternext(keys=False), limit)]
+            return _changes(log, last, after, limit)
 
     def usage(self) -> Usage:
         """Count live blocks, and the bytes of live and reserved slots."""

@@ -55,7 +55,13 @@ class OpenFolder:
         self.upkeep = Upkeep(
             self.path,
             self.in_use,
-            (self._write_uses, self.index.clear_readers, self._shrink, self._sweep),
+            (
+                self._write_uses,
+                self.index.clear_readers,
+                self._shrink,
+                self._sweep,
+                self.fingerprints.follow,
+            ),
         )
         self._owner = owner
         self._release = release
@@ -238,6 +244,7 @@ class OpenFolder:
     def close(self) -> None:
         """Sync the index and close; the owner file of a folder that could not be synced stays."""
         self.upkeep.stop()
+        self.fingerprints.stop()
         clean = False
         try:
             with self.translated():

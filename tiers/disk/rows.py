@@ -20,6 +20,7 @@ MARKED = 2
 
 _MAX_OFFSET = 1 << 62
 _NAMESPACE_PART = 8
+INDEX_KEY_BYTES = _NAMESPACE_PART + 16
 DIGEST_WORD = slice(_NAMESPACE_PART, _NAMESPACE_PART + 8)
 """The bytes of an index key that its fingerprint is made of."""
 
