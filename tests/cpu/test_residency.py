@@ -124,6 +124,36 @@ def test_blocks_in_use_hide_the_others_only_for_a_while(open_tier: Open) -> None
     assert len(kept(tier, range(2 * SlotResidency.SCAN))) == 2 * SlotResidency.SCAN
 
 
+def test_a_block_in_use_keeps_its_place(open_tier: Open) -> None:
+    """What was passed by goes next, as soon as it is in use no more, unless it was used again."""
+    pool = SlotPool(8)
+    tier = open_tier(pool, 8)
+    gone: list[bytes] = []
+    tier.on_evict = gone.append
+    store(pool, tier, *range(8))
+    loading = [load(pool, tier, number) for number in (0, 1, 2)]
+    assert tier.evict_one() and gone == [key(3)]
+    tier.touch([key(1)])
+    for slot in loading:
+        pool.release(slot)
+    assert tier.evict_one() and tier.evict_one()
+    assert gone == [key(3), key(0), key(2)]
+
+
+def test_an_overdue_block_in_use_again_is_passed_by_again(open_tier: Open) -> None:
+    pool = SlotPool(4)
+    tier = open_tier(pool, 4)
+    store(pool, tier, *range(4))
+    slot = load(pool, tier, 0)
+    assert tier.evict_one() and kept(tier, range(4)) == [0, 2, 3]
+    pool.release(slot)
+    load(pool, tier, 0)
+    assert tier.evict_one() and tier.evict_one() and not tier.evict_one()
+    assert kept(tier, range(4)) == [0]
+    pool.release(slot)
+    assert tier.evict_one() and pool.in_use == 0
+
+
 def test_a_discarded_block_gives_its_slot_back_once_its_readers_have(open_tier: Open) -> None:
     pool = SlotPool(2)
     tier = open_tier(pool, 2)

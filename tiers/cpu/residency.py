@@ -12,7 +12,10 @@ from tiers.host.slots import Slots
 class SlotResidency(ABC):
     """A Residency; a policy says in which order its blocks go.
 
-    A slot is resident if it is in one of the policy's queues; whose block it holds, the pool knows.
+    A slot is resident if it is in a queue; whose block it holds, the pool knows. Beside the
+    policy's queues there are two for blocks whose turn to go has come: those in use, which are
+    passed by, and those in use no more, which go before all others. So a block in use keeps its
+    place, and no eviction looks at it twice.
     """
 
     SCAN = 128
@@ -22,8 +25,9 @@ class SlotResidency(ABC):
         self.on_evict: Callable[[bytes], None] | None = None
         self._pool = pool
         self._max_slots = max_slots
-        self._queues = SlotQueues(pool.num_slots, queues)
-        pool.add_evictor(self.evict_one)
+        self._passed, self._overdue = queues + 1, queues + 2
+        self._queues = SlotQueues(pool.num_slots, queues + 2)
+        pool.add_evictor(self.evict_one, self._idle)
 
     # -- what a policy says ------------------------------------------------------------------
 
@@ -38,10 +42,10 @@ class SlotResidency(ABC):
 
     @abstractmethod
     def _next(self) -> int:
-        """The slot that is to go next; there is a resident one."""
+        """The slot that is to go next of those in the policy's queues; there is one."""
 
     def _evicted(self, key: bytes, queue: int) -> None:
-        """Note that a block has gone from a queue for room."""
+        """Note that a block has gone for room from one of the policy's queues."""
 
     # -- what is common ----------------------------------------------------------------------
 
@@ -93,14 +97,20 @@ class SlotResidency(ABC):
         return True
 
     def _victim(self) -> int | None:
-        """The slot of the block that is next to go. Blocks in use that are passed by go to the end
-        of their queue, so that the next call looks further."""
-        for _ in range(min(self.SCAN, len(self._queues))):
-            slot = self._next()
+        """The slot of the block that is next to go."""
+        queues = self._queues
+        for _ in range(min(self.SCAN, len(queues) - queues.length(self._passed))):
+            is_overdue = queues.length(self._overdue)
+            slot = queues.first(self._overdue) if is_overdue else self._next()
             if self._pool.references(slot) == 1:
                 return slot
-            self._queues.move(slot, self._queues.where[slot])
+            queues.move(slot, self._passed)
         return None
+
+    def _idle(self, slot: int) -> None:
+        """Nothing copies the block in this slot any more."""
+        if self._queues.where[slot] == self._passed:
+            self._queues.move(slot, self._overdue)
 
     def _evict(self, slot: int) -> None:
         key = self._pool.key(slot)
@@ -108,7 +118,8 @@ class SlotResidency(ABC):
         queue = self._queues.where[slot]
         self._queues.remove(slot)
         self._pool.release(slot)
-        self._evicted(key, queue)
+        if queue < self._passed:
+            self._evicted(key, queue)
         if self.on_evict is not None:
             self.on_evict(key)
 

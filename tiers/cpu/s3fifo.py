@@ -35,6 +35,8 @@ class S3FifoResidency(SlotResidency):
         for slot in slots:
             if uses[slot] < MOST_USES:
                 uses[slot] += 1
+            if self._queues.where[slot] > MAIN:
+                self._queues.move(slot, MAIN)
 
     def _enter(self, key: bytes, slot: int, head: int | None) -> None:
         self._uses[slot] = 0

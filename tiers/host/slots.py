@@ -41,9 +41,14 @@ class SlotPool:
         self._keys: dict[int, bytes] = {}
         self._slots: dict[bytes, int] = {}
         self._evictors: list[Callable[[], bool]] = []
+        self._idle: list[Callable[[int], None]] = []
 
-    def add_evictor(self, evict_one: Callable[[], bool]) -> None:
+    def add_evictor(
+        self, evict_one: Callable[[], bool], idle: Callable[[int], None] | None = None
+    ) -> None:
         self._evictors.append(evict_one)
+        if idle is not None:
+            self._idle.append(idle)
 
     def claim(self, key: bytes) -> Claim | None:
         """Take a reference on the slot of `key`, or on a free or evicted one; None: no room."""
@@ -77,6 +82,9 @@ class SlotPool:
         if self._refs[slot] == 0:
             self.forget(slot)
             self._free.append(slot)
+        elif self._refs[slot] == 1:
+            for idle in self._idle:
+                idle(slot)
 
     def forget(self, slot: int) -> None:
         """Separate the slot from its key: a later claim of the key gets another slot."""
@@ -99,9 +107,12 @@ class Slots(Protocol):
 
     num_slots: int
 
-    def add_evictor(self, evict_one: Callable[[], bool]) -> None:
+    def add_evictor(
+        self, evict_one: Callable[[], bool], idle: Callable[[int], None] | None = None
+    ) -> None:
         """Register `evict_one`, which is called when no slot is free: it gives up one resident
-        block and returns True, or returns False."""
+        block and returns True, or returns False. `idle` is told each slot that has one reference
+        left: if that is the tier's own, its block may be evicted now."""
 
     def key(self, slot: int) -> bytes | None:
         """Return the key of the block that the slot holds, or None."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from spec.offloading import HostSpec
@@ -28,16 +29,27 @@ class TierSlots:
     """The host pool as a plugin's tier sees it: `Slots`. The tier keeps `max_slots` blocks at most,
     each by one reference on its slot, and can release no other reference."""
 
-    def __init__(self, pool: SlotPool, max_slots: int, evicting: Evicting) -> None:
+    def __init__(self, pool: SlotPool, max_slots: int, ask: Asking) -> None:
         self.num_slots = pool.num_slots
         self._pool = pool
         self._max_slots = max_slots
-        self._evicting = evicting
+        self._ask = ask
         self.kept: set[int] = set()
         """Slots on which the tier has a reference."""
 
-    def add_evictor(self, evict_one: Callable[[], bool]) -> None:
-        self._pool.add_evictor(lambda: self._evicting(evict_one))
+    def add_evictor(
+        self, evict_one: Callable[[], bool], idle: Callable[[int], None] | None = None
+    ) -> None:
+        told = None if idle is None else partial(self._tell, idle)
+        self._pool.add_evictor(lambda: self._evict(evict_one), told)
+
+    def _evict(self, evict_one: Callable[[], bool]) -> bool:
+        self._ask(evict_one, False)
+        return self._pool.in_use < self._pool.num_slots
+
+    def _tell(self, idle: Callable[[int], None], slot: int) -> None:
+        if slot in self.kept:
+            self._ask(lambda: idle(slot), None)
 
     def key(self, slot: int) -> bytes | None:
         return self._pool.key(slot)
@@ -65,8 +77,8 @@ class TierSlots:
         self._pool.release(slot)
 
 
-Evicting = Callable[[Callable[[], bool]], bool]
-"""Asks a plugin to evict; returns whether a slot is free now."""
+Asking = Callable[[Callable[[], object], object], object]
+"""Calls a plugin; returns what it does, or the other value if it fails."""
 
 
 class GuardedResidency:
@@ -78,7 +90,7 @@ class GuardedResidency:
         self.health = HEALTHY
         self._name = log_name(spec)
         self._pool = pool
-        self._slots = TierSlots(pool, max_slots, self._evict)
+        self._slots = TierSlots(pool, max_slots, self._ask)
         try:
             self._residency = spec.residency(self._slots, max_slots)
             self._residency.on_evict = self._evicted
@@ -132,10 +144,6 @@ class GuardedResidency:
             if slot is not None and not (slot in self._slots.kept and self._pool.key(slot) == key):
                 raise TierError(f"slot {slot!r:.100} does not hold the block that was asked for")
         return slots
-
-    def _evict(self, evict_one: Callable[[], bool]) -> bool:
-        self._ask(evict_one, False)
-        return self._pool.in_use < self._pool.num_slots
 
     def _evicted(self, key: bytes) -> None:
         if self.on_evict is not None:

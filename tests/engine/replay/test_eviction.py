@@ -8,8 +8,20 @@ from typing import Any
 
 import pytest
 
-from tests.support.replay_chains import MODEL, SLOT, chain_of, coverage_of, cpu, disk, measured
+from spec.chain import ChainSpec
+from tests.support.replay_chains import (
+    MODEL,
+    SLOT,
+    chain_of,
+    coverage_of,
+    cpu,
+    disk,
+    measured,
+    scheduler_of,
+)
+from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.connector.worker import loads
+from tiers.cpu.spec import CpuSpec
 from tiers.disk.slab import slot_bytes
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, answer
@@ -107,6 +119,31 @@ def test_a_prefix_stored_in_batches_is_evicted_from_its_tail(
     assert held(made, tokens) == [True] * BLOCKS
     others(made, 4)
     assert held(made, tokens) == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize("kind", ["lru", "arc", "s3fifo"])
+def test_what_waited_for_a_store_goes_before_what_came_later(
+    engine: Callable[..., ReplayEngine], store: TroubledStore, kind: str
+) -> None:
+    """A store that hangs reads the first prompt's slots while the third needs room. That is no use
+    of them: when it ends they are the first to go, from their tail, and not the second prompt."""
+    slow = SlowSpec(type="slow").model_copy(update={"max_inflight": 8 * MODEL.payload_bytes})
+    above = CpuSpec.model_validate({"capacity": 12 * SLOT, "eviction": kind})
+    chain = ChainSpec(version=1, tiers=(above, slow), staging=24 * SLOT)
+    made = engine(chain, num_blocks=24, prefix_caching=False)
+    store.pace.hang("put")
+    prompts = [range(100 * n, 100 * n + blocks * SIZE) for n, blocks in enumerate((8, 4, 2, 2))]
+    for prompt in prompts[:3]:
+        made.generate(prompt, 1)
+        while scheduler_of(made).jobs_under_way:
+            made.step()
+    assert [sum(held(made, prompt)) for prompt in prompts] == [8, 2, 2, 0]
+    store.pace.resume()
+    made.settle()
+    made.generate(prompts[3], 1)
+    made.settle()
+    assert held(made, prompts[0]) == [True] * 6 + [False] * 2
+    assert [sum(held(made, prompt)) for prompt in prompts] == [6, 2, 2, 2]
 
 
 def test_a_long_answer_counts_its_head_as_used_a_few_times_only(

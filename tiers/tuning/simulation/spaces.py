@@ -19,7 +19,7 @@ class LruSpace:
     def __init__(self, capacity: float, runs: int) -> None:
         self.capacity = capacity
         self.pins: Sequence[Sequence[int]] = ()
-        """Blocks of each run that are being read, and so passed by: they count as used then."""
+        """Blocks of each run that are being read, and so passed by."""
         self.used = 0
         self.held = [0] * runs
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -50,28 +50,29 @@ class LruSpace:
             self.shrink()
 
     def shrink(self) -> None:
-        """Evict what is beyond the capacity."""
-        held, order, pins = self.held, self._order, self.pins
+        """Evict what is beyond the capacity. Blocks that are being read keep their place."""
+        held, pins = self.held, self.pins
         over = int(self.used - self.capacity)
-        passed = 0
-        while over > 0 and passed < len(order):
-            run = next(iter(order))
-            free = blocks = held[run]
+        self.used -= over
+        gone = []
+        for run in self._order:
+            free = held[run]
             for one in pins:
                 free &= ~one[run]
             count = free.bit_count()
             if count > over:
                 held[run] ^= free ^ first_of(free, count - over)
-                self.used -= over
-                return
-            held[run] = blocks ^ free
-            if free == blocks:
-                del order[run]
-            else:
-                order.move_to_end(run)
-                passed += 1
-            self.used -= count
+                over = 0
+                break
+            held[run] ^= free
             over -= count
+            if not held[run]:
+                gone.append(run)
+            if not over:
+                break
+        self.used += over
+        for run in gone:
+            del self._order[run]
 
     def pass_time(self, now: float) -> None:
         """Evict what is too old by now: nothing."""
