@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from spec.errors import SpecError
 from tests.support.clock import Clock, wait_for
 from tests.support.replay_chains import MODEL, chain_of, cpu, measured
-from tiers.engine.replay import ReplayEngine
+from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.ghosts import GhostWatcher
+from tiers.engine.replay import ReplayEngine, ReplayModel
 
 SIZE = MODEL.block_tokens
 GHOSTS: list[dict[str, Any]] = [
@@ -18,6 +21,17 @@ GHOSTS: list[dict[str, Any]] = [
     {"tier": "cpu", "store_threshold": 2},
 ]
 LABELS = ["cpu", "cpu (capacity: 4x)", "cpu (store_threshold: 2)"]
+
+
+def report(engine: ReplayEngine, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Let the ghosts report on all requests so far."""
+    assert engine.connector is not None
+    (watcher,) = engine.connector._observers
+    assert isinstance(watcher, GhostWatcher)
+    # They look at the time only when they have followed what they took.
+    wait_for(lambda: not len(watcher._ghosts._handoff))
+    clock.now += 700
+    wait_for(lambda: "ghosts: " in caplog.text)
 
 
 def test_more_room_and_another_threshold(caplog: pytest.LogCaptureFixture) -> None:
@@ -28,8 +42,7 @@ def test_more_room_and_another_threshold(caplog: pytest.LogCaptureFixture) -> No
         for _ in range(5):
             for prompt in range(10):
                 engine.generate([prompt] * (4 * SIZE), max_tokens=1)
-        clock.now += 700
-        wait_for(lambda: "ghosts: " in caplog.text)
+        report(engine, clock, caplog)
         engine.generate([99], max_tokens=1)
         engine.settle()
         engine.close()
@@ -40,6 +53,31 @@ def test_more_room_and_another_threshold(caplog: pytest.LogCaptureFixture) -> No
     assert stores[LABELS[2]] < 0.9
     assert measured(engine, "hit_tokens", "cpu") == 0, "the tier itself had nothing, indeed"
     assert "cpu (capacity: 4x) would have 80.0%" in caplog.text
+
+
+def test_other_adapters_and_generations_are_other_blocks(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are to the tier: what was stored for one is not found for the other."""
+    plain, mark, clock = ReplayModel.engine_info, b"", Clock()
+
+    def engine_info(model: ReplayModel, num_blocks: int) -> EngineInfo:
+        return replace(plain(model, num_blocks), mark=lambda _: mark)
+
+    monkeypatch.setattr(ReplayModel, "engine_info", engine_info)
+    with caplog.at_level(logging.INFO):
+        chain = chain_of(cpu(), ghosts=GHOSTS[:1])
+        engine = ReplayEngine(chain, prefix_caching=False, now=clock)
+        for _ in range(2):
+            engine.generate(range(4 * SIZE), max_tokens=1)
+        mark = b"adapter"
+        engine.generate(range(4 * SIZE), max_tokens=1)
+        engine.reset_cache()
+        engine.generate(range(4 * SIZE), max_tokens=1)
+        report(engine, clock, caplog)
+        engine.settle()
+        engine.close()
+    assert "cpu would have 25.0%" in caplog.text
 
 
 @pytest.mark.parametrize(

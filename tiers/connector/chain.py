@@ -94,7 +94,7 @@ def scheduler_parts(
         )
 
     observers: list[RequestObserver] = [*open_recorder(chain, requests, pool, now)]
-    observers += open_ghosts(chain, engine, pool, now)
+    observers += open_ghosts(chain, requests, pool, now)
     settings = _settings(chain, requests, observers, now)
     return SchedulerParts([*map(open_tier, chain.tiers)], _names(chain), _identity(chain), settings)
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from spec.chain import ChainSpec
-from tiers.connector.contract.block_groups import BlockGroups
-from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.protocols import Request
+from tiers.connector.policy.requests import RequestTable
 from tiers.connector.scheduler.opening import ChainPool
 from tiers.ghosts.ghosts import Ghosts, Setting
 
 
 class GhostWatcher:
-    """A `RequestObserver`: each request counts once, at its end, if the engine began it."""
+    """A `RequestObserver`: each request counts once, at its end, if the engine began it and no
+    reset came meanwhile. As in the tiers, blocks of other adapters, images or generations are
+    others."""
 
-    def __init__(self, ghosts: Ghosts) -> None:
+    def __init__(self, ghosts: Ghosts, requests: RequestTable) -> None:
         self._ghosts = ghosts
+        self._requests = requests
 
     def arrived(self, request: Request) -> None:
         """Nothing yet."""
@@ -24,8 +26,13 @@ class GhostWatcher:
     def ended(self, request: Request) -> None:
         """Count it."""
         prompt, known = request.num_prompt_tokens, request.num_tokens
+        state = self._requests.get(request)
+        if state is None or state.is_outdated:
+            return
         if request.num_computed_tokens or known > prompt:
-            self._ghosts.put(request.block_hashes, prompt, known)
+            tag = self._requests.generation.tag
+            marks = [(run, mark + tag) for run, mark in self._requests.marks(state) if mark + tag]
+            self._ghosts.put(request.block_hashes, prompt, known, marks)
 
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:
         """The estimates, where they are new."""
@@ -37,12 +44,12 @@ class GhostWatcher:
 
 
 def open_ghosts(
-    chain: ChainSpec, engine: EngineInfo, pool: ChainPool, now: Callable[[], float]
+    chain: ChainSpec, requests: RequestTable, pool: ChainPool, now: Callable[[], float]
 ) -> tuple[GhostWatcher, ...]:
     """The ghosts of a chain that has any."""
     if not chain.ghosts:
         return ()
-    parts = len(BlockGroups(engine))
+    engine, parts = requests.engine, len(requests.groups)
     ghosts = Ghosts(
         list(_settings(chain)),
         engine.block_tokens,
@@ -50,7 +57,7 @@ def open_ghosts(
         lambda: pool.slot_bytes * parts,
         now,
     )
-    return (GhostWatcher(ghosts),)
+    return (GhostWatcher(ghosts, requests),)
 
 
 def _settings(chain: ChainSpec) -> Iterator[Setting]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from tiers.concurrency.handoff import Handoff
 from tiers.ghosts.hot_prefix import HotPrefix
-from tiers.ghosts.model import Estimate, Sampled, TierModel
+from tiers.ghosts.model import FEW, Estimate, Sampled, TierModel
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +42,17 @@ class Setting(NamedTuple):
     store_threshold: int
 
 
+Marks = Sequence[tuple[range, bytes]]
+"""What blocks depend on beside their hashes: runs of blocks, each with one mark."""
+
+
 class _Request(NamedTuple):
     """The blocks of a request that ended, by their hashes: those of the prompt, and all."""
 
     hashes: Sequence[bytes]
     asked: int
     stored: int
+    marks: Marks
 
 
 class Ghosts:
@@ -73,13 +79,15 @@ class Ghosts:
         self._thread = threading.Thread(target=_run, args=run, name="kvtiers-ghosts", daemon=True)
         self._thread.start()
 
-    def put(self, hashes: Sequence[bytes], prompt_tokens: int, known_tokens: int) -> None:
+    def put(
+        self, hashes: Sequence[bytes], prompt_tokens: int, known_tokens: int, marks: Marks = ()
+    ) -> None:
         """Count a request that ended; nobody changes its hashes any more. One that comes while too
         many wait is left out."""
         asked = prompt_tokens // self._block_tokens
         # The KV of the last token is not computed.
         stored = max(asked, (known_tokens - 1) // self._block_tokens)
-        self._handoff.give(_Request(hashes, asked, stored), len(hashes))
+        self._handoff.give(_Request(hashes, asked, stored, marks), len(hashes))
 
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:
         """The gauges of each setting, by its label, where they are new."""
@@ -123,6 +131,8 @@ class _Follower:
             return
         end = request.stored * self._step
         blocks = request.hashes[self._step - 1 : end : self._step]
+        if request.marks:
+            blocks = _marked(blocks, request.marks)
         hot = self._hot.shared_by(blocks[: request.asked])
         self._hot_blocks += hot
         self._cold_blocks += min(request.asked, len(blocks)) - hot
@@ -206,6 +216,17 @@ class _Follower:
             for label, estimate in self.estimates().items()
         )
         logger.info("ghosts: %s", told)
+
+
+def _marked(blocks: Sequence[bytes], marks: Marks) -> Sequence[bytes]:
+    """The hashes, of blocks that have a mark with it."""
+    found = list(blocks)
+    for run, mark in marks:
+        for i in range(run.start, min(run.stop, len(found))):
+            found[i] = hashlib.blake2b(found[i] + mark, digest_size=8).digest()
+            if i % FEW == 0:
+                _rest()
+    return found
 
 
 def _rest() -> None:
