@@ -6,8 +6,9 @@ request is `[prompt_token_ids, max_tokens]` and perhaps the color of an image, t
 the uuid that a client gives it, or None; more sampling parameters may come last), `result` and
 `log` (files to write), `env`, and perhaps `path` (folders with more modules), `abort` (how many
 requests of each batch are aborted, at random moments), `before` (for the number of a batch, or
-`start`, the function of `damage` that is called before it, and its arguments) and `told` (for the
-number of a batch, the methods of LLM that are called before it, and their arguments). The result:
+`start`, the function of `damage` that is called before it, and its arguments), `told` (for the
+number of a batch, the methods of LLM that are called before it, and their arguments) and `settled`
+(whether each batch begins when all that was stored before is there). The result:
 per batch and request its tokens and the tokens that came from any cache, the tiers' counters, and
 how the chain explains its requests.
 
@@ -56,6 +57,8 @@ def run(job: dict[str, Any]) -> None:
     llm = LLM(**job["engine"])
     batches = []
     for number, batch in enumerate(job["batches"]):
+        if job.get("settled"):
+            settle(llm)
         if change := before.get(str(number)):
             settle(llm)
             getattr(damage, change[0])(*change[1:])

@@ -62,17 +62,20 @@ def replayed(trace: Path, folder: Path, chain: dict[str, Any], how: str) -> dict
 
 
 def test_recorded_replayed_and_explained(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
-    """The replays' hit tokens are those that the engine counted, of its own cache and of all
-    tiers, within 1%; every request is explained, and what is told adds up to the counts."""
+    """The replays' hit tokens are those that the engine counted, of its own cache and of each tier,
+    within 1%; every request is explained, and what is told adds up to the counts.
+
+    A server goes on stepping until it has heard of what it stored in host memory. `LLM` stops with
+    the last answer, and would ask for the next prompt first, in a tier that has not evicted yet:
+    `settled` makes up for that."""
     trace, batches = tmp_path / "trace", conversations(30, seed=1)
     tiers = [
         {"type": "cpu", "capacity": 60 * BLOCK_BYTES},
         {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")},
     ]
     stitched: dict[str, Any] = {"load_policy": "stitched"}
-    run = run_vllm(
-        batches, tiers, record=trace, num_gpu_blocks_override=OWN_BLOCKS, **stitched, **IN_PROCESS
-    )
+    options = {"num_gpu_blocks_override": OWN_BLOCKS, "settled": True, **stitched, **IN_PROCESS}
+    run = run_vllm(batches, tiers, record=trace, **options)
     asked = [request for batch in batches for request in batch]
     check_sums(run.explained, run.external_hits)
     prompts = sorted(one["prompt_tokens"] for one in run.explained if one["prompt_tokens"] > 1)
@@ -85,6 +88,6 @@ def test_recorded_replayed_and_explained(run_vllm: Callable[..., Run], tmp_path:
     for how in ("--simulate", "--real"):
         told = replayed(trace, tmp_path, chain, how)
         near = told["prompt_tokens"] / 100
-        hits = sum(tier["hit_tokens"] for tier in told["tiers"])
-        assert hits == pytest.approx(run.external_hits, abs=near)
+        hits = {tier["name"]: tier["hit_tokens"] for tier in told["tiers"]}
+        assert hits == pytest.approx(counted, abs=near)
         assert told["engine_hit_tokens"] == pytest.approx(own, abs=near)
