@@ -44,9 +44,9 @@ def replay(prompts: Sequence[Prompt], eviction: str, slots: int, step: int | Non
     pool = SlotPool(slots + STAGING)
     spec = CpuSpec.model_validate({"capacity": 1, "eviction": eviction})
     manager = HostManager(spec.residency(pool, slots), pool)
-    hits, lookup = 0, Lookup()
+    hits = 0
     for keys in prompts:
-        found = leading(manager.coverage(lookup, keys, range(len(keys))))
+        found = leading(manager.coverage(Lookup(), keys, range(len(keys))))
         hits += found
         loading = manager.prepare_load(keys[:found])
         manager.complete_load(keys[:found], loading)

@@ -18,6 +18,7 @@ SUITES = (
     "gpu",
     "eviction",
     "scheduler",
+    "steps",
     "disk",
     "e2e",
     "remote",

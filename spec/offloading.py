@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # for annotations only: the specs know no tier at run time
 HIT_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
 """Names that vLLM has for the source of tokens that were loaded."""
 
+QUEUE_SECONDS = 10.0
+"""How long a block may be on its way into a tier whose settings do not say how many may be."""
+
 TierName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
 
@@ -102,7 +105,8 @@ class StoreSpec(OffloadingSpec):
     max_inflight: ByteSize | None = Field(
         default=None,
         description="Limit the bytes on their way into the tier; blocks beyond it are not stored. "
-        "Unset: half of the host memory of the chain.",
+        f"Unset: what the tier stores in {QUEUE_SECONDS:g} seconds, as measured, and half of the "
+        "host memory of the chain at most.",
     )
     encryption: EncryptionSpec | None = Field(
         default=None, description="Encrypt blocks and hide their names, with keys from a file."

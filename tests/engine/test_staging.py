@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.support.replay_chains import MODEL, SLOT, measured, scheduler_of
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.connector.scheduler.intake import AGAIN, WINDOW
 from tiers.engine.replay import ReplayEngine, ReplayModel
+from tiers.store import Block
 
 MakeEngine = Callable[..., ReplayEngine]
 STEP = 8192
@@ -145,7 +146,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     [
         ({}, "raise staging"),
         ({"max_inflight": 8 * MODEL.payload_bytes}, "raise its max_inflight, now 4KiB"),
-        ({"store_rate": "1MB/s"}, "raise staging or its store_rate, now 1MB/s"),
+        ({"store_rate": "1MB/s"}, "stores in 10 s) or its store_rate, now 1MB/s"),
         ({"write_budget": "10kB/day"}, "raise its write_budget, now 10kB/day"),
     ],
 )
@@ -213,3 +214,30 @@ def test_a_tier_that_takes_all_and_one_that_is_chosen_for_says_nothing(
             made.settle()
             clock[0] += WINDOW
     assert not lines(caplog)
+
+
+def test_a_slow_tier_s_queue_is_as_long_as_it_stores_in_ten_seconds(
+    engine: MakeEngine, store: TroubledStore
+) -> None:
+    clock = [0.0]
+    made = engine(chain(400 * SLOT), num_blocks=120, prefix_caching=False, now=lambda: clock[0])
+    put = store.put
+
+    def slow(blocks: Sequence[Block]) -> list[bool]:
+        clock[0] += len(blocks) / 2
+        return put(blocks)
+
+    store.put = slow  # type: ignore[method-assign]
+    half: Any = made.workers[0]
+    half.connector.children[0]._host.now = lambda: clock[0]
+    ask(made)
+    made.settle()
+    assert len(store.blocks) == 101, "nothing was measured before: it is no one's fault yet"
+    store.pace.hang("put")
+    for n in range(5):
+        ask(made, [n, *LONG])
+    assert scheduler_of(made).slots_pinned == 20, "two blocks a second"
+    assert measured(made, "store_dropped_inflight") > 300
+    store.pace.resume()
+    made.settle()
+    assert len(store.blocks) == 101 + 20

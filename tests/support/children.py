@@ -117,6 +117,9 @@ class BlockTier(Tier):
     def coverage(self, state: Any, blocks: range) -> list[bool] | None:
         return None if self.held is None else [self.held[b : b + 1] == "x" for b in blocks]
 
+    def version(self, state: Any) -> int | None:
+        return None
+
     def load_blocks(self, state: Any, ranges: Sequence[range], shared: Any) -> None:
         self.loads.append(list(ranges))
         self.orders.append(LoadJob(len(self.loads), state.request.request_id, []))

@@ -76,7 +76,8 @@ def scheduler_parts(
     requests = RequestTable(
         engine, generation, now, max_wait=chain.max_wait, prompt_only=chain.store == "prompt"
     )
-    pool = ChainPool(PoolSize.of(chain, engine), announcer)
+    size = PoolSize.of(chain, engine)
+    pool = ChainPool(size, announcer)
     deadline = lookup_seconds(chain.max_wait)
     events = chain.events if engine.kv_events else None
     opener = TierOpener(pool, generation, deadline, engine.host, announcer, now, events)
@@ -86,7 +87,7 @@ def scheduler_parts(
             tier,
             requests,
             partial(opener.open, tier),
-            Admission(tier, now, alone=len(chain.tiers) == 1),
+            Admission(tier, now, len(chain.tiers) == 1, size.step_blocks),
             Tenants(tier.tier_name, chain.tenants),
             chain.promote,
             chain.events.self_describing_kv_events,

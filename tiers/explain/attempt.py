@@ -91,7 +91,6 @@ class Attempt:
         """The engine asks, perhaps again."""
         self.asks += 1
         self.tokens, self.cached, self.preempted = tokens, cached, preempted
-        self._raw.clear()
 
     def watch(self, child: int, coverage: Coverage) -> Coverage:
         """A coverage that notes what it answers."""
@@ -108,9 +107,15 @@ class Attempt:
 
         return noted
 
-    def limited(self, limits: Limits) -> None:
-        """What the request says of its own loading."""
+    def asks_tiers(self, limits: Limits) -> None:
+        """The tiers are asked, perhaps again; what the request says of its own loading."""
         self.limits = limits
+        self._raw.clear()
+
+    def gives_up(self) -> None:
+        """No tier is asked: the request may wait no more."""
+        self.spent = True
+        self._raw.clear()
 
     def told(self, child: int, tokens: int | None) -> None:
         """A child that tells of no blocks, another connector of the engine, has so many tokens."""
@@ -195,7 +200,10 @@ class _Unnoted(Attempt):
         """Return the coverage as it is."""
         return coverage
 
-    def limited(self, limits: Limits) -> None:
+    def asks_tiers(self, limits: Limits) -> None:
+        """Nothing is noted."""
+
+    def gives_up(self) -> None:
         """Nothing is noted."""
 
     def told(self, child: int, tokens: int | None) -> None:

@@ -283,6 +283,9 @@ class Ours(Foreign):
     def coverage(self, state: RequestState, blocks: range) -> list[bool]:
         return [(block + 1) * BLOCK <= self.tokens for block in blocks]
 
+    def version(self, state: RequestState) -> int | None:
+        return None
+
     def load_blocks(self, *_: object) -> None: ...
 
 

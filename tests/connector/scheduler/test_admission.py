@@ -82,3 +82,35 @@ def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
     assert reservations.claim(offers) == ({}, {7: "store_dropped_down"})
     health.update({1: HEALTHY})
     assert list(reservations.claim(offers).items) == [7]
+
+
+def test_a_tier_may_have_on_its_way_what_it_stores_in_ten_seconds(clock: Clock) -> None:
+    admission = rules(clock)
+    begins = admission.most_inflight(1 << 20, 100_000)
+    assert begins == 256, "256 MiB, until something is measured"
+    assert admission.most_inflight(1 << 20, 100) == 50, "half of all slots at most"
+    assert admission.most_inflight(1 << 30, 100_000) == 1
+    for _ in range(100):
+        admission.rate.ended(64, seconds=0.1)
+    assert admission.most_inflight(1 << 20, 100_000) == 6400
+    for _ in range(100):
+        admission.rate.ended(1, seconds=1.0)
+    assert admission.most_inflight(1 << 20, 100_000) < 20, "it has become slow"
+    admission.rate.ended(0, seconds=1000.0)
+    assert admission.most_inflight(1 << 20, 100_000) == 1, "it stores nothing at all"
+    for _ in range(200):
+        admission.rate.ended(64, seconds=0.1)
+    assert 4000 < admission.most_inflight(1 << 20, 100_000) <= 6400, "and is well again"
+
+
+def test_max_inflight_holds_whatever_is_measured(clock: Clock) -> None:
+    admission = rules(clock, max_inflight="1GiB")
+    assert admission.most_inflight(1 << 20, 100_000) == 1024
+    admission.rate.ended(1, seconds=1.0)
+    assert admission.most_inflight(1 << 20, 100_000) == 1024
+
+
+def test_a_tier_begins_with_the_blocks_of_two_steps(clock: Clock) -> None:
+    disk = DiskSpec.model_validate({"capacity": "1GiB", "path": "/nowhere"})
+    admission = Admission(disk, clock, step_blocks=512)
+    assert admission.most_inflight(5 << 20, 100_000) == 1024

@@ -7,9 +7,10 @@ crosses back; both are plain dataclasses that pickle.
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from tiers.connector.contract.stats import Measures, merge
 from tiers.wrappers.guard import Health
@@ -60,6 +61,9 @@ class StoreJob:
     items: list[StoreItem]
     generation: bytes = b""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _store_job, (self.job_id, _columns(self.items), self.generation)
+
 
 @dataclass(frozen=True)
 class LoadJob:
@@ -71,6 +75,32 @@ class LoadJob:
     items: list[LoadItem]
     seconds: float = math.inf
     generation: bytes = b""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        said = self.job_id, self.request_id, _columns(self.items), self.seconds, self.generation
+        return _load_job, said
+
+
+def _columns(items: Sequence[tuple[Any, ...]]) -> Sequence[Sequence[Any]]:
+    """Items as they pickle. A load of 128k tokens has 8,192: one by one the scheduler takes 6 ms to
+    pickle them, and each worker 2 ms to read them."""
+    return [*zip(*items, strict=True)]
+
+
+def _store_job(job_id: int, columns: Sequence[Sequence[Any]], generation: bytes) -> StoreJob:
+    items = [*map(partial(tuple.__new__, StoreItem), zip(*columns, strict=True))]
+    return StoreJob(job_id, items, generation)
+
+
+def _load_job(
+    job_id: int,
+    request_id: str,
+    columns: Sequence[Sequence[Any]],
+    seconds: float,
+    generation: bytes,
+) -> LoadJob:
+    items = [*map(partial(tuple.__new__, LoadItem), zip(*columns, strict=True))]
+    return LoadJob(job_id, request_id, items, seconds, generation)
 
 
 @dataclass

@@ -80,7 +80,10 @@ def merge(into: Measures, later: Mapping[str, float | list[float]]) -> None:
     for name, value in later.items():
         before = into.get(name)
         if isinstance(value, list):
-            into[name] = [*before, *value] if isinstance(before, list) else list(value)
+            if isinstance(before, list):
+                before += value  # `into` owns it; thousands of stores may end in one step
+            else:
+                into[name] = list(value)
         elif isinstance(before, int | float) and name not in GAUGES:
             into[name] = before + value
         else:

@@ -123,7 +123,7 @@ class MultiScheduler(EveryChild):
                     choice = LATER
                     notes.joins(state.awaits.request.request_id if state.awaits else "")
         elif choice is NOBODY:
-            notes.spent = True
+            notes.gives_up()
         state.choice = choice._replace(computed=num_computed_tokens)
         state.is_undecided = True
         return choice.tokens, choice.is_async

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -69,10 +69,12 @@ class Chooser:
             "soonest": self._stitch,
             "cheapest": self._stitch if cheapest is None else partial(self._cheapest_of, cheapest),
         }[load]
+        self._requests = requests
         self._block_tokens = requests.engine.block_tokens
         self._window = requests.groups.window
         self._dropped = int(requests.engine.drops_last)
         self._loaders = {i: one for i, one in enumerate(children) if isinstance(one, BlockLoader)}
+        self._keeps_choices = len(self._loaders) == len(children) and not (cheapest or soonest)
         # The engine's own connectors; ours, and chains of ours, know what they failed to load.
         self._foreign = {
             index: child
@@ -92,6 +94,10 @@ class Chooser:
         if state.alone is not None and not state.computed:
             state.failed.add(state.alone)
         state.alone = None
+        versions = self._versions(state, num_computed_tokens)
+        if versions is not None and versions == state.versions and state.choice.tokens is not None:
+            return state.choice  # nothing has changed since
+        state.versions = versions
         question = self._question(state, num_computed_tokens, notes)
         may_load = state.limits.max_load_tokens is None or question.loadable > 0
         choice = self._apply_policy(question) if may_load else NOBODY
@@ -104,8 +110,20 @@ class Chooser:
             return choice._replace(shares={choice.child: [alone]})
         return choice
 
+    def _versions(self, state: RequestState, computed: int) -> Hashable:
+        """A choice is the same while this is; None: it may not be.
+
+        Of other connectors of the engine nobody knows, and `cheapest` and `soonest` go by time.
+        """
+        if not self._keeps_choices:
+            return None
+        versions = [loader.version(state) for loader in self._loaders.values()]
+        known = None not in versions
+        loadable = self._requests.loadable(state)
+        return (computed, state.request.num_tokens, loadable, *versions) if known else None
+
     def _question(self, state: RequestState, num_computed_tokens: int, notes: Attempt) -> _Question:
-        notes.limited(state.limits)
+        notes.asks_tiers(state.limits)
         loadable = state.request.num_tokens - num_computed_tokens
         if state.limits.max_load_tokens is not None:
             loadable = min(loadable, state.limits.max_load_tokens)
@@ -120,6 +138,7 @@ class Chooser:
 
     def decided(self, state: RequestState, choice: Choice) -> None:
         """The engine begins the request as it was chosen."""
+        state.versions = None
         if self._soonest is not None:
             self._soonest.decided(choice)
         if self._cheapest is None:

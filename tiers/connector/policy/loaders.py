@@ -25,6 +25,9 @@ class BlockLoader(Protocol):
         As `contract.coverage` says; None: ask again later.
         """
 
+    def version(self, state: RequestState) -> int | None:
+        """What `coverage` says of a request is the same while this is; None: it is not known."""
+
     def load_blocks(self, state: RequestState, ranges: Sequence[range], shared: SharedLoad) -> None:
         """As `update_state_after_alloc`, and load these ranges of blocks, which it holds."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,9 +38,9 @@ class RequestState:
     that are when all steps so far have run; 0 while it may be loading. `is_outdated`: a reset came
     after some of its blocks were computed.
 
-    `choice`: who loads what, as it was chosen last; `is_undecided` until the engine begins it, and
-    `has_begun` once it ever did (see `Cheapest`). `alone`: the engine's own connector that loads
-    all of it; `failed`: those that left it nothing. `load`, `awaits`: see `LoadSharing`.
+    `choice`: who loads what, as it was chosen last, of tiers in these `versions`; `is_undecided`
+    until the engine begins it, and `has_begun` once it did. `alone`: the engine's own connector
+    that loads all of it; `failed`: those that left it nothing. `load`, `awaits`: see `LoadSharing`.
     `prompt_tokens`, `looking`: see `PrefillRate` and `LookupLatency`. `tiers`: by name.
     """
 
@@ -56,6 +56,7 @@ class RequestState:
     computed: int = 0
     is_outdated: bool = False
     choice: Choice = NOBODY
+    versions: Hashable = None
     is_undecided: bool = False
     has_begun: bool = False
     alone: int | None = None
@@ -136,9 +137,8 @@ class RequestTable:
         if state is None:
             limits, problem = read_limits(request)
             if problem is not None:
-                self._bad_limits.log(
-                    "request %s has limits that are ignored: %.300r", request.request_id, problem
-                )
+                ignored = "request %s has limits that are ignored: %.300r"
+                self._bad_limits.log(ignored, request.request_id, problem)
             state = self._states[request.request_id] = RequestState(
                 request,
                 limits,

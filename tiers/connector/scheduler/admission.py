@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spec.offloading import OffloadingSpec, StoreSpec
+from spec.offloading import QUEUE_SECONDS, OffloadingSpec, StoreSpec
+from tiers.connector.contract.pool_size import STAGING, STEPS
 from tiers.connector.scheduler.intake import Intake
+from tiers.connector.scheduler.store_rate import StoreRate
 
 COUNTED = 1 << 18
 """Blocks whose requests are counted; beyond it the oldest counts are forgotten."""
@@ -18,21 +20,46 @@ class Admission:
 
     What it answers is None, or the name of the counter (see `stats`) for what is not stored.
     `now` gives seconds, never going back. `alone`: whether the chain has no other tier, which this
-    one could starve of slots when it lags behind. `intake` counts what comes of it all.
+    one could starve of slots when it lags behind. `step_blocks`: what a step of the engine
+    completes at most. `intake` counts what comes of it all, `rate` learns how fast the tier stores.
     """
 
-    def __init__(self, spec: OffloadingSpec, now: Callable[[], float], alone: bool = False) -> None:
+    def __init__(
+        self,
+        spec: OffloadingSpec,
+        now: Callable[[], float],
+        alone: bool = False,
+        step_blocks: int = 0,
+    ) -> None:
         store = spec if isinstance(spec, StoreSpec) else None
-        self.max_inflight = store.max_inflight if store is not None else None
-        self.share = 1.0 if alone else 0.5
-        """Of all slots, what the tier's stores under way may hold."""
         self.intake = Intake(spec, now)
+        self.rate = StoreRate()
+        self._max_inflight = store.max_inflight if store is not None else None
+        self._share = 1.0 if alone else 0.5
+        self._step_blocks = step_blocks
         self._store_threshold = spec.store_threshold
         self._budget = store.write_budget if store is not None else None
         self._now = now
         self._counts: dict[bytes, int] = {}
         self._left = (self._budget or 0.0) * BURST
         self._since = now()
+
+    def most_inflight(self, block_bytes: int, slots: int) -> int:
+        """How many blocks may be on their way into the tier, of a pool of so many slots.
+
+        What lies longer than `QUEUE_SECONDS` comes late and holds memory that others could use. A
+        tier that has stored nothing yet may have as much as `staging` is made for.
+        """
+        # A tier that lags behind may not hold all slots: it would starve the others.
+        most = max(1, int(slots * self._share))
+        if not block_bytes:
+            return most
+        if self._max_inflight is not None:
+            return min(most, max(1, self._max_inflight // block_bytes))
+        stored = self.rate.blocks_in(QUEUE_SECONDS)
+        if stored is None:
+            stored = max(STEPS * self._step_blocks, STAGING // block_bytes)
+        return min(most, max(1, int(stored)))
 
     def refuses(self, key: bytes, size: int) -> str | None:
         """Ask for a block of `size` bytes that the tier lacks: once per request, and again where it

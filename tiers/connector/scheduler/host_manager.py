@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tiers.connector.scheduler.answers import Changes
 from tiers.connector.scheduler.lookups import Lookup
-from tiers.connector.scheduler.manager import TierManager
+from tiers.connector.scheduler.manager import DOWN, TierManager
 from tiers.host.slots import Residency, SlotPool
 from tiers.wrappers.guard import Health
 from tiers.wrappers.residency import health_of
@@ -28,10 +29,27 @@ class HostManager(TierManager):
         """`on_evict` is told the key of each block that is evicted."""
         self._residency = residency
         self._pool = pool
-        residency.on_evict = on_evict
+        self._changes = Changes()
+        self._on_evict = on_evict
+        residency.on_evict = self._evicted
+
+    def _evicted(self, key: bytes) -> None:
+        self._changes.note(key, held=False)
+        if self._on_evict is not None:
+            self._on_evict(key)
 
     def coverage(self, lookup: Lookup, keys: Sequence[bytes], asked: range) -> list[bool]:
-        """Look each of them up in the residency; no answer is kept."""
+        """Look those up in the residency that were not asked for before."""
+        if not self.health().reads:
+            return [False] * len(asked)
+        lookup.answers.follow(self._changes, keys)
+        return lookup.answers.take(asked, self._changes, lambda some: self._find(keys, some))
+
+    def version(self, lookup: Lookup, keys: Sequence[bytes]) -> int:
+        lookup.answers.follow(self._changes, keys)
+        return lookup.answers.version if self.health().reads else DOWN
+
+    def _find(self, keys: Sequence[bytes], asked: range) -> list[bool]:
         slots = self._residency.find_all(keys[asked.start : asked.stop])
         missing = slots.count(None)
         if missing in (0, len(slots)):  # by far most often
@@ -78,18 +96,22 @@ class HostManager(TierManager):
     def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
         if stored:
             self._residency.admit(key, slot, None if head is None else self._residency.find(head))
-        return self._residency.find(key) is not None
+        held = self._residency.find(key) is not None
+        self._changes.note(key, held)
+        return held
 
     def discard(self, key: bytes) -> None:
         self._residency.discard(key)
+        self._changes.note(key, held=False)
 
     def drop(self, keys: Sequence[bytes], generation: bytes) -> None:
         """Stop keeping these blocks; of an older generation none is kept."""
         for key in keys:
-            self._residency.discard(key)
+            self.discard(key)
 
     def reset(self) -> list[bytes]:
         """Stop keeping all blocks; the slot of one that is being loaded goes when that ends."""
+        self._changes.forget()
         return self._residency.clear()
 
     def health(self) -> Health:

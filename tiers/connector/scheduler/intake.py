@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from spec.fields import format_rate, format_size
-from spec.offloading import OffloadingSpec, StoreSpec
+from spec.offloading import QUEUE_SECONDS, OffloadingSpec, StoreSpec
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,10 @@ class Intake:
         if reason == "store_dropped_no_slot" or store is None:
             return "no slot of host memory was free; raise staging"
         most = store.max_inflight
-        setting = "staging" if most is None else f"its max_inflight, now {format_size(most)}"
+        if most is None:
+            setting = f"staging, set its max_inflight (now what it stores in {QUEUE_SECONDS:g} s)"
+        else:
+            setting = f"its max_inflight, now {format_size(most)}"
         if store.store_rate is not None:
             setting += f" or its store_rate, now {format_rate(store.store_rate)}"
         return (

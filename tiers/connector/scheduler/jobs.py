@@ -69,6 +69,8 @@ class Jobs:
         self._ids = itertools.count()
         self._loading: dict[int, PendingLoad] = {}
         self._storing: dict[int, PendingStore] = {}
+        # Counted up and down: thousands may be under way, and every step tells how much.
+        self._blocks_loading = self._blocks_storing = 0
 
     def __len__(self) -> int:
         return len(self._loading) + len(self._storing)
@@ -86,6 +88,7 @@ class Jobs:
         `PendingLoad`."""
         request_id, seconds = own.state.request.request_id, own.state.wait_budget.left()
         job = LoadJob(next(self._ids), request_id, items, seconds, self._generation.tag)
+        self._blocks_loading += len(items)
         self._loading[job.job_id] = PendingLoad(
             job=job,
             own=own,
@@ -101,6 +104,7 @@ class Jobs:
         """Begin to store `items`, by the numbers of their keys. `tenant`, `at_once`: see
         `PendingStore`."""
         job = StoreJob(next(self._ids), list(items.values()), self._generation.tag)
+        self._blocks_storing += len(items)
         self._storing[job.job_id] = PendingStore(
             job=job,
             tenant=tenant,
@@ -112,13 +116,19 @@ class Jobs:
 
     def end(self, job_id: int, result: JobResult) -> PendingLoad | PendingStore | None:
         """Take in the `result` of some ranks; returns the job if these were the last of them."""
-        under_way: dict[int, PendingLoad] | dict[int, PendingStore]
-        under_way = self._loading if job_id in self._loading else self._storing
-        one = under_way.get(job_id)
+        one = self._storing.get(job_id) or self._loading.get(job_id)
         if one is None:
             return None
         one.result.fold(result)
-        return under_way.pop(job_id) if one.result.ranks >= self._ranks else None
+        if one.result.ranks < self._ranks:
+            return None
+        if isinstance(one, PendingLoad):
+            del self._loading[job_id]
+            self._blocks_loading -= len(one.job.items)
+        else:
+            del self._storing[job_id]
+            self._blocks_storing -= len(one.job.items)
+        return one
 
     @property
     def any_loading(self) -> bool:
@@ -127,11 +137,9 @@ class Jobs:
 
     def gauges(self, block_bytes: int) -> dict[str, float]:
         """Counts and bytes of loads and stores under way, over all ranks (see `stats`)."""
-        loading = [len(one.job.items) for one in self._loading.values()]
-        storing = [len(one.job.items) for one in self._storing.values()]
         return {
-            "loading_jobs": float(len(loading)),
-            "loading_bytes": float(sum(loading) * block_bytes),
-            "storing_jobs": float(len(storing)),
-            "storing_bytes": float(sum(storing) * block_bytes),
+            "loading_jobs": float(len(self._loading)),
+            "loading_bytes": float(self._blocks_loading * block_bytes),
+            "storing_jobs": float(len(self._storing)),
+            "storing_bytes": float(self._blocks_storing * block_bytes),
         }

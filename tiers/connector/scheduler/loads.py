@@ -12,6 +12,7 @@ from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import PendingLoad
+from tiers.connector.scheduler.manager import DOWN
 from tiers.connector.scheduler.offers import TierRequest
 
 
@@ -51,6 +52,13 @@ class TierLoads:
             self._context.count(lookup_seconds=[time.perf_counter() - since])
         levels = requests.groups.coverage(parts)
         return [*levels, *[MISSING] * (len(blocks) - len(asked))] if asked != blocks else levels
+
+    def version(self, own: TierRequest) -> int | None:
+        """See `BlockLoader.version`."""
+        if own.recompute:
+            return DOWN
+        keys = self._context.requests.keys(own.state)
+        return self._context.open.manager.version(own.lookup, keys)
 
     # -- loading -----------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ import math
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from tiers.connector.scheduler.answers import Answers
+
 
 class Asked(NamedTuple):
     """A question to a store behind a network. `answer`: which keys from number `first` on are held.
@@ -19,20 +21,19 @@ class Asked(NamedTuple):
 class Lookup:
     """Answers of one tier for one request, each kept for a while; used by the scheduler's thread.
 
-    A request that waits for room is asked about in every step. `peeked`: answers of an index in
-    memory, by the numbers of the keys. `asked`: the question to a store behind a network. Both are
-    good `until` then.
+    A request that waits for room is asked about in every step. `answers`: of a tier in memory.
+    `asked`: the question to a store behind a network, whose answer is good `until` then.
     """
 
     def __init__(self) -> None:
-        self.peeked: dict[range, list[bool]] = {}
+        self.answers = Answers()
         self.asked: Asked | None = None
         self.until = math.inf
 
-    def renew(self, until: float = math.inf) -> None:
-        """Forget all answers; those to come are good `until` then."""
-        self.peeked.clear()
-        self.asked, self.until = None, until
+    def renew(self) -> None:
+        """Forget all answers."""
+        self.answers.renew()
+        self.asked, self.until = None, math.inf
 
     @property
     def is_under_way(self) -> bool:

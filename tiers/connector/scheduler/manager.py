@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.wrappers.guard import HEALTHY, Health
 
+DOWN = -1
+"""The version of what a tier says that may not be looked up: it has nothing."""
+
 
 class TierManager:
     """The scheduler's side of one tier. These defaults stand in for a tier that is not open, which
@@ -27,6 +30,10 @@ class TierManager:
         `lookup` keeps the tier's answers for the request, whose keys are all of `keys`.
         """
         return [False] * len(asked)
+
+    def version(self, lookup: Lookup, keys: Sequence[bytes]) -> int | None:
+        """What `coverage` says of a request is the same while this is; None: it is not known."""
+        return 0
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
         """Pin these blocks; the slot of each that is in the host pool."""

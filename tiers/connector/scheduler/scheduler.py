@@ -27,6 +27,7 @@ from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad
 from tiers.connector.scheduler.kv_events import KVEvents, place_of
 from tiers.connector.scheduler.loads import TierLoads
+from tiers.connector.scheduler.manager import DOWN
 from tiers.connector.scheduler.opening import NOT_OPEN, OpenManager
 from tiers.connector.scheduler.stores import TierStores
 from tiers.connector.scheduler.tenant_quotas import Tenants
@@ -167,6 +168,10 @@ class OffloadingScheduler(SchedulerConnector):
         if not self._health.reads:
             return [MISSING] * len(blocks)
         return self._loads.coverage(self._context.own(state), blocks)
+
+    def version(self, state: RequestState) -> int | None:
+        """What `coverage` says of a request is the same while this is; None: it is not known."""
+        return self._loads.version(self._context.own(state)) if self._health.reads else DOWN
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int

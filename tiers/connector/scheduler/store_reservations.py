@@ -77,10 +77,7 @@ class StoreReservations:
         tier = self._context.open
         if tier.manager.completes_on_gather:
             return tier.pool.num_slots
-        # A tier that lags behind may not hold all slots: it would starve the others.
-        most = max(1, int(tier.pool.num_slots * self._admission.share))
-        if self._admission.max_inflight is not None and tier.block_bytes:
-            most = min(most, max(1, self._admission.max_inflight // tier.block_bytes))
+        most = self._admission.most_inflight(tier.block_bytes, tier.pool.num_slots)
         return most - self.slots_pinned
 
     def begin(self, jobs: Iterable[StoreJob]) -> None:

@@ -26,6 +26,7 @@ class TierStores:
         self.reservations = StoreReservations(context, admission)
         self._context = context
         self._intake = admission.intake
+        self._rate = admission.rate
         self._retries = RETRIES
         self._last_offers: list[tuple[TierRequest, Offers]] = []
 
@@ -63,9 +64,10 @@ class TierStores:
             return {}
         items, refused = self.reservations.claim(offers, own.behind)
         if items or refused:
-            self._intake.offered(len(items), Counter(refused.values()))
-        own.refused |= {number: why for number, why in refused.items() if why in FOR_ROOM}
-        self._give_up(own, [why for why in refused.values() if why not in FOR_ROOM])
+            self._intake.offered(len(items), Counter(refused.values()) if refused else {})
+        if refused:
+            own.refused |= {number: why for number, why in refused.items() if why in FOR_ROOM}
+            self._give_up(own, [why for why in refused.values() if why not in FOR_ROOM])
         return items
 
     def _give_up(self, own: TierRequest, reasons: Sequence[str]) -> None:
@@ -125,6 +127,7 @@ class TierStores:
         context, manager, job = self._context, self._context.open.manager, store.job
         own, generation = store.own, context.requests.generation
         self._intake.failed(len(store.result.failed))
+        self._rate.ended(len(job.items) - len(store.result.failed), store.result.seconds)
         heads = manager.heads(own.state.keys, store.numbers)
         kept: list[bytes] = []
         # The first last, so that it counts as used last: a prefix's head must outlive its tail.

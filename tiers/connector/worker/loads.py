@@ -241,8 +241,12 @@ class Loading:
         if idle and self._loads:
             wait([future for _, future in self._loads], IDLE_WAIT, FIRST_COMPLETED)
         now = self._host.now()
-        over = [(load, f) for load, f in self._loads if f.done() or now >= load.until]
-        self._loads = [pair for pair in self._loads if pair not in over]
+        over: list[tuple[_Load, Future[None]]] = []
+        under_way: list[tuple[_Load, Future[None]]] = []
+        for load, future in self._loads:
+            is_over = future.done() or now >= load.until
+            (over if is_over else under_way).append((load, future))
+        self._loads = under_way
         return [self._end(load, future) for load, future in over]
 
     def halt(self) -> None:

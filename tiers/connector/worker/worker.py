@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +36,9 @@ from tiers.wrappers.opening import open_guarded
 
 logger = logging.getLogger(__name__)
 
+MOST_ENDS = 256
+"""Stores whose end a step reports, so that thousands that end at once cost no step much."""
+
 
 @dataclass
 class _Store:
@@ -62,7 +64,8 @@ class OffloadingWorker(WorkerConnector):
         self._joining: Future[None] | None = None
         self._unusable: str | None = None
         self._closed = False
-        self._stores: deque[_Store] = deque()
+        # By job, oldest first. One of `dict` would be slow to tell its first after many have gone.
+        self._stores: OrderedDict[int, _Store] = OrderedDict()
         self._begun: OffloadingConnectorMetadata | None = None
         self._ended: dict[int, JobResult] = {}
         self._failed_blocks: set[int] = set()
@@ -111,7 +114,7 @@ class OffloadingWorker(WorkerConnector):
 
     def unregister_kv_caches(self) -> None:
         """Wait for the gathers, and end the loads, of which no copy begins any more."""
-        _fence(self._stores)
+        _fence(self._stores.values())
         self._loading.halt()
 
     def get_handshake_metadata(self) -> WorkerHandshake | None:
@@ -177,7 +180,7 @@ class OffloadingWorker(WorkerConnector):
             # Also where another rank stores them: a tier in host memory may share the gather.
             gather = self._gather(job)
             future = self._writer.submit(self._put, job, is_ours)
-            self._stores.append(_Store(job, gather, future, is_ours))
+            self._stores[job.job_id] = _Store(job, gather, future, is_ours)
 
     def _gather(self, job: StoreJob) -> Copy | None:
         try:
@@ -189,7 +192,7 @@ class OffloadingWorker(WorkerConnector):
 
     def _put(self, job: StoreJob, is_ours: bool) -> JobResult:
         slots = [item.slot for item in job.items]
-        began = time.perf_counter()
+        began = self._host.now()
         known: set[bytes] = set()
         held = self._host.wait_and_verify(slots, [item.key for item in job.items])
         good = [i for i, ok in enumerate(held) if ok]
@@ -197,19 +200,19 @@ class OffloadingWorker(WorkerConnector):
             self._host.record_checksums([slots[i] for i in good])
         if self._spec is not None and is_ours:
             # The gather is shared with other tiers; only those of host memory have no more to do.
-            began = time.perf_counter()
+            began = self._host.now()
             stored = [False] * len(good)
             if self._store is not None:
                 items = [job.items[i] for i in good]
                 stored, known = self._puts.put(self._store, self._namespace, job, items)
             good = [i for i, ok in zip(good, stored, strict=True) if ok]
-        seconds = time.perf_counter() - began
+        seconds = self._host.now() - began
         had = {i for i in good if job.items[i].key in known}
         return JobResult(1, set(range(len(slots))) - set(good), seconds, known=had)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         flush = kv_connector_metadata.jobs_to_flush
-        _fence([store for store in self._stores if store.job.job_id in flush])
+        _fence(self._stores[job_id] for job_id in flush if job_id in self._stores)
 
     # -- ends --------------------------------------------------------------------------------
 
@@ -237,9 +240,12 @@ class OffloadingWorker(WorkerConnector):
         return JobResult(1, set(range(len(store.job.items))))
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """What ended since the last call (stores do in order), and once who this worker is."""
-        while self._stores and self._stores[0].future.done():
-            store = self._stores.popleft()
+        """What ended since the last call, and once who this worker is."""
+        for _ in range(MOST_ENDS):
+            store = next(iter(self._stores.values()), None)
+            if store is None or not store.future.done():  # they end in order
+                break
+            self._stores.popitem(last=False)
             result = self._outcome(store)
             blocks = len(store.job.items) if store.is_ours else len(result.failed)
             self._note_end(store.job.job_id, blocks, result, "store")
@@ -269,7 +275,7 @@ class OffloadingWorker(WorkerConnector):
         """Let stores under way end, for `drain` seconds at most, and release the tier."""
         self._rate_limit.stop()
         self._closed = True
-        under_way: list[Future[Any]] = [store.future for store in self._stores]
+        under_way: list[Future[Any]] = [store.future for store in self._stores.values()]
         wait([*under_way, self._joining] if self._joining else under_way, self._drain)
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._loading.close(self._drain)
@@ -278,7 +284,7 @@ class OffloadingWorker(WorkerConnector):
         self._host.close()
 
 
-def _fence(stores: Sequence[_Store]) -> None:
+def _fence(stores: Iterable[_Store]) -> None:
     """Wait for gathers; whoever reads the bytes of one that failed learns of it."""
     for gather in (store.gather for store in stores if store.gather is not None):
         try:

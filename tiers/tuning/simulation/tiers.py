@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from spec.offloading import QUEUE_SECONDS
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.simulation.chain import SimChain, SimTier
 from tiers.tuning.simulation.queues import ArcSpace, S3FifoSpace
@@ -63,15 +64,18 @@ def _slots(chain: SimChain, machine: Machine, block_tokens: int, block_bytes: in
 
 def _settings(tier: SimTier, profile: TierProfile, block_bytes: int, most: float) -> TierSettings:
     size = block_bytes * profile.stored_share
+    bandwidth = min(profile.store_bandwidth, tier.store_rate or math.inf)
     room = math.inf if tier.is_host else float(max(1, int(most)))
     if tier.max_inflight is not None:
         room = min(room, max(1, tier.max_inflight // block_bytes))
+    elif not tier.is_host:
+        room = min(room, max(1, int(QUEUE_SECONDS * bandwidth / size)))
     return TierSettings(
         tier.name,
         room,
         tier.store_threshold,
         size / min(profile.load_bandwidth, tier.load_rate or math.inf),
-        size / min(profile.store_bandwidth, tier.store_rate or math.inf),
+        size / bandwidth,
         profile.load_latency,
         profile.store_latency,
         profile.concurrency,

@@ -1,0 +1,261 @@
+"""A request that waits for room is asked about in every step: it is answered as a new one would be,
+and nothing is looked up again that can't have changed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, ClassVar, get_args
+
+import pytest
+
+from bench.policies import Output, Step
+from bench.scheduler import NAMESPACE, PAYLOAD, TOKENS, Prompt
+from spec.chain import ChainSpec, LoadPolicy
+from tests.support.clock import Clock
+from tiers.connector.chain import open_scheduler
+from tiers.connector.contract.block_groups import GROUP_BYTES
+from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.generation import space_of
+from tiers.connector.contract.messages import JobResult, OffloadingWorkerMetadata, WorkerHandshake
+from tiers.connector.multi.metadata import MultiWorkerMetadata
+from tiers.connector.scheduler.answers import Answers, Changes
+from tiers.cpu.spec import CpuSpec
+from tiers.engine.replay.requests import NewRequest
+from tiers.host.memory import slot_stride
+from tiers.store import Block
+from tiers.testing import GivenSpec
+
+RANKS = 2
+BLOCKS = 200
+SPACES = [bytes([rank]) + NAMESPACE[1:] for rank in range(RANKS)]
+
+
+class Index:
+    """A store that keeps names, and counts those that it is asked for."""
+
+    def __init__(self) -> None:
+        self.names: set[bytes] = set()
+        self.asked = 0
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        self.asked += len(keys)
+        return [key in self.names for key in keys]
+
+    peek = has
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        return [False] * len(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        return [False] * len(blocks)
+
+    def drop(self, keys: Sequence[bytes]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class IndexSpec(GivenSpec):
+    is_prompt: ClassVar[bool] = True
+    verifies: ClassVar[bool] = True
+
+
+class Halves:
+    """The scheduler halves of a chain, whose stores end in the step that begins them."""
+
+    def __init__(self, cpu_blocks: int, load: LoadPolicy = "stitched") -> None:
+        self.clock, self.index = Clock(100.0), Index()
+        slot = slot_stride(PAYLOAD) * RANKS
+        chain = ChainSpec(
+            version=1,
+            load_policy=load,
+            staging=4 * BLOCKS * slot,
+            tiers=(
+                CpuSpec(capacity=cpu_blocks * slot),
+                IndexSpec(type="index", name="index", max_inflight=1 << 40).over(self.index),
+            ),
+        )
+        engine = EngineInfo({}, TOKENS, TOKENS, 1, world_size=RANKS, caches_prefixes=False)
+        self.chain = open_scheduler(chain, engine, self.clock)
+        shakes = {rank: WorkerHandshake(rank, SPACES[rank], PAYLOAD) for rank in range(RANKS)}
+        self._hear([OffloadingWorkerMetadata(handshakes=shakes) for _ in range(2)])
+        self.asks = 0
+
+    def _hear(self, said: Sequence[OffloadingWorkerMetadata]) -> None:
+        self.chain.update_connector_output(Output(MultiWorkerMetadata(tuple(said))))
+
+    def ask(self, prompt: Prompt) -> tuple[int, Any]:
+        """Blocks that are found of it, and who is to load which."""
+        tokens, _ = self.chain.get_num_new_matched_tokens(prompt, 0)
+        assert tokens is not None
+        state = self.chain._requests.of(prompt)
+        return tokens // TOKENS, state.choice.shares
+
+    def ask_anew(self, number: int) -> tuple[int, Any]:
+        """The same for a new request of that prompt."""
+        self.asks += 1
+        prompt = Prompt(number, BLOCKS, self.asks)
+        found = self.ask(prompt)
+        self.chain.request_finished(prompt, [])
+        return found
+
+    def store(self, number: int, blocks: int, tiers: str = "ci", fails: bool = False) -> None:
+        """A request computes the head of a prompt, and tiers store it: (c)pu and the (i)ndex."""
+        self.asks += 1
+        prompt = Prompt(number, BLOCKS, self.asks)
+        self.chain.get_num_new_matched_tokens(prompt, 0)
+        self.chain.update_state_after_alloc(prompt, prompt, 0)
+        new = NewRequest(prompt.request_id, prompt.get_block_ids(), 0)
+        orders = self.chain.build_connector_meta(Step([new], {prompt.request_id: blocks * TOKENS}))
+        said = []
+        for name, one in zip("ci", orders.metadata, strict=True):
+            ends = {}
+            for job in one.reqs_to_store:
+                failed = {*range(len(job.items))} if fails or name not in tiers else set()
+                ends[job.job_id] = JobResult(RANKS, failed)
+                if name == "i" and not failed:
+                    keys = [item.key for item in job.items]
+                    self.index.names |= self._names(keys)
+            said.append(OffloadingWorkerMetadata(jobs=ends))
+        self._hear(said)
+        self.chain.request_finished(prompt, [])
+
+    def drop_elsewhere(self, number: int, blocks: range) -> None:
+        """Another engine evicts these from the index."""
+        hashes = Prompt(number, BLOCKS).block_hashes[blocks.start : blocks.stop]
+        generation = self.chain._requests.generation
+        keys = [generation.key(one + bytes(GROUP_BYTES)) for one in hashes]
+        self.index.names -= self._names(keys)
+
+    def _names(self, keys: Sequence[bytes]) -> set[bytes]:
+        tag = self.chain._requests.generation.tag
+        return {space_of(space, tag) + key for space in SPACES for key in keys}
+
+
+def test_a_prompt_that_waits_is_looked_up_once() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    halves.store(1, BLOCKS)
+    halves.store(1, BLOCKS // 2)
+    waiting = Prompt(1, BLOCKS)
+    found = halves.ask(waiting)
+    assert found == (BLOCKS, {0: [range(BLOCKS)]})
+    halves.index.asked = 0
+    for number in range(50):
+        halves.store(2 + number % 3, 5)
+        assert halves.ask(waiting) == found
+    assert halves.index.asked <= 50 * (5 + 64 + 256) * RANKS, "what the others are asked for"
+    before = halves.index.asked
+    for _ in range(50):
+        assert halves.ask(waiting) == found
+    assert halves.index.asked == before
+
+
+def test_what_is_stored_meanwhile_is_found_without_another_look() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    halves.store(1, 100, tiers="i")
+    waiting = Prompt(1, BLOCKS)
+    assert halves.ask(waiting)[0] == 100
+    halves.store(1, 150, tiers="c")
+    halves.index.asked = 0
+    assert halves.ask(waiting) == (150, {0: [range(150)]})
+    assert halves.index.asked <= 64 * RANKS, "the blocks behind, which nobody had asked for"
+
+
+def test_what_others_evict_is_noticed_within_seconds_and_a_few_lookups_a_step() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    halves.store(1, BLOCKS, tiers="i")
+    waiting = Prompt(1, BLOCKS)
+    assert halves.ask(waiting)[0] == BLOCKS
+    halves.drop_elsewhere(1, range(120, BLOCKS))
+    asked, found = 0, BLOCKS
+    for _ in range(5):
+        halves.clock.now += 0.02
+        halves.index.asked = 0
+        found = halves.ask(waiting)[0]
+        asked = max(asked, halves.index.asked)
+    assert found == 120
+    assert 0 < asked <= 256, "0.02 seconds of 12,800 names a second"
+
+
+@pytest.mark.parametrize("load", [one for one in get_args(LoadPolicy) if one != "cheapest"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_waiting_request_is_answered_as_a_new_one(load: LoadPolicy, seed: int) -> None:
+    rng = random.Random(seed)
+    halves = Halves(cpu_blocks=BLOCKS, load=load)
+    waiting = {number: Prompt(number, BLOCKS) for number in range(3)}
+    changed = 0
+    for _ in range(80):
+        what, number = rng.random(), rng.randrange(5)
+        if what < 0.8:
+            blocks, tiers = rng.randrange(1, BLOCKS), rng.choice(["c", "i", "ci"])
+            halves.store(number, blocks, tiers, fails=rng.random() < 0.1)
+        elif what < 0.9:
+            start = rng.randrange(BLOCKS)
+            halves.drop_elsewhere(number, range(start, start + rng.randrange(1, 60)))
+            for prompt in waiting.values():
+                halves.clock.now += 1.0  # all of it is compared with the index again
+                halves.ask(prompt)
+        elif what < 0.93:
+            halves.chain.reset_cache()
+        else:
+            halves.clock.now += rng.random() / 100
+        for number, one in waiting.items():
+            before = halves.chain._requests.of(one).choice
+            assert halves.ask(one) == halves.ask_anew(number)
+            changed += before != halves.chain._requests.of(one).choice
+    assert changed > 10
+
+
+def test_a_tier_that_is_down_has_nothing_for_a_request_that_waits() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    halves.store(1, BLOCKS, tiers="i")
+    waiting = Prompt(1, BLOCKS)
+    assert halves.ask(waiting)[0] == BLOCKS
+    manager: Any = halves.chain.children[1]._context.open.manager  # type: ignore[attr-defined]
+    health = manager.health
+    manager.health = lambda: health()._replace(reads=False)
+    assert halves.ask(waiting)[0] == 0
+    manager.health = health
+    assert halves.ask(waiting)[0] == BLOCKS
+
+
+def test_a_request_that_begins_is_asked_about_anew() -> None:
+    """A load that failed changes what its tier has for the request."""
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    halves.store(1, BLOCKS, tiers="i")
+    waiting = Prompt(1, BLOCKS)
+    assert halves.ask(waiting)[0] == BLOCKS
+    halves.chain.update_state_after_alloc(waiting, waiting, BLOCKS * TOKENS)
+    orders = halves.chain.build_connector_meta(Step([], {}))
+    (job,) = orders.metadata[1].reqs_to_load
+    failed = {*range(len(job.items))}
+    ended = OffloadingWorkerMetadata(jobs={job.job_id: JobResult(RANKS, failed, lost=failed)})
+    halves._hear([OffloadingWorkerMetadata(), ended])
+    assert halves.ask(waiting)[0] == 0
+
+
+def test_changes_beyond_what_is_kept_are_looked_up() -> None:
+    changes, answers = Changes(), Answers()
+    keys = [number.to_bytes(2, "big") for number in range(10)]
+    held = dict.fromkeys(keys, False)
+
+    def look(asked: range) -> list[bool]:
+        return [held[keys[number]] for number in asked]
+
+    def take() -> list[bool]:
+        answers.follow(changes, keys)
+        return answers.take(range(10), changes, look)
+
+    assert take() == [False] * 10
+    held[keys[3]] = True
+    changes.note(keys[3], held=True)
+    assert take() == [False] * 3 + [True] + [False] * 6
+    held[keys[4]] = True
+    changes.note(keys[4], held=True)
+    for number in range(3 * Changes.LIMIT):
+        changes.note(b"other %d" % number, held=True)
+    assert len(changes._log) <= 2 * Changes.LIMIT
+    assert take() == [False] * 3 + [True] * 2 + [False] * 5
+    held[keys[4]] = False
+    changes.forget()
+    assert take() == [False] * 3 + [True] + [False] * 6
