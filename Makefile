@@ -1,8 +1,9 @@
 # make demo     a prefix comes back from CPU memory, disk and Redis       ARGS="--json FILE"
 # make test     ruff, mypy and all tests                                  ARGS="-k disk"
 # make faults   every fault of docs/faults.md, those of make test too      ARGS="-k redis"
-# make test-next SDIST=vllm-0.33.0.tar.gz   the tests of real engines on the Python of a vLLM that has
-#               no wheel for the CPU yet, over the binaries of the installed one     ARGS="-k faults"
+# make test-next VLLM=vllm-0.33.0.tar.gz   the tests of real engines on another vLLM: a wheel for the CPU,
+#               or a source archive, whose Python runs over the installed one's binaries  ARGS="-k faults"
+# make compatibility   fill docs/compatibility.md for the installed vLLM; with VLLM=... for another
 # make lint     ruff and mypy alone
 # make clean    remove what these made here (the demo's model stays in the user's cache folder)
 #
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready-$(ENGINE)
 
-.PHONY: demo test faults test-next lint clean
+.PHONY: demo test faults test-next compatibility lint clean
 
 demo: $(READY)
 	$(BIN)/kvtiers demo $(ARGS)
@@ -30,6 +31,9 @@ define PYTESTS
 	$(BIN)/python -m pytest --durations=25 -m "vllm and ($(1))" $(ARGS) || [ $$? -eq 5 ]
 endef
 
+OTHER = $(BIN)/python tests/engine/overlay.py $(VLLM) build/next && \
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/next $(BIN)/python
+
 test: lint
 	$(call PYTESTS,not faults)
 
@@ -37,12 +41,15 @@ faults: $(READY)
 	$(call PYTESTS,fault or faults)
 
 test-next: $(READY)
-ifdef SDIST
-	$(BIN)/python tests/engine/overlay.py $(SDIST) build/next
-	PYTHONPATH=$(CURDIR):$(CURDIR)/build/next $(BIN)/python -m pytest --durations=25 -m vllm $(ARGS)
+ifdef VLLM
+	$(OTHER) -m pytest --durations=25 -m vllm $(ARGS)
 else
-	@echo "test-next was skipped: SDIST names no source archive of vLLM (pip download --no-deps --no-binary)"
+	@echo "test-next was skipped: VLLM names no CPU wheel or source archive of vLLM"
 endif
+
+compatibility: $(READY)
+	$(if $(VLLM),$(OTHER),$(BIN)/python) -m pytest -m vllm --compatibility docs/compatibility.json $(ARGS)
+	$(BIN)/python -m docs.reference
 
 lint: $(READY)
 	$(BIN)/ruff check .

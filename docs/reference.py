@@ -1,4 +1,8 @@
-"""Write docs/configuration.md and docs/metrics.md from the code: `python -m docs.reference`."""
+"""Write the generated pages of docs/: `python -m docs.reference`.
+
+docs/configuration.md and docs/metrics.md come from the code, docs/compatibility.md from what tests
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from docs import compatibility
 from spec.offloading import OffloadingSpec, StoreSpec
 from spec.schema import chain_schema
 from tiers.connector.contract.stats import COUNTERS, GAUGES, HISTOGRAMS
@@ -83,7 +88,11 @@ def metrics() -> str:
     return f"{METRICS}\n{_table(('metric', 'type', 'meaning'), shown)}"
 
 
-PAGES = {FOLDER / "configuration.md": configuration, FOLDER / "metrics.md": metrics}
+PAGES = {
+    FOLDER / "configuration.md": configuration,
+    FOLDER / "metrics.md": metrics,
+    FOLDER / "compatibility.md": compatibility.page,
+}
 
 
 def _part(title: str, part: Schema, but: Iterable[str] = ()) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.compatibility import Cells
 from tests.support.plugin_packages import Install, write_package
 from tests.support.servers import RedisServer, binaries
 
@@ -18,6 +19,31 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+
+COMPATIBILITY = "--compatibility"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        COMPATIBILITY,
+        metavar="FILE",
+        help="run the tests that show what works with this vLLM, and write that to FILE",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption(COMPATIBILITY):
+        others = [one for one in items if "cells" not in getattr(one, "fixturenames", ())]
+        items[:] = [one for one in items if one not in others]
+        config.hook.pytest_deselected(items=others)
+
+
+@pytest.fixture
+def cells(request: pytest.FixtureRequest) -> Cells:
+    """Takes what a test shows of docs/compatibility.md, for the file that the option names."""
+    path = request.config.getoption(COMPATIBILITY)
+    return Cells(Path(path) if path else None)
 
 
 @pytest.fixture(scope="session", params=sorted(binaries()))

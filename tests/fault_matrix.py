@@ -29,8 +29,6 @@ What none of this covers:
   right checksum. Use memory that corrects errors.
 - The first sentinel to answer is believed. One that was cut off names an old master; what is stored
   there is lost with it, and found again by nobody.
-- vLLM's V1 runner with pipeline parallelism and speculative decoding does not tell ranks before the
-  last to store. Their jobs never end and keep host memory: leave one of the two out.
 - Which KV a draft model (EAGLE, MTP) has for a block's last position depends on the next token.
   Loaded blocks may so cost it some acceptance, never a wrong token.
 

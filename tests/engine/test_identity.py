@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.compatibility import Cells
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.policy.requests import RequestTable
 from tiers.engine import request_marks
@@ -259,20 +260,56 @@ STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("groups", "more", "words"),
+    ("what", "groups", "more", "words"),
     [
-        ([{"non_causal": True}], {}, "non-causal FullAttentionSpec"),
-        ([{}], {"needs_kv_cache_zeroing": True}, "mixed precision"),
-        ([{}], {"is_prefix_caching_supported": False}, "can't be reused"),
-        ([{}], {"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
-        ([{**STATE, "mamba_cache_mode": "none"}], {}, "MambaSpec with mamba_cache_mode"),
-        ([STATE], {"use_v2_model_runner": True}, r"recurrent layers \(layers.0.*Model Runner V2"),
-        ([STATE, {"block_size": 32}], {}, "blocks have another size than those of attention"),
-        ([{"kind": "ChunkedLocalAttentionSpec"}], {}, "ChunkedLocalAttentionSpec"),
+        ("non-causal attention", [{"non_causal": True}], {}, "non-causal FullAttentionSpec"),
+        ("KV of mixed precision", [{}], {"needs_kv_cache_zeroing": True}, "mixed precision"),
+        (
+            "prefixes that vLLM can't reuse",
+            [{}],
+            {"is_prefix_caching_supported": False},
+            "can't be reused",
+        ),
+        (
+            "decode context parallelism",
+            [{}],
+            {"decode_context_parallel_size": 2},
+            "decode_context_parallel_size is 2",
+        ),
+        (
+            "speculation in a pipeline, on Model Runner V1",
+            [{}],
+            {"pipeline_parallel_size": 2, "speculative_config": object()},
+            "speculative decoding with pipeline parallelism",
+        ),
+        (
+            "recurrent states without prefix caching",
+            [{**STATE, "mamba_cache_mode": "none"}],
+            {},
+            "MambaSpec with mamba_cache_mode",
+        ),
+        (
+            "recurrent states on Model Runner V2",
+            [STATE],
+            {"use_v2_model_runner": True},
+            r"recurrent layers \(layers.0.*(Model Runner V2|0.32 and later)",
+        ),
+        (
+            "recurrent states in blocks of another size",
+            [STATE, {"block_size": 32}],
+            {},
+            "blocks have another size than those of attention|0.32 and later",
+        ),
+        (
+            "chunked local attention",
+            [{"kind": "ChunkedLocalAttentionSpec"}],
+            {},
+            "ChunkedLocalAttentionSpec",
+        ),
     ],
 )
 def test_what_can_t_be_served_is_named(
-    groups: list[dict[str, Any]], more: dict[str, Any], words: str
+    cells: Cells, what: str, groups: list[dict[str, Any]], more: dict[str, Any], words: str
 ) -> None:
     from tiers.engine.vllm_groups import kv_groups
 
@@ -286,8 +323,10 @@ def test_what_can_t_be_served_is_named(
             is_prefix_caching_supported=more.get("is_prefix_caching_supported", True),
         ),
         parallel_config=SimpleNamespace(
-            decode_context_parallel_size=more.get("decode_context_parallel_size", 1)
+            decode_context_parallel_size=more.get("decode_context_parallel_size", 1),
+            pipeline_parallel_size=more.get("pipeline_parallel_size", 1),
         ),
+        speculative_config=more.get("speculative_config"),
         use_v2_model_runner=more.get("use_v2_model_runner", False),
     )
     cache = SimpleNamespace(
@@ -295,5 +334,6 @@ def test_what_can_t_be_served_is_named(
         needs_kv_cache_zeroing=more.get("needs_kv_cache_zeroing", False),
         has_mixed_precision_kv_cache=more.get("needs_kv_cache_zeroing", False),
     )
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words) as refusal:
         kv_groups(config, cache)
+    cells.refused(what, str(refusal.value))

@@ -7,6 +7,7 @@ large enough that attention looks somewhere, and the same in every session.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,35 @@ def _remember(model: Any) -> None:
         for part, factor in FACTORS.items():
             if part in name:
                 parameter.mul_(factor)
+
+
+ADAPTER_RANK = 8
+
+
+def write_adapter(folder: Path, config: dict[str, Any], seed: int) -> Path:
+    """Write a LoRA adapter of random weights for the attention of a model; its folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    hidden, width = config["hidden_size"], config["head_dim"]
+    outputs = {
+        "q_proj": config["num_attention_heads"] * width,
+        "v_proj": config["num_key_value_heads"] * width,
+    }
+    made = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for part, size in outputs.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            for half, shape in (("A", (ADAPTER_RANK, hidden)), ("B", (size, ADAPTER_RANK))):
+                drawn = torch.randn(shape, generator=made) * INITIALIZER_RANGE
+                weights[f"{name}.lora_{half}.weight"] = drawn
+    save_file(weights, folder / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": ADAPTER_RANK, "bias": "none"}
+    said |= {"lora_alpha": 2 * ADAPTER_RANK, "target_modules": sorted(outputs)}
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    return folder
 
 
 IMAGE_TOKENS = 32

@@ -92,6 +92,10 @@ DEEPSEEK = {
 """Latent attention: each tensor-parallel rank has all of the KV."""
 
 
+class EngineFailed(AssertionError):
+    """An engine did not start, or ended before it had answered; the text is its log."""
+
+
 @dataclass(frozen=True)
 class Run:
     """What one engine answered, how soon (`ttft`: seconds to the first token), what its tiers
@@ -103,6 +107,7 @@ class Run:
     tiers: dict[str, dict[str, float]]
     preemptions: float
     external_hits: float
+    drafts_accepted: float
     log: str
     explained: list[dict[str, Any]]
 

@@ -2,8 +2,7 @@
 results to a file, its exit status as a line on stdout.
 
 The job: `engine` (arguments of LLM), `batches` (each a list of requests that run at once; a
-request is `[prompt_token_ids, max_tokens]` and perhaps the color of an image, three numbers, and
-the uuid that a client gives it, or None; more sampling parameters may come last), `result` and
+request is `[prompt_token_ids, max_tokens]` and perhaps more, see `Request`), `result` and
 `log` (files to write), `env`, and perhaps `path` (folders with more modules), `abort` (how many
 requests of each batch are aborted, at random moments), `before` (for the number of a batch, or
 `start`, the function of `damage` that is called before it, and its arguments), `told` (for the
@@ -22,13 +21,29 @@ import os
 import random
 import sys
 import time
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from PIL import Image
 
 from tests.support import damage
 from tiers.explain.client import NoAnswer, ask
+
+
+class Request(TypedDict, total=False):
+    """What a request may have beside its prompt's tokens and the length of its answer."""
+
+    image: list[int]
+    """The color of an image: three numbers."""
+    uuid: str
+    """What a client calls the image."""
+    sampling: dict[str, Any]
+    """More sampling parameters."""
+    adapter: str
+    """The folder of a LoRA adapter."""
+    embeddings: str
+    """The model's weights, whose embeddings of the tokens are sent instead of the tokens."""
 
 
 def main() -> None:
@@ -49,7 +64,7 @@ def main() -> None:
 
 
 def run(job: dict[str, Any]) -> None:
-    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm import LLM
 
     before = job.get("before", {})
     if change := before.get("start"):
@@ -65,24 +80,18 @@ def run(job: dict[str, Any]) -> None:
         for method, arguments in job.get("told", {}).get(str(number), ()):
             settle(llm)
             assert getattr(llm, method)(**arguments) is not False, method
-        requests = [
-            (
-                TokensPrompt(prompt_token_ids=tokens, **image(*more[:2])),
-                SamplingParams(
-                    max_tokens=max_tokens,
-                    temperature=0,
-                    detokenize=False,
-                    ignore_eos=True,
-                    **(more[2] if more[2:] else {}),
-                ),
-            )
-            for tokens, max_tokens, *more in batch
-        ]
+        requests = [(prompt(*one), params(*one)) for one in batch]
         if job.get("abort"):
             batches.append(with_aborts(llm.llm_engine, requests, job["abort"]))
             continue
-        prompts, params = zip(*requests, strict=True)
-        outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
+        prompts, sampling = zip(*requests, strict=True)
+        lora = [adapter(*one) for one in batch]
+        outputs = llm.generate(
+            list(prompts),
+            list(sampling),
+            use_tqdm=False,
+            lora_request=lora if any(lora) else None,
+        )
         batches.append([shown(output) for output in outputs])
     settle(llm)
     result = {
@@ -90,19 +99,47 @@ def run(job: dict[str, Any]) -> None:
         "tiers": counters(llm),
         "preemptions": total(llm, "vllm:num_preemptions"),
         "external_hits": total(llm, "vllm:external_prefix_cache_hits"),
+        "drafts_accepted": total(llm, "vllm:spec_decode_num_accepted_tokens"),
         "explained": explained(job["explain"]) if "explain" in job else [],
     }
     llm.llm_engine.engine_core.shutdown()
     Path(job["result"]).write_text(json.dumps(result))
 
 
-def image(color: list[int] | None = None, uuid: str | None = None) -> dict[str, Any]:
-    """What a prompt has of an image."""
-    if color is None:
-        return {}
-    picture = Image.new("RGB", (28, 28), tuple(color))
-    named = {"multi_modal_uuids": {"image": [uuid]}} if uuid else {}
-    return {"multi_modal_data": {"image": picture}, **named}
+def prompt(tokens: list[int], max_tokens: int, more: Request | None = None) -> Any:
+    """What vLLM is asked: tokens, perhaps with an image, or embeddings."""
+    from vllm import TokensPrompt
+    from vllm.inputs import EmbedsPrompt
+
+    more = more or {}
+    if "embeddings" in more:
+        from safetensors.torch import load_file
+
+        table = load_file(more["embeddings"])["model.embed_tokens.weight"]
+        return EmbedsPrompt(prompt_embeds=table[tokens])
+    asked = TokensPrompt(prompt_token_ids=tokens)
+    if "image" in more:
+        picture = Image.new("RGB", (28, 28), tuple(more["image"]))
+        asked["multi_modal_data"] = {"image": picture}
+    if "uuid" in more:
+        asked["multi_modal_uuids"] = {"image": [more["uuid"]]}
+    return asked
+
+
+def params(tokens: list[int], max_tokens: int, more: Request | None = None) -> Any:
+    from vllm import SamplingParams
+
+    sampling = (more or {}).get("sampling", {})
+    fixed = {"temperature": 0, "detokenize": False, "ignore_eos": True}
+    return SamplingParams(max_tokens=max_tokens, **fixed, **sampling)
+
+
+def adapter(tokens: list[int], max_tokens: int, more: Request | None = None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    folder = (more or {}).get("adapter")
+    number = zlib.crc32(str(folder).encode()) % (1 << 30) + 1
+    return LoRARequest(Path(folder).name, number, folder) if folder else None
 
 
 def settle(llm: Any) -> None:

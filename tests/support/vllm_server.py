@@ -24,6 +24,8 @@ from tests.support.tiny_vllm import BLOCK_TOKENS
 
 START_LIMIT = 240.0
 """Seconds after which a server that does not answer is given up: protection from hanging."""
+SETTLE_LIMIT = 60.0
+"""Seconds after which a transfer that does not end is given up."""
 API_SERVER = "vllm.entrypoints.openai.api_server"
 SAMPLE = re.compile(r"^(\S+?)\{(.*)\} (\S+)$")
 
@@ -31,8 +33,10 @@ SAMPLE = re.compile(r"^(\S+?)\{(.*)\} (\S+)$")
 class VllmServer:
     """A running server; `close` ends it. `events` gathers what it has published."""
 
-    def __init__(self, model: Path, chain: Path, log: Path) -> None:
+    def __init__(self, model: Path, chain: Path, log: Path, **options: Any) -> None:
+        """`options` of the command line by name; None: it takes no value."""
         self.model = model
+        self._options = options
         self.log = log
         self.events: list[dict[str, Any]] = []
         self._port = free_port()
@@ -69,7 +73,7 @@ class VllmServer:
             "publisher": "zmq",
             "endpoint": f"tcp://127.0.0.1:{self._events_port}",
         }
-        options = {
+        options: dict[str, Any] = {
             "model": self.model,
             "host": "127.0.0.1",
             "port": self._port,
@@ -80,7 +84,10 @@ class VllmServer:
             "kv-transfer-config": transfer,
             "kv-events-config": json.dumps(events),
         }
-        named = [f"--{name}={value}" for name, value in options.items()]
+        options |= self._options
+        named = [
+            f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()
+        ]
         return [*named, "--skip-tokenizer-init", "--enforce-eager"]
 
     def _listen(self, socket: zmq.Socket[bytes]) -> None:
@@ -105,9 +112,16 @@ class VllmServer:
         with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=60) as answer:
             return str(answer.read().decode())
 
-    def complete(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """The tokens that the server answers."""
-        body = {
+    def complete(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        replica: int | None = None,
+        tiers: Sequence[str] | None = None,
+    ) -> list[int]:
+        """The tokens that the server answers, from one of its data-parallel replicas, having loaded
+        from some tiers alone."""
+        body: dict[str, Any] = {
             "model": str(self.model),
             "prompt": list(prompt),
             "max_tokens": max_tokens,
@@ -115,23 +129,38 @@ class VllmServer:
             "ignore_eos": True,
             "return_token_ids": True,
         }
+        if tiers is not None:
+            body["kv_transfer_params"] = {"kvtiers": {"tiers": list(tiers)}}
+        headers = {"Content-Type": "application/json"}
+        if replica is not None:
+            headers["X-data-parallel-rank"] = str(replica)
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            f"http://127.0.0.1:{self._port}/v1/completions", json.dumps(body).encode(), headers
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
             choice = json.load(answer)["choices"][0]
         return [int(token) for token in choice["token_ids"]]
 
+    def settle(self, replica: int | None = None) -> None:
+        """Let steps tell of all transfers; they are of requests too short to have a block."""
+        deadline = time.monotonic() + SETTLE_LIMIT
+        while True:
+            self.complete([5, 6, 7], 1, replica)
+            metrics = self.metrics()
+            under_way = [metrics[f"vllm:kvtiers_{verb}_jobs"] for verb in ("loading", "storing")]
+            if all(jobs and not any(jobs.values()) for jobs in under_way):
+                return
+            assert time.monotonic() < deadline, "transfers do not end"
+
     def metrics(self) -> dict[str, dict[str, float]]:
-        """All of `/metrics` but the buckets of histograms: name, tier (or nothing) to value."""
-        found: dict[str, dict[str, float]] = defaultdict(dict)
+        """All of `/metrics` but the buckets of histograms, of all replicas together: name, tier (or
+        nothing) to value."""
+        found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for line in self._get("/metrics").splitlines():
             sample = SAMPLE.match(line)
             if sample and not sample[1].endswith("_bucket"):
                 tier = re.search(r'tier="(.*?)"', sample[2])
-                found[sample[1]][tier[1] if tier else ""] = float(sample[3])
+                found[sample[1]][tier[1] if tier else ""] += float(sample[3])
         return found
 
     def close(self) -> None:

@@ -46,6 +46,7 @@ def kv_groups(
                 f"kvtiers does not serve context parallelism: {axis} is {getattr(parallel, axis)}. "
                 "Set it to 1, or start vLLM without kvtiers."
             )
+    _refuse_drafts_in_pipelines(vllm_config)
     groups = [
         (_group(i, group), sorted(group.layer_names))
         for i, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -59,6 +60,20 @@ def kv_groups(
             "with --disable-hybrid-kv-cache-manager, or use vLLM 0.30 or later."
         )
     return groups
+
+
+def _refuse_drafts_in_pipelines(vllm_config: VllmConfig) -> None:
+    """Raise ValueError where ranks before the last would never store: the V1 runner, when it
+    speculates, tells a rank to save after the drafter has run, which is the last rank's part."""
+    if (
+        getattr(vllm_config, "speculative_config", None) is not None
+        and getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1
+        and not getattr(vllm_config, "use_v2_model_runner", False)
+    ):
+        raise ValueError(
+            "kvtiers does not serve speculative decoding with pipeline parallelism on vLLM's V1 "
+            "model runner, which lets the last rank alone store. Leave one of the two out."
+        )
 
 
 def _has_mixed_precision(kv_cache_config: KVCacheConfig) -> bool:

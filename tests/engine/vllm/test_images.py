@@ -26,7 +26,10 @@ def see(
     folder = tmp_path_factory.mktemp("vision")
 
     def run(images: list[tuple[list[int], str | None]], disk: Path, **options: Any) -> Run:
-        batches: Any = [[(TEXT, 8, color, uuid)] for color, uuid in images]
+        batches: Any = [
+            [(TEXT, 8, {"image": color, **({"uuid": uuid} if uuid else {})})]
+            for color, uuid in images
+        ]
         return run_vllm(
             batches,
             [{"type": "disk", "capacity": "64MiB", "path": str(disk)}],

@@ -39,22 +39,10 @@ def served(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         answers = [server.complete(prompt, 8) for prompt in PROMPTS]
         assert len(set(map(tuple, answers))) == 4, "the prompts must matter"
         assert [server.complete(PROMPTS[i], 8) for i in (1, 0)] == [answers[1], answers[0]]
-        settle(server)
+        server.settle()
         yield server
     finally:
         server.close()
-
-
-def settle(server: VllmServer) -> None:
-    """Let steps tell of all transfers; they are of requests too short to have a block."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        server.complete([5, 6, 7], 1)
-        metrics = server.metrics()
-        under_way = [metrics[f"vllm:kvtiers_{verb}_jobs"] for verb in ("loading", "storing")]
-        if under_way == [{"cpu": 0, "ssd": 0}] * 2:
-            return
-        assert time.monotonic() < deadline, "transfers do not end"
 
 
 def test_metrics_agree_with_what_was_done(served: VllmServer) -> None:

@@ -16,7 +16,7 @@ PREFIX = documents(1, 640)[0]
 FIRST: Batch = [([*PREFIX, *range(10, 20)], 23)]
 """672 tokens, 21 blocks, are computed: with the last but one of its answer the last is full."""
 AT_ONCE: Batch = [([*PREFIX, 100 + n, 300 + n, 7], 8) for n in range(16)]
-UNREAD: Batch = [(FIRST[0][0], 4, None, None, {"skip_reading_prefix_cache": True})]
+UNREAD: Batch = [(FIRST[0][0], 4, {"sampling": {"skip_reading_prefix_cache": True}})]
 ROOM: dict[str, Any] = {
     "num_gpu_blocks_override": 500,
     "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},

@@ -1,0 +1,180 @@
+"""What is served, by kind of model and of request: each tier loads, and no answer changes.
+
+These tests, and those of what is refused, fill docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.support.checkpoints import write_adapter, write_vision_model
+from tests.support.compatibility import Cells, engine_version
+from tests.support.servers import RedisServer, binaries
+from tests.support.tiny_vllm import (
+    DEEPSEEK,
+    GEMMA,
+    LLAMA,
+    MISTRAL,
+    QWEN_NEXT,
+    Batch,
+    Run,
+    documents,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.timeout(600)]
+
+TIERS = ("cpu", "disk", "redis")
+END = documents(1, 25, seed=9)[0]
+PROMPTS = [document + END for document in documents(3, 576)]
+"""Three prompts of 18 full blocks, which end alike: only what is before tells them apart."""
+FULL = 576
+ONE: dict[str, Any] = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+TWO: dict[str, Any] = {"env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+
+
+class Kind(NamedTuple):
+    """A row of the table, and how its engine is started."""
+
+    name: str
+    model: dict[str, Any]
+    options: dict[str, Any]
+    has_states: bool = False
+    """They come back at the ends of blocks alone, of which a prompt has one."""
+
+
+FEW: dict[str, Any] = {"max_model_len": 704, "num_gpu_blocks_override": 80}
+WINDOWS = {**FEW, "max_num_batched_tokens": 128}
+LATENT = {**FEW, "enable_prefix_caching": False, "num_gpu_blocks_override": 100, "dtype": "float16"}
+STATES = {"dtype": "bfloat16", "max_num_batched_tokens": 256}
+KINDS = [
+    Kind("full attention", LLAMA, {}),
+    Kind("sliding windows", MISTRAL, WINDOWS),
+    Kind("sliding windows and full attention", GEMMA, WINDOWS),
+    # Chunks are as long as what is loaded: others would round otherwise.
+    Kind("latent attention (MLA)", DEEPSEEK, {**LATENT, "max_num_batched_tokens": FULL}),
+    Kind("linear attention and full attention", QWEN_NEXT, STATES, has_states=True),
+]
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer(binaries()["valkey"]) as server:
+        yield server
+
+
+@pytest.fixture
+def tiers(redis: RedisServer, tmp_path: Path) -> list[dict[str, Any]]:
+    """A tier of each type, with nothing in them yet."""
+    stored = {"type": "redis", "url": redis.url, "key_prefix": str(tmp_path), "timeout": "30s"}
+    disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
+    return [{"type": "cpu", "capacity": "64MiB"}, disk, stored]
+
+
+def limited(batch: Batch, *tiers: str) -> Batch:
+    """The same requests, which load from these tiers alone."""
+    params = {"kv_transfer_params": {"kvtiers": {"tiers": list(tiers)}}}
+    return [
+        (tokens, count, {**(more[0] if more else {}), "sampling": {"extra_args": params}})
+        for tokens, count, *more in batch
+    ]
+
+
+def from_each_tier(batches: Sequence[Batch]) -> dict[str, Any]:
+    """All batches for four times: computed, and then loaded from each tier. Between these, stores
+    end and the engine forgets its own cache."""
+    rounds = [[], *([tier] for tier in TIERS)]
+    asked = [limited(batch, *tiers) for tiers in rounds for batch in batches]
+    forget: list[Any] = [("reset_prefix_cache", {})]
+    return {"batches": asked, "told": {number * len(batches): forget for number in (1, 2, 3)}}
+
+
+def check(
+    run_vllm: Callable[..., Run],
+    batches: Sequence[Batch],
+    tiers: Sequence[dict[str, Any]],
+    **options: Any,
+) -> Run:
+    """The run of an engine that served the requests from each tier in turn, answers as without."""
+    plain = run_vllm(batches, **options)
+    answers = [tuple(tokens) for batch in plain.tokens for tokens in batch]
+    asked = {repr(request) for batch in batches for request in batch}
+    assert len(set(answers)) == len(asked), "what comes before the end must matter"
+    run = run_vllm(tiers=tiers, max_wait="100s", **from_each_tier(batches), **options)
+    assert run.tokens == plain.tokens * 4
+    assert run.loaded().keys() == set(TIERS), run.tiers
+    return run
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.model["model_type"] for kind in KINDS])
+def test_models(
+    run_vllm: Callable[..., Run],
+    tiny_model: Callable[..., Path],
+    tiers: list[dict[str, Any]],
+    cells: Cells,
+    kind: Kind,
+    ranks: int,
+) -> None:
+    placed = ONE if ranks == 1 else {"tensor_parallel_size": 2, **TWO}
+    options = {"model": str(tiny_model(kind.model)), **placed, **kind.options}
+    batches = [[(prompt, 8)] for prompt in PROMPTS]
+    if kind.has_states and engine_version() in ("0.29", "0.30", "0.31"):
+        why = cells.refuses(
+            kind.name, f"TP {ranks}", lambda: run_vllm(batches, tiers=tiers, **options)
+        )
+        assert "recurrent layers" in why and "0.32 and later" in why
+        return
+    run = check(run_vllm, batches, tiers, **options)
+    (block,) = run.cached[-1]
+    assert kind.has_states or block == FULL
+    assert run.loaded() == dict.fromkeys(TIERS, len(PROMPTS) * block)
+    cells.loaded(kind.name, f"TP {ranks}", run.loaded())
+
+
+def test_adapters_take_turns(
+    run_vllm: Callable[..., Run], tiers: list[dict[str, Any]], cells: Cells, tmp_path: Path
+) -> None:
+    """Requests at once of two adapters, where the engine has room for one; then of none."""
+    folders = [str(write_adapter(tmp_path / name, LLAMA, seed)) for seed, name in enumerate("ab")]
+    at_once: Batch = [
+        (prompt, 8, {"adapter": folder}) for prompt in PROMPTS[:2] for folder in folders
+    ]
+    without: Batch = [(prompt, 8, {}) for prompt in PROMPTS[:2]]
+    lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
+    run = check(run_vllm, [at_once, without], tiers, **ONE, **lora, num_gpu_blocks_override=80)
+    # Until an adapter is digested its requests share nothing.
+    assert all(2 * FULL <= tokens <= 6 * FULL for tokens in run.loaded().values()), run.loaded()
+    cells.loaded("LoRA adapters that take turns", "TP 1", run.loaded())
+
+
+def test_images_repeat_and_differ(
+    run_vllm: Callable[..., Run], tiers: list[dict[str, Any]], cells: Cells, tmp_path: Path
+) -> None:
+    text = documents(1, 128, seed=4)[0]
+    colors = ([255, 0, 0], [0, 0, 255], [0, 255, 0])
+    run = check(
+        run_vllm,
+        [[(text, 8, {"image": color})] for color in colors],
+        tiers,
+        model=str(write_vision_model(tmp_path)),
+        skip_tokenizer_init=False,
+        num_gpu_blocks_override=80,
+        **ONE,
+    )
+    assert run.loaded() == dict.fromkeys(TIERS, 3 * 160)
+    cells.loaded("images that repeat and differ", "TP 1", run.loaded())
+
+
+def test_embeddings_instead_of_tokens(
+    run_vllm: Callable[..., Run], tiers: list[dict[str, Any]], cells: Cells, tiny_llama: Path
+) -> None:
+    """All prompts have the same tokens, which are none: their embeddings tell them apart."""
+    weights = {"embeddings": str(tiny_llama / "model.safetensors")}
+    batches: list[Batch] = [[(prompt, 8, weights)] for prompt in PROMPTS]
+    run = check(run_vllm, batches, tiers, enable_prompt_embeds=True, **ONE)
+    assert run.loaded() == dict.fromkeys(TIERS, len(PROMPTS) * FULL)
+    cells.loaded("prompt embeddings", "TP 1", run.loaded())

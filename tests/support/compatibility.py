@@ -1,0 +1,58 @@
+"""Cells of docs/compatibility.json: what a real engine was seen to load, or to be refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tests.support.tiny_vllm import EngineFailed
+
+SAID = re.compile(r"ValueError: (.*kvtiers.*)")
+
+
+def engine_version() -> str:
+    """The minor version of the vLLM that engines of tests run, without importing it."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    text = Path(spec.origin).with_name("_version.py").read_text()
+    found = re.search(r"version = '(\d+\.\d+)", text)
+    assert found is not None
+    return found[1]
+
+
+class Cells:
+    """Writes what tests show to a file, or, without one, nowhere."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def loaded(self, kind: str, ranks: str, tokens: Mapping[str, float]) -> None:
+        """Note tokens that tiers loaded. Call it when all answers were found to be right."""
+        assert tokens and all(count > 0 for count in tokens.values()), tokens
+        self._note(kind, {f"{tier}, {ranks}": int(count) for tier, count in tokens.items()})
+
+    def refused(self, kind: str, why: str, ranks: str | None = None, who: str = "refused") -> None:
+        """Note that something is refused, with the reason that is given."""
+        names = ["any"] if ranks is None else [f"{t}, {ranks}" for t in ("cpu", "disk", "redis")]
+        self._note(kind, dict.fromkeys(names, f"{who}: {why}"))
+
+    def refuses(self, kind: str, ranks: str, start: Callable[[], object]) -> str:
+        """Start an engine that kvtiers must refuse; the reason that it gives, which is noted."""
+        try:
+            start()
+        except EngineFailed as failed:
+            said = SAID.search(str(failed))
+            assert said is not None, failed
+            self.refused(kind, said[1], ranks)
+            return said[1]
+        raise AssertionError(f"{kind} was not refused")
+
+    def _note(self, kind: str, cells: Mapping[str, int | str]) -> None:
+        if self._path is None:
+            return
+        found = json.loads(self._path.read_text()) if self._path.exists() else {}
+        found.setdefault(engine_version(), {}).setdefault(kind, {}).update(cells)
+        self._path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
