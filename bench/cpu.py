@@ -22,10 +22,6 @@ BLOCKS = 64
 """Blocks of one batch, scattered over a paged KV of eight times as many."""
 
 
-_PAGES = "each page of 64 KiB is one call of memmove, 1 to 2 us of Python on top of 9 of copying"
-_CHAIN = "the halves, the loader thread and the lookup cost what they cost however small the load"
-
-
 class Batch:
     """Blocks in a paged KV, and slots for them."""
 
@@ -74,9 +70,9 @@ def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     stack.callback(loads.close)
     of = f"64 blocks of {block_bytes >> 10} KiB, 32 layers"
     copy, gather = memcpy(batch.num_bytes), batch.rate(batch.gather)
-    yield Case("cpu", f"gather {of}", "GB/s", gather, copy, target=0.8, why=_PAGES)
+    yield Case("cpu", f"gather {of}", "GB/s", gather, copy, target=0.8)
     scatter = batch.rate(batch.scatter)
-    yield Case("cpu", f"scatter {of}", "GB/s", scatter, copy, target=0.8, why=_PAGES)
+    yield Case("cpu", f"scatter {of}", "GB/s", scatter, copy, target=0.8)
     yield Case(
         "cpu",
         f"CPU tier load end to end, {of} (limit: gather)",
@@ -84,7 +80,6 @@ def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
         batch.rate(loads.load),
         limit=gather,
         target=0.9,
-        why=_CHAIN,
     )
     yield from _by_block_size(scale)
 

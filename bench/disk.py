@@ -26,26 +26,6 @@ from tiers.disk.direct_io import supports_direct
 
 FILES = "file per block"
 
-_CHECKSUM = (
-    "every block is checksummed on the way in and out, at about twice the speed of memcpy; "
-    "without a second idle core that is a third of the time"
-)
-_UNCHECKED = (
-    "it reads the same bytes from the page cache and checks nothing; our checksum is a third of "
-    "the time"
-)
-_COMMITS = (
-    "a batch is two commits of the index and a checksum of each block more than the raw loop's"
-)
-_FILES = "files of blocks that die young are never written: the kernel had no need to yet"
-_VLLM = (
-    "it writes past the page cache, at the device's speed; where that is more than a quarter of "
-    "memcpy's, no store through memory is four times as fast"
-)
-_CHECKED = "a thread checksums each block that it has read before it reads the next"
-_CACHED = "memory still holds a part of its files: reads of that part are copies, writes wait less"
-_SYNCED = "the index is synced as well, twice a batch: before the blocks are written and after"
-
 
 @contextmanager
 def cases(scale: Scale) -> Iterator[Iterator[Case]]:
@@ -111,12 +91,12 @@ def _case(
 def _buffered(bench: Bench) -> Iterator[Case]:
     tier, files, copy = bench.tier("buffered"), bench.files(), memcpy(bench.num_bytes)
     store, load = bench.rate(tier.store), bench.rate(tier.load)
-    yield _case(bench, "store, buffered", 0.75, store, copy, why=_CHECKSUM)
-    yield _case(bench, "warm load, buffered", 0.85, load, copy, why=_CHECKSUM)
+    yield _case(bench, "store, buffered", 0.75, store, copy)
+    yield _case(bench, "warm load, buffered", 0.85, load, copy)
     peer = bench.rate(lambda: files.store(bench.payloads))
-    yield _case(bench, "store, buffered", 4.0, store, peer=peer, peer_name=FILES, why=_FILES)
+    yield _case(bench, "store, buffered", 4.0, store, peer=peer, peer_name=FILES)
     peer = bench.rate(lambda: files.load(bench.payloads))
-    yield _case(bench, "warm load", 1.0, load, peer=peer, peer_name=FILES, why=_UNCHECKED)
+    yield _case(bench, "warm load", 1.0, load, peer=peer, peer_name=FILES)
 
 
 def _others(bench: Bench) -> Iterator[Case]:
@@ -130,7 +110,7 @@ def _others(bench: Bench) -> Iterator[Case]:
             for _ in range(bench.batches):
                 vllm.store()
             theirs = bench.rate(vllm.store, before=vllm.make_room), bench.rate(vllm.load)
-            yield from _other(bench, "vLLM fs", ours, theirs, _VLLM)
+            yield from _other(bench, "vLLM fs", ours, theirs)
         else:
             yield from _other(bench, "vLLM fs", ours, None, "vLLM is not installed")
         if lmcache.installed():
@@ -140,7 +120,7 @@ def _others(bench: Bench) -> Iterator[Case]:
             for _ in range(bench.batches):
                 other.store()
             theirs = bench.rate(other.store), bench.rate(other.load)
-            yield from _other(bench, lmcache.NAME, ours, theirs, _UNCHECKED)
+            yield from _other(bench, lmcache.NAME, ours, theirs)
         else:
             yield from _other(bench, lmcache.NAME, ours, None, lmcache.ABSENT)
 
@@ -150,7 +130,7 @@ def _other(
     name: str,
     ours: tuple[Measure, Measure],
     theirs: tuple[Measure, Measure] | None,
-    why: str,
+    why: str = "",
 ) -> Iterator[Case]:
     for what, target, our, number in (("store", 4.0, ours[0], 0), ("warm load", 1.0, ours[1], 1)):
         peer = theirs[number] if theirs else None
@@ -171,20 +151,15 @@ def _more_than_memory(bench: Bench, direct: bool) -> Iterator[Case]:
                 ours = Squeezed(folder, bench.count, bench.payload_bytes, stack)
             except OSError as error:
                 why = str(error)
-        for verb, name, limited in (
-            ("load", "random load", _CHECKED),
-            ("store", "replacement", _COMMITS),
-        ):
+        for verb, name in (("load", "random load"), ("store", "replacement")):
             for other, limit in ((" raw", True), (" files", False)):
                 mine = ours.measure(verb) if ours else None
                 theirs = ours.measure(verb + other) if ours else None
                 what = f"{name}, more than memory"
                 if limit:
-                    yield _case(bench, what, 0.9, mine, theirs, why=why or limited)
+                    yield _case(bench, what, 0.9, mine, theirs, why=why)
                 else:
-                    yield _case(
-                        bench, what, 1.4, mine, peer=theirs, peer_name=FILES, why=why or _CACHED
-                    )
+                    yield _case(bench, what, 1.4, mine, peer=theirs, peer_name=FILES, why=why)
 
 
 def _by_block_size(scale: Scale, direct: bool) -> Iterator[Case]:
@@ -201,20 +176,20 @@ def _by_block_size(scale: Scale, direct: bool) -> Iterator[Case]:
 def _direct(bench: Bench) -> Iterator[Case]:
     tier, raw = bench.tier("direct"), bench.raw(direct=True)
     limit = bench.rate(lambda: raw.store(bench.payloads))
-    yield _case(bench, "store, direct", 0.9, bench.rate(tier.store), limit, why=_COMMITS)
+    yield _case(bench, "store, direct", 0.9, bench.rate(tier.store), limit)
     limit = bench.rate(lambda: raw.load(bench.payloads))
-    yield _case(bench, "load, direct", 0.9, bench.rate(tier.load), limit, why=_CHECKED)
+    yield _case(bench, "load, direct", 0.9, bench.rate(tier.load), limit)
     yield from _synced(bench, "direct")
 
 
 def _synced(bench: Bench, io: Io = "buffered") -> Iterator[Case]:
     tier, raw = bench.tier(io, "sync"), bench.raw(direct=io == "direct")
     limit = bench.rate(lambda: raw.store(bench.payloads, sync=True))
-    yield _case(bench, f"synced store, {io}", 0.9, bench.rate(tier.store), limit, why=_SYNCED)
+    yield _case(bench, f"synced store, {io}", 0.9, bench.rate(tier.store), limit)
 
 
 def _cold(bench: Bench) -> Iterator[Case]:
     tier, raw = bench.tier("buffered"), bench.raw(direct=False)
     ours = bench.rate(tier.load, before=lambda: chill(*tier.path.glob("slab-*.dat")))
     limit = bench.rate(lambda: raw.load(bench.payloads), before=lambda: chill(raw.path))
-    yield _case(bench, "cold load, buffered", 0.9, ours, limit, why=_CHECKED)
+    yield _case(bench, "cold load, buffered", 0.9, ours, limit)

@@ -42,9 +42,6 @@ DICT_BLOCKS = 10_000_000
 
 _AT_ONCE = 10_000
 _FILLED_AT_ONCE = 500_000
-_MAPPED = (
-    "but for the table's 16 bytes, mapped pages of the index file, that the kernel may take back"
-)
 
 
 def index_cases(scale: Scale) -> Generator[Case, None, None]:
@@ -75,7 +72,7 @@ def _memory_cases(path: Path, count: int, name: str, peer: _Dict | None) -> Iter
     own, mapped = _memory(path, count, 0), _memory(path, count, 1)
     yield _case(f"memory of its own, {name}", "bytes/block", own, theirs, rounds=1)
     looked_up = f"memory, {name} looked up"
-    yield _case(looked_up, "bytes/block", mapped, target=200, rounds=1, why=_MAPPED)
+    yield _case(looked_up, "bytes/block", mapped, target=200, rounds=1)
 
 
 def _case(
@@ -85,7 +82,6 @@ def _case(
     theirs: Measure | None = None,
     target: float | None = None,
     rounds: int = 99,
-    why: str = "",
 ) -> Case:
     return Case(
         "disk",
@@ -96,7 +92,6 @@ def _case(
         peer_name=DICT if theirs else "",
         target=target,
         of="ours",
-        why=why,
         rounds=rounds,
     )
 

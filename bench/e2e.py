@@ -43,16 +43,6 @@ TINY = {
 }
 _SETTLE_SECONDS = 1.0
 _CPU = {"type": "cpu", "capacity": "1GiB"}
-_HIT = (
-    "the last part of the prompt's forward is most of both; ours are two more steps of the engine "
-    "and the blocks' way"
-)
-
-_STORING = (
-    "where one core computes and the engine's other processes share the second, gathers, checksums "
-    "and the kernel's writes of 46 KB a token are in somebody's way"
-)
-_UNLIKE = f"two engines that do the same differ by up to 6%; {_STORING}"
 
 
 @contextmanager
@@ -88,7 +78,6 @@ def _hits(engine: Engine, length: int) -> Iterator[Case]:
             _first_token(engine, prompt, tier=name),
             limit=own,
             target=1 / most if most and length == COMPARED else None,
-            why=_HIT,
             point=Point("ttft", name, length),
             rounds=rounds,
         )
@@ -109,12 +98,12 @@ def _through(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     chained = stack.enter_context(closing(_engine(scale, tiers, caching=False)))
     ours = _throughput(chained)
     name = f"throughput, {BURST} prompts of {BURST_TOKENS} tokens at once, no hits, cpu and disk"
-    for other, limit, why in (
-        ("the same engine, storing nothing", _throughput(chained, store=False), _STORING),
-        ("an engine without a chain", _throughput(plain), _UNLIKE),
+    for other, limit in (
+        ("the same engine, storing nothing", _throughput(chained, store=False)),
+        ("an engine without a chain", _throughput(plain)),
     ):
         case = f"{name}, beside {other}"
-        yield Case("e2e", case, "tokens/s", ours, limit=limit, target=0.97, why=why)
+        yield Case("e2e", case, "tokens/s", ours, limit=limit, target=0.97)
 
 
 def _disk(scale: Scale) -> dict[str, Any]:

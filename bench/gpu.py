@@ -24,7 +24,6 @@ STEPS = 8
 WIDTH = 8192
 """Of the matrices whose products are a step's compute."""
 
-_BUS = "layers are put together on the device, which takes its memory two more passes"
 _NAMES = (
     ("gather", 0.9),
     ("scatter", 0.9),
@@ -100,7 +99,7 @@ def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     for name, move, to_device in ways:
         limit = batch.contiguous(to_device)
         ours = batch.rate(move)
-        yield Case("gpu", f"{name} {of}", "GB/s", ours, limit, target=0.9, why=_BUS)
+        yield Case("gpu", f"{name} {of}", "GB/s", ours, limit, target=0.9)
     with ThreadPoolExecutor(1) as loader:
         work = Work(256 if scale.smoke else WIDTH, batch)
         for name, copies in (("gathers", _gathers(batch)), ("scatters", _scatters(batch, loader))):
@@ -111,7 +110,6 @@ def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
                 work.timed(copies),
                 limit=work.timed(lambda: None),
                 target=1 / 1.05,
-                why="copies and compute share the device's memory and, for index copies, its cores",
             )
     yield from _by_block_size(scale)
 

@@ -10,7 +10,17 @@ from importlib import import_module
 from pathlib import Path
 
 from bench.plot import in_terminal, write_png
-from bench.report import HEAD, Case, Row, measure, table, write_json
+from bench.report import (
+    COMPARED,
+    HEAD,
+    Case,
+    Row,
+    compared,
+    measure,
+    spent,
+    table,
+    write_json,
+)
 
 SUITES = (
     "codec",
@@ -63,23 +73,28 @@ def run(
     return rows
 
 
-def show(rows: Sequence[Row], png: Path | None = None) -> None:
-    """Print the table, the known costs of rows off their target, what this machine lacks for the
-    others, and the curves; write the picture."""
+def show(rows: Sequence[Row], png: Path | None = None, before: Sequence[Row] | None = None) -> None:
+    """Print the table, what rows off their target did with their time, why others were not
+    measured, what has changed since the run `before`, and the curves; write the picture."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=180)
-    grid = Table(*HEAD, box=None)
-    for line in table(rows):
-        grid.add_row(*line)
-    console.print(grid)
+    tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = [(HEAD, table(rows))]
+    if before is not None:
+        tables.append((COMPARED, compared(before, rows)))
+    for head, lines in tables:
+        grid = Table(*head, box=None)
+        for line in lines:
+            grid.add_row(*line)
+        console.print(grid)
     for row in rows:
-        if row.why and (row.met is False or row.ours is None):
-            said = "not measured" if row.ours is None else "known cost, not measured in this run"
-            console.print(f"{row.suite}, {row.case}: {said}: {row.why}", soft_wrap=True)
+        if row.ours is None:
+            console.print(f"{row.suite}, {row.case}: not measured: {row.why}", soft_wrap=True)
+        elif row.spent:
+            console.print(f"{row.suite}, {row.case}: {spent(row)}", soft_wrap=True)
     print(in_terminal(rows))
     if png is None:
         return

@@ -28,16 +28,6 @@ from tiers.store import Block
 
 BLOCKS = 64
 
-_SHARED = (
-    "checksum (0.06 to 0.09 s per GB) and some 20 us of Python a block come on top of the socket's "
-    "time; where client and server have no core each to themselves, nothing hides them"
-)
-
-_THREADS = (
-    "its client is C++, eight threads with a connection each, and checks nothing; ours moves the "
-    "bytes of one batch from one thread of Python, which is felt most where blocks are small"
-)
-
 
 class Bench:
     """One batch in memory, and three ways to move it; each has a connection of its own."""
@@ -189,15 +179,15 @@ def _all(scale: Scale, port: int) -> Iterator[Case]:
 def _beside_redis_py(bench: Bench, what: str) -> Iterator[Case]:
     stored, loaded = bench.store_rate(bench.put), bench.load_rate(bench.get, bench.put)
     raw = bench.store_rate(bench.raw.store), bench.load_rate(bench.raw.load, bench.raw.store)
-    yield Case("remote", f"store {what}", "GB/s", stored, raw[0], target=0.85, why=_SHARED)
-    yield Case("remote", f"load {what}", "GB/s", loaded, raw[1], target=0.85, why=_SHARED)
+    yield Case("remote", f"store {what}", "GB/s", stored, raw[0], target=0.85)
+    yield Case("remote", f"load {what}", "GB/s", loaded, raw[1], target=0.85)
     peer = _better(bench.store_rate(bench.peer_set), bench.store_rate(bench.peer_set_pipelined))
-    yield _against(f"store {what}", stored, peer, "redis-py", 1.5, _SHARED)
+    yield _against(f"store {what}", stored, peer, "redis-py", 1.5)
     peer = _better(
         bench.load_rate(bench.peer_get, bench.peer_set),
         bench.load_rate(bench.peer_get_pipelined, bench.peer_set),
     )
-    yield _against(f"load {what}", loaded, peer, "redis-py", 1.5, _SHARED)
+    yield _against(f"load {what}", loaded, peer, "redis-py", 1.5)
 
 
 def _beside_lmcache(bench: Bench, what: str, stack: ExitStack) -> Iterator[Case]:
@@ -209,12 +199,12 @@ def _beside_lmcache(bench: Bench, what: str, stack: ExitStack) -> Iterator[Case]
     stack.callback(other.close)
     ours = bench.store_rate(bench.put), bench.load_rate(bench.get, bench.put)
     theirs = bench.store_rate(other.store), bench.load_rate(other.load, other.store)
-    yield _against(f"store {what}", ours[0], theirs[0], lmcache.NAME, 1.0, _THREADS)
-    yield _against(f"load {what}", ours[1], theirs[1], lmcache.NAME, 1.0, _THREADS)
+    yield _against(f"store {what}", ours[0], theirs[0], lmcache.NAME, 1.0)
+    yield _against(f"load {what}", ours[1], theirs[1], lmcache.NAME, 1.0)
 
 
 def _against(
-    case: str, ours: Measure | None, peer: Measure | None, name: str, target: float, why: str
+    case: str, ours: Measure | None, peer: Measure | None, name: str, target: float, why: str = ""
 ) -> Case:
     return Case(
         "remote",

@@ -7,11 +7,13 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from bench.sampling import Sampler
 
 Measure = Callable[[], float]
 """Runs once and says how fast it was, in the case's unit."""
@@ -30,12 +32,11 @@ class Point:
 class Case:
     """One comparison. `ours`, `limit` and `peer` run in turn, in the same process.
 
-    `ours`: None where this machine lacks what it needs; `why` says what.
+    `ours`: None where it is not measured; `why` says why.
     `unit`: of all three figures; more is better, unless it is one of `LESS_IS_BETTER`.
     `limit`: what the hardware does with the same bytes; `peer`: what a user would take instead.
     `target`: the ratio aimed at, to the limit (`of`: "limit"), to the peer (`of`: "peer"), or the
-    figure itself (`of`: "ours"). `why`: a known cost, which no case measures, that may hold us off.
-    `rounds`: how many are enough, for one that takes long.
+    figure itself (`of`: "ours"). `rounds`: how many are enough, for one that takes long.
     """
 
     suite: str
@@ -59,7 +60,8 @@ LESS_IS_BETTER = ("ms", "us", "us/block", "s", "bytes/block")
 class Row:
     """A case as measured: medians over the rounds, and the spread of ours (max-min over median).
 
-    `met` is None where there is no target, or nothing to hold against it.
+    `met` is None where there is no target, or nothing to hold against it. `spent`: of a row off its
+    target, what part of one more round each kind of work took, the largest first (see `Sampler`).
     """
 
     suite: str
@@ -77,11 +79,12 @@ class Row:
     met: bool | None
     why: str
     point: Point | None = None
+    spent: Mapping[str, float] = field(default_factory=dict)
 
 
 def measure(case: Case, rounds: int) -> Row:
     """Run the case's parts in turn, `rounds` times after one unmeasured; ratios are of medians.
-    No rounds: once, and that is measured.
+    No rounds: once, and that is measured. A round more shows what a row off its target does.
 
     A ratio is how much better we are: ours over theirs, or theirs over ours where less is better.
     """
@@ -96,6 +99,7 @@ def measure(case: Case, rounds: int) -> Row:
     middle = {name: statistics.median(values) for name, values in figures.items() if values}
     ours = middle.get("ours")
     ratios = {name: _ratio(case.unit, ours, middle.get(name)) for name in ("limit", "peer")}
+    met = _met(case, ours, ratios)
     return Row(
         suite=case.suite,
         case=case.case,
@@ -109,10 +113,17 @@ def measure(case: Case, rounds: int) -> Row:
         spread=(max(figures["ours"]) - min(figures["ours"])) / ours if ours else None,
         target=case.target,
         of=case.of,
-        met=_met(case, ours, ratios),
+        met=met,
         why=case.why,
         point=case.point,
+        spent=_spent(case.ours) if case.ours is not None and met is False else {},
     )
+
+
+def _spent(ours: Measure) -> dict[str, float]:
+    with Sampler() as sampler:
+        ours()
+    return sampler.shares()
 
 
 def _ratio(unit: str, ours: float | None, theirs: float | None) -> float | None:
@@ -191,6 +202,39 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         )
         for row in rows
     ]
+
+
+def spent(row: Row) -> str:
+    """What a row off its target did with its time, in words."""
+    parts = [f"{part:.0%} {kind}" for kind, part in row.spent.items() if part >= 0.02]
+    return f"of one round's time {', '.join(parts)}"
+
+
+COMPARED = ("suite", "case", "then", "now", "better by", "of limit or peer, then", "now", "spread")
+
+
+def compared(then: Sequence[Row], now: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Rows that both runs have, as text, under `COMPARED`. The fifth column says how many times as
+    good ours is now; where the machine was faster, the ratios beside it are better evidence."""
+    before = {(row.suite, row.case, row.peer_name): row for row in then}
+    lines: list[tuple[str, ...]] = []
+    for row in now:
+        old = before.get((row.suite, row.case, row.peer_name))
+        if old is None or row.ours is None or old.ours is None:
+            continue
+        lines.append(
+            (
+                row.suite,
+                row.case,
+                f"{number(old.ours)} {row.unit}",
+                f"{number(row.ours)} {row.unit}",
+                times(_ratio(row.unit, row.ours, old.ours)),
+                times(old.of_limit or old.of_peer),
+                times(row.of_limit or row.of_peer),
+                f"{max(old.spread or 0, row.spread or 0):.0%}",
+            )
+        )
+    return lines
 
 
 def number(value: float | None) -> str:

@@ -47,20 +47,6 @@ ON_DISK_ONLY = 20
 FEW = 20
 """Prompts that a median is of."""
 
-WHY_CPU = (
-    "the median, a key and one look into a dict of a million for each block, is 3 ms; what shares "
-    "the processor's caches decides about the rest"
-)
-WHY_DISK = (
-    "each block takes a key, its digest, and a cache line of a table of fingerprints: 0.5 us; "
-    "what shares the processor's caches decides about the rest"
-)
-
-WHY_REMOTE = (
-    "it is a submission and two polls, each a millisecond of sleep after what came before: what "
-    "takes 20 us when it is repeated takes 60 to 150 then"
-)
-
 
 @dataclass(frozen=True)
 class Size:
@@ -253,10 +239,8 @@ def cases(scale: Scale) -> Iterator[Iterator[Case]]:
 
 
 def _cases(size: Size, world: World, remote: Remote) -> Iterator[Case]:
-    def one(
-        case: str, unit: str, ours: Measure, target: float | None = None, why: str = ""
-    ) -> Case:
-        return Case("scheduler", case, unit, ours, target=target, of="ours", why=why)
+    def one(case: str, unit: str, ours: Measure, target: float | None = None) -> Case:
+        return Case("scheduler", case, unit, ours, target=target, of="ours")
 
     prompt = f"{size.blocks} blocks"
     resident = f"{size.blocks * size.prompts:,} resident"
@@ -265,7 +249,6 @@ def _cases(size: Size, world: World, remote: Remote) -> Iterator[Case]:
         "ms",
         lambda: p99(world.in_cpu(size.asked)["decide"]),
         5.0,
-        WHY_CPU,
     )
     yield one(
         f"decide {prompt}, in cpu, {resident}: median",
@@ -278,10 +261,9 @@ def _cases(size: Size, world: World, remote: Remote) -> Iterator[Case]:
         "ms",
         lambda: p99(world.on_disk()["decide"]),
         5.0,
-        WHY_DISK,
     )
     yield one(f"decide {prompt}, nowhere: p99", "ms", lambda: p99(world.nowhere()["decide"]), 5.0)
-    yield one(f"look {prompt} up remotely: begin and poll", "us", remote.ask, 200.0, WHY_REMOTE)
+    yield one(f"look {prompt} up remotely: begin and poll", "us", remote.ask, 200.0)
     for name, call in (("alloc", "update_state_after_alloc"), ("meta", "build_connector_meta")):
         yield one(
             f"{call}, {prompt} in cpu: median",

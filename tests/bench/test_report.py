@@ -5,7 +5,18 @@ from __future__ import annotations
 from itertools import count
 from pathlib import Path
 
-from bench.report import HEAD, Case, Point, measure, read_json, table, write_json
+from bench.report import (
+    COMPARED,
+    HEAD,
+    Case,
+    Point,
+    Row,
+    compared,
+    measure,
+    read_json,
+    table,
+    write_json,
+)
 
 
 def test_ratios_say_how_much_better_we_are() -> None:
@@ -44,3 +55,13 @@ def test_a_written_result_reads_back(tmp_path: Path) -> None:
     machine, rows = read_json(tmp_path / "out.json")
     assert rows == [row]
     assert machine["cores"] > 0
+
+
+def test_two_runs_are_shown_side_by_side() -> None:
+    def run(ours: float, limit: float, *more: str) -> list[Row]:
+        cases = [Case("s", name, "ms", lambda: ours, lambda: limit) for name in ("both", *more)]
+        return [measure(case, 1) for case in cases]
+
+    (line,) = compared(run(4.0, 2.0, "gone"), run(2.0, 3.0, "new"))
+    assert len(line) == len(COMPARED)
+    assert line == ("s", "both", "4 ms", "2 ms", "2.00", "0.50", "1.50", "0%")

@@ -1,4 +1,4 @@
-"""`kvtiers bench tiers`: a profile that replays can read."""
+"""`kvtiers bench tiers`: a profile that replays can read; and what bench refuses."""
 
 from __future__ import annotations
 
@@ -44,3 +44,13 @@ def test_a_tier_that_cannot_be_measured_is_said(
     ran = kvtiers("bench", "tiers", "--spec", chain, "--save", profile, *facts)
     assert ran.status == 1 and "tier redis" in ran.err
     assert not profile.exists()
+
+
+def test_a_result_that_is_none_is_refused_before_anything_is_measured(
+    kvtiers: Callable[..., Ran], tmp_path: Path
+) -> None:
+    (tmp_path / "out.json").write_text('{"rows": 3}')
+    for name in ("absent.json", "out.json"):
+        ran = kvtiers("bench", "cpu", "--compare", tmp_path / name)
+        assert (ran.status, ran.out) == (2, "")
+        assert str(tmp_path / name) in ran.err and "kvtiers bench --json" in ran.err

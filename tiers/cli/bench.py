@@ -14,6 +14,9 @@ Suites = Annotated[
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
 Plot = Annotated[Path | None, typer.Option(help="Write a picture of the curves to this PNG file.")]
+Compare = Annotated[
+    Path | None, typer.Option(help="Show the rows beside those of this file, of an earlier --json.")
+]
 Folder = Annotated[
     Path | None, typer.Option(help="Measure disks here; by default a temporary folder.")
 ]
@@ -40,6 +43,7 @@ def bench(
     suites: Suites,
     json_file: JsonFile = None,
     plot: Plot = None,
+    compare: Compare = None,
     folder: Folder = None,
     rounds: Rounds = 5,
     smoke: Smoke = False,
@@ -66,13 +70,21 @@ def bench(
         }
         bench_tiers(spec, save, block_tokens, facts)
         return
-    _run(suites, json_file, plot, folder, {"rounds": rounds, "smoke": smoke, "blocks": blocks})
+    _run(
+        suites,
+        json_file,
+        plot,
+        compare,
+        folder,
+        {"rounds": rounds, "smoke": smoke, "blocks": blocks},
+    )
 
 
 def _run(
     suites: list[str],
     json_file: Path | None,
     plot: Path | None,
+    compare: Path | None,
     folder: Path | None,
     scale: dict[str, Any],
 ) -> None:
@@ -85,7 +97,7 @@ def _run(
         raise refused(f"there is no bench/ beside {checkout / 'tiers'}: run from a checkout")
     # bench/ is no part of the wheel, so the installed command finds it by its checkout's path.
     sys.path.insert(0, str(checkout))
-    from bench import main
+    from bench import main, report
 
     wanted = list(main.SUITES) if suites == ["all"] else list(dict.fromkeys(suites))
     unknown = [name for name in wanted if name not in main.SUITES]
@@ -93,7 +105,11 @@ def _run(
         raise refused(f"no suite {', '.join(unknown)}; there are all, {', '.join(main.SUITES)}")
     if plot is not None and find_spec("matplotlib") is None:
         raise refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
+    try:
+        before = None if compare is None else report.read_json(compare)[1]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise refused(f"--compare {compare}: no result of kvtiers bench --json: {error}") from error
     with TemporaryDirectory(prefix="kvtiers-bench-", dir=folder) as made:
         whole = main.Scale(folder=Path(made), **scale)
         rows = main.run(wanted, whole, lambda line: typer.echo(line, err=True), json_file)
-    main.show(rows, plot)
+    main.show(rows, plot, before)
