@@ -25,8 +25,8 @@ How long anything waits: [decision 16](decisions/0016-waiting-for-tiers.md).
 
 What none of this covers:
 
-- A bit that flips in host memory between the copy off the device and the store is stored under a
-  right checksum. Use memory that corrects errors.
+- Under vLLM's own `OffloadingConnector` a bit that flips in host memory between the copy off the
+  device and the store is stored under a right checksum. Use memory that corrects errors.
 - The first sentinel to answer is believed. One that was cut off names an old master; what is stored
   there is lost with it, and found again by nobody.
 - Which KV a draft model (EAGLE, MTP) has for a block's last position depends on the next token.

@@ -14,12 +14,12 @@ import redis as redis_client
 from spec.encryption import KEY_BYTES
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.servers import RedisServer
-from tiers.block import HEADER_BYTES
+from tiers.block import HEADER_BYTES, digest
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierError
 from tiers.remote.spec import RedisSpec
-from tiers.store import Block, TierStore, Usage
-from tiers.testing import GivenSpec, MemoryStore, StoreContract
+from tiers.store import Block, GatheredBlock, TierStore, Usage
+from tiers.testing import GivenSpec, Memory, MemoryStore, StoreContract, make_key
 from tiers.wrappers.encryption import Cipher, EncryptedStore, encrypted_bytes
 from tiers.wrappers.guard import Guarded
 
@@ -31,6 +31,19 @@ class OneProcess:
         raise SkipTest(f"the class that {type(self).__name__} inherits from tries it")
 
 
+class KnowsChecksums(StoreContract):
+    """A store that keeps a payload's checksum where it is known."""
+
+    def test_what_changed_behind_its_checksum_is_a_miss(self) -> None:
+        keys = [make_key() for _ in range(2)]
+        memory = Memory(keys, self.payload_bytes).fill()
+        blocks = [GatheredBlock(*block, digest(block.payload)) for block in memory.blocks]
+        blocks[0].payload[-1] ^= 1
+        with self.opened() as store:
+            assert list(store.put(blocks))[1]
+            assert self.hits(store, keys) == [False, True]
+
+
 class TestMemory(StoreContract):
     shared = False
     persistent = False
@@ -40,7 +53,7 @@ class TestMemory(StoreContract):
         return MemoryStore()
 
 
-class TestRedis(StoreContract):
+class TestRedis(KnowsChecksums):
     shared = True
     persistent = True
     verifies = True
@@ -87,7 +100,7 @@ class TestGuardedRedis(OneProcess, TestRedis):
         return Guarded(super().open_store(payload_bytes), "redis")
 
 
-class TestDisk(StoreContract):
+class TestDisk(KnowsChecksums):
     shared = True
     persistent = True
     verifies = True

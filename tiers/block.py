@@ -56,8 +56,20 @@ def namespace(facts: Mapping[str, str], rank: int, world_size: int) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=NAMESPACE_BYTES).digest()
 
 
-def pack_header(key: bytes, payload_bytes: int, stored: Buffer, codec: int = 0) -> bytes:
-    """Make the header of a record whose stored bytes are `stored`."""
+def digest(data: Buffer) -> bytes:
+    """The checksum of these bytes."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def pack_header(
+    key: bytes,
+    payload_bytes: int,
+    stored: Buffer,
+    codec: int = 0,
+    checksum: bytes | None = None,
+) -> bytes:
+    """Make the header of a record whose stored bytes are `stored`. `checksum`: theirs, where it is
+    known already."""
     if not NAMESPACE_BYTES < len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"key of {len(key)} bytes; {NAMESPACE_BYTES + 1}..{MAX_KEY_BYTES} fit")
     fields = _FIELDS.pack(
@@ -69,7 +81,7 @@ def pack_header(key: bytes, payload_bytes: int, stored: Buffer, codec: int = 0) 
         0,
         payload_bytes,
         len(stored),
-        xxhash.xxh3_128_digest(stored),
+        checksum or digest(stored),
         key[:NAMESPACE_BYTES],
         key[NAMESPACE_BYTES:],
     )
@@ -117,5 +129,5 @@ def verify(header: Header, stored: Buffer, checksum: bytes | None = None) -> Non
     """
     if len(stored) != header.stored_bytes:
         raise RecordError(f"{len(stored)} stored bytes, {header.stored_bytes} expected")
-    if (checksum or xxhash.xxh3_128_digest(stored)) != header.checksum:
+    if (checksum or digest(stored)) != header.checksum:
         raise RecordError("payload checksum differs")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
+from tiers.block import digest
 from tiers.errors import TierError
 
 Capability = TypeVar("Capability")
@@ -25,6 +26,27 @@ class Block(NamedTuple):
 
     key: bytes
     payload: memoryview
+
+    @property
+    def checksum(self) -> bytes | None:
+        """The `digest` of the payload as it left the engine, where that is known. A record under it
+        shows what has changed since, and costs no second pass."""
+        return None
+
+    def has_changed(self) -> bool:
+        """Whether the payload is known to be another than it was when it left the engine."""
+        return self.checksum is not None and self.checksum != digest(self.payload)
+
+
+class GatheredBlock(Block):
+    """A block to put, with its checksum."""
+
+    checksum: bytes | None = None
+
+    def __new__(cls, key: bytes, payload: memoryview, checksum: bytes | None) -> GatheredBlock:
+        self = super().__new__(cls, key, payload)
+        self.checksum = checksum
+        return self
 
 
 class TierStore(Protocol):

@@ -225,7 +225,7 @@ class DiskStore:
 
 
 def _write(folder: OpenFolder, block: Block, slot: Slot) -> Entry | OSError:
-    header = pack_header(block.key, len(block.payload), block.payload)
+    header = pack_header(block.key, len(block.payload), block.payload, checksum=block.checksum)
     try:
         folder.slabs[slot.size].write(slot.number, header, block.payload)
     except OSError as error:

@@ -126,7 +126,12 @@ class RedisStore:
 
     def _record(self, block: Block) -> Record:
         codec, stored = self._encoder.encode(block.payload)
-        return Record(pack_header(block.key, self._payload_bytes, stored, codec), stored)
+        # Under the payload's checksum other bytes are never served: of a payload that has changed
+        # they must not be.
+        known = codec == CODECS["none"] or block.has_changed()
+        checksum = block.checksum if known else None
+        header = pack_header(block.key, self._payload_bytes, stored, codec, checksum)
+        return Record(header, stored)
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [self._prefix + key for key in keys]

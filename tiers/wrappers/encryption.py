@@ -112,6 +112,8 @@ class EncryptedStore(StagedStore):
     def _pack(self, block: Block, form: memoryview) -> Block:
         cipher = self._ciphers[0]
         cipher.encrypt(block, form)
+        if block.has_changed():
+            form[:NONCE_BYTES] = bytes(NONCE_BYTES)  # it must not decrypt
         return Block(cipher.name(block.key), form)
 
     def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:

@@ -32,7 +32,7 @@ class VerifiedStore(StagedStore):
 
     def _pack(self, block: Block, form: memoryview) -> Block:
         size = len(block.payload)
-        form[:HEADER_BYTES] = pack_header(block.key, size, block.payload)
+        form[:HEADER_BYTES] = pack_header(block.key, size, block.payload, checksum=block.checksum)
         form[HEADER_BYTES : HEADER_BYTES + size] = block.payload
         form[HEADER_BYTES + size :] = bytes(len(form) - HEADER_BYTES - size)
         return Block(block.key, form)

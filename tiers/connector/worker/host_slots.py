@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-import xxhash
 
 from spec.fields import format_size
-from tiers.block import namespace
+from tiers.block import digest, namespace
 from tiers.connector.contract.copier import Copier, Copy, OpenCopier
 from tiers.connector.contract.engine import MOMENT, EngineInfo
 from tiers.connector.contract.messages import StoreItem, WorkerHandshake
 from tiers.connector.contract.pool_size import PoolSize
+from tiers.connector.worker.checksums import Checksums
 from tiers.errors import TierUnusable
 from tiers.host.memory import SlotMemory, slot_stride
 from tiers.host.prefault import Prefault
@@ -56,7 +56,7 @@ class HostSlots:
         self._prefault: Prefault | None = None
         self._holds: dict[int, bytes] = {}
         self._gathers: dict[int, Copy] = {}
-        self._checksums: dict[int, bytes] = {}
+        self._checksums: Checksums | None = None
         self._namespace: bytes | None = None
         self._began: float | None = None
 
@@ -71,6 +71,11 @@ class HostSlots:
         rows = memory.rows
         if len(rows) and not self._copier.pin:  # what is pinned is there already
             self._prefault = Prefault(rows.data_ptr(), rows.nbytes)
+
+    def keep_checksums(self) -> None:
+        """From now on compute a checksum of each block that is gathered. Called before the first
+        gather, by each tier that asks for them."""
+        self._checksums = self._checksums or Checksums(lambda slot: self.memory.payload(slot))
 
     def _allocate(self, pin: bool) -> SlotMemory:
         """Allocate the slots, or fewer if memory is short; the handshake tells the shortage."""
@@ -190,11 +195,12 @@ class HostSlots:
             self._prefault.used((max(slots) + 1) * self.memory.rows.stride(0))
         for item in fresh:
             self._holds.pop(item.slot, None)
-            self._checksums.pop(item.slot, None)
         copy = self.copier.gather(blocks, self.memory.rows, slots)
         for item in fresh:
             self._gathers[item.slot] = copy
             self._holds[item.slot] = item.key
+        if self._checksums is not None:
+            self._checksums.begin(slots, copy)
         return copy
 
     def wait_and_verify(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
@@ -210,21 +216,22 @@ class HostSlots:
                 self._gathers.pop(slot, None)
         return [self._holds.get(s) == k for s, k in zip(slots, keys, strict=True)]
 
-    def record_checksums(self, slots: Sequence[int]) -> None:
-        """Record the checksums of these slots, whose gathers have ended."""
-        for slot in slots:
-            if slot not in self._checksums:
-                self._checksums[slot] = xxhash.xxh3_128_digest(self.memory.payload(slot))
+    def checksums(self, slots: Sequence[int]) -> list[bytes | None]:
+        """The checksums that the blocks of these slots had when they were gathered; waits for
+        them."""
+        return [None] * len(slots) if self._checksums is None else self._checksums.of(slots)
 
     def is_intact(self, slot: int) -> bool:
-        """Whether the slot has a recorded checksum, and its bytes still match."""
-        return self._checksums.get(slot) == xxhash.xxh3_128_digest(self.memory.payload(slot))
+        """Whether the slot has a checksum, and its bytes still match."""
+        return self.checksums([slot]) == [digest(self.memory.payload(slot))]
 
     def close(self) -> None:
         """Release memory and threads once the last tier of the chain closes."""
         self._users -= 1
         if self._users == 0 and self._copier is not None:
             self._copier.close()
+            if self._checksums is not None:
+                self._checksums.close()
             if self._prefault is not None:
                 self._prefault.close()
             self.memory.close()

@@ -8,7 +8,7 @@ from tiers.concurrency.rate_limit import RateLimit
 from tiers.connector.contract.generation import space_of
 from tiers.connector.contract.messages import StoreItem, StoreJob
 from tiers.connector.worker.host_slots import HostSlots
-from tiers.store import Block, batch_blocks
+from tiers.store import GatheredBlock, batch_blocks
 from tiers.wrappers.guard import Guarded
 
 
@@ -41,6 +41,7 @@ class Puts:
                 had = store.has(names)
                 known.update(item.key for item, was in zip(part, had, strict=True) if was)
             self._rate_limit.take(len(part) * size)
-            payloads = (memory.payload(item.slot) for item in part)
-            stored += store.put([*map(Block, names, payloads)])
+            slots = [item.slot for item in part]
+            payloads = map(memory.payload, slots)
+            stored += store.put([*map(GatheredBlock, names, payloads, self._host.checksums(slots))])
         return stored, known

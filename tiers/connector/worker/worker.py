@@ -78,6 +78,8 @@ class OffloadingWorker(WorkerConnector):
         )
         load_rate = RateLimit(spec.load_rate if spec else None, host.engine.world_size)
         self._loading = Loading(name, host, load_rate, self._verify)
+        if self._verify or spec is not None:
+            host.keep_checksums()
         writers = 1 if host.engine.replicated else host.engine.world_size
         self._rate_limit = RateLimit(spec.store_rate if spec else None, writers)
         self._puts = Puts(host, self._rate_limit)
@@ -196,8 +198,6 @@ class OffloadingWorker(WorkerConnector):
         known: set[bytes] = set()
         held = self._host.wait_and_verify(slots, [item.key for item in job.items])
         good = [i for i, ok in enumerate(held) if ok]
-        if self._verify:
-            self._host.record_checksums([slots[i] for i in good])
         if self._spec is not None and is_ours:
             # The gather is shared with other tiers; only those of host memory have no more to do.
             began = self._host.now()

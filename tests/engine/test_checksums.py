@@ -1,0 +1,77 @@
+"""A block is checksummed once, behind its gather, and what changes it after that is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured
+from tiers.engine.replay import ReplayEngine, answer
+from tiers.store import Block
+
+PROMPT = list(range(100, 141))
+LOADED, STORED = 10, 11
+"""Blocks of the prompt, and with the answer."""
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a bit flips in host memory between the gather and the write",
+    outcome="a miss; the block is computed anew",
+)
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_bit_that_flips_before_the_write_is_a_miss(
+    engine: Callable[..., ReplayEngine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    encrypted: bool,
+) -> None:
+    more: dict[str, Any] = {}
+    if encrypted:
+        (tmp_path / "keys").write_text("ab" * 32)
+        more["encryption"] = {"key_file": str(tmp_path / "keys")}
+    made = engine(chain_of(disk(tmp_path / "disk", **more)), prefix_caching=False)
+    worker: Any = made.workers[0]
+    store = worker.connector.children[0]._store
+    original = type(store).put
+
+    def put(self: Any, blocks: Sequence[Block]) -> list[bool]:
+        for block in blocks:
+            block.payload[7] ^= 0x40
+        answers: list[bool] = original(self, blocks)
+        return answers
+
+    right = answer(MODEL, PROMPT, 4, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "put", put)
+        assert made.generate(PROMPT, 4).output == right
+        made.settle()
+    assert made.generate(PROMPT, 4).output == right
+    assert measured(made, "damaged_blocks", "disk") == LOADED
+    assert measured(made, "loaded_tokens", "disk") == 0
+
+
+def test_one_checksum_serves_all_tiers(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    original = xxhash.xxh3_128_digest
+
+    def digest(data: Any) -> bytes:
+        lengths.append(len(data))
+        return original(data)
+
+    tiers = [disk(tmp_path / name, name=name) for name in ("near", "far")]
+    made = engine(chain_of(cpu(verify="always"), *tiers), prefix_caching=False)
+    worker: Any = made.workers[0]
+    size = worker.connector.children[0]._host.payload_bytes
+    monkeypatch.setattr(xxhash, "xxh3_128_digest", digest)
+    made.generate(PROMPT, 4)
+    made.settle()
+    assert measured(made, "stored_blocks", "near") == STORED
+    assert measured(made, "stored_blocks", "far") == STORED
+    assert lengths.count(size) == STORED
