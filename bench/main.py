@@ -32,6 +32,7 @@ SUITES = (
     "disk",
     "e2e",
     "remote",
+    "lookups",
 )
 
 

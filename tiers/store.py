@@ -55,12 +55,13 @@ class TierStore(Protocol):
     Processes: the scheduler's process and each worker open the store, and all see the same blocks.
 
     Threads: calls overlap, of one verb and of several. In a worker one thread calls `put` and two
-    call `get`; in the scheduler's process one thread calls `has`, and one `drop` and `clear`. The
+    call `get`; in the scheduler's process four threads call `has`, and one `drop` and `clear`. The
     scheduler's own thread calls `peek` and `touch` if the spec says `is_prompt`.
 
     Batches: `put` and `get` are given 64 blocks and 32 MiB at most (`batch_blocks`), one block at
-    least; `has`, `peek` and `touch` the keys of a whole prompt, thousands; `drop` 256 keys of each
-    rank. A verb that takes longer than the spec's `deadline` (10 s) counts as failed, but goes on.
+    least; `has`, `peek` and `touch` the keys of a whole prompt, thousands of each rank; `drop` 256
+    keys of each rank. A verb that takes longer than the spec's `deadline` (10 s) counts as failed,
+    but goes on.
 
     Answers: a list with exactly one bool for each key or block, in order.
 

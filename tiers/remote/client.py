@@ -14,7 +14,7 @@ from tiers.remote import pipeline
 from tiers.remote.cluster import Cluster
 from tiers.remote.pipeline import GetRequest, OnValue, Record
 from tiers.remote.pools import ConnectionSettings, reason
-from tiers.remote.resp import ServerError, command, read_integer
+from tiers.remote.resp import ServerError, each_command, read_flags
 from tiers.remote.stream import Deadline, Stream
 from tiers.remote.topology import FAILURES, Kind, OneServer, Operation, Sentinels, Topology
 from tiers.remote.window import Window
@@ -52,18 +52,18 @@ class RedisClient:
 
     def exists(self, names: Sequence[bytes], deadline: Deadline) -> list[bool]:
         """Say for each name whether it has a value, in one round trip."""
-        return self._ask(names, "reads", lambda name: command(b"EXISTS", name), deadline)
+        return self._ask(names, "reads", deadline, b"EXISTS")
 
     def refresh(self, names: Sequence[bytes], deadline: Deadline) -> list[bool]:
         """As `exists`; the ttl of each value that exists starts anew."""
         ttl = self._ttl_ms
         if ttl is None:
             return self.exists(names, deadline)
-        return self._ask(names, "writes", lambda name: command(b"PEXPIRE", name, ttl), deadline)
+        return self._ask(names, "writes", deadline, b"PEXPIRE", ttl)
 
     def delete(self, names: Sequence[bytes], deadline: Deadline) -> None:
         """Delete these names; the server frees their memory in the background."""
-        self._ask(names, "writes", lambda name: command(b"UNLINK", name), deadline)
+        self._ask(names, "writes", deadline, b"UNLINK")
 
     def store(
         self, names: Sequence[bytes], record: Callable[[int], Record], deadline: Deadline
@@ -98,18 +98,23 @@ class RedisClient:
         self._topology.close()
 
     def _ask(
-        self, names: Sequence[bytes], kind: Kind, make: Callable[[bytes], bytes], deadline: Deadline
+        self, names: Sequence[bytes], kind: Kind, deadline: Deadline, verb: bytes, *after: bytes
     ) -> list[bool]:
+        """Send `verb name *after` for each name; whether each was answered by more than 0."""
         answers = [False] * len(names)
 
         def operation(stream: Stream, positions: list[int]) -> None:
-            commands = b"".join(make(names[position]) for position in positions)
+            commands = each_command(verb, [names[position] for position in positions], *after)
             began = time.monotonic()
             stream.send([commands])
-            answers[positions[0]] = _answer(stream)
-            self._window.answered(time.monotonic() - began)
-            for position in positions[1:]:
-                answers[position] = _answer(stream)
+            done = 0
+            while done < len(positions):
+                some = _answers(stream, len(positions) - done)
+                if not done:
+                    self._window.answered(time.monotonic() - began)
+                for position, answer in zip(positions[done:], some, strict=False):
+                    answers[position] = answer
+                done += len(some)
 
         self._dispatch(names, kind, operation, deadline)
         return answers
@@ -133,10 +138,11 @@ def _topology(settings: ConnectionSettings, timeout: float) -> Topology:
     return OneServer(settings) if service is None else Sentinels(settings, service)
 
 
-def _answer(stream: Stream) -> bool:
+def _answers(stream: Stream, most: int) -> list[bool]:
+    """Read as many answers as were received, one at least and `most` at most."""
     try:
-        return bool(read_integer(stream))
+        return read_flags(stream, most)
     except ServerError as error:
         if error.code != "ASK":  # a name that left a slot which is moving counts as absent
             raise
-        return False
+        return [False]

@@ -5,6 +5,9 @@ Version 2 needs no greeting and works with every server; nothing of version 3 is
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from tiers.errors import KVTiersError
 from tiers.remote.stream import AHEAD_BYTES, Stream, StreamError
 
@@ -14,6 +17,9 @@ Reply = bytes | int | list["Reply"] | None
 _MOST_TEXT = 64 << 10
 _MOST_ITEMS = 1 << 16
 _DEEPEST = 6
+_FLAGS = re.compile(rb"(?::[01]\r\n)*+")
+_FLAG_BYTES = len(b":1\r\n")
+_ONE = ord("1")
 
 
 class ServerError(KVTiersError):
@@ -27,6 +33,16 @@ class ServerError(KVTiersError):
 def command(*words: bytes) -> bytes:
     """Encode a command: an array of bulk strings."""
     return array_header(len(words)) + b"".join(map(bulk, words))
+
+
+def each_command(verb: bytes, names: Sequence[bytes], *after: bytes) -> bytes:
+    """Encode a command for each name: the verb, the name, and what comes after it. Names of one
+    length, as a prompt's are, cost a tenth of `command` each."""
+    if len({*map(len, names)}) > 1:
+        return b"".join(command(verb, name, *after) for name in names)
+    head = array_header(2 + len(after)) + bulk(verb) + bulk_header(len(names[0]))
+    tail = b"\r\n" + b"".join(map(bulk, after))
+    return head + (tail + head).join(names) + tail
 
 
 def array_header(words: int) -> bytes:
@@ -52,6 +68,18 @@ def read_status(stream: Stream) -> None:
 def read_integer(stream: Stream) -> int:
     """Read an integer. Raises ServerError."""
     return _number(_read(stream, b":", AHEAD_BYTES))
+
+
+def read_flags(stream: Stream, most: int) -> list[bool]:
+    """Read integers, one at least and `most` at most, as many as were received: whether each is
+    more than 0. Raises ServerError."""
+    seen = stream.peek()
+    plain = _FLAGS.match(seen)
+    size = min(plain.end() if plain else 0, most * _FLAG_BYTES)
+    if not size:
+        return [read_integer(stream) > 0]
+    stream.skip(size)
+    return [flag == _ONE for flag in seen[1:size:_FLAG_BYTES]]
 
 
 def read_length(stream: Stream, ahead: int) -> int:

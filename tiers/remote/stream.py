@@ -106,6 +106,12 @@ class Stream:
         self._start = end + 2
         return line
 
+    def peek(self) -> bytes:
+        """What was received and not read; if there is nothing, the next that arrives."""
+        if self.is_drained:
+            self._look_ahead(AHEAD_BYTES)
+        return bytes(self._view[self._start : self._end])
+
     def take(self, count: int) -> bytes:
         """Read the next `count` bytes, AHEAD_BYTES at most; receives none beyond them."""
         while (have := self._end - self._start) < count:

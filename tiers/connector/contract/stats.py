@@ -10,6 +10,8 @@ Measures = dict[str, float | list[float]]
 
 COUNTERS = {
     "lookups": "Requests that looked the tier up, each counted once, when it begins to run.",
+    "lookup_timeouts": "Requests whose first lookup was given up: the tier hangs, or is asked more "
+    "than it can answer.",
     "hits": "Requests that looked the tier up and loaded at least one block from it.",
     "hit_tokens": "Tokens that hits were to load; the sum over all tiers is the engine's external "
     "hits.",

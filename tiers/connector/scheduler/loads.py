@@ -50,6 +50,8 @@ class TierLoads:
         if not own.answered:
             own.answered = True
             self._context.count(lookup_seconds=[time.perf_counter() - since])
+            if own.lookup.is_unanswered:
+                self._context.count(lookup_timeouts=1)
         levels = requests.groups.coverage(parts)
         return [*levels, *[MISSING] * (len(blocks) - len(asked))] if asked != blocks else levels
 

@@ -189,6 +189,7 @@ class OffloadingScheduler(SchedulerConnector):
     def _begins(self, state: RequestState, blocks: int) -> None:
         own = self._context.own(state)
         own.asked = None
+        own.lookup.cancel()
         self._loads.count(own, blocks)
 
     def on_new_request(self, request: Request) -> None:

@@ -6,14 +6,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from operator import and_
 
-from tiers.concurrency.executors import io_executor
 from tiers.connector.contract.generation import Generation, space_of
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
 from tiers.connector.scheduler.answers import Changes
 from tiers.connector.scheduler.clearing import Clearing
-from tiers.connector.scheduler.lookups import Asked, Lookup
+from tiers.connector.scheduler.lookups import Asked, Lookup, LookupQueue
 from tiers.connector.scheduler.manager import DOWN, TierManager
 from tiers.connector.scheduler.recent_keys import RecentKeys
 from tiers.connector.scheduler.unfound import UnfoundKeys
@@ -52,7 +52,6 @@ class StoreManager(TierManager):
     ) -> None:
         """`generation`: of the keys that it is given. `lookup_deadline`: seconds after which a
         lookup under way counts as a miss."""
-        self._lookup_deadline = lookup_deadline
         self._store = store
         self._clearing = Clearing(store, namespaces)
         self._namespaces = namespaces
@@ -65,7 +64,7 @@ class StoreManager(TierManager):
         self._found_touch: Touch | None = None
         name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
         self._unfound = UnfoundKeys(name)
-        self._thread = io_executor(1, "lookup")
+        self._queue = LookupQueue(lookup_deadline, clock)
 
     @property
     def _index(self) -> LocalIndex | None:
@@ -86,10 +85,17 @@ class StoreManager(TierManager):
             return lookup.answers.take(
                 asked, self._changes, lambda some: self._look(peek, keys[some.start : some.stop])
             )
-        first, answer, since = self._look_up(lookup, keys, asked.start)
-        if not answer.done():
-            is_late = self._clock() >= since + self._lookup_deadline
-            return [False] * len(asked) if is_late else None
+        question = self._look_up(lookup, keys, asked.start)
+        first, answer, _ = question
+        if not answer.done() and not self._queue.gives_up(question):
+            return None
+        is_done = answer.done()
+        if is_done and lookup.until == math.inf:
+            # The lifetime begins when the answer is first read. Otherwise an engine with slow steps
+            # would always find it expired.
+            lookup.until = self._clock() + self.LOOKUP_LIFETIME
+        if not is_done or answer.cancelled():
+            return [False] * len(asked)
         held = answer.result()[asked.start - first : asked.stop - first]
         return held + [False] * (len(asked) - len(held))
 
@@ -120,13 +126,9 @@ class StoreManager(TierManager):
         now = self._clock()
         asked = lookup.asked
         if asked is None or asked.first > first or now > lookup.until:
-            answer = self._thread.submit(self._look, self._store.has, list(keys[first:]))
             lookup.renew()
-            asked = lookup.asked = Asked(first, answer, now)
-        elif asked.answer.done() and lookup.until == math.inf:
-            # The lifetime begins when the answer is first read. Otherwise an engine with slow steps
-            # would always find it expired.
-            lookup.until = now + self.LOOKUP_LIFETIME
+            look = partial(self._look, self._store.has)
+            asked = lookup.asked = self._queue.ask(look, keys, first)
         return asked
 
     def _spaces(self) -> list[bytes]:
@@ -139,10 +141,7 @@ class StoreManager(TierManager):
         to_load: bool = True,
     ) -> list[bool]:
         """Ask which keys the store has of all ranks. `to_load`: notes that none is ever found."""
-        held: list[bool] = []
-        for rank, space in enumerate(self._spaces()):
-            found = has([space + key for key in keys])
-            held = list(map(and_, held, found)) if rank else found
+        held = _everywhere(has, self._spaces(), keys)
         if to_load and self.health().reads_up:
             self._unfound.asked(keys, held)
         return held
@@ -151,9 +150,7 @@ class StoreManager(TierManager):
         """Ask the store, on the caller's thread, which keys it holds that are of no generation;
         None: it can't say now."""
         failed = self._failures()
-        held = [True] * len(keys)
-        for namespace in self._namespaces:
-            held = list(map(and_, held, self._store.has([namespace + key for key in keys])))
+        held = _everywhere(self._store.has, self._namespaces, keys)
         return held if self.health().reads_up and self._failures() == failed else None
 
     def _failures(self) -> int:
@@ -191,7 +188,7 @@ class StoreManager(TierManager):
         elif self._touching is None or self._touching.done():
             # One at a time: what is used while a store takes its time is used again, or matters
             # little.
-            self._touching = self._thread.submit(touch.touch, names)
+            self._touching = self._queue.threads.submit(touch.touch, names)
 
     def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
         if stored:
@@ -240,5 +237,17 @@ class StoreManager(TierManager):
     def close(self) -> None:
         """Close the store, once what nobody can find again is dropped, as far as time allows."""
         self._clearing.close(self._generation.tag)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._queue.threads.shutdown(wait=False, cancel_futures=True)
         self._store.close()
+
+
+def _everywhere(
+    has: Callable[[Sequence[bytes]], list[bool]], spaces: Sequence[bytes], keys: Sequence[bytes]
+) -> list[bool]:
+    """Which keys are held in all these spaces, asked in one call: behind a network each costs a
+    round trip."""
+    found = has([space + key for space in spaces for key in keys])
+    held = found[: len(keys)]
+    for start in range(len(keys), len(found), len(keys) or 1):
+        held = list(map(and_, held, found[start : start + len(keys)]))
+    return held

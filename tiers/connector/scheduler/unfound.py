@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
@@ -11,7 +12,7 @@ logger = logging.getLogger(__name__)
 class UnfoundKeys:
     """Watches the first blocks that the workers stored, until one of them is found.
 
-    Blocks are noted by the scheduler's thread, and lookups by whichever thread they are made on;
+    Blocks are noted by the scheduler's thread, and lookups by whichever threads they are made on;
     a lookup that misses what is just being noted only comes to its conclusion later.
     """
 
@@ -24,6 +25,7 @@ class UnfoundKeys:
         self._tier = tier
         self._stored: dict[bytes, None] | None = {}
         self._missed = 0
+        self._lock = threading.Lock()  # without it two lookups at once could both log it
 
     def stored(self, key: bytes) -> None:
         """The workers have stored a block."""
@@ -49,14 +51,16 @@ class UnfoundKeys:
         if any(answers):
             self._stored = None
             return
-        self._missed += len(answers)
-        if self._missed >= self.MISSED:
+        with self._lock:
+            self._missed += len(answers)
+            if self._missed < self.MISSED or self._stored is None:
+                return
             self._stored = None
-            logger.warning(
-                "tier %s: blocks are stored, and none of the %d asked for since was found. The "
-                "scheduler's process and each worker open the store separately: what one puts the "
-                "others must see, in a file, a server or shared memory. Or its capacity is so "
-                "small that all is evicted before it is asked for",
-                self._tier,
-                self._missed,
-            )
+        logger.warning(
+            "tier %s: blocks are stored, and none of the %d asked for since was found. The "
+            "scheduler's process and each worker open the store separately: what one puts the "
+            "others must see, in a file, a server or shared memory. Or its capacity is so "
+            "small that all is evicted before it is asked for",
+            self._tier,
+            self._missed,
+        )

@@ -18,7 +18,7 @@ def why_nothing(context: TierContext, request: Request) -> str:
         return "down"
     if kept is not None and kept.recompute:
         return "failed_before"
-    if kept is not None and kept.lookup.is_under_way:
+    if kept is not None and kept.lookup.is_unanswered:
         return "late"
     if not own.reads_up:
         return "failed"

@@ -1,0 +1,275 @@
+"""Lookups past what a store can answer: what nobody waits for is never asked, in one call each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from spec.chain import ChainSpec
+from tests.support.clock import Clock, wait_for
+from tests.support.fake_requests import BLOCKS, FakeRequest
+from tiers.connector.chain import open_scheduler
+from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.generation import Generation
+from tiers.connector.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
+from tiers.connector.multi.metadata import MultiWorkerMetadata
+from tiers.connector.multi.scheduler import MultiScheduler
+from tiers.connector.scheduler.lookups import Lookup, LookupQueue
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.store import TierStore
+from tiers.testing import GivenSpec, MemoryStore
+
+SPACE = b"space"
+THREADS = LookupQueue.THREADS
+STANDING, SHORT = LookupQueue.STANDING_SECONDS, LookupQueue.STANDING_WAIT
+
+
+class Hanging(MemoryStore):
+    """Holds everything. Lookups hang until `go` is set; `calls` are those that have begun."""
+
+    peek = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[bytes]] = []
+        self.go = threading.Event()
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        self.calls.append(list(keys))
+        assert self.go.wait(20)
+        return [True] * len(keys)
+
+    def close(self) -> None:
+        self.go.set()
+
+
+class Asking:
+    """A manager over that store, and its clock."""
+
+    def __init__(self, *spaces: bytes) -> None:
+        self.store, self.clock = Hanging(), Clock()
+        self.manager = StoreManager(self.store, spaces or [SPACE], Generation(), self.clock)
+
+    def ask(self, key: bytes) -> Lookup:
+        """Begin to look a key up."""
+        lookup = Lookup()
+        self.manager.prefetch_lookup(lookup, [key])
+        return lookup
+
+    def poll(self, lookup: Lookup, key: bytes) -> bool | None:
+        """Whether the key is held; None: not known yet."""
+        held = self.manager.coverage(lookup, [key], range(1))
+        return None if held is None else held[0]
+
+    def occupy(self) -> None:
+        """Have every thread hang in a lookup."""
+        begun = len(self.store.calls)
+        for number in range(THREADS):
+            self.ask(b"busy %d" % number)
+        wait_for(lambda: len(self.store.calls) == begun + THREADS)
+
+    def answer_all(self) -> None:
+        """Let all go on, until what comes last is answered."""
+        self.store.go.set()
+        last = [self.ask(b"last") for _ in range(THREADS)]
+        wait_for(lambda: all(one.asked is not None and one.asked.answer.done() for one in last))
+
+    @property
+    def asked(self) -> set[bytes]:
+        """Keys that the store was asked for."""
+        return {key.removeprefix(SPACE) for call in list(self.store.calls) for key in call}
+
+
+@pytest.fixture
+def asking() -> Iterator[Asking]:
+    made = Asking()
+    yield made
+    made.manager.close()
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="more lookups a second than the store can answer, and it hangs",
+    outcome="what is waited for in vain is never asked; past capacity each answer still serves",
+)
+def test_what_was_waited_for_in_vain_is_never_asked(asking: Asking) -> None:
+    asking.occupy()
+    waiting = asking.ask(b"waits")
+    assert asking.poll(waiting, b"waits") is None
+    asking.clock.now += 1.0
+    assert asking.poll(waiting, b"waits") is False
+    assert waiting.is_unanswered, "it is no miss of the store's"
+    asking.answer_all()
+    assert b"waits" not in asking.asked
+
+
+def test_what_is_given_up_is_asked_again_when_an_answer_would_be_old(asking: Asking) -> None:
+    asking.occupy()
+    waiting = asking.ask(b"waits")
+    asking.clock.now += 1.0
+    for _ in range(2):
+        assert asking.poll(waiting, b"waits") is False
+    asking.answer_all()
+    assert asking.poll(waiting, b"waits") is False, "an engine that waits for room asks each step"
+    asking.clock.now += StoreManager.LOOKUP_LIFETIME + 0.1
+    asking.poll(waiting, b"waits")
+    wait_for(lambda: asking.poll(waiting, b"waits") is True)
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["begins", "asks anew"])
+def test_what_a_request_needs_no_more_is_never_asked(asking: Asking, begins: bool) -> None:
+    asking.occupy()
+    lookup = asking.ask(b"waits")
+    if begins:
+        lookup.cancel()
+    else:
+        lookup.renew()
+    assert lookup.asked is None, "a request that was preempted asks anew"
+    asking.answer_all()
+    assert b"waits" not in asking.asked
+
+
+def test_an_answer_that_is_there_outlives_the_beginning(asking: Asking) -> None:
+    asking.store.go.set()
+    lookup = asking.ask(b"a")
+    wait_for(lambda: asking.poll(lookup, b"a") is True)
+    lookup.cancel()
+    assert asking.poll(lookup, b"a") is True
+    assert len(asking.store.calls) == 1
+
+
+def open_chain(*stores: TierStore, clock: Clock | None = None) -> MultiScheduler:
+    """The scheduler half of a chain of these stores, the uppermost first."""
+    tiers = tuple(GivenSpec(type=f"tier-{n}").over(store) for n, store in enumerate(stores))
+    spec = ChainSpec(version=1, staging=1 << 20, load_policy="first", tiers=tiers)
+    engine = EngineInfo({}, 16, 16, num_blocks=1)
+    chain = open_scheduler(spec, engine, clock or Clock())
+    said = OffloadingWorkerMetadata(handshakes={0: WorkerHandshake(0, SPACE * 8, 4096)})
+    meta = MultiWorkerMetadata((said,) * len(stores))
+    chain.update_connector_output(SimpleNamespace(kv_connector_worker_meta=meta))
+    return chain
+
+
+def request_of(number: int) -> FakeRequest:
+    """A request of one full block."""
+    return FakeRequest(f"{number}", 17, [bytes([number]) * 32])
+
+
+def test_a_request_that_begins_takes_its_question_back() -> None:
+    below = Hanging()
+    chain = open_chain(MemoryStore(), below)
+    try:
+        requests = [request_of(number) for number in range(THREADS + 8)]
+        for request in requests[:THREADS]:
+            chain.on_new_request(request)
+        wait_for(lambda: len(below.calls) == THREADS)
+        for request in requests[THREADS:]:
+            chain.on_new_request(request)
+        for request in requests:
+            chain.update_state_after_alloc(request, BLOCKS, 0)
+        below.go.set()
+        last = request_of(255)
+        chain.on_new_request(last)
+        wait_for(lambda: chain.get_num_new_matched_tokens(last, 0)[0] is not None)
+    finally:
+        chain.shutdown()
+    assert len(below.calls) == THREADS + 1
+
+
+def test_a_request_that_waited_in_vain_is_counted_once() -> None:
+    store, clock, request = Hanging(), Clock(), request_of(0)
+    chain = open_chain(store, clock=clock)
+    try:
+        chain.on_new_request(request)
+        assert chain.get_num_new_matched_tokens(request, 0) == (None, False)
+        clock.now += 1.0
+        for _ in range(2):
+            assert chain.get_num_new_matched_tokens(request, 0) == (0, False)
+        stats = chain.get_kv_connector_stats()
+    finally:
+        store.go.set()
+        chain.shutdown()
+    assert stats.data["tier-0"]["lookup_timeouts"] == 1
+
+
+def test_ranks_are_asked_for_in_one_call() -> None:
+    asking = Asking(b"rank 0 ", b"rank 1 ", b"rank 2 ")
+    has = asking.store.has
+
+    def without_one(keys: Sequence[bytes]) -> list[bool]:
+        return [held and key != b"rank 1 b" for key, held in zip(keys, has(keys), strict=True)]
+
+    asking.store.has = without_one  # type: ignore[method-assign]
+    asking.store.go.set()
+    try:
+        lookup, keys = Lookup(), [b"a", b"b", b"c"]
+        asking.manager.prefetch_lookup(lookup, keys)
+        wait_for(lambda: asking.manager.coverage(lookup, keys, range(3)) is not None)
+        assert asking.manager.coverage(lookup, keys, range(3)) == [True, False, True]
+        assert asking.manager.holds(keys) == [True, False, True]
+    finally:
+        asking.manager.close()
+    ranks = [b"rank %d " % rank + key for rank in range(3) for key in keys]
+    assert asking.store.calls == [ranks, ranks]
+
+
+def test_what_came_first_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LookupQueue, "THREADS", 1)
+    asking = Asking()
+    try:
+        first = asking.ask(b"0")
+        wait_for(lambda: bool(asking.store.calls))
+        others = [asking.ask(b"%d" % number) for number in range(1, 9)]
+        others[3].cancel()
+        asking.store.go.set()
+        wait_for(lambda: asking.poll(others[-1], b"8") is True)
+        assert asking.poll(first, b"0") is True
+    finally:
+        asking.manager.close()
+    order = [call[0].removeprefix(SPACE) for call in asking.store.calls]
+    assert order == [b"%d" % number for number in (0, 1, 2, 3, 5, 6, 7, 8)]
+
+
+def test_a_burst_waits_and_a_standing_queue_does_not(asking: Asking) -> None:
+    asking.occupy()
+    burst = [asking.ask(b"burst %d" % number) for number in range(3)]
+    asking.clock.now += STANDING - 0.1
+    assert [asking.poll(one, b"") for one in burst] == [None] * 3, "it was empty of late"
+    asking.clock.now += 0.1
+    assert [asking.poll(one, b"") for one in burst] == [False] * 3, "it stands"
+    late = asking.ask(b"late")
+    asking.clock.now += SHORT / 2
+    assert asking.poll(late, b"") is None
+    asking.clock.now += SHORT
+    assert asking.poll(late, b"") is False
+    asking.answer_all()
+    assert not asking.asked & {b"late", *(b"burst %d" % number for number in range(3))}
+
+
+def test_a_queue_that_was_emptied_holds_the_next_burst(asking: Asking) -> None:
+    asking.occupy()
+    asking.clock.now += 2 * STANDING
+    asking.answer_all()
+    asking.store.go.clear()
+    asking.occupy()
+    asking.clock.now += 2 * SHORT
+    waiting = asking.ask(b"waits")
+    asking.clock.now += 2 * SHORT
+    assert asking.poll(waiting, b"waits") is None
+
+
+def test_an_answer_under_way_is_waited_for_in_a_standing_queue(asking: Asking) -> None:
+    asking.occupy()
+    asking.clock.now += 2 * STANDING
+    asking.answer_all()
+    asking.store.go.clear()
+    begun = len(asking.store.calls)
+    under_way = asking.ask(b"begun")
+    wait_for(lambda: len(asking.store.calls) == begun + 1)
+    asking.clock.now += 0.9
+    assert asking.poll(under_way, b"begun") is None
+    asking.store.go.set()
+    wait_for(lambda: asking.poll(under_way, b"begun") is True)
