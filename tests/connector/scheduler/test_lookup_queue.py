@@ -17,6 +17,7 @@ from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.connector.multi.scheduler import MultiScheduler
+from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
 from tiers.connector.scheduler.lookups import Lookup, LookupQueue
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.store import TierStore
@@ -24,7 +25,8 @@ from tiers.testing import GivenSpec, MemoryStore
 
 SPACE = b"space"
 THREADS = LookupQueue.THREADS
-STANDING, SHORT = LookupQueue.STANDING_SECONDS, LookupQueue.STANDING_WAIT
+STANDING = LookupQueue.STANDING_PART * LOOKUP_SECONDS
+SHORT = LookupQueue.STANDING_WAIT
 
 
 class Hanging(MemoryStore):

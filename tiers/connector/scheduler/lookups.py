@@ -68,8 +68,9 @@ class LookupQueue:
     THREADS = 4
     """Questions asked at once. A store behind a network answers as many times more of them as long
     as it is waited for; what is computed for one is the interpreter's, one thread at a time."""
-    STANDING_SECONDS = 0.5
-    """A queue is standing when no thread was free for a question that came in so long."""
+    STANDING_PART = 0.5
+    """A queue is standing when for this part of what a request waits no question found a thread
+    free."""
     STANDING_WAIT = 0.015
     """Seconds for which a question then waits for a thread, until the engine's next step."""
 
@@ -101,7 +102,7 @@ class LookupQueue:
         never is."""
         now = self._clock()
         waited = now - asked.since
-        is_standing = now >= self._free_at + self.STANDING_SECONDS
+        is_standing = now >= self._free_at + self.STANDING_PART * self._patience
         if waited >= (min(self.STANDING_WAIT, self._patience) if is_standing else self._patience):
             asked.answer.cancel()  # without effect on one that a thread has begun
         return asked.answer.cancelled() or waited >= self._patience
