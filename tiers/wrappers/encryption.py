@@ -36,22 +36,24 @@ class Cipher:
 
     def __init__(self, key: bytes) -> None:
         self._name_key = _derive(key, b"kvtiers names")
+        # Copied for each name, which is a third faster than to make it.
+        self._keyed = hashlib.blake2b(key=self._name_key, digest_size=32)
         self._spaces: dict[bytes, bytes] = {}
         self._aead = AESGCM(_derive(key, b"kvtiers blocks"))
 
     def name(self, key: bytes) -> bytes:
         """Return the name of a block in the store."""
-        return self.space(key[:NAMESPACE_BYTES]) + self._digest(key, 32)
+        digest = self._keyed.copy()
+        digest.update(key)
+        return self.space(key[:NAMESPACE_BYTES]) + digest.digest()
 
     def space(self, namespace: bytes) -> bytes:
         """Return what all names of a namespace begin with; an engine has one for each rank."""
         found = self._spaces.get(namespace)
         if found is None:
-            found = self._spaces[namespace] = self._digest(namespace, NAMESPACE_BYTES)
+            digest = hashlib.blake2b(namespace, key=self._name_key, digest_size=NAMESPACE_BYTES)
+            found = self._spaces[namespace] = digest.digest()
         return found
-
-    def _digest(self, data: bytes, size: int) -> bytes:
-        return hashlib.blake2b(data, key=self._name_key, digest_size=size).digest()
 
     def encrypt(self, block: Block, out: memoryview) -> None:
         """Fill `out`, of `encrypted_bytes`, with the encrypted payload."""

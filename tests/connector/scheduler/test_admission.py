@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -70,18 +69,14 @@ def test_a_write_budget_holds_over_days_and_lets_an_hour_s_worth_pass_at_once(
 
 
 def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
-    class Lacking(TierManager):
-        def missing(self, keys: Sequence[bytes]) -> list[bool]:
-            return [True] * len(keys)
-
     health, offers = TierHealth("tier"), Offers([7], [(b"key", 1)])
-    tier = OpenTier(Lacking(), SlotPool(1), block_bytes=1)
+    tier = OpenTier(TierManager(), SlotPool(1), block_bytes=1)
     context = cast(TierContext, SimpleNamespace(open=tier, health=health))
     reservations = StoreReservations(context, rules(clock))
     health.update({0: HEALTHY, 1: HEALTHY._replace(writes=False)})
-    assert reservations.claim(offers) == ({}, {7: "store_dropped_down"})
+    assert reservations.claim(offers, [True]) == ({}, {7: "store_dropped_down"})
     health.update({1: HEALTHY})
-    assert list(reservations.claim(offers).items) == [7]
+    assert list(reservations.claim(offers, [True]).items) == [7]
 
 
 def test_a_tier_may_have_on_its_way_what_it_stores_in_ten_seconds(clock: Clock) -> None:

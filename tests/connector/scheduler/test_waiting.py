@@ -36,10 +36,11 @@ class Index:
 
     def __init__(self) -> None:
         self.names: set[bytes] = set()
-        self.asked = 0
+        self.asked = self.calls = 0
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         self.asked += len(keys)
+        self.calls += 1
         return [key in self.names for key in keys]
 
     peek = has
@@ -232,6 +233,25 @@ def test_a_request_that_begins_is_asked_about_anew() -> None:
     ended = OffloadingWorkerMetadata(jobs={job.job_id: JobResult(RANKS, failed, lost=failed)})
     halves._hear([OffloadingWorkerMetadata(), ended])
     assert halves.ask(waiting)[0] == 0
+
+
+def test_what_a_step_completes_of_all_requests_is_asked_for_at_once() -> None:
+    halves = Halves(cpu_blocks=2 * BLOCKS)
+    halves.store(3, 4)
+    prompts = [Prompt(number, BLOCKS) for number in range(6)]
+    for prompt in prompts:
+        halves.ask(prompt)
+        halves.chain.update_state_after_alloc(prompt, prompt, 0)
+    halves.index.asked = halves.index.calls = 0
+    new = [NewRequest(prompt.request_id, prompt.get_block_ids(), 0) for prompt in prompts]
+    each = {prompt.request_id: 5 * TOKENS for prompt in prompts}
+    orders = halves.chain.build_connector_meta(Step(new, each))
+    assert halves.index.asked == (6 * 5 - 4) * RANKS, "the tier remembers what it has stored"
+    assert halves.index.calls <= RANKS
+    for one in orders.metadata:
+        for prompt, job in zip(prompts, one.reqs_to_store, strict=True):
+            lacks = prompt.block_hashes[4 if prompt is prompts[3] else 0 : 5]
+            assert [item.key[: len(lacks[0])] for item in job.items] == lacks
 
 
 def test_changes_beyond_what_is_kept_are_looked_up() -> None:

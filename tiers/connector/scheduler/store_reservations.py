@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tiers.connector.contract.messages import StoreItem, StoreJob
@@ -36,15 +36,14 @@ class StoreReservations:
         self._keys: set[bytes] = set()
         self._reading: dict[int, int] = {}
 
-    def claim(self, offers: Offers, behind: str | None = None) -> Claimed:
-        """Take slots for those offers of a request that the tier lacks and its rules admit.
+    def claim(self, offers: Offers, lacking: Sequence[bool], behind: str | None = None) -> Claimed:
+        """Take slots for those offers of a request that the tier is `lacking` and its rules admit.
 
         What is behind a block that the tier should have and does not get is refused for the same
         reason, since it could not be loaded. `behind`: that reason, where there is such a block
         before these.
         """
         tier = self._context.open
-        lacking = tier.manager.missing([key for key, _ in offers.pairs])
         items: dict[int, StoreItem] = {}
         refused: dict[int, str] = {}
         if not any(lacking):  # as of most prompts that come again

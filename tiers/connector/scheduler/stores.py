@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from tiers.connector.contract.messages import StoreItem, StoreJob
 from tiers.connector.policy.requests import Scheduled, Step
@@ -17,6 +18,9 @@ from tiers.store import batch_blocks
 
 RETRIES = 256
 """Blocks, of all requests, that a step offers again at most: half a millisecond's work."""
+
+
+NOTHING = Offers((), [])
 
 
 class TierStores:
@@ -36,7 +40,9 @@ class TierStores:
         """The stores that a step begins, and the jobs whose blocks it overwrites."""
         self._retries = RETRIES
         self._intake.look()
-        jobs = [job for one in step.scheduled if (job := self._offer(one)) is not None]
+        new = [self._new(one) for one in step.scheduled]
+        lacking = self._lacking([offers for _, _, offers in new])
+        jobs = [job for one in new if (job := self._offer(*one, lacking)) is not None]
         jobs += self._offer_last(step.overwritten)
         flush = self.reservations.readers(step.overwritten)
         self.reservations.begin(jobs)
@@ -47,22 +53,35 @@ class TierStores:
             return False
         return self._context.tenants.may_keep(tenant_of(own.state.request))
 
-    def _offer(self, scheduled: Scheduled) -> StoreJob | None:
-        """Store what the step completes: full blocks of known tokens that the tier lacks."""
+    def _new(self, scheduled: Scheduled) -> tuple[Scheduled, TierRequest, Offers]:
+        """What the step completes of a request: full blocks of known tokens."""
         own, requests = self._context.own(scheduled.state), self._context.requests
         if scheduled.is_new and not self._context.promote:
             own.offered = scheduled.before // requests.engine.block_tokens
-        if not self._may_store(own):
-            return None
-        again = self._offer_again(own, scheduled)
-        offers = new_offers(requests, own, scheduled)
-        return self._begin(own, again | self._offer_new(own, offers))
+        offers = new_offers(requests, own, scheduled) if self._may_store(own) else NOTHING
+        return scheduled, own, offers
 
-    def _offer_new(self, own: TierRequest, offers: Offers) -> dict[int, StoreItem]:
+    def _lacking(self, offers: Sequence[Offers]) -> Iterator[bool]:
+        """Which of these the tier lacks, one after the other. It is asked once for all requests,
+        and nothing where no block is complete, as in most steps of an answer."""
+        keys = [key for one in offers for key, _ in one.pairs]
+        return iter(self._context.open.manager.missing(keys) if keys else ())
+
+    def _offer(
+        self, scheduled: Scheduled, own: TierRequest, offers: Offers, lacking: Iterator[bool]
+    ) -> StoreJob | None:
+        """Store what the tier lacks of these, the next in `lacking`, or of those before them."""
+        again = self._offer_again(own, scheduled) if own.refused and self._may_store(own) else {}
+        return self._begin(own, again | self._offer_new(own, offers, lacking))
+
+    def _offer_new(
+        self, own: TierRequest, offers: Offers, lacking: Iterator[bool]
+    ) -> dict[int, StoreItem]:
         """Offer blocks for the first time. Those that find no room wait for a later step."""
-        if not offers.pairs:  # most steps of an answer complete no block: ask the tier nothing
+        if not offers.pairs:
             return {}
-        items, refused = self.reservations.claim(offers, own.behind)
+        lacks = [*islice(lacking, len(offers.pairs))]
+        items, refused = self.reservations.claim(offers, lacks, own.behind)
         if items or refused:
             self._intake.offered(len(items), Counter(refused.values()) if refused else {})
         if refused:
@@ -78,12 +97,12 @@ class TierStores:
     def _offer_again(self, own: TierRequest, scheduled: Scheduled) -> dict[int, StoreItem]:
         """Offer what had no room before, head first, while the request runs and has the blocks."""
         waiting = own.refused
-        most = min(self._retries, self.reservations.room()) if waiting else 0
+        most = min(self._retries, self.reservations.room())
         if most <= 0:
             return {}
         offers = offers_again(self._context.requests, own, scheduled, most)
         self._retries -= len(offers.pairs)
-        items, refused = self.reservations.claim(offers, own.cut)
+        items, refused = self.reservations.claim(offers, [*self._lacking([offers])], own.cut)
         over = [number for number in offers.numbers if refused.get(number) not in FOR_ROOM]
         before = {number: waiting.pop(number) for number in over}
         self._give_up(own, [refused[number] for number in over if number in refused])
@@ -99,8 +118,9 @@ class TierStores:
         """
         ended, self._last_offers = self._last_offers, []
         jobs: list[StoreJob | None] = []
-        for own, offers in ended:
-            items = self._offer_new(own, offers.without(overwritten))
+        for own, left in ended:
+            offers = left.without(overwritten)
+            items = self._offer_new(own, offers, self._lacking([offers]))
             self._context.count(**Counter(own.refused.values()))  # there is no later step
             own.order.finished = True
             jobs.append(self._begin(own, items))
