@@ -95,13 +95,13 @@ def _target(row: Row) -> str:
     return f"{bound} {row.target:.3g} {row.unit}"
 
 
-def put_in(text: str, new: str) -> str:
+def put_in(text: str, new: str, begin: str = BEGIN, end: str = END) -> str:
     """A page with this between its markers. Raises ValueError when it lacks them."""
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"there is no {BEGIN} ... {END}")
-    return f"{head}{BEGIN}\n{new}\n{END}{tail}"
+    head, begun, rest = text.partition(begin)
+    _, ended, tail = rest.partition(end)
+    if not begun or not ended:
+        raise ValueError(f"there is no {begin} ... {end}")
+    return f"{head}{begin}\n{new}\n{end}{tail}"
 
 
 def main() -> int:

@@ -1,0 +1,217 @@
+"""Which part of kvtiers saturates first, at how many times a trace's rate.
+
+    python -m bench.scale TRACE [--result bench/results/FILE] [--write]
+
+Counts what a trace asks for in a second, for a model of 8B on one GPU and one of 70B on eight, and
+holds it against what each part was measured to do in a result of `kvtiers bench all`. `--write`
+puts the tables into docs/scale.md. All of the trace goes through one engine that caches nothing
+itself, and every tier holds all that it ever stored: the most that any tier could be asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.report import Row, number, read_json
+from bench.tables import CHECKOUT, newest, put_in
+from tiers.traces.opening import open_trace
+from tiers.traces.trace import TraceRequest
+from tiers.tuning.models import kv_bytes_per_token
+
+PAGE = CHECKOUT / "docs" / "scale.md"
+BEGIN, END = "<!-- made by python -m bench.scale -->", "<!-- /made -->"
+BLOCK_TOKENS = 16
+DECIDED = 8192
+"""Blocks of the prompt in the rows of the suite `scheduler`."""
+HARDWARE = 0.9
+"""A part that does this much of its limit is as fast as the hardware."""
+DISK_BYTES = 30 * 10**12
+HEAD = (
+    "| part | used at the trace's rate | measured | full at | limit |",
+    "|---|---|---|---|---|",
+)
+MODELS = (("8B, TP 1", "llama-3.1-8b", 1), ("70B, TP 8", "llama-3.1-70b", 8))
+
+
+class Traffic(NamedTuple):
+    """What a trace asks for in a second."""
+
+    requests: float
+    asked: float
+    """Prompt tokens."""
+    loaded: float
+    """Prompt tokens, in whole blocks of the trace, that came before."""
+    stored: float
+    """Tokens of new blocks, and of answers."""
+
+    @classmethod
+    def of(cls, trace: Iterable[TraceRequest], block_tokens: int) -> Traffic:
+        """Count them. Raises ValueError for a trace of no duration."""
+        seen: set[int] = set()
+        count = asked = loaded = stored = 0
+        first = last = 0.0
+        for request in trace:
+            first = request.timestamp if not count else first
+            last = max(last, request.timestamp)
+            known = 0
+            while known < len(request.blocks) and request.blocks[known] in seen:
+                known += 1
+            hit = min(known * block_tokens, request.input_length)
+            seen.update(request.blocks)
+            count, asked, loaded = count + 1, asked + request.input_length, loaded + hit
+            stored += request.input_length - hit + request.output_length
+        if last <= first:
+            raise ValueError("a trace of one moment has no rate")
+        seconds = (last - first) / 1000
+        return cls(count / seconds, asked / seconds, loaded / seconds, stored / seconds)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of kvtiers. `used`, `able`: per second, in `unit`. `limit`: what share of the
+    hardware's limit it was measured to reach; None: nothing was measured beside it."""
+
+    name: str
+    used: float
+    able: float
+    unit: str
+    limit: float | None = None
+
+    @property
+    def times(self) -> float:
+        """At how many times the trace's rate it saturates."""
+        return self.able / self.used
+
+
+def parts(traffic: Traffic, model: str, ranks: int, rows: Sequence[Row]) -> Iterator[Part]:
+    """The parts that a model's KV goes through, by what was measured."""
+    found = {(row.suite, row.case): row for row in rows if row.ours is not None}
+    blocks = traffic._replace(
+        **{name: getattr(traffic, name) / BLOCK_TOKENS for name in ("asked", "loaded", "stored")}
+    )
+    yield Part("scheduler: one core", _scheduler(blocks, ranks, found), 1.0, "s")
+    token = kv_bytes_per_token(model)
+    kib = token // ranks * BLOCK_TOKENS >> 10
+    flows = (("store", "gather", traffic.stored), ("load", "scatter", traffic.loaded))
+    for verb, move, tokens in flows:
+        row = found[_named(found, "cpu", f"{move} 64 blocks")]
+        used = tokens * token / ranks / 1e9
+        yield Part(f"{verb}: {move} of one rank", used, _ours(row), "GB/s", row.of_limit)
+    for kind, place, beside in (
+        ("disk", "disk, direct, ", "{}, direct, 64"),
+        ("remote", "redis, ", "{} 64 blocks of 2048 KiB"),
+    ):
+        for verb, _, tokens in flows:
+            row = found[_nearest(found, kind, f"{verb}, {place}blocks of", kib)]
+            limit = found[_named(found, kind, beside.format(verb))].of_limit
+            name = f"{verb}: one {'disk' if kind == 'disk' else 'Redis'}"
+            yield Part(name, tokens * token / 1e9, _ours(row), "GB/s", limit)
+
+
+def _scheduler(blocks: Traffic, ranks: int, found: Mapping[tuple[str, str], Row]) -> float:
+    """Seconds of its thread in a second: it decides, begins loads, and gives orders."""
+
+    def cost(start: str) -> float:
+        """Seconds of a block."""
+        row = found[_named(found, "scheduler", start)]
+        unit = {"us/block": 1e-6, "ms": 1e-3 / DECIDED}[row.unit]
+        return _ours(row) * unit
+
+    in_cpu = cost(f"decide {DECIDED} blocks, in cpu")
+    # An index is asked for every rank's part of a block.
+    on_disk = ranks * cost(f"decide {DECIDED} blocks, on disk")
+    begun = cost("update_state_after_alloc")
+    ordered = cost("build_connector_meta")
+    return (
+        blocks.asked * (in_cpu + on_disk)
+        + blocks.loaded * begun
+        + (blocks.loaded + blocks.stored) * ordered
+    )
+
+
+def _ours(row: Row) -> float:
+    assert row.ours is not None
+    return row.ours
+
+
+def _named(found: Iterable[tuple[str, str]], suite: str, start: str) -> tuple[str, str]:
+    """The case that begins so. Raises KeyError."""
+    for key in found:
+        if key[0] == suite and key[1].startswith(start):
+            return key
+    raise KeyError(f"{suite}: {start}")
+
+
+def _nearest(found: Iterable[tuple[str, str]], suite: str, start: str, kib: int) -> tuple[str, str]:
+    """The case of blocks of about this size."""
+    sizes = {
+        int(match[1]): key
+        for key in found
+        if key[0] == suite and (match := re.fullmatch(re.escape(start) + r" (\d+) KiB", key[1]))
+    }
+    if not sizes:
+        raise KeyError(f"{suite}: {start}")
+    return sizes[min(sizes, key=lambda size: abs(size - kib))]
+
+
+def tables(trace: Path, result: Path) -> str:
+    """The page's part for this trace and this result. Raises what reading them raises."""
+    opened = open_trace(trace)
+    traffic = Traffic.of(opened, opened.header.block_tokens)
+    machine, rows = read_json(result)
+    link = f"[{result.stem}](../bench/results/{result.name})"
+    said = [
+        f"Measured on {machine['cores']} cores: {link}. In a second the trace brings "
+        f"{traffic.requests:.1f} requests with {traffic.asked:,.0f} tokens. Of those "
+        f"{traffic.loaded:,.0f} came before; {traffic.stored:,.0f} are new, with the answers."
+    ]
+    for title, model, ranks in MODELS:
+        each = sorted(parts(traffic, model, ranks, rows), key=lambda part: part.times)
+        said.append(f"### {title}\n\n{_sizes(traffic, model, ranks, rows)}")
+        said.append("\n".join((*HEAD, *map(_line, each))))
+    return "\n\n".join(said)
+
+
+def _sizes(traffic: Traffic, model: str, ranks: int, rows: Sequence[Row]) -> str:
+    """How large and how many its blocks are."""
+    token = kv_bytes_per_token(model)
+    block = token // ranks * BLOCK_TOKENS
+    asked = ranks * traffic.asked / BLOCK_TOKENS
+    held = DISK_BYTES / block
+    each = next(_ours(row) for row in rows if row.case.startswith("index: memory, "))
+    return (
+        f"{token >> 10} KiB of KV a token, {block >> 10} KiB in a rank's part of {BLOCK_TOKENS}. "
+        f"{asked:,.0f} such blocks are asked for in a second, over all ranks. A disk of "
+        f"{DISK_BYTES / 1e12:.0f} TB holds {held / 1e6:.0f} million: {held * each / 1e9:.1f} GB of "
+        "index, where all of it is looked at."
+    )
+
+
+def _line(part: Part) -> str:
+    whose = "" if part.limit is None else "hardware" if part.limit >= HARDWARE else "ours"
+    if part.limit is not None:
+        whose += f" ({part.limit:.2f} of it)"
+    used, able = (f"{number(x)} {part.unit}" for x in (part.used, part.able))
+    return f"| {part.name} | {used} | {able} | {number(part.times)} x | {whose} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables, or write them into the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--result", type=Path, default=newest()[0])
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args(arguments)
+    made = tables(asked.trace, asked.result)
+    print(made)
+    if asked.write:
+        PAGE.write_text(put_in(PAGE.read_text(), made, BEGIN, END))
+
+
+if __name__ == "__main__":
+    main()
