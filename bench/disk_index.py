@@ -121,7 +121,11 @@ def _fill(path: Path, count: int) -> None:
             txn.put(b"state", state, db=index._tables["meta"])
     folder.slabs[SIZE]  # makes the file
     os.truncate(path / f"slab-{SIZE}.dat", count * SIZE)
+    # Without the pages that so large edits leave free, which stores of batches don't.
+    index._env.copy(str(path / "compact"), compact=True)
     open_folders.release(folder)
+    (path / "compact").rename(path / "index.mdb")
+    (path / "index.seal").unlink()
 
 
 def _pages(folder: OpenFolder) -> int:

@@ -239,7 +239,7 @@ def test_what_an_ended_request_left_is_not_stored_after_a_reset(
     worker: Any
     for worker in made.workers:
         for child in worker.connector.children:
-            _fence(child._stores)  # vLLM waits for its device before the memory goes
+            _fence(child._stores.values())  # vLLM waits for its device before the memory goes
         for cache in worker.kv.values():
             cache.zero_()
     made.generate(OTHER, 3)

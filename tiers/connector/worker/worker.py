@@ -59,7 +59,6 @@ class OffloadingWorker(WorkerConnector):
         self._host = host
         self._drain = drain
         self._store: Guarded | None = None
-        self._namespace = b""
         self._handshake: WorkerHandshake | None = None
         self._joining: Future[None] | None = None
         self._unusable: str | None = None
@@ -82,8 +81,8 @@ class OffloadingWorker(WorkerConnector):
             host.keep_checksums()
         writers = 1 if host.engine.replicated else host.engine.world_size
         self._rate_limit = RateLimit(spec.store_rate if spec else None, writers)
-        self._puts = Puts(host, self._rate_limit)
         self._writer = io_executor(1, f"store-{name}")
+        self._puts = Puts(host, self._rate_limit, self._writer, in_host=spec is None)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's paged KV and open the tier; one that can't be used is reported."""
@@ -101,12 +100,12 @@ class OffloadingWorker(WorkerConnector):
 
     def _open(self, spec: StoreSpec, handshake: WorkerHandshake) -> None:
         """Open the store, under the worker's namespace; what is said of it is said afterwards."""
-        self._namespace = handshake.namespace
         if self._unusable is None:
             try:
                 site = StoreContext(handshake.payload_bytes, self._host.engine.world_size)
                 store = open_guarded(spec, site)
                 self._loading.serve(store, handshake.namespace)
+                self._puts.serve(store, handshake.namespace)
                 self._store = store
             except TierUnusable as error:
                 self._unusable = str(error)
@@ -181,7 +180,7 @@ class OffloadingWorker(WorkerConnector):
         for job in meta.reqs_to_store:
             # Also where another rank stores them: a tier in host memory may share the gather.
             gather = self._gather(job)
-            future = self._writer.submit(self._put, job, is_ours)
+            future = self._puts.begin(job, is_ours)
             self._stores[job.job_id] = _Store(job, gather, future, is_ours)
 
     def _gather(self, job: StoreJob) -> Copy | None:
@@ -191,24 +190,6 @@ class OffloadingWorker(WorkerConnector):
             # The slots hold nobody's block then, so that the job ends as failed.
             self._failed_stores.log("tier %r: blocks can't be gathered: %s", self.tier, error)
             return None
-
-    def _put(self, job: StoreJob, is_ours: bool) -> JobResult:
-        slots = [item.slot for item in job.items]
-        began = self._host.now()
-        known: set[bytes] = set()
-        held = self._host.wait_and_verify(slots, [item.key for item in job.items])
-        good = [i for i, ok in enumerate(held) if ok]
-        if self._spec is not None and is_ours:
-            # The gather is shared with other tiers; only those of host memory have no more to do.
-            began = self._host.now()
-            stored = [False] * len(good)
-            if self._store is not None:
-                items = [job.items[i] for i in good]
-                stored, known = self._puts.put(self._store, self._namespace, job, items)
-            good = [i for i, ok in zip(good, stored, strict=True) if ok]
-        seconds = self._host.now() - began
-        had = {i for i in good if job.items[i].key in known}
-        return JobResult(1, set(range(len(slots))) - set(good), seconds, known=had)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         flush = kv_connector_metadata.jobs_to_flush

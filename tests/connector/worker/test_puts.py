@@ -1,0 +1,150 @@
+"""Jobs that wait at the same time go into a store together, and each hears of its own blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tiers.concurrency.executors import io_executor
+from tiers.concurrency.rate_limit import RateLimit
+from tiers.connector.contract.messages import StoreItem, StoreJob
+from tiers.connector.worker.host_slots import HostSlots
+from tiers.connector.worker.puts import Puts
+from tiers.store import Block
+from tiers.wrappers.guard import Guarded
+
+WAIT_S = 60.0
+SPACE = b"namespace-16-byt"
+
+
+class Host:
+    """Slots of 1 MiB, of which a store takes 32 at once. A slot from 1,000 on was not gathered, and
+    the gather of slot 2,000 failed."""
+
+    payload_bytes = 1 << 20
+    engine = SimpleNamespace(kv_events=True, rank=0)
+    memory = SimpleNamespace(payload=lambda slot: memoryview(bytearray(1)))
+
+    def now(self) -> float:
+        return 0.0
+
+    def checksums(self, slots: Sequence[int]) -> list[bytes | None]:
+        return [None] * len(slots)
+
+    def wait_and_verify(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
+        if 2000 in slots:
+            raise RuntimeError("the device failed")
+        return [slot < 1000 for slot in slots]
+
+
+class Store:
+    """Refuses keys that begin with `no`, and had those that begin with `had`. Its first put waits
+    until it may go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.over = threading.Event(), threading.Event()
+        self.puts: list[list[bytes]] = []
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key[16:].startswith(b"had") for key in keys]
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        self.begun.set()
+        assert self.over.wait(WAIT_S)
+        self.puts.append([block.key[16:] for block in blocks])
+        return [not block.key[16:].startswith(b"no") for block in blocks]
+
+
+def job(number: int, *keys: bytes, slot: int = 0, generation: bytes = b"") -> StoreJob:
+    return StoreJob(number, [StoreItem(key, slot, None) for key in keys], generation)
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def puts(store: Store) -> Iterator[Puts]:
+    writer = io_executor(1, "test")
+    made = Puts(cast(Any, Host()), RateLimit(None), writer, in_host=False)
+    made.serve(cast(Guarded, store), SPACE)
+    yield made
+    store.over.set()
+    writer.shutdown()
+
+
+def test_jobs_that_wait_are_put_together(puts: Puts, store: Store) -> None:
+    futures = [puts.begin(job(0, b"first"), True)]
+    assert store.begun.wait(WAIT_S)
+    futures += [
+        puts.begin(job(1, b"a", b"no b"), True),
+        puts.begin(job(2, b"had c"), True),
+        puts.begin(job(3, b"d", slot=1000), True),
+        puts.begin(job(4, *[b"%d" % n for n in range(28)]), True),
+        puts.begin(job(5, b"one too many"), True),
+    ]
+    store.over.set()
+    results = [future.result(WAIT_S) for future in futures]
+    assert [len(put) for put in store.puts] == [1, 31, 1]
+    assert [result.failed for result in results] == [set(), {1}, set(), {0}, set(), set()]
+    assert [result.known for result in results] == [set(), set(), {0}, set(), set(), set()]
+    assert not puts._results
+    assert not puts._waiting
+
+
+def test_what_differs_is_put_apart(puts: Puts, store: Store) -> None:
+    futures = [puts.begin(job(0, b"first"), True)]
+    assert store.begun.wait(WAIT_S)
+    futures += [
+        puts.begin(job(1, b"old"), True),
+        puts.begin(job(2, b"new", generation=b"g" * 16), True),
+        puts.begin(job(3, b"of another rank", generation=b"g" * 16), False),
+        puts.begin(job(4, *[b"%d" % n for n in range(40)]), True),
+        puts.begin(job(5, b"last"), True),
+    ]
+    store.over.set()
+    assert [future.result(WAIT_S).failed for future in futures] == [set()] * 6
+    assert [len(put) for put in store.puts] == [1, 1, 1, 32, 8, 1]
+
+
+def test_a_gather_that_failed_fails_one_job(puts: Puts, store: Store) -> None:
+    futures = [puts.begin(job(0, b"first"), True)]
+    assert store.begun.wait(WAIT_S)
+    futures += [
+        puts.begin(job(1, b"a"), True),
+        puts.begin(job(2, b"lost", slot=2000), True),
+        puts.begin(job(3, b"b"), True),
+    ]
+    store.over.set()
+    with pytest.raises(RuntimeError, match="the device failed"):
+        futures.pop(2).result(WAIT_S)
+    assert [future.result(WAIT_S).failed for future in futures] == [set()] * 3
+    assert store.puts == [[b"first"], [b"a"], [b"b"]]
+
+
+def test_nothing_is_held_up_in_host_memory() -> None:
+    """A tier that has nothing to put waits for no other job's gather."""
+    writer = io_executor(1, "test")
+    gathered = threading.Event()
+    host = Host()
+
+    def wait_and_verify(slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
+        assert slots == [0] or gathered.wait(WAIT_S)
+        return [True] * len(slots)
+
+    host.wait_and_verify = wait_and_verify  # type: ignore[method-assign]
+    blocked = threading.Event()
+    writer.submit(blocked.wait, WAIT_S)
+    puts = Puts(cast(HostSlots, host), RateLimit(None), writer, in_host=True)
+    first, second = (puts.begin(job(n, b"k", slot=n), True) for n in range(2))
+    blocked.set()
+    assert first.result(WAIT_S).failed == set()
+    assert not second.done()
+    gathered.set()
+    assert second.result(WAIT_S).failed == set()
+    writer.shutdown()
