@@ -124,6 +124,7 @@ def _fill(path: Path, count: int) -> None:
     # Without the pages that so large edits leave free, which stores of batches don't.
     index._env.copy(str(path / "compact"), compact=True)
     open_folders.release(folder)
+    (path / "compact").chmod(0o600)
     (path / "compact").rename(path / "index.mdb")
     (path / "index.seal").unlink()
 
