@@ -139,6 +139,7 @@ def run_vllm(
             data["tiers"],
             data["preemptions"],
             data["external_hits"],
+            data["drafts"],
             data["drafts_accepted"],
             said,
             data["explained"],

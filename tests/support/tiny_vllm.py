@@ -107,6 +107,8 @@ class Run:
     tiers: dict[str, dict[str, float]]
     preemptions: float
     external_hits: float
+    drafts: float
+    """Tokens that were guessed; and of these:"""
     drafts_accepted: float
     log: str
     explained: list[dict[str, Any]]

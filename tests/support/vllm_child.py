@@ -47,6 +47,8 @@ class Request(TypedDict, total=False):
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # where some versions print when imported
     import vllm.v1.engine.core
     import vllm.v1.engine.llm_engine  # noqa: F401 - what all jobs would import
 
@@ -60,7 +62,8 @@ def main() -> None:
             sys.path[:0] = job.get("path", [])
             run(job)
             return
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        print(status, file=answers, flush=True)
 
 
 def run(job: dict[str, Any]) -> None:
@@ -99,6 +102,7 @@ def run(job: dict[str, Any]) -> None:
         "tiers": counters(llm),
         "preemptions": total(llm, "vllm:num_preemptions"),
         "external_hits": total(llm, "vllm:external_prefix_cache_hits"),
+        "drafts": total(llm, "vllm:spec_decode_num_draft_tokens"),
         "drafts_accepted": total(llm, "vllm:spec_decode_num_accepted_tokens"),
         "explained": explained(job["explain"]) if "explain" in job else [],
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
 from tests.support.checkpoints import write_adapter, write_vision_model
 from tests.support.compatibility import Cells, engine_version
@@ -24,6 +25,7 @@ from tests.support.tiny_vllm import (
     Run,
     documents,
 )
+from tests.support.vllm_server import VllmServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -77,10 +79,12 @@ def tiers(redis: RedisServer, tmp_path: Path) -> list[dict[str, Any]]:
 def limited(batch: Batch, *tiers: str) -> Batch:
     """The same requests, which load from these tiers alone."""
     params = {"kv_transfer_params": {"kvtiers": {"tiers": list(tiers)}}}
-    return [
-        (tokens, count, {**(more[0] if more else {}), "sampling": {"extra_args": params}})
-        for tokens, count, *more in batch
-    ]
+    asked = []
+    for tokens, count, *more in batch:
+        said = dict(more[0]) if more else {}
+        said["sampling"] = {**said.get("sampling", {}), "extra_args": params}
+        asked.append((tokens, count, said))
+    return asked
 
 
 def from_each_tier(batches: Sequence[Batch]) -> dict[str, Any]:
@@ -178,3 +182,32 @@ def test_embeddings_instead_of_tokens(
     run = check(run_vllm, batches, tiers, enable_prompt_embeds=True, **ONE)
     assert run.loaded() == dict.fromkeys(TIERS, len(PROMPTS) * FULL)
     cells.loaded("prompt embeddings", "TP 1", run.loaded())
+
+
+def test_replicas_share_a_redis_and_a_disk(
+    tiny_llama: Path, tiers: list[dict[str, Any]], cells: Cells, tmp_path: Path
+) -> None:
+    """What the first of two data-parallel replicas computed, the second loads."""
+    chain = tmp_path / "chain.yaml"
+    chain.write_text(yaml.safe_dump({"version": 1, "staging": "64MiB", "tiers": tiers}))
+    server = VllmServer(
+        tiny_llama,
+        chain,
+        tmp_path / "log",
+        **{"data-parallel-size": 2, "no-enable-prefix-caching": None},
+    )
+    try:
+        plain = [server.complete(prompt, 8, replica=0, tiers=()) for prompt in PROMPTS]
+        assert len(set(map(tuple, plain))) == len(PROMPTS), "the prompts must matter"
+        server.settle(replica=0)
+        for replica, tier in ((0, "cpu"), (1, "disk"), (1, "redis")):
+            for prompt, answer in zip(PROMPTS, plain, strict=True):
+                got = server.complete(prompt, 8, replica=replica, tiers=(tier,))
+                assert got == answer
+        server.settle(replica=0)
+        server.settle(replica=1)
+        loaded = server.metrics()["vllm:kvtiers_loaded_tokens_total"]
+    finally:
+        server.close()
+    assert loaded == dict.fromkeys(TIERS, len(PROMPTS) * FULL)
+    cells.loaded("data parallel 2", "TP 1", loaded)
