@@ -109,7 +109,7 @@ class RedisClient:
             stream.send([commands])
             done = 0
             while done < len(positions):
-                some = _answers(stream, len(positions) - done)
+                some = _answers(stream, len(positions) - done if done else 1)
                 if not done:
                     self._window.answered(time.monotonic() - began)
                 for position, answer in zip(positions[done:], some, strict=False):
@@ -139,7 +139,7 @@ def _topology(settings: ConnectionSettings, timeout: float) -> Topology:
 
 
 def _answers(stream: Stream, most: int) -> list[bool]:
-    """Read as many answers as were received, one at least and `most` at most."""
+    """Read up to `most` answers, one at least."""
     try:
         return read_flags(stream, most)
     except ServerError as error:

@@ -71,9 +71,11 @@ def read_integer(stream: Stream) -> int:
 
 
 def read_flags(stream: Stream, most: int) -> list[bool]:
-    """Read integers, one at least and `most` at most, as many as were received: whether each is
-    more than 0. Raises ServerError."""
-    seen = stream.peek()
+    """Read up to `most` integers, one at least: whether each is more than 0. Raises ServerError.
+
+    Waits for as many bytes as so many answers have at least, whatever they are.
+    """
+    seen = stream.peek(most * _FLAG_BYTES)
     plain = _FLAGS.match(seen)
     size = min(plain.end() if plain else 0, most * _FLAG_BYTES)
     if not size:

@@ -106,10 +106,11 @@ class Stream:
         self._start = end + 2
         return line
 
-    def peek(self) -> bytes:
-        """What was received and not read; if there is nothing, the next that arrives."""
-        if self.is_drained:
-            self._look_ahead(AHEAD_BYTES)
+    def peek(self, least: int) -> bytes:
+        """What was received and not read: so many bytes, or more; AHEAD_BYTES at most. What is
+        missing is received at once, since each receive takes a turn for the interpreter's lock."""
+        while (have := self._end - self._start) < min(least, AHEAD_BYTES):
+            self._look_ahead(min(least, AHEAD_BYTES) - have, socket.MSG_WAITALL)
         return bytes(self._view[self._start : self._end])
 
     def take(self, count: int) -> bytes:
@@ -148,21 +149,21 @@ class Stream:
             self._start += step
             count -= step
 
-    def _look_ahead(self, most: int) -> None:
+    def _look_ahead(self, most: int, flags: int = 0) -> None:
         have = self._end - self._start
         if have == AHEAD_BYTES:
             raise StreamError("a line without an end")
         self._view[:have] = self._view[self._start : self._end]
         self._start, self._end = 0, have
-        self._end += self._receive(self._view[have : have + most])
+        self._end += self._receive(self._view[have : have + most], flags=flags)
 
-    def _receive(self, *memory: memoryview) -> int:
+    def _receive(self, *memory: memoryview, flags: int = 0) -> int:
         self._limit_waits()
         try:
             if self._is_tls:  # which has no recvmsg_into
                 count = self._socket.recv_into(memory[0])
             else:
-                count = self._socket.recvmsg_into(memory)[0]
+                count = self._socket.recvmsg_into(memory, 0, flags)[0]
         except BlockingIOError:
             raise TimeoutError("no answer in time") from None
         if not count:
