@@ -116,7 +116,7 @@ class Engine:
         """Requests answered in a second, if `AT_ONCE` are under way."""
         began = now = time.perf_counter()
         hits = 0
-        while now < began + seconds:
+        while now < began + seconds or not hits:
             for _ in range(AT_ONCE - len(self._waiting)):
                 self._arrive()
             hits += sum(hit for hit, _ in self._step())
@@ -131,7 +131,7 @@ class Engine:
         began = now = time.perf_counter()
         due, end = began, began + size.warm + size.counted
         decided: list[tuple[bool, float]] = []
-        while now < end:
+        while now < end or not any(hit for hit, _ in decided):
             while due <= now:
                 self._arrive()
                 due += gap.expovariate(rate)
@@ -142,8 +142,7 @@ class Engine:
         spent = now - began - size.warm
         self._drain()
         hits = sum(hit for hit, _ in decided)
-        waits = [wait for _, wait in decided]
-        return Served(hits / spent, statistics.median(waits or [0.0]))
+        return Served(hits / spent, statistics.median(wait for _, wait in decided))
 
     def ask_for_all(self) -> None:
         """Ask for each prompt once."""
