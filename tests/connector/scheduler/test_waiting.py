@@ -16,10 +16,11 @@ from tests.support.clock import Clock
 from tiers.connector.chain import open_scheduler
 from tiers.connector.contract.block_groups import GROUP_BYTES
 from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.generation import space_of
+from tiers.connector.contract.generation import Generation, space_of
 from tiers.connector.contract.messages import JobResult, OffloadingWorkerMetadata, WorkerHandshake
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.connector.scheduler.answers import Answers, Changes
+from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay.requests import NewRequest
 from tiers.host.memory import slot_stride
@@ -170,12 +171,12 @@ def test_what_others_evict_is_noticed_within_seconds_and_a_few_lookups_a_step() 
     halves.drop_elsewhere(1, range(120, BLOCKS))
     asked, found = 0, BLOCKS
     for _ in range(5):
-        halves.clock.now += 0.02
+        halves.clock.now += 0.04
         halves.index.asked = 0
         found = halves.ask(waiting)[0]
         asked = max(asked, halves.index.asked)
     assert found == 120
-    assert 0 < asked <= 256, "0.02 seconds of 12,800 names a second"
+    assert 0 < asked <= 256, "0.04 seconds of 6,400 names a second"
 
 
 @pytest.mark.parametrize("load", [one for one in get_args(LoadPolicy) if one != "cheapest"])
@@ -279,3 +280,27 @@ def test_changes_beyond_what_is_kept_are_looked_up() -> None:
     held[keys[4]] = False
     changes.forget()
     assert take() == [False] * 3 + [True] + [False] * 6
+
+
+def test_an_index_is_told_of_uses_a_few_at_a_time_and_of_the_head_last() -> None:
+    class Told(Index):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[list[bytes]] = []
+
+        def touch(self, keys: Sequence[bytes]) -> None:
+            self.told.append(list(keys))
+
+    index, clock = Told(), Clock(5.0)
+    manager = StoreManager(index, SPACES, Generation(), clock)
+    keys = [b"%5d" % number for number in range(2000)]
+    manager.settle(keys)
+    manager.missing([b"another"])
+    assert [len(names) for names in index.told] == [StoreManager.USES_AT_ONCE], "no time has passed"
+    while sum(map(len, index.told)) < RANKS * len(keys):
+        clock.now += 0.02
+        manager.missing([b"another"])
+    assert max(map(len, index.told)) <= StoreManager.USES_AT_ONCE
+    last_first = [name for names in reversed(index.told) for name in names]
+    assert last_first == [space + key for key in keys for space in SPACES]
+    manager.close()

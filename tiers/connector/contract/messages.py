@@ -150,9 +150,11 @@ class JobResult:
     def fold(self, other: JobResult) -> None:
         """Take in how the job ended on other ranks."""
         self.ranks += other.ranks
-        self.failed |= other.failed
-        self.lost |= other.lost
-        self.known |= other.known
+        if other.failed:
+            self.failed |= other.failed
+            self.lost |= other.lost
+        if other.known:
+            self.known |= other.known
         if other.seconds > self.seconds:
             self.seconds, self.times = other.seconds, other.times
 
@@ -171,7 +173,10 @@ class OffloadingWorkerMetadata:
     def aggregate(self, other: OffloadingWorkerMetadata) -> OffloadingWorkerMetadata:
         """Fold another rank's metadata into this one, which is returned."""
         for job_id, theirs in other.jobs.items():
-            self.jobs.setdefault(job_id, JobResult()).fold(theirs)
+            mine = self.jobs.get(job_id)
+            if mine is None:
+                mine = self.jobs[job_id] = JobResult()
+            mine.fold(theirs)
         self.handshakes.update(other.handshakes)
         self.health.update(other.health)
         self.unusable = self.unusable or other.unusable

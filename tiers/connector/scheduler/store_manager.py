@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -37,10 +38,13 @@ class StoreManager(TierManager):
     LOOKUP_LIFETIME = 0.5
     """Seconds for which an answer of a store behind a network holds while its request waits to
     run."""
-    CHECKS = 12_800.0
-    """Names a second whose answers are compared with an index again while their request waits: 2%
-    of the thread's time. A prompt of 128k tokens on eight ranks takes five seconds, on one less
-    than one. What others evict meanwhile is missed by the load, and computed."""
+    CHECKS = 6_400.0
+    """Names a second whose answers are compared with an index again while their request waits: 1%
+    of the thread's time. A prompt of 128k tokens on eight ranks takes ten seconds, on one little
+    more than one. What others evict meanwhile is missed by the load, and computed."""
+    USES, USES_AT_ONCE = 51_200.0, 1024.0
+    """Names a second that an index is told were used, and how many at once: all of a prompt of 128k
+    tokens on eight ranks would take the thread up to 90 ms."""
 
     def __init__(
         self,
@@ -60,6 +64,8 @@ class StoreManager(TierManager):
         self._changes = Changes()
         self._recent = RecentKeys(self.RECENT, self.RECENT_SECONDS, clock)
         self._touching: Future[None] | None = None
+        self._uses: deque[bytes] = deque(maxlen=1 << 17)
+        self._may_tell, self._told_at = self.USES_AT_ONCE, clock()
         self._found_index: LocalIndex | None = None
         self._found_touch: Touch | None = None
         name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
@@ -171,24 +177,39 @@ class StoreManager(TierManager):
             found = {key for key, has in zip(unknown, peeked, strict=True) if has}
             self._recent.add(found)
             held = [has or key in found for key, has in zip(keys, held, strict=True)]
-        self._note_used([key for key, has in zip(keys, held, strict=True) if has], index)
+        used = [key for key, has in zip(keys, held, strict=True) if has]
+        if used or self._uses:
+            self._note_used(used, index)
         return [not has for has in held]
 
     def _note_used(self, keys: Sequence[bytes], index: LocalIndex | None) -> None:
         if self._found_touch is None:
             self._found_touch = capability(self._store, Touch)
         touch = self._found_touch
-        if touch is None or not keys:
+        if touch is None:
             return
-        # All ranks' parts of a block together, since it goes with the first of them that does.
-        spaces = self._spaces()
-        names = [space + key for key in keys for space in spaces]
         if index is not None:
-            touch.touch(names)
+            self._uses.extend(reversed(keys))  # the head last, so that it is the last to go
+            self._tell_uses(touch)
         elif self._touching is None or self._touching.done():
             # One at a time: what is used while a store takes its time is used again, or matters
             # little.
-            self._touching = self._queue.threads.submit(touch.touch, names)
+            self._touching = self._queue.threads.submit(touch.touch, self._names(keys))
+
+    def _names(self, keys: Sequence[bytes]) -> list[bytes]:
+        # All ranks' parts of a block together, since it goes with the first of them that does.
+        spaces = self._spaces()
+        return [space + key for key in keys for space in spaces]
+
+    def _tell_uses(self, touch: Touch) -> None:
+        """Tell an index what was used, as much as may be now; the rest follows in later steps."""
+        now = self._clock()
+        may_tell = self._may_tell + (now - self._told_at) * self.USES
+        self._may_tell, self._told_at = min(self.USES_AT_ONCE, may_tell), now
+        count = min(len(self._uses), int(self._may_tell) // len(self._namespaces))
+        if count:
+            self._may_tell -= count * len(self._namespaces)
+            touch.touch(self._names([self._uses.popleft() for _ in range(count)][::-1]))
 
     def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
         if stored:
@@ -215,6 +236,7 @@ class StoreManager(TierManager):
 
     def reset(self) -> list[bytes]:
         self._changes.forget()
+        self._uses.clear()
         self._recent.clear()
         self._unfound.reset()
         return []
