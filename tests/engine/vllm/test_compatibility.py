@@ -36,6 +36,12 @@ PROMPTS = [document + END for document in documents(3, 576)]
 FULL = 576
 ONE: dict[str, Any] = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
 TWO: dict[str, Any] = {"env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 2,
+    "prompt_lookup_min": 1,
+}
 
 
 class Kind(NamedTuple):
@@ -182,6 +188,23 @@ def test_embeddings_instead_of_tokens(
     run = check(run_vllm, batches, tiers, enable_prompt_embeds=True, **ONE)
     assert run.loaded() == dict.fromkeys(TIERS, len(PROMPTS) * FULL)
     cells.loaded("prompt embeddings", "TP 1", run.loaded())
+
+
+def test_speculation_by_ngrams(
+    run_vllm: Callable[..., Run], tiers: list[dict[str, Any]], cells: Cells
+) -> None:
+    """Next turns of conversations load blocks of answers that drafts were taken into."""
+    few = {"sampling": {"allowed_token_ids": [11, 12, 13]}}  # so that some drafts are right
+    first: list[Batch] = [[(prompt, 40, few)] for prompt in PROMPTS[:2]]
+    said = [tokens for (tokens,) in run_vllm(first, **ONE).tokens]
+    turns: list[Batch] = [
+        [(prompt + answer + END, 4)] for prompt, answer in zip(PROMPTS, said, strict=False)
+    ]
+    run = check(run_vllm, [*first, *turns], tiers, speculative_config=NGRAM, **ONE)
+    assert run.tokens[:2] == [[answer] for answer in said], "nor does speculation change any"
+    assert 0 < run.drafts_accepted < run.drafts
+    assert run.loaded() == dict.fromkeys(TIERS, 2 * 640), "of a turn, what the engine had not kept"
+    cells.loaded("n-gram speculation", "TP 1", run.loaded())
 
 
 def test_replicas_share_a_redis_and_a_disk(
