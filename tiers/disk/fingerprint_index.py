@@ -143,9 +143,9 @@ class FingerprintTable:
 class FingerprintIndex:
     """Answers `peek`: from the table once there is one, else from the index.
 
-    The first lookup has a table made, by `submit`, on another thread: 0.4 s for a million blocks.
-    So does a lookup that finds the log too far ahead, or the table crowded, which serves until the
-    larger one is made. Thread-safe. Raises what `Index.has` raises.
+    The first lookup has a table made, by `submit`, on another thread: a second for a million
+    blocks. So does a lookup that finds the log too far ahead, or the table crowded, which serves
+    until the larger one is made. Thread-safe. Raises what `Index.has` raises.
     """
 
     def __init__(self, index: Index, submit: Callable[[Callable[[], None]], object]) -> None:

@@ -161,7 +161,7 @@ class OpenFolder:
         slots: dict[bytes, Slot] = {}
         with self.edit() as edit:
             held = {key for key in sizes if edit.entry(key) is not None}
-            for key in reversed(sizes):
+            for key in filter(held.__contains__, reversed(sizes)):
                 edit.renew(key)
             for key in (key for key in sizes if key not in held):
                 slot = slot_allocator.allocate(edit, self.slabs, sizes[key], sizes.keys())
