@@ -5,8 +5,8 @@
 For each budget and each profile it writes the budget, the chosen chain with its reasons, all
 figures and a plot, and simulates ten chains written by hand on the part of the trace that the
 search did not see. With `--real` it serves the first N requests of the trace with real connectors
-and stores, at a small scale, and counts the second half of them: with the chosen chain, with the
-one by hand that the simulation likes best, and with the one that it likes least. Then it writes a
+and stores, at a small scale, and counts the second half of them: with the chosen chain and those by
+hand. Where N is the length of the trace, that half is what the search did not see. Then it writes a
 table of all that is in the folder.
 """
 
@@ -163,23 +163,24 @@ def run(trace: Path, folder: Path, budget: str, profile: str, chains: int, proce
 
 
 def served(trace: Path, folder: Path, budget: str, count: int) -> None:
-    """Serve the trace's first requests for real, with the chosen chain and some of `HAND`."""
+    """Serve the trace's first requests for real, with the chosen chain and those of `HAND`."""
     given = load_budget(folder / "budget.yaml")
     opened = open_trace(trace)
     requests, size = list(islice(opened, count)), opened.header.block_tokens
     workload = Workload.of(requests, size)
     chains = {text: by_hand(text, given) for text in HAND[budget]}
-    said = {}
-    for text, chain in chains.items():
-        said[text] = simulate(workload, size, chain, given.machine, warm=HELD_BACK).ttft_mean
-    order = sorted(said, key=said.__getitem__)
+    chains["chosen"] = chosen_chain(json.loads((folder / "tune.json").read_text())["chosen"])
+    said = {
+        text: simulate(workload, size, chain, given.machine, warm=HELD_BACK)
+        for text, chain in chains.items()
+    }
+    best, *others, worst = sorted(HAND[budget], key=lambda text: said[text].ttft_mean)
     rows = []
-    chosen = chosen_chain(json.loads((folder / "tune.json").read_text())["chosen"])
-    for text in ("chosen", order[0], order[-1]):
-        chain = chosen if text == "chosen" else chains[text]
-        spec, machine = for_real(chain, given)
+    for text in ("chosen", best, worst, *others):
+        began = time.monotonic()
+        spec, machine = for_real(chains[text], given)
         done = replay(requests, size, spec, machine, warm=HELD_BACK)
-        told = simulate(workload, size, chain, given.machine, warm=HELD_BACK)
+        told = said[text]
         rows.append(
             {
                 "chain": text,
@@ -188,10 +189,13 @@ def served(trace: Path, folder: Path, budget: str, count: int) -> None:
                 "quarters": [mean for mean, _ in done.ttft_quarters],
                 "load": done.load,
                 "gpu_load": done.gpu_load,
+                "hit_tokens": [told.hit_tokens, done.hit_tokens],
+                "seconds": round(time.monotonic() - began),
             }
         )
         data = {"requests": len(requests), "rows": rows}
         (folder / "real.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        print(f"{text}: {told.ttft_mean:.3f} s simulated, {done.ttft_mean:.3f} s real", flush=True)
 
 
 def chosen_chain(told: dict[str, Any]) -> SimChain:

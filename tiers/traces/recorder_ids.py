@@ -19,17 +19,20 @@ class KeyedIds:
         """`key`: 32 bytes. `facts`: what a block depends on beside its hash. Prefixes of engines
         that differ in it get different ids."""
         self._names = key
-        self._blocks = hashlib.blake2b(b"blocks\0" + facts, digest_size=32, key=key).digest()
+        blocks = hashlib.blake2b(b"blocks\0" + facts, digest_size=32, key=key).digest()
+        self._blocks = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=blocks)
 
     def of_blocks(self, hashes: Iterable[bytes], mark: bytes = b"") -> list[int]:
         """The ids of blocks, by their hashes, which stand for all blocks before them, too. `mark`:
         what these blocks depend on beside that. All hashes are of one length."""
-        digest, number, key = hashlib.blake2b, int.from_bytes, self._blocks
-        shift, size = 8 * _DIGEST_BYTES - ID_BITS, _DIGEST_BYTES
-        return [
-            number(digest(one + mark, digest_size=size, key=key).digest(), "little") >> shift
-            for one in hashes
-        ]
+        keyed, number = self._blocks.copy, int.from_bytes
+        shift = 8 * _DIGEST_BYTES - ID_BITS
+        ids = []
+        for one in hashes:
+            state = keyed()  # half of the time is in the key
+            state.update(one + mark)
+            ids.append(number(state.digest(), "little") >> shift)
+        return ids
 
     def of_name(self, name: str) -> str:
         """The digest of a name, as hexadecimal digits."""
