@@ -23,6 +23,7 @@ SERVED = {
     "prompt embeddings": "Llama",
     "LoRA adapters that take turns": "Llama",
     "n-gram speculation": "Llama",
+    "pipeline parallel 2": "Llama",
     "data parallel 2": "Llama",
 }
 """What the cells are about, in the order of rows, and the architecture of the tests' model."""

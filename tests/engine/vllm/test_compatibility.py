@@ -207,6 +207,21 @@ def test_speculation_by_ngrams(
     cells.loaded("n-gram speculation", "TP 1", run.loaded())
 
 
+def test_a_pipeline_of_two(
+    run_vllm: Callable[..., Run], tiers: list[dict[str, Any]], cells: Cells
+) -> None:
+    """Several requests at once, so that both stages are at work.
+
+    Not eager, since vLLM's CPU worker makes what stages exchange while it warms up to compile.
+    """
+    batch: Batch = [(prompt, 8) for prompt in PROMPTS]
+    stages = {"pipeline_parallel_size": 2, "enforce_eager": False, **FEW, **TWO}
+    stages["compilation_config"] = {"mode": 2, "backend": "eager"}
+    run = check(run_vllm, [batch], tiers, **stages)
+    assert run.loaded() == dict.fromkeys(TIERS, len(PROMPTS) * FULL)
+    cells.loaded("pipeline parallel 2", "TP 1", run.loaded())
+
+
 def test_replicas_share_a_redis_and_a_disk(
     tiny_llama: Path, tiers: list[dict[str, Any]], cells: Cells, tmp_path: Path
 ) -> None:
