@@ -35,7 +35,7 @@ OTHER = $(BIN)/python tests/engine/overlay.py $(VLLM) build/next && \
 	PYTHONPATH=$(CURDIR):$(CURDIR)/build/next $(BIN)/python
 
 test: lint
-	$(call PYTESTS,not faults)
+	$(call PYTESTS,not faults and not compatibility)
 
 faults: $(READY)
 	$(call PYTESTS,fault or faults)

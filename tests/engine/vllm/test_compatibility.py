@@ -27,7 +27,7 @@ from tests.support.tiny_vllm import (
 )
 from tests.support.vllm_server import VllmServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.compatibility, pytest.mark.timeout(600)]
 
 TIERS = ("cpu", "disk", "redis")
 END = documents(1, 25, seed=9)[0]
