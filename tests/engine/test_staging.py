@@ -11,6 +11,7 @@ import pytest
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
+from tests.support.clock import wait_for
 from tests.support.replay_chains import MODEL, SLOT, measured, scheduler_of
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.connector.scheduler.intake import AGAIN, WINDOW
@@ -58,8 +59,10 @@ def test_what_found_no_room_is_offered_again_while_its_request_runs(
         made.step()
     assert scheduler.slots_pinned == 16
     store.pace.resume()
-    while len(request.output) < 29:
-        made.settle()
+    half: Any = made.workers[0]
+    under_way = half.connector.children[0]._stores
+    while len(request.output) < 29:  # an engine that steps on would soon be over
+        wait_for(lambda: all(one.future.done() for one in under_way.values()))
         made.step()
     made.run()
     made.settle()
@@ -230,7 +233,9 @@ def test_a_slow_tier_s_queue_is_as_long_as_it_stores_in_ten_seconds(
     store.put = slow  # type: ignore[method-assign]
     half: Any = made.workers[0]
     half.connector.children[0]._host.now = lambda: clock[0]
+    store.pace.hang("put")
     ask(made)
+    store.pace.resume()
     made.settle()
     assert len(store.blocks) == 101, "nothing was measured before: it is no one's fault yet"
     store.pace.hang("put")

@@ -260,12 +260,10 @@ def test_changes_beyond_what_is_kept_are_looked_up() -> None:
     keys = [number.to_bytes(2, "big") for number in range(10)]
     held = dict.fromkeys(keys, False)
 
-    def look(asked: range) -> list[bool]:
-        return [held[keys[number]] for number in asked]
-
     def take() -> list[bool]:
         answers.follow(changes, keys)
-        return answers.take(range(10), changes, look)
+        answers.add([held[keys[number]] for number in answers.unknown(range(10), changes)])
+        return answers.of(range(10))
 
     assert take() == [False] * 10
     held[keys[3]] = True

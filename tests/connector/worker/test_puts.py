@@ -86,11 +86,11 @@ def test_jobs_that_wait_are_put_together(puts: Puts, store: Store) -> None:
         puts.begin(job(2, b"had c"), True),
         puts.begin(job(3, b"d", slot=1000), True),
         puts.begin(job(4, *[b"%d" % n for n in range(28)]), True),
-        puts.begin(job(5, b"one too many"), True),
+        puts.begin(job(5, b"last"), True),
     ]
     store.over.set()
     results = [future.result(WAIT_S) for future in futures]
-    assert [len(put) for put in store.puts] == [1, 31, 1]
+    assert [len(put) for put in store.puts] == [1, 3, 28, 1], "an eighth of what waits, at most"
     assert [result.failed for result in results] == [set(), {1}, set(), {0}, set(), set()]
     assert [result.known for result in results] == [set(), set(), {0}, set(), set(), set()]
     assert not puts._results
@@ -119,12 +119,13 @@ def test_a_gather_that_failed_fails_one_job(puts: Puts, store: Store) -> None:
         puts.begin(job(1, b"a"), True),
         puts.begin(job(2, b"lost", slot=2000), True),
         puts.begin(job(3, b"b"), True),
+        puts.begin(job(4, *[b"%d" % n for n in range(40)]), True),
     ]
     store.over.set()
     with pytest.raises(RuntimeError, match="the device failed"):
         futures.pop(2).result(WAIT_S)
-    assert [future.result(WAIT_S).failed for future in futures] == [set()] * 3
-    assert store.puts == [[b"first"], [b"a"], [b"b"]]
+    assert [future.result(WAIT_S).failed for future in futures] == [set()] * 4
+    assert store.puts[:3] == [[b"first"], [b"a"], [b"b"]]
 
 
 def test_nothing_is_held_up_in_host_memory() -> None:

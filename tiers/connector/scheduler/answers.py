@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 
 class Changes:
@@ -61,19 +61,22 @@ class Answers:
         self._held, self._numbers = [], {}
         self.version += 1
 
-    def take(
-        self, asked: range, changes: Changes, look: Callable[[range], list[bool]]
-    ) -> list[bool]:
-        """Which keys of these numbers are held; `look` says it of those not asked for before."""
+    def unknown(self, asked: range, changes: Changes) -> range:
+        """Which of these numbers were not asked for before: `add` what the tier says of them."""
         if self._held and not self._first <= asked.start <= self._first + len(self._held):
             self.renew()  # the engine has computed more of it since, or less
         if not self._held:
             self._first = self._next = asked.start
             self._seen = changes.count
-        have = self._first + len(self._held)
-        if have < asked.stop:
-            self._held += look(range(have, asked.stop))
-            self._numbers = {}
+        return range(self._first + len(self._held), asked.stop)
+
+    def add(self, held: Sequence[bool]) -> None:
+        """The tier says this of the numbers that were unknown."""
+        self._held += held
+        self._numbers = {}
+
+    def of(self, asked: range) -> list[bool]:
+        """Which keys of these numbers are held; none is unknown."""
         return self._held[asked.start - self._first : asked.stop - self._first]
 
     def follow(self, changes: Changes, keys: Sequence[bytes]) -> None:

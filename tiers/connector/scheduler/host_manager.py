@@ -42,8 +42,11 @@ class HostManager(TierManager):
         """Look those up in the residency that were not asked for before."""
         if not self.health().reads:
             return [False] * len(asked)
-        lookup.answers.follow(self._changes, keys)
-        return lookup.answers.take(asked, self._changes, lambda some: self._find(keys, some))
+        answers = lookup.answers
+        answers.follow(self._changes, keys)
+        if unknown := answers.unknown(asked, self._changes):
+            answers.add(self._find(keys, unknown))
+        return answers.of(asked)
 
     def version(self, lookup: Lookup, keys: Sequence[bytes]) -> int:
         lookup.answers.follow(self._changes, keys)

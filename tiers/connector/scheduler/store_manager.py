@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from operator import and_
 
 from tiers.connector.contract.generation import Generation, space_of
@@ -87,10 +86,12 @@ class StoreManager(TierManager):
             return [False] * len(asked)
         if (index := self._index) is not None:
             self._follow(index, lookup, keys)
-            peek = index.peek
-            return lookup.answers.take(
-                asked, self._changes, lambda some: self._look(peek, keys[some.start : some.stop])
-            )
+            if unknown := lookup.answers.unknown(asked, self._changes):
+                some = keys[unknown.start : unknown.stop]
+                held = _everywhere(index.peek, self._spaces(), some)
+                self._note_asked(some, held)
+                lookup.answers.add(held)
+            return lookup.answers.of(asked)
         question = self._look_up(lookup, keys, asked.start)
         first, answer, _ = question
         if not answer.done() and not self._queue.gives_up(question):
@@ -124,7 +125,7 @@ class StoreManager(TierManager):
             return
         answers.checked = now
         if some := answers.to_check(count):
-            held = self._look(index.peek, keys[some.start : some.stop], to_load=False)
+            held = _everywhere(index.peek, self._spaces(), keys[some.start : some.stop])
             answers.correct(some, held)
 
     def _look_up(self, lookup: Lookup, keys: Sequence[bytes], first: int) -> Asked:
@@ -133,24 +134,22 @@ class StoreManager(TierManager):
         asked = lookup.asked
         if asked is None or asked.first > first or now > lookup.until:
             lookup.renew()
-            look = partial(self._look, self._store.has)
-            asked = lookup.asked = self._queue.ask(look, keys, first)
+            asked = lookup.asked = self._queue.ask(self._look, keys, first)
         return asked
 
     def _spaces(self) -> list[bytes]:
         return [space_of(namespace, self._generation.tag) for namespace in self._namespaces]
 
-    def _look(
-        self,
-        has: Callable[[Sequence[bytes]], list[bool]],
-        keys: Sequence[bytes],
-        to_load: bool = True,
-    ) -> list[bool]:
-        """Ask which keys the store has of all ranks. `to_load`: notes that none is ever found."""
-        held = _everywhere(has, self._spaces(), keys)
-        if to_load and self.health().reads_up:
-            self._unfound.asked(keys, held)
+    def _look(self, keys: Sequence[bytes]) -> list[bool]:
+        """Ask which keys the store has of all ranks; on a thread of the queue."""
+        held = _everywhere(self._store.has, self._spaces(), keys)
+        self._note_asked(keys, held)
         return held
+
+    def _note_asked(self, keys: Sequence[bytes], held: Sequence[bool]) -> None:
+        """Keys to load were looked up; it is noticed if none is ever found."""
+        if self.health().reads_up:
+            self._unfound.asked(keys, held)
 
     def holds(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Ask the store, on the caller's thread, which keys it holds that are of no generation;
@@ -173,7 +172,7 @@ class StoreManager(TierManager):
         index = self._index
         if index is not None and not all(held):
             unknown = [key for key, has in zip(keys, held, strict=True) if not has]
-            peeked = self._look(index.peek, unknown, to_load=False)
+            peeked = _everywhere(index.peek, self._spaces(), unknown)
             found = {key for key, has in zip(unknown, peeked, strict=True) if has}
             self._recent.add(found)
             held = [has or key in found for key, has in zip(keys, held, strict=True)]

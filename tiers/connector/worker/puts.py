@@ -49,6 +49,8 @@ class Puts:
         self._store: Guarded | None = None
         self._namespace = b""
         self._waiting: deque[_Waiting] = deque()
+        # Blocks so far: the engine's thread counts those queued, the writer's those taken.
+        self._queued = self._taken = 0
         self._results: dict[int, JobResult] = {}
 
     def serve(self, store: Guarded, namespace: bytes) -> None:
@@ -58,6 +60,7 @@ class Puts:
 
     def begin(self, job: StoreJob, is_ours: bool) -> Future[JobResult]:
         """Queue a job; its future raises what made its gather fail. Does not wait."""
+        self._queued += len(job.items)
         self._waiting.append(_Waiting(job, is_ours))
         return self._writer.submit(self._end, job.job_id)
 
@@ -68,7 +71,7 @@ class Puts:
         return self._results.pop(job_id)
 
     def _put_next(self) -> None:
-        first = self._waiting.popleft()
+        first = self._take()
         began = self._host.now()
         jobs = [(first.job, self._gathered(first.job))]
         stored, known = [True] * len(jobs[0][1]), set[bytes]()
@@ -93,9 +96,13 @@ class Puts:
         return [i for i, ok in enumerate(held) if ok]
 
     def _more(self, first: _Waiting) -> list[tuple[StoreJob, list[int]]]:
-        """Take the next jobs from the queue that one put takes with `first`."""
+        """Take the next jobs from the queue that one put takes with `first`, an eighth of what
+        waits at most. Blocks make room for others when their put has ended, and a tier that lags
+        must not run dry until those come: by taking all, a replay dropped 75% of them for 62%."""
         more: list[tuple[StoreJob, list[int]]] = []
-        room = batch_blocks(self._host.payload_bytes) - len(first.job.items)
+        own = len(first.job.items)
+        waiting = own + self._queued - self._taken
+        room = min(batch_blocks(self._host.payload_bytes), waiting // 8) - own
         while self._waiting and self._waiting[0].goes_with(first):
             job = self._waiting[0].job
             room -= len(job.items)
@@ -105,8 +112,13 @@ class Puts:
                 more.append((job, self._gathered(job)))
             except (RuntimeError, IndexError):
                 break  # it fails alone, in its turn
-            self._waiting.popleft()
+            self._take()
         return more
+
+    def _take(self) -> _Waiting:
+        taken = self._waiting.popleft()
+        self._taken += len(taken.job.items)
+        return taken
 
     def _put(self, generation: bytes, items: Sequence[StoreItem]) -> tuple[list[bool], set[bytes]]:
         """Put these items; which are held now, and the keys that were before."""
