@@ -181,3 +181,17 @@ def test_an_interrupt_while_searching_ends_all_processes_and_writes_nothing(give
     assert (process.returncode, out) == (130, b"")
     assert not any(Path(f"/proc/{child}").exists() for child in found)
     assert files(given) == ["budget.yaml", "trace.jsonl"]
+
+
+def test_an_interrupt_is_not_lost_while_processes_are_forked(given: Path) -> None:
+    code = (
+        "import os, signal\n"
+        "interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
+        "os.register_at_fork(after_in_parent=interrupt)\n"
+        "from tiers.cli.main import main; main()\n"
+    )
+    names = arguments(given, out="chain.yaml", json="all.json")
+    command = [sys.executable, "-c", code, *map(str, names)]
+    ended = subprocess.run(command, capture_output=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (130, b"")
+    assert files(given) == ["budget.yaml", "trace.jsonl"]

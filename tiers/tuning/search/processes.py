@@ -85,7 +85,12 @@ class _Worker:
         self._process = context.Process(
             target=_serve, args=(workload, machine, theirs, ours), daemon=True
         )
-        self._process.start()
+        # An interrupt waits: Python's own work after a fork swallows what is raised in it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
 
     def answer(self) -> Report:
