@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -275,3 +276,24 @@ def test_an_answer_under_way_is_waited_for_in_a_standing_queue(asking: Asking) -
     assert asking.poll(under_way, b"begun") is None
     asking.store.go.set()
     wait_for(lambda: asking.poll(under_way, b"begun") is True)
+
+
+class Starved:
+    """Threads that the machine does not let begin."""
+
+    def submit(self, *_: object) -> Future[list[bool]]:
+        return Future()
+
+    def shutdown(self, **_: object) -> None:
+        pass
+
+
+def test_a_question_with_a_thread_to_itself_is_waited_for(asking: Asking) -> None:
+    """On a busy machine a thread begins late, which is no queue."""
+    asking.manager._queue.threads.shutdown()
+    asking.manager._queue.threads = Starved()  # type: ignore[assignment]
+    lookup = asking.ask(b"alone")
+    asking.clock.now += STANDING + SHORT
+    assert asking.poll(lookup, b"alone") is None
+    asking.clock.now += LOOKUP_SECONDS
+    assert asking.poll(lookup, b"alone") is False

@@ -88,19 +88,25 @@ class LookupQueue:
     ) -> Asked:
         """Have a thread look up the keys from number `first` on."""
         now = self._clock()
-        while self._waiting and (self._waiting[0].running() or self._waiting[0].done()):
-            self._begun.append(self._waiting.popleft())
-        self._begun = [answer for answer in self._begun if not answer.done()]
-        if len(self._begun) + len(self._waiting) < self.THREADS:
-            self._free_at = now
+        self._note_free(now, self.THREADS - 1)
         answer = self.threads.submit(look, list(keys[first:]))
         self._waiting.append(answer)
         return Asked(first, answer, now)
+
+    def _note_free(self, now: float, most: int) -> None:
+        """A thread is free where `most` questions at most have no answer."""
+        while self._waiting and (self._waiting[0].running() or self._waiting[0].done()):
+            self._begun.append(self._waiting.popleft())
+        self._begun = [answer for answer in self._begun if not answer.done()]
+        if len(self._begun) + len(self._waiting) <= most:
+            self._free_at = now
 
     def gives_up(self, asked: Asked) -> bool:
         """Whether nobody waits for an answer any more. A question that was not asked yet then
         never is."""
         now = self._clock()
+        # A question that has a thread to itself waits for no other, however late the thread is.
+        self._note_free(now, self.THREADS)
         waited = now - asked.since
         is_standing = now >= self._free_at + self.STANDING_PART * self._patience
         if waited >= (min(self.STANDING_WAIT, self._patience) if is_standing else self._patience):
