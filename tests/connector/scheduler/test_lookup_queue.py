@@ -11,7 +11,8 @@ import pytest
 
 from spec.chain import ChainSpec
 from tests.support.clock import Clock, wait_for
-from tests.support.fake_requests import BLOCKS, FakeRequest
+from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest, first_step
+from tiers.concurrency.executors import IDLE_WAIT
 from tiers.connector.chain import open_scheduler
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
@@ -297,3 +298,37 @@ def test_a_question_with_a_thread_to_itself_is_waited_for(asking: Asking) -> Non
     assert asking.poll(lookup, b"alone") is None
     asking.clock.now += LOOKUP_SECONDS
     assert asking.poll(lookup, b"alone") is False
+
+
+def test_a_step_with_nothing_to_compute_waits_for_an_answer() -> None:
+    """An engine that spins instead keeps the thread that asks from running at all."""
+    store, request = Hanging(), request_of(0)
+    chain = open_chain(store)
+    answering = threading.Timer(0.2, store.go.set)
+    try:
+        chain.on_new_request(request)
+        answering.start()
+        steps = 0
+        while chain.get_num_new_matched_tokens(request, 0)[0] is None:
+            chain.build_connector_meta(IDLE_STEP)
+            steps += 1
+        assert steps <= 0.2 / IDLE_WAIT + 50, "one that spins takes thousands"
+    finally:
+        answering.cancel()
+        chain.shutdown()
+
+
+def test_a_step_that_computes_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[StoreManager] = []
+    monkeypatch.setattr(StoreManager, "wait_a_moment", lambda manager: waits.append(manager))
+    request = request_of(0)
+    chain = open_chain(MemoryStore())
+    try:
+        chain.get_num_new_matched_tokens(request, 0)
+        chain.update_state_after_alloc(request, BLOCKS, 0)
+        chain.build_connector_meta(first_step(request.request_id, 0, 17))
+        assert not waits
+        chain.build_connector_meta(IDLE_STEP)
+        assert len(waits) == 1
+    finally:
+        chain.shutdown()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import io_executor, wait_a_moment
 from tiers.connector.scheduler.answers import Answers
 
 
@@ -92,6 +92,11 @@ class LookupQueue:
         answer = self.threads.submit(look, list(keys[first:]))
         self._waiting.append(answer)
         return Asked(first, answer, now)
+
+    def wait_a_moment(self) -> None:
+        """Wait for an answer, if any is under way: the step has nothing to compute."""
+        self._note_free(self._clock(), self.THREADS)
+        wait_a_moment([*self._begun, *self._waiting])
 
     def _note_free(self, now: float, most: int) -> None:
         """A thread is free where `most` questions at most have no answer."""

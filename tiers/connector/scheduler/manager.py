@@ -16,7 +16,7 @@ class TierManager:
     has nothing and wants nothing.
 
     Two kinds: `HostManager` keeps blocks in the host pool, `StoreManager` asks a store. Used by the
-    scheduler's thread alone; nothing in them waits.
+    scheduler's thread alone; nothing in them waits but `wait_a_moment`.
     """
 
     completes_on_gather = False
@@ -79,6 +79,10 @@ class TierManager:
 
     def prefetch_lookup(self, lookup: Lookup, keys: Sequence[bytes]) -> None:
         """Begin to look these keys up, if that takes time: they are asked for soon."""
+
+    def wait_a_moment(self) -> None:
+        """The engine's step has nothing to compute: wait for a lookup under way, for
+        `executors.IDLE_WAIT` seconds at most."""
 
     def health(self) -> Health:
         """Whether the tier works, as far as this process knows."""

@@ -38,7 +38,8 @@ from tiers.host.slots import SlotPool
 
 
 class OffloadingScheduler(SchedulerConnector):
-    """One tier, in the scheduler's process. Nothing here does I/O or waits."""
+    """One tier, in the scheduler's process. Nothing here does I/O, or waits in a step that has
+    something to compute."""
 
     def __init__(
         self,
@@ -210,6 +211,8 @@ class OffloadingScheduler(SchedulerConnector):
         stores, flush = self._stores.orders(self._requests.step)
         loads = self._loads.take_orders()
         idle = not scheduler_output.num_scheduled_tokens
+        if idle:
+            self._context.open.manager.wait_a_moment()
         one_writer = self._context.open.one_writer
         return OffloadingConnectorMetadata(loads, stores, flush, idle, one_writer)
 

@@ -249,6 +249,9 @@ class StoreManager(TierManager):
         if self._index is None and lookup.asked is None and self.health().reads:
             self._look_up(lookup, keys, 0)
 
+    def wait_a_moment(self) -> None:
+        self._queue.wait_a_moment()
+
     def health(self) -> Health:
         """What its guard says of reads; writes are the workers'."""
         if not isinstance(self._store, Guarded):

@@ -6,10 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from typing import NamedTuple
 
-from tiers.concurrency.executors import io_executor
+from tiers.concurrency.executors import io_executor, wait_a_moment
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.contract.generation import space_of
@@ -26,9 +26,6 @@ LOADERS = 2
 """Loads under way at once."""
 WAVE_BYTES = 32 << 20
 """Bytes that a loader copies at once, and the memory through which it passes stores' blocks."""
-IDLE_WAIT = 0.002
-"""Seconds that a step with nothing to compute may wait for a load, rather than spin."""
-
 _Numbered = list[tuple[int, LoadItem]]
 
 
@@ -238,8 +235,8 @@ class Loading:
 
         In an `idle` step it waits a moment for one.
         """
-        if idle and self._loads:
-            wait([future for _, future in self._loads], IDLE_WAIT, FIRST_COMPLETED)
+        if idle:
+            wait_a_moment([future for _, future in self._loads])
         now = self._host.now()
         over: list[tuple[_Load, Future[None]]] = []
         under_way: list[tuple[_Load, Future[None]]] = []
