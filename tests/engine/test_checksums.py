@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, encryption, measured
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.store import Block
 
@@ -30,10 +30,7 @@ def test_a_bit_that_flips_before_the_write_is_a_miss(
     monkeypatch: pytest.MonkeyPatch,
     encrypted: bool,
 ) -> None:
-    more: dict[str, Any] = {}
-    if encrypted:
-        (tmp_path / "keys").write_text("ab" * 32)
-        more["encryption"] = {"key_file": str(tmp_path / "keys")}
+    more = encryption(tmp_path) if encrypted else {}
     made = engine(chain_of(disk(tmp_path / "disk", **more)), prefix_caching=False)
     worker: Any = made.workers[0]
     store = worker.connector.children[0]._store

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.replay_chains import MODEL, chain_of, cpu, damage_disk, disk, measured
+from tests.support.replay_chains import (
+    MODEL,
+    chain_of,
+    cpu,
+    damage_disk,
+    disk,
+    encryption,
+    measured,
+)
 from tiers.engine.replay import ReplayEngine, answer
 
 PROMPT = list(range(100, 141))
@@ -42,10 +50,7 @@ def test_a_flipped_bit_in_host_memory_is_a_miss(
 def test_damage_in_a_store_is_counted(
     engine: Callable[..., ReplayEngine], tmp_path: Path, encrypted: bool
 ) -> None:
-    more: dict[str, Any] = {}
-    if encrypted:
-        (tmp_path / "keys").write_text("ab" * 32)
-        more["encryption"] = {"key_file": str(tmp_path / "keys")}
+    more = encryption(tmp_path) if encrypted else {}
     made = engine(chain_of(disk(tmp_path / "disk", **more)), prefix_caching=False)
     right = answer(MODEL, PROMPT, 4, 1)
     assert made.generate(PROMPT, 4).output == right

@@ -8,6 +8,7 @@ from functools import partial
 from tiers.connector.policy.choice import stitched
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.manager import TierManager
+from tiers.store import Block
 
 
 def look_up(
@@ -17,3 +18,32 @@ def look_up(
     asked = {0: partial(manager.coverage, lookup, keys)}
     found = stitched(asked, range(first, len(keys)))
     return None if found.looking else found.stop - first
+
+
+class Names:
+    """A store behind a network that keeps names, and counts those that it is asked for."""
+
+    def __init__(self, *names: bytes) -> None:
+        self.names = {*names}
+        self.asked = self.calls = 0
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        self.asked += len(keys)
+        self.calls += 1
+        return [key in self.names for key in keys]
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        return [False] * len(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        return [False] * len(blocks)
+
+    def drop(self, keys: Sequence[bytes]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class IndexedNames(Names):
+    """The same, with an index in memory."""
+
+    peek = Names.has

@@ -44,6 +44,12 @@ def redis(server: RedisServer, space: object, **more: Any) -> dict[str, Any]:
     return {"type": "redis", "url": server.url, "key_prefix": str(space), **patient}
 
 
+def encryption(folder: Path) -> dict[str, Any]:
+    """A tier's settings to encrypt its blocks under a key in this folder."""
+    (folder / "keys").write_text("ab" * 32)
+    return {"encryption": {"key_file": str(folder / "keys")}}
+
+
 def crowded(
     path: Path, server: RedisServer, world_size: int, cpu_blocks: int = 12, **more: Any
 ) -> ChainSpec:

@@ -8,33 +8,20 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tests.support.clock import Clock, wait_for
-from tests.support.lookups import look_up
+from tests.support.lookups import Names, look_up
 from tiers.connector.contract.generation import Generation
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
-from tiers.store import Block
 
 KEYS = [b"a", b"b", b"c"]
 
 
-class Held:
+class Held(Names):
     """A store that holds two of the keys."""
 
-    asked = 0
-
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        self.asked += 1
+        super().has(keys)
         return [key.endswith((b"a", b"b")) for key in keys]
-
-    def put(self, blocks: Sequence[Block]) -> list[bool]:
-        return [False] * len(blocks)
-
-    def get(self, blocks: Sequence[Block]) -> list[bool]:
-        return [False] * len(blocks)
-
-    def drop(self, keys: Sequence[bytes]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -46,7 +33,7 @@ def asked() -> Iterator[tuple[StoreManager, Held, Clock]]:
 
 
 def wait_for_lookups(store: Held, count: int) -> None:
-    wait_for(lambda: store.asked >= count)
+    wait_for(lambda: store.calls >= count)
     time.sleep(0.01)  # the answer is there a moment later
 
 

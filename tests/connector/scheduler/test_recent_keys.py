@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from tests.support.clock import Clock
-from tests.support.lookups import look_up
+from tests.support.lookups import IndexedNames, look_up
 from tiers.connector.contract.generation import Generation
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.recent_keys import RecentKeys
 from tiers.connector.scheduler.store_manager import StoreManager
-from tiers.store import Block
 
 
 def test_keys_are_known_for_half_the_time_at_least_and_all_of_it_at_most() -> None:
@@ -54,57 +51,32 @@ def test_forgetting() -> None:
     assert recent.known([b"b"]) == [False]
 
 
-class Indexed:
-    """A store with an index in memory that counts what it is asked."""
-
-    def __init__(self) -> None:
-        self.keys: set[bytes] = set()
-        self.asked = 0
-
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        return self.peek(keys)
-
-    def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        self.asked += len(keys)
-        return [key in self.keys for key in keys]
-
-    def put(self, blocks: Sequence[Block]) -> list[bool]:
-        return [True] * len(blocks)
-
-    def get(self, blocks: Sequence[Block]) -> list[bool]:
-        return [False] * len(blocks)
-
-    def drop(self, keys: Sequence[bytes]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
 
 
 def test_a_request_that_waits_is_looked_up_once_in_a_while(clock: Clock) -> None:
-    store = Indexed()
+    store = IndexedNames()
     manager = StoreManager(store, [b""], Generation(), clock)
     keys = [b"%d" % number for number in range(100)]
-    store.keys.update(keys[:70])
+    store.names.update(keys[:70])
     lookup = Lookup()
     assert [look_up(manager, keys, lookup) for _ in range(3)] == [70] * 3
     assert store.asked < 200
     assert look_up(manager, keys, lookup, 10) == 60, "another question is asked"
-    store.keys.clear()
+    store.names.clear()
     clock.now += 1.0
     assert look_up(manager, keys, lookup, 10) == 0
     manager.close()
 
 
 def test_a_store_is_offered_again_what_it_lost(clock: Clock) -> None:
-    store = Indexed()
+    store = IndexedNames()
     manager = StoreManager(store, [b""], Generation(), clock)
-    store.keys.update([b"a", b"b"])
+    store.names.update([b"a", b"b"])
     assert manager.missing([b"a", b"b", b"c"]) == [False, False, True]
-    store.keys.clear()
+    store.names.clear()
     manager.discard(b"a")
     assert manager.missing([b"a", b"b", b"c"]) == [True, False, True]
     clock.now += StoreManager.RECENT_SECONDS

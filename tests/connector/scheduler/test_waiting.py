@@ -13,6 +13,7 @@ from bench.policies import Output, Step
 from bench.scheduler import NAMESPACE, PAYLOAD, TOKENS, Prompt
 from spec.chain import ChainSpec, LoadPolicy
 from tests.support.clock import Clock
+from tests.support.lookups import IndexedNames
 from tiers.connector.chain import open_scheduler
 from tiers.connector.contract.block_groups import GROUP_BYTES
 from tiers.connector.contract.engine import EngineInfo
@@ -24,37 +25,11 @@ from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay.requests import NewRequest
 from tiers.host.memory import slot_stride
-from tiers.store import Block
 from tiers.testing import GivenSpec
 
 RANKS = 2
 BLOCKS = 200
 SPACES = [bytes([rank]) + NAMESPACE[1:] for rank in range(RANKS)]
-
-
-class Index:
-    """A store that keeps names, and counts those that it is asked for."""
-
-    def __init__(self) -> None:
-        self.names: set[bytes] = set()
-        self.asked = self.calls = 0
-
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        self.asked += len(keys)
-        self.calls += 1
-        return [key in self.names for key in keys]
-
-    peek = has
-
-    def put(self, blocks: Sequence[Block]) -> list[bool]:
-        return [False] * len(blocks)
-
-    def get(self, blocks: Sequence[Block]) -> list[bool]:
-        return [False] * len(blocks)
-
-    def drop(self, keys: Sequence[bytes]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class IndexSpec(GivenSpec):
@@ -66,7 +41,7 @@ class Halves:
     """The scheduler halves of a chain, whose stores end in the step that begins them."""
 
     def __init__(self, cpu_blocks: int, load: LoadPolicy = "stitched") -> None:
-        self.clock, self.index = Clock(100.0), Index()
+        self.clock, self.index = Clock(100.0), IndexedNames()
         slot = slot_stride(PAYLOAD) * RANKS
         chain = ChainSpec(
             version=1,
@@ -281,7 +256,7 @@ def test_changes_beyond_what_is_kept_are_looked_up() -> None:
 
 
 def test_an_index_is_told_of_uses_a_few_at_a_time_and_of_the_head_last() -> None:
-    class Told(Index):
+    class Told(IndexedNames):
         def __init__(self) -> None:
             super().__init__()
             self.told: list[list[bytes]] = []

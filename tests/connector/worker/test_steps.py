@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.lagging import worker_step
 from tests.support.clock import wait_for
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.messages import OffloadingConnectorMetadata, StoreItem, StoreJob
@@ -51,13 +52,7 @@ class Lagging:
         """One step; which stores it says have ended."""
         orders = OffloadingConnectorMetadata(reqs_to_store=[*jobs], jobs_to_flush=[*flush])
         worker = self.worker
-        worker.bind_connector_metadata(orders)
-        worker.handle_preemptions(orders)
-        worker.start_load_kv(None)
-        worker.wait_for_save()
-        worker.get_transfer_results(set())
-        said = worker.build_connector_worker_meta()
-        worker.clear_connector_metadata()
+        said = worker_step(worker, orders)
         return set() if said is None else {*said.jobs}
 
 
