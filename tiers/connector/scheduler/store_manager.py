@@ -41,6 +41,8 @@ class StoreManager(TierManager):
     """Names a second whose answers are compared with an index again while their request waits: 1%
     of the thread's time. A prompt of 128k tokens on eight ranks takes ten seconds, on one little
     more than one. What others evict meanwhile is missed by the load, and computed."""
+    CHECKED_AT_ONCE = 64
+    """Names, at least: a call costs as much as 50 of them, and a decision makes several."""
     USES, USES_AT_ONCE = 51_200.0, 1024.0
     """Names a second that an index is told were used, and how many at once: all of a prompt of 128k
     tokens on eight ranks would take the thread up to 90 ms."""
@@ -121,7 +123,7 @@ class StoreManager(TierManager):
         answers, now = lookup.answers, self._clock()
         answers.follow(self._changes, keys)
         count = int((now - answers.checked) * self.CHECKS / len(self._namespaces))
-        if count < 1:
+        if count * len(self._namespaces) < self.CHECKED_AT_ONCE:
             return
         answers.checked = now
         if some := answers.to_check(count):
