@@ -26,6 +26,7 @@ from tests.support.disk_audit import (
     put,
     slab_path,
 )
+from tiers.disk import slab as slab_files
 from tiers.disk.rows import index_key
 from tiers.disk.slab import PAGE
 from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
@@ -38,8 +39,12 @@ pytestmark = pytest.mark.usefixtures("mode")
     fault="a flipped bit in a slab record",
     outcome="a miss; the block is dropped and can be stored again",
 )
-@pytest.mark.parametrize("offset", [20, 500, PAGE, SLOT // 2, PAGE + PAYLOAD - 1])
-def test_a_flipped_bit_is_a_miss_and_the_block_goes(tmp_path: Path, offset: int) -> None:
+@pytest.mark.parametrize("piece", [8 << 20, 2 * PAGE], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("offset", [20, 500, PAGE, 3 * PAGE - 1, SLOT // 2, PAGE + PAYLOAD - 1])
+def test_a_flipped_bit_is_a_miss_and_the_block_goes(
+    tmp_path: Path, offset: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab_files, "_PIECE", piece)
     with opened(tmp_path) as store:
         put(store, keys(0, 1, 2))
         slot = store._folder.index.find([index_key(key(1))])[0].slot.number  # type: ignore[union-attr]
@@ -91,7 +96,11 @@ def test_an_older_record_of_the_same_key_is_a_miss(tmp_path: Path) -> None:
     fault="slab file truncated while open",
     outcome="misses for what is gone; stores go on",
 )
-def test_a_slab_cut_while_open_is_a_miss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("piece", [8 << 20, 2 * PAGE], ids=["whole", "in pieces"])
+def test_a_slab_cut_while_open_is_a_miss(
+    tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab_files, "_PIECE", piece)
     with opened(tmp_path) as store:
         put(store, keys(0, 1, 2, 3))
         os.truncate(slab_path(tmp_path), SLOT + SLOT // 2)

@@ -80,12 +80,14 @@ class Edit:
         data = self._get("blocks", key)
         return None if data is None else parse_entry(data)
 
-    def renew(self, key: bytes) -> None:
-        """Make a live block the most recently used; an unknown key is ignored."""
+    def renew(self, key: bytes) -> bool:
+        """Make a live block the most recently used; return whether there is one."""
         entry = self.entry(key)
-        if entry is not None:
-            self._delete("recency", STAMP.pack(entry.stamp))
-            self._enter(key, entry)
+        if entry is None:
+            return False
+        self._delete("recency", STAMP.pack(entry.stamp))
+        self._enter(key, entry)
+        return True
 
     def oldest(self, besides: Collection[bytes]) -> bytes | None:
         """Return the least recently used key that is not in `besides`, or None."""

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import repeat
 
 from tiers.concurrency.executors import io_executor
@@ -153,8 +154,8 @@ class OpenFolder:
             edit.capacity = capacity
             slot_allocator.shrink(edit, self.slabs)
 
-    def reserve(self, sizes: dict[bytes, int]) -> tuple[set[bytes], dict[bytes, Slot]]:
-        """Return the keys that are held, and a reserved slot for each other key there is room for.
+    def reserve(self, sizes: dict[bytes, int]) -> dict[bytes, Slot]:
+        """Return a reserved slot for each key that is not held, as far as there is room.
 
         `sizes`: slot bytes by index key. Evicted blocks leave the index in the same transaction.
         """
@@ -168,30 +169,30 @@ class OpenFolder:
                 if slot is None:
                     break
                 slots[key] = slot
-        return held, slots
+        return slots
 
     def commit(
         self, keys: Sequence[bytes], slots: Mapping[bytes, Slot], written: Mapping[bytes, Entry]
     ) -> set[bytes]:
-        """Publish the blocks `written`, free the other reserved `slots`; return the keys of `slots`
-        that are held now. The first of `keys` counts as used last."""
+        """Publish the blocks `written`, free the other reserved `slots`; return which of `keys` are
+        held now. The first of `keys` counts as used last."""
         try:
             with self.edit() as edit:
-                for key in reversed(keys):
-                    self._commit_one(edit, key, slots.get(key), written.get(key))
-                return {key for key in slots if edit.entry(key) is not None}
+                held = partial(self._commit_one, edit)
+                return {k for k in reversed(keys) if held(k, slots.get(k), written.get(k))}
         except BaseException:
             self._leaked.extend(slots.values())  # freed by the next edit that succeeds
             raise
 
-    def _commit_one(self, edit: Edit, key: bytes, slot: Slot | None, entry: Entry | None) -> None:
+    def _commit_one(self, edit: Edit, key: bytes, slot: Slot | None, entry: Entry | None) -> bool:
         # Another thread or process may have published the key while we wrote: its block stays.
-        if slot is not None and entry is not None and edit.entry(key) is None:
-            edit.publish(key, slot, entry.payload_bytes, entry.checksum)
-            return
-        edit.renew(key)
-        if slot is not None:
+        held = edit.renew(key)
+        if slot is not None and (held or entry is None):
             slot_allocator.free(edit, self.slabs, slot)
+        elif slot is not None and entry is not None:
+            edit.publish(key, slot, entry.payload_bytes, entry.checksum)
+            held = True
+        return held
 
     def drop_unchanged(self, seen: Mapping[bytes, Entry]) -> int:
         """Drop the blocks whose entries are still those `seen`; return how many were dropped."""

@@ -132,7 +132,7 @@ class DiskStore:
 
     def _store(self, folder: OpenFolder, batch: dict[bytes, Block]) -> set[bytes]:
         sizes = {key: slot_bytes(len(block.payload)) for key, block in batch.items()}
-        held, slots = folder.reserve(sizes)
+        slots = folder.reserve(sizes)
         outcomes: list[Entry | OSError] = []
         try:
             jobs = [(batch[key], slot) for key, slot in slots.items()]
@@ -141,7 +141,7 @@ class DiskStore:
             # Whatever happens, each reserved slot becomes a block or is freed.
             done = zip(slots, outcomes, strict=False)
             written = {key: entry for key, entry in done if isinstance(entry, Entry)}
-            held |= folder.commit(list(batch), slots, written)
+            held = folder.commit(list(batch), slots, written)
         failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
         self._say_failed(self._failed_writes, "write(s)", failed)
         if not held:
@@ -237,11 +237,11 @@ def _read(folder: OpenFolder, job: _Load) -> RecordError | OSError | None:
     """Fill the block's payload from its slot; return what was wrong, or None."""
     _, block, entry = job
     try:
-        header = folder.slabs[entry.slot.size].read(entry.slot.number, block.payload)
+        header, checksum = folder.slabs[entry.slot.size].read(entry.slot.number, block.payload)
         record = expect(header, block.key, len(block.payload))
         if record.checksum != entry.checksum:
             raise RecordError("the record is another than the index names")
-        verify(record, block.payload)
+        verify(record, block.payload, checksum)
     except (RecordError, OSError) as error:
         return error
     return None
