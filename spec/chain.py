@@ -136,6 +136,13 @@ class ChainSpec(BaseModel):
         description="Set rules for the requests of a tenant. The key is the cache salt of these "
         "requests.",
     )
+    max_retained: float = Field(
+        default=0.25,
+        ge=0,
+        le=0.9,
+        description="Limit the part of each tier that hints of requests retain. One tenant has "
+        "half of it at most, or what tenants says.",
+    )
     staging: ByteSize | None = Field(
         default=None,
         description="Host memory for blocks on their way to and from stores, besides the capacity "

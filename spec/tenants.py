@@ -22,3 +22,10 @@ class TenantSpec(BaseModel):
         "that this engine stored since its start. Beyond it the tenant's oldest blocks are "
         "dropped.",
     )
+    max_retained: float | None = Field(
+        default=None,
+        ge=0,
+        le=0.9,
+        description="Limit the part of each tier that hints of the tenant's requests retain. "
+        "Unset: half of the chain's max_retained.",
+    )

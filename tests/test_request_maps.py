@@ -30,6 +30,8 @@ OTHERS = {
     "policy/chooser.py::Chooser._loaders": "children",
     "policy/requests.py::RequestState.tiers": "tiers",
     "scheduler/intake.py::Intake._lost": "counters",
+    "scheduler/retained.py::Retained._counts": "tenants",
+    "scheduler/retained.py::Retained._ending[until]": "blocks",
     "scheduler/scheduler.py::OffloadingScheduler._told": "gauges",
     "scheduler/tenant_quotas.py::Tenants._kept": "tenants",
     "worker/worker.py::OffloadingWorker._measures": "measures",

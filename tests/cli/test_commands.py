@@ -69,7 +69,8 @@ def test_validate_prints_the_chain_as_it_is_understood(kvtiers: Run, chain: Any)
         "3      redis  redis  url redis://cache.internal:6379/0, ttl 1d, timeout 1s, "
         "key_prefix kvtiers, codec none, store_threshold 1, deadline 10s\n"
         "version 1, load_policy stitched, promote true, store all, max_wait 10s, tenants none, "
-        "on_reset forget, trust_client_ids false, events (self_describing_kv_events true, "
+        "max_retained 0.25, on_reset forget, trust_client_ids false, "
+        "events (self_describing_kv_events true, "
         "locality false, ownership false, announce_rate 20000.0), salt none\n",
         "",
     )
@@ -84,7 +85,8 @@ def test_validate_shows_no_secret(kvtiers: Run, chain: Any) -> None:
     status, out, err = kvtiers("validate", chain(ALL_SET))
     assert status == 0 and "hunter2" not in out + err and "team-a" not in out + err
     assert "redis://me:***@cache" in out
-    assert "promote false, store all, max_wait 10s, tenants none, staging 1GiB" in out
+    assert "promote false, store all, max_wait 10s, tenants none, max_retained 0.25, " in out
+    assert "staging 1GiB" in out
     assert "announce_rate 20000.0), salt ***" in out
 
 
@@ -134,6 +136,7 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
         "store",
         "max_wait",
         "tenants",
+        "max_retained",
         "staging",
         "on_reset",
         "trust_client_ids",

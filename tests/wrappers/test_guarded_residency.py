@@ -192,3 +192,50 @@ def test_random_use_leaks_no_slot() -> None:
             made.discard(key(number))
         assert pool.in_use == made.slots_kept() <= CAPACITY
     assert made.health().reads_up
+
+
+class Hasty(Fifo):
+    """Evicts also what is in use."""
+
+    def evict_one(self) -> bool:
+        key = next(iter(self.slots), None)
+        if key is not None:
+            self.discard(key)
+            if self.on_evict is not None:
+                self.on_evict(key)
+        return key is not None
+
+
+def test_a_plugin_s_tier_passes_by_what_is_retained() -> None:
+    made, pool = manager(Fifo)
+    assert all(store(made, pool, number) for number in range(CAPACITY))
+    made.retaining.retain([key(0), key(1), key(9)])
+    made.retaining.retain([key(0)])
+    for number in range(CAPACITY, 20):
+        store(made, pool, number)
+    assert made.retaining.held([key(0), key(1), key(2)]) == [key(0), key(1)]
+    assert made.demote([key(0)]) == 0, "it can't be told what goes next"
+    made.retaining.release([key(0), key(1), key(9)])
+    for number in range(20, 30):
+        store(made, pool, number)
+    assert made.retaining.held([key(0), key(1)]) == []
+    assert pool.in_use == CAPACITY
+
+
+@pytest.mark.parametrize("end", ["evicts it", "fails", "drops it", "is reset"])
+def test_no_slot_stays_for_what_was_retained_and_is_gone(end: str) -> None:
+    made, pool = manager(type("Odd", (Hasty,), {"touch": raises}) if end == "fails" else Hasty)
+    assert all(store(made, pool, number) for number in range(CAPACITY))
+    keys = [key(number) for number in range(CAPACITY)]
+    made.retaining.retain(keys)
+    if end == "fails":
+        made.missing(keys)
+        assert made.health() is FAILED
+    elif end == "drops it":
+        made.drop(keys, b"")
+    elif end == "is reset":
+        made.reset()
+    else:
+        assert all(store(made, pool, number) for number in range(CAPACITY, 2 * CAPACITY))
+        assert sorted(made.reset()) == [key(n) for n in range(CAPACITY, 2 * CAPACITY)]
+    assert pool.in_use == 0

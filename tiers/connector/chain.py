@@ -88,13 +88,14 @@ def scheduler_parts(
             requests,
             partial(opener.open, tier),
             Admission(tier, now, len(chain.tiers) == 1, size.step_blocks),
-            Tenants(tier.tier_name, chain.tenants),
+            Tenants(tier.tier_name, chain.tenants, chain.max_retained),
             chain.promote,
             chain.events.self_describing_kv_events,
             now,
         )
 
-    observers: list[RequestObserver] = [*open_recorder(chain, requests, pool, now)]
+    observers: list[RequestObserver] = [requests.hints]
+    observers += open_recorder(chain, requests, pool, now)
     observers += open_ghosts(chain, requests, pool, now)
     settings = _settings(chain, requests, observers, now)
     return SchedulerParts([*map(open_tier, chain.tiers)], _names(chain), _identity(chain), settings)

@@ -14,11 +14,11 @@ class SlotResidency(ABC):
 
     A slot is resident if it is in a queue; whose block it holds, the pool knows. Beside the
     policy's queues there are two for blocks whose turn to go has come: those in use, which are
-    passed by, and those in use no more, which go before all others. So a block in use keeps its
-    place, and no eviction looks at it twice.
+    passed by, and those in use no more or demoted, which go before all others. So a block in use
+    keeps its place, and no eviction looks at it twice.
     """
 
-    SCAN = 128
+    SCAN = 1024
     """Blocks looked at for one eviction, so that a pool in which all are in use costs little."""
 
     def __init__(self, pool: Slots, max_slots: int, queues: int) -> None:
@@ -74,6 +74,15 @@ class SlotResidency(ABC):
         slots = self.find_all(keys)
         self._used([slot for slot in reversed(slots) if slot is not None])
         return slots
+
+    def demote(self, keys: Sequence[bytes]) -> int:
+        """Let these blocks be the next to go, the last of them first, unless they are used again;
+        return how many were not yet."""
+        where, overdue = self._queues.where, self._overdue
+        slots = [s for s in self.find_all(keys) if s is not None and where[s] != overdue]
+        for slot in reversed(slots):
+            self._queues.move(slot, overdue)
+        return len(slots)
 
     def discard(self, key: bytes) -> None:
         slot = self.find(key)

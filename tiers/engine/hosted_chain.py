@@ -24,10 +24,11 @@ def hosted_tiers(chain: ChainSpec) -> tuple[HostSpec, StoreSpec | None]:
             "vLLM's OffloadingConnector hosts at most one cpu tier and one store; the chain has "
             f"{', '.join(tier.tier_name for tier in chain.tiers)}. Use KVTiersConnector for all."
         )
-    if chain.tenants or chain.record or chain.ghosts or "max_wait" in chain.model_fields_set:
+    said = chain.model_fields_set & {"max_wait", "max_retained"}
+    if chain.tenants or chain.record or chain.ghosts or said:
         raise ValueError(
-            "the chain has tenants, record, ghosts or max_wait, which vLLM's OffloadingConnector "
-            "does not obey; leave them out, or use KVTiersConnector"
+            "the chain has tenants, record, ghosts, max_wait or max_retained, which vLLM's "
+            "OffloadingConnector does not obey; leave them out, or use KVTiersConnector"
         )
     if chain.on_reset != "forget":
         raise ValueError(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Claim(NamedTuple):
@@ -173,3 +173,12 @@ class Residency(Protocol):
         """Stop keeping all blocks; return their keys. `on_evict` is not told."""
 
     def __len__(self) -> int: ...
+
+
+@runtime_checkable
+class Demotes(Protocol):
+    """Capability: a host tier can be told what is to go next."""
+
+    def demote(self, keys: Sequence[bytes]) -> int:
+        """Let these blocks be the next to go, the last of them first, unless they are used again;
+        return how many were not yet."""

@@ -22,6 +22,7 @@ from tiers.connector.contract.messages import JobResult, OffloadingWorkerMetadat
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.connector.scheduler.answers import Answers, Changes
 from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.connector.scheduler.store_uses import StoreUses
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay.requests import NewRequest
 from tiers.host.memory import slot_stride
@@ -269,11 +270,11 @@ def test_an_index_is_told_of_uses_a_few_at_a_time_and_of_the_head_last() -> None
     keys = [b"%5d" % number for number in range(2000)]
     manager.settle(keys)
     manager.missing([b"another"])
-    assert [len(names) for names in index.told] == [StoreManager.USES_AT_ONCE], "no time has passed"
+    assert [len(names) for names in index.told] == [StoreUses.USES_AT_ONCE], "no time has passed"
     while sum(map(len, index.told)) < RANKS * len(keys):
         clock.now += 0.02
         manager.missing([b"another"])
-    assert max(map(len, index.told)) <= StoreManager.USES_AT_ONCE
+    assert max(map(len, index.told)) <= StoreUses.USES_AT_ONCE
     last_first = [name for names in reversed(index.told) for name in names]
     assert last_first == [space + key for key in keys for space in SPACES]
     manager.close()

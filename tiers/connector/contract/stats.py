@@ -31,6 +31,9 @@ COUNTERS = {
     "store_dropped_budget": "Blocks not stored because write_budget was spent.",
     "store_dropped_down": "Blocks not stored because the tier was down.",
     "store_deferred": "Blocks not stored because fewer requests than store_threshold had them.",
+    "retain_refused": "Blocks that a hint did not retain because max_retained was reached.",
+    "demoted_blocks": "Blocks that a hint made the next to go.",
+    "hints_ignored": "Hints that are malformed or unknown; their tier is (chain).",
     "evictions": "Blocks evicted for room; of our own tiers only cpu reports them.",
     "events_not_kept": "Blocks of KV events that will not be announced again after a restart: they "
     "came too fast, or their folder failed.",
@@ -51,6 +54,7 @@ GAUGES = {
     "loading_bytes": "Bytes of the loads in flight, over all ranks.",
     "storing_jobs": "Stores in flight, waiting ones included, after the last step.",
     "storing_bytes": "Bytes of the stores in flight, over all ranks.",
+    "retained_blocks": "Blocks that hints keep from eviction.",
     "ghost_hit_ratio": "Part of the prompts' blocks that the tier would have, as ghosts estimate; "
     "its tier is a tier as it is, or with other settings: cpu (capacity: 2x).",
     "ghost_hit_error": "Twice the standard error of ghost_hit_ratio.",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.contract.protocols import Request
+from tiers.connector.policy.request_hints import HINTS, KEY, entry_of
 
-KEY = "kvtiers"
-"""Our entry of `kv_transfer_params`; other entries belong to other connectors."""
+logger = logging.getLogger(__name__)
 
 
 class RequestLimits(BaseModel):
@@ -52,10 +53,11 @@ def read_limits(request: Request) -> tuple[RequestLimits, str | None]:
 
 
 def _said(request: Request) -> tuple[RequestLimits, str | None]:
-    params = getattr(request, "kv_transfer_params", None)
-    found = params.get(KEY) if isinstance(params, Mapping) else None
+    found = entry_of(request)
     if found is None:
         return UNLIMITED, None
+    if isinstance(found, dict):
+        found = {key: value for key, value in found.items() if key != HINTS}
     try:
         return RequestLimits.model_validate(found), None
     except ValidationError as error:
@@ -64,3 +66,18 @@ def _said(request: Request) -> tuple[RequestLimits, str | None]:
             for problem in error.errors(include_url=False)
         ]
         return UNLIMITED, "; ".join(problems)
+
+
+class LimitsReader:
+    """Reads the limits of a chain's requests, and says once in the log that some are ignored."""
+
+    def __init__(self) -> None:
+        self._ignored = RepeatedLog(logger, "chain", "requests had limits that are ignored")
+
+    def read(self, request: Request) -> RequestLimits:
+        """A request's limits; see `read_limits`."""
+        limits, problem = read_limits(request)
+        if problem is not None:
+            ignored = "request %s has limits that are ignored: %.300r"
+            self._ignored.log(ignored, request.request_id, problem)
+        return limits

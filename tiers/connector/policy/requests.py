@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
@@ -22,10 +20,9 @@ from tiers.connector.contract.protocols import (
     SchedulerOutput,
 )
 from tiers.connector.policy.choice import NOBODY, Choice
-from tiers.connector.policy.request_limits import RequestLimits, read_limits
+from tiers.connector.policy.request_hints import NO_HINTS, HintReader, Hints
+from tiers.connector.policy.request_limits import LimitsReader, RequestLimits
 from tiers.connector.policy.wait_budget import WaitBudget
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -33,10 +30,10 @@ class RequestState:
     """What a chain knows of one request until that has finished.
 
     `mark`, `media`: see `EngineInfo`. `may_store`: whether its blocks may be stored; `prompt_only`:
-    without those of its answer. `keys`: of all parts of its full blocks, as far as they are made,
-    block by block. `tables`: its blocks in the paged KV, per KV cache group. `computed`: tokens
-    that are when all steps so far have run; 0 while it may be loading. `is_outdated`: a reset came
-    after some of its blocks were computed.
+    without those of its answer. `hints`: what it says of its prompt's blocks. `keys`: of all parts
+    of its full blocks, as far as they are made, block by block. `tables`: its blocks in the paged
+    KV, per KV cache group. `computed`: tokens that are when all steps so far have run; 0 while it
+    may be loading. `is_outdated`: a reset came after some of its blocks were computed.
 
     `choice`: who loads what, as it was chosen last, of tiers in these `versions`; `is_undecided`
     until the engine begins it, and `has_begun` once it did. `alone`: the engine's own connector
@@ -51,6 +48,7 @@ class RequestState:
     wait_budget: WaitBudget
     may_store: bool
     prompt_only: bool
+    hints: Hints = NO_HINTS
     keys: list[bytes] = field(default_factory=list)
     tables: tuple[list[int], ...] = ()
     computed: int = 0
@@ -117,12 +115,14 @@ class RequestTable:
         self.groups = BlockGroups(engine)
         self.step = Step([], set())
         """The step whose orders are being made."""
+        self.hints = HintReader()
+        """Reads what requests say of their prompts' blocks; for the chain's observers, too."""
         self._now = now
         self._max_wait = max_wait
         self._prompt_only = prompt_only
         self._states: dict[str, RequestState] = {}
         self._allocated: set[int] = set()
-        self._bad_limits = RepeatedLog(logger, "chain", "requests had limits that are ignored")
+        self._limits = LimitsReader()
 
     def __len__(self) -> int:
         return len(self._states)
@@ -135,10 +135,7 @@ class RequestTable:
         """The state of a request, which is known from now on."""
         state = self._states.get(request.request_id)
         if state is None:
-            limits, problem = read_limits(request)
-            if problem is not None:
-                ignored = "request %s has limits that are ignored: %.300r"
-                self._bad_limits.log(ignored, request.request_id, problem)
+            limits = self._limits.read(request)
             state = self._states[request.request_id] = RequestState(
                 request,
                 limits,
@@ -148,6 +145,7 @@ class RequestTable:
                 may_store=limits.store is not False,
                 prompt_only=limits.store == "prompt"
                 or (self._prompt_only and limits.store is None),
+                hints=self.hints.read(request),
             )
         return state
 

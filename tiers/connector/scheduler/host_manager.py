@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from tiers.connector.scheduler.answers import Changes
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.manager import DOWN, TierManager
-from tiers.host.slots import Residency, SlotPool
+from tiers.connector.scheduler.retaining import HeldSlots
+from tiers.host.slots import Demotes, Residency, SlotPool
 from tiers.wrappers.guard import Health
 from tiers.wrappers.residency import health_of
 
@@ -19,6 +20,7 @@ class HostManager(TierManager):
     """A tier whose blocks stay in the host pool, each put before its head as it came."""
 
     completes_on_gather = True
+    retaining: HeldSlots
 
     def __init__(
         self,
@@ -31,9 +33,11 @@ class HostManager(TierManager):
         self._pool = pool
         self._changes = Changes()
         self._on_evict = on_evict
+        self.retaining = HeldSlots(residency, pool)
         residency.on_evict = self._evicted
 
     def _evicted(self, key: bytes) -> None:
+        self.retaining.release((key,))  # by a plugin that evicts what is in use, or has failed
         self._changes.note(key, held=False)
         if self._on_evict is not None:
             self._on_evict(key)
@@ -103,7 +107,11 @@ class HostManager(TierManager):
         self._changes.note(key, held)
         return held
 
+    def demote(self, keys: Sequence[bytes]) -> int:
+        return self._residency.demote(keys) if isinstance(self._residency, Demotes) else 0
+
     def discard(self, key: bytes) -> None:
+        self.retaining.release((key,))
         self._residency.discard(key)
         self._changes.note(key, held=False)
 
@@ -115,6 +123,7 @@ class HostManager(TierManager):
     def reset(self) -> list[bytes]:
         """Stop keeping all blocks; the slot of one that is being loaded goes when that ends."""
         self._changes.forget()
+        self.retaining.release_all()
         return self._residency.clear()
 
     def health(self) -> Health:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.retaining import Retaining
 from tiers.wrappers.guard import HEALTHY, Health
 
 DOWN = -1
@@ -21,6 +22,8 @@ class TierManager:
 
     completes_on_gather = False
     """Whether stores end as soon as the slots are filled, so that the engine should step on."""
+    retaining = Retaining()
+    """How the tier passes blocks by in eviction."""
 
     def coverage(
         self, lookup: Lookup, keys: Sequence[bytes], asked: range
@@ -60,6 +63,11 @@ class TierManager:
 
     def settle(self, keys: Sequence[bytes]) -> None:
         """A prefix was stored in several steps: let its head be the last to go."""
+
+    def demote(self, keys: Sequence[bytes]) -> int:
+        """Let these blocks be the next to go, the last of them first, unless they are used again;
+        return how many were not yet."""
+        return 0
 
     def discard(self, key: bytes) -> None:
         """Note that the tier does not have this block: it failed to load."""

@@ -21,7 +21,7 @@ from tiers.connector.scheduler.inventory.inventory import Inventory
 from tiers.connector.scheduler.manager import TierManager
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.errors import TierUnusable
-from tiers.host.memory import slot_stride, slots_within
+from tiers.host.memory import ALIGNMENT, slot_stride, slots_within
 from tiers.host.slots import SlotPool
 from tiers.store import TierStore
 from tiers.wrappers.opening import open_guarded
@@ -36,13 +36,15 @@ OpenManager = Callable[[Sequence[WorkerHandshake], bool, OnEvict], "OpenTier"]
 class OpenTier(NamedTuple):
     """An open tier. `pool`: the chain's slots. `block_bytes`: of a block, over all ranks that store
     a part of it. `inventory`: keeps what events tell of it; None: nothing is kept. `one_writer`:
-    several ranks have the same part, which one stores."""
+    several ranks have the same part, which one stores. `max_blocks`: that it has room for; 0: it
+    has no bound that is known here."""
 
     manager: TierManager
     pool: SlotPool
     block_bytes: int
     inventory: Inventory | None = None
     one_writer: bool = False
+    max_blocks: int = 0
 
 
 NOT_OPEN = OpenTier(TierManager(), SlotPool(0), block_bytes=0)
@@ -122,7 +124,8 @@ class TierOpener:
             raise TierUnusable(f"type {tier.type!r} is neither a StoreSpec nor a HostSpec")
         stored = handshakes[:1] if one_writer else handshakes
         block_bytes = sum(handshake.payload_bytes for handshake in stored)
-        return OpenTier(manager, pool, block_bytes, inventory, one_writer)
+        max_blocks = _max_blocks(tier, payload, len(stored))
+        return OpenTier(manager, pool, block_bytes, inventory, one_writer, max_blocks)
 
     def _host_manager(
         self,
@@ -196,3 +199,11 @@ class TierOpener:
     ) -> None:
         if is_local(tier, store):
             refuse_several(handshakes, self._host)
+
+
+def _max_blocks(tier: OffloadingSpec, payload: int, writers: int) -> int:
+    """See `OpenTier`; a store keeps a page with each rank's part for its record's header."""
+    capacity = getattr(tier, "capacity", None)
+    if not isinstance(capacity, int):
+        return 0
+    return slots_within(capacity, payload + ALIGNMENT * isinstance(tier, StoreSpec), writers)

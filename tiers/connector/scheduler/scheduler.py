@@ -24,6 +24,7 @@ from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.context import TierContext
+from tiers.connector.scheduler.hints import TierHints
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad
 from tiers.connector.scheduler.kv_events import KVEvents, place_of
 from tiers.connector.scheduler.loads import TierLoads
@@ -73,7 +74,8 @@ class OffloadingScheduler(SchedulerConnector):
         self._jobs, self._health = context.jobs, context.health
         self._open_manager = open_manager
         self._loads = TierLoads(context, self.load_cost)
-        self._stores = TierStores(context, admission)
+        self._hints = TierHints(context, now)
+        self._stores = TierStores(context, admission, self._hints)
         self._handshakes: dict[int, WorkerHandshake] = {}
         self.why_nothing = partial(why_nothing, context)
         self._told: dict[str, float] = {}
@@ -151,6 +153,7 @@ class OffloadingScheduler(SchedulerConnector):
             stats.add(self.tier, **measures)
         tier = self._context.open
         gauges = self._jobs.gauges(tier.block_bytes) | self._health.gauges(tier.manager.health())
+        gauges["retained_blocks"] = len(self._hints)
         if gauges != self._told:
             self._told = gauges
             stats.add(self.tier, **gauges)
@@ -248,6 +251,7 @@ class OffloadingScheduler(SchedulerConnector):
         self._stores.drop_last_offers()
         generation = self._requests.generation
         if not generation.lasts:
+            self._hints.forget()
             self._context.kv_events.lost(self._context.open.manager.reset())
             self._context.open.manager.clear(generation.renew())
         return not self._jobs.any_loading

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from operator import and_
 
 from tiers.connector.contract.generation import Generation, space_of
@@ -16,8 +14,10 @@ from tiers.connector.scheduler.clearing import Clearing
 from tiers.connector.scheduler.lookups import Asked, Lookup, LookupQueue
 from tiers.connector.scheduler.manager import DOWN, TierManager
 from tiers.connector.scheduler.recent_keys import RecentKeys
+from tiers.connector.scheduler.retaining import RenewedUses
+from tiers.connector.scheduler.store_uses import StoreUses
 from tiers.connector.scheduler.unfound import UnfoundKeys
-from tiers.store import LocalIndex, TierStore, Touch, capability
+from tiers.store import LocalIndex, TierStore, capability
 from tiers.wrappers.guard import HEALTHY, Guarded, Health
 
 
@@ -43,9 +43,6 @@ class StoreManager(TierManager):
     more than one. What others evict meanwhile is missed by the load, and computed."""
     CHECKED_AT_ONCE = 64
     """Names, at least: a call costs as much as 50 of them, and a decision makes several."""
-    USES, USES_AT_ONCE = 51_200.0, 1024.0
-    """Names a second that an index is told were used, and how many at once: all of a prompt of 128k
-    tokens on eight ranks would take the thread up to 90 ms."""
 
     def __init__(
         self,
@@ -64,14 +61,13 @@ class StoreManager(TierManager):
         self._clock = clock
         self._changes = Changes()
         self._recent = RecentKeys(self.RECENT, self.RECENT_SECONDS, clock)
-        self._touching: Future[None] | None = None
-        self._uses: deque[bytes] = deque(maxlen=1 << 17)
-        self._may_tell, self._told_at = self.USES_AT_ONCE, clock()
         self._found_index: LocalIndex | None = None
-        self._found_touch: Touch | None = None
         name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
         self._unfound = UnfoundKeys(name)
         self._queue = LookupQueue(lookup_deadline, clock)
+        threads, ranks = self._queue.threads, len(namespaces)
+        self._uses = StoreUses(store, self._names, ranks, threads, clock)
+        self.retaining = RenewedUses(self._uses, self._held_now)
 
     @property
     def _index(self) -> LocalIndex | None:
@@ -179,38 +175,22 @@ class StoreManager(TierManager):
             self._recent.add(found)
             held = [has or key in found for key, has in zip(keys, held, strict=True)]
         used = [key for key, has in zip(keys, held, strict=True) if has]
-        if used or self._uses:
-            self._note_used(used, index)
+        self._uses.note(used, at_once=index is not None)
         return [not has for has in held]
-
-    def _note_used(self, keys: Sequence[bytes], index: LocalIndex | None) -> None:
-        if self._found_touch is None:
-            self._found_touch = capability(self._store, Touch)
-        touch = self._found_touch
-        if touch is None:
-            return
-        if index is not None:
-            self._uses.extend(reversed(keys))  # the head last, so that it is the last to go
-            self._tell_uses(touch)
-        elif self._touching is None or self._touching.done():
-            # One at a time: what is used while a store takes its time is used again, or matters
-            # little.
-            self._touching = self._queue.threads.submit(touch.touch, self._names(keys))
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         # All ranks' parts of a block together, since it goes with the first of them that does.
         spaces = self._spaces()
         return [space + key for key in keys for space in spaces]
 
-    def _tell_uses(self, touch: Touch) -> None:
-        """Tell an index what was used, as much as may be now; the rest follows in later steps."""
-        now = self._clock()
-        may_tell = self._may_tell + (now - self._told_at) * self.USES
-        self._may_tell, self._told_at = min(self.USES_AT_ONCE, may_tell), now
-        count = min(len(self._uses), int(self._may_tell) // len(self._namespaces))
-        if count:
-            self._may_tell -= count * len(self._namespaces)
-            touch.touch(self._names([self._uses.popleft() for _ in range(count)][::-1]))
+    def _held_now(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Which of these are held, as an index says; without one none."""
+        index = self._index
+        if index is None:
+            return []
+        recent = self._recent.known(keys)
+        held = _everywhere(index.peek, self._spaces(), keys)
+        return [key for key, *has in zip(keys, recent, held, strict=True) if any(has)]
 
     def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
         if stored:
@@ -222,7 +202,7 @@ class StoreManager(TierManager):
 
     def settle(self, keys: Sequence[bytes]) -> None:
         """Touch them all: to the store what came with the last step counts as used last."""
-        self._note_used(keys, self._index)
+        self._uses.note(keys, at_once=self._index is not None)
 
     def discard(self, key: bytes) -> None:
         self._changes.note(key, held=False)

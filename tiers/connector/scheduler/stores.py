@@ -10,6 +10,7 @@ from tiers.connector.contract.messages import StoreItem, StoreJob
 from tiers.connector.policy.requests import Scheduled, Step
 from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.context import TierContext
+from tiers.connector.scheduler.hints import TierHints
 from tiers.connector.scheduler.jobs import PendingStore
 from tiers.connector.scheduler.offers import Offers, TierRequest, new_offers, offers_again
 from tiers.connector.scheduler.store_reservations import FOR_ROOM, NOT_YET, StoreReservations
@@ -26,7 +27,8 @@ NOTHING = Offers((), [])
 class TierStores:
     """The storing half of one tier's scheduler; used by the scheduler's thread alone."""
 
-    def __init__(self, context: TierContext, admission: Admission) -> None:
+    def __init__(self, context: TierContext, admission: Admission, hints: TierHints) -> None:
+        self._hints = hints
         self.reservations = StoreReservations(context, admission)
         self._context = context
         self._intake = admission.intake
@@ -40,6 +42,7 @@ class TierStores:
         """The stores that a step begins, and the jobs whose blocks it overwrites."""
         self._retries = RETRIES
         self._intake.look()
+        self._hints.step()
         new = [self._new(one) for one in step.scheduled]
         lacking = self._lacking([offers for _, _, offers in new])
         jobs = [job for one in new if (job := self._offer(*one, lacking)) is not None]
@@ -150,6 +153,7 @@ class TierStores:
         self._rate.ended(len(job.items) - len(store.result.failed), store.result.seconds)
         heads = manager.heads(own.state.keys, store.numbers)
         kept: list[bytes] = []
+        numbers: list[int] = []
         # The first last, so that it counts as used last: a prefix's head must outlive its tail.
         for index in reversed(range(len(job.items))):
             item = job.items[index]
@@ -159,10 +163,12 @@ class TierStores:
                     if index not in store.result.known:
                         context.kv_events.stored(item.key, store.numbers[index])
                     kept.append(item.key)
+                    numbers.append(store.numbers[index])
             elif job.generation:  # blocks without one stay: others may use them
                 manager.drop([item.key], job.generation)
             self.reservations.end(job.job_id, item)
         context.kv_events.tell_stored(own.state)
+        self._hints.stored(own, numbers)
         self._keep_quota(store.tenant, kept)
         own.order.ended(len(store.numbers) if store.at_once else None)
         self._settle(own)
@@ -183,6 +189,7 @@ class TierStores:
     def request_finished(self, own: TierRequest, tables: Sequence[list[int]]) -> None:
         """Keep what the request leaves to offer for the next step."""
         requests = self._context.requests
+        self._hints.ended(own)
         last = requests.ended(own.state, tables)
         if self._may_store(own) and (offers := new_offers(requests, own, last)).pairs:
             self._last_offers.append((own, offers))

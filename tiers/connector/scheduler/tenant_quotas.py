@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from spec.tenants import TenantSpec
 from tiers.connector.contract.protocols import Request
+from tiers.connector.scheduler.retained import Bounds
 
 
 def tenant_of(request: Request) -> str:
@@ -18,9 +19,13 @@ def tenant_of(request: Request) -> str:
 class Tenants:
     """A tier's view of the rules; used by the scheduler's thread alone."""
 
-    def __init__(self, tier: str, rules: Mapping[str, TenantSpec]) -> None:
+    def __init__(
+        self, tier: str, rules: Mapping[str, TenantSpec], max_retained: float = 0.0
+    ) -> None:
+        """`max_retained`: the part of the tier that hints may retain."""
         self._tier = tier
         self._rules = rules
+        self._max_retained = max_retained
         self._kept: defaultdict[str, dict[bytes, None]] = defaultdict(dict)
         self._owner: dict[bytes, str] = {}
 
@@ -28,6 +33,12 @@ class Tenants:
         """Whether the tier is one for this tenant."""
         rule = self._rules.get(tenant)
         return rule is None or rule.tiers is None or self._tier in rule.tiers
+
+    def retained(self, tenant: str, max_blocks: int) -> Bounds:
+        """How much of a tier's `max_blocks` hints may retain, in all and for a tenant."""
+        rule, part = self._rules.get(tenant), self._max_retained
+        own = part / 2 if rule is None or rule.max_retained is None else rule.max_retained
+        return Bounds(int(part * max_blocks), int(own * max_blocks))
 
     def kept(self, tenant: str, keys: Iterable[bytes], block_bytes: int) -> list[bytes]:
         """The tier has taken these blocks; those of the tenant that must go for it, the oldest."""

@@ -114,6 +114,7 @@ class ReplayEngine:
         salt: str = "",
         kv_transfer_params: dict[str, Any] | None = None,
         skip_reading_prefix_cache: bool = False,
+        kv_hints: Any = None,
     ) -> ReplayRequest:
         """Queue a request. Raises ValueError for one that can never fit."""
         request = ReplayRequest(
@@ -123,6 +124,7 @@ class ReplayEngine:
             self.model.block_tokens,
             salt,
             kv_transfer_params,
+            kv_hints,
             skip_reading_prefix_cache=skip_reading_prefix_cache,
         )
         blocks = -(-(request.num_tokens + max_tokens) // self.model.block_tokens)

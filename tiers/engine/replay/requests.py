@@ -29,6 +29,7 @@ class ReplayRequest:
     block_tokens: int
     cache_salt: str = ""
     kv_transfer_params: dict[str, Any] | None = None
+    kv_hints: Any = None
     tokens: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     tables: Tables = field(default_factory=list)

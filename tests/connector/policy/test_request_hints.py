@@ -1,0 +1,146 @@
+"""What a request may say of its prompt's blocks, and what is not obeyed."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.fake_requests import FakeRequest
+from tiers.connector.policy.request_hints import (
+    MAX_ACTIONS,
+    NO_HINTS,
+    Demote,
+    HintReader,
+    Hints,
+    Retain,
+)
+from tiers.connector.policy.request_limits import UNLIMITED, read_limits
+
+
+def ours(said: Any) -> Any:
+    return FakeRequest(kv_transfer_params={"kvtiers": {"hints": said}})
+
+
+def passed_on(*actions: Any, **more: Any) -> Any:
+    """A request with an engine's envelope, as vLLM 0.32 makes it."""
+    request: Any = FakeRequest(**more)
+    request.kv_hints = SimpleNamespace(protocol_version="1", message_id="m", actions=[*actions])
+    return request
+
+
+def action(name: Any, payload: Any, version: Any = "1") -> Any:
+    fields = {"action_type": name, "action_version": version, "payload": payload}
+    return SimpleNamespace(action_id="a", **fields)
+
+
+def ignored(reader: HintReader) -> float:
+    return reader.take_measures().get("(chain)", {}).get("hints_ignored", 0)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        FakeRequest(),
+        FakeRequest(kv_transfer_params={"kvtiers": {"store": False}}),
+        FakeRequest(kv_transfer_params={"do_remote_prefill": True}),
+        FakeRequest(kv_transfer_params=["odd"]),
+        FakeRequest(kv_transfer_params={"kvtiers": "odd"}),
+        ours({}),
+        passed_on(),
+    ],
+)
+def test_a_request_that_says_nothing_has_no_hints(request_: Any) -> None:
+    reader = HintReader()
+    assert reader.read(request_) is NO_HINTS
+    assert not ignored(reader)
+
+
+@pytest.mark.parametrize(
+    ("request_", "hints"),
+    [
+        (ours({"retain": {"ttl": 60}}), Hints(Retain(ttl=60))),
+        (ours({"demote": {}}), Hints(demote=Demote())),
+        (passed_on(action("retain", {"ttl": 0.5})), Hints(Retain(ttl=0.5))),
+        (passed_on(action("demote", {})), Hints(demote=Demote())),
+    ],
+)
+def test_hints_are_read_from_both_places(request_: Any, hints: Hints) -> None:
+    reader = HintReader()
+    assert reader.read(request_) == hints
+    assert not ignored(reader)
+
+
+def test_the_engines_envelope_counts_where_both_say_something() -> None:
+    said = {"kvtiers": {"hints": {"retain": {"ttl": 5}}}}
+    request = passed_on(action("retain", {"ttl": 6}), kv_transfer_params=said)
+    assert HintReader().read(request) == Hints(Retain(ttl=6))
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (ours({"retain": {}}), "retain.ttl"),
+        (ours({"retain": {"ttl": "60"}}), "retain.ttl"),
+        (ours({"retain": {"ttl": True}}), "retain.ttl"),
+        (ours({"retain": {"ttl": 0}}), "retain.ttl"),
+        (ours({"retain": {"ttl": -1}}), "retain.ttl"),
+        (ours({"retain": {"ttl": 86_401}}), "retain.ttl"),
+        (ours({"retain": {"ttl": float("inf")}}), "retain.ttl"),
+        (ours({"retain": {"ttl": float("nan")}}), "retain.ttl"),
+        (ours({"retain": {"ttl": 1, "tier": "cpu"}}), "retain.tier"),
+        (ours({"retain": None}), "retain"),
+        (ours({"retain": 60}), "retain"),
+        (ours({"demote": True}), "demote"),
+        (ours({"demote": {"to": "disk"}}), "demote.to"),
+        (ours({"prefetch": {}}), "max_tokens 1"),
+        (ours({"pin": {}}), "use retain or demote"),
+        (ours({3: {}}), "use retain or demote"),
+        (ours(["retain"]), "hints"),
+        (ours("retain"), "hints"),
+        (passed_on(action("retain", {"ttl": 1}, "2")), "version '2'"),
+        (passed_on(action("retain", {"ttl": 1}, None)), "version None"),
+        (passed_on(action("kvcr.pin", {})), "kvcr.pin"),
+        (passed_on(action([], {})), "use retain or demote"),
+        (passed_on("odd"), "use retain or demote"),
+    ],
+)
+def test_what_is_malformed_or_unknown_is_ignored_counted_and_said(
+    request_: Any, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = HintReader()
+    with caplog.at_level(logging.WARNING):
+        assert reader.read(request_) == NO_HINTS
+        assert reader.read(request_) == NO_HINTS
+    assert ignored(reader) == 2
+    assert not ignored(reader), "told once"
+    (line,) = caplog.messages
+    assert named in line
+
+
+def test_one_bad_hint_spoils_neither_the_others_nor_the_limits() -> None:
+    request = FakeRequest(
+        kv_transfer_params={
+            "kvtiers": {"max_load_tokens": 8, "hints": {"pin": {}, "retain": {"ttl": 9}}}
+        }
+    )
+    assert HintReader().read(request) == Hints(Retain(ttl=9))
+    limits, problem = read_limits(request)
+    assert (limits.max_load_tokens, problem) == (8, None)
+    assert read_limits(ours("odd")) == (UNLIMITED, None)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ours({str(number): {} for number in range(100_000)}),
+        passed_on(*[action("pin", {})] * 100_000),
+    ],
+    ids=["ours", "passed on"],
+)
+def test_a_long_list_is_not_read_to_its_end(request_: Any) -> None:
+    reader = HintReader()
+    assert reader.read(request_) == NO_HINTS
+    assert ignored(reader) == MAX_ACTIONS + 1

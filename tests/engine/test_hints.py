@@ -1,0 +1,331 @@
+"""Hints of requests: what they keep from eviction or let go, and what nobody can do with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from spec.offloading import StoreContext
+from tests.support.clock import Clock
+from tests.support.replay_chains import (
+    HYBRID,
+    MODEL,
+    RECURRENT,
+    chain_of,
+    coverage_of,
+    cpu,
+    disk,
+    measured,
+    names,
+    scheduler_of,
+)
+from tests.test_readme import blocks
+from tiers.connector.policy.request_hints import MAX_TTL
+from tiers.disk.slab import slot_bytes
+from tiers.disk.store import DiskStore
+from tiers.engine.replay import ReplayEngine, answer
+from tiers.engine.replay.requests import ReplayRequest
+
+MakeEngine = Callable[..., ReplayEngine]
+SIZE = MODEL.block_tokens
+ROOM = 16
+"""Blocks that the tier has room for."""
+PREFIX = list(range(4 * SIZE))
+"""Four blocks."""
+KINDS = ["lru", "arc", "s3fifo", "disk"]
+RETAIN = {"retain": {"ttl": 60}}
+PAGE = Path(__file__).parents[2] / "docs" / "hints.md"
+
+
+def tier(kind: str, folder: Path, room: int) -> dict[str, Any]:
+    if kind == "disk":
+        return disk(folder, f"{room * slot_bytes(MODEL.payload_bytes)}B", name="tier")
+    return cpu(room, eviction=kind, name="tier")
+
+
+def make(engine: MakeEngine, kind: str, folder: Path, **options: Any) -> ReplayEngine:
+    """An engine over one small tier; without hints its own cache would serve as well."""
+    more = {"max_retained": options.pop("max_retained", 0.5)}
+    more["tenants"] = options.pop("tenants", {"": {"max_retained": 0.5}})
+    room = options.pop("room", ROOM) * options.get("world_size", 1)
+    chain = chain_of(tier(kind, folder, room), **more)
+    return engine(chain, prefix_caching=False, **options)
+
+
+def ask(
+    engine: ReplayEngine, tokens: Iterable[int], hints: Any = None, salt: str = ""
+) -> ReplayRequest:
+    """Run a request of one token's answer to its end, and what it stores."""
+    params = None if hints is None else {"kvtiers": {"hints": hints}}
+    request = engine.generate([*tokens], 1, salt, params)
+    engine.settle()
+    return request
+
+
+def held(engine: ReplayEngine, tokens: Iterable[int], salt: str = "") -> list[bool]:
+    """Which full blocks of these tokens the tier has."""
+    probe = ReplayRequest("probe", [*tokens], 1, SIZE, salt)
+    return [bool(one) for one in coverage_of(engine, probe)]
+
+
+def flood(engine: ReplayEngine, prompts: int = ROOM, hints: Any = None, salt: str = "") -> None:
+    """Store prompts of two blocks each, which are never asked for again."""
+    start = engine.steps * 1000
+    for number in range(prompts):
+        ask(engine, [start + number, *range(2 * SIZE - 1)], hints, salt)
+
+
+def retained(engine: ReplayEngine) -> float:
+    return measured(engine, "retained_blocks", "tier")
+
+
+@pytest.mark.parametrize("hints", [None, RETAIN], ids=["without", "retain"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_retained_prefix_survives_a_flood(
+    engine: MakeEngine, tmp_path: Path, kind: str, hints: Any
+) -> None:
+    made = make(engine, kind, tmp_path)
+    ask(made, PREFIX, hints)
+    flood(made)
+    assert held(made, PREFIX) == [hints is not None] * 4
+    assert retained(made) == (4 if hints else 0)
+    later = made.generate([*PREFIX, 7], 3)
+    assert later.output == answer(MODEL, [*PREFIX, 7], 3)
+    assert later.loaded_tokens == (4 * SIZE if hints else 0)
+
+
+@pytest.mark.parametrize("kind", ["lru", "disk"])
+def test_it_survives_on_all_ranks(engine: MakeEngine, tmp_path: Path, kind: str) -> None:
+    made = make(engine, kind, tmp_path, world_size=2)
+    ask(made, PREFIX, RETAIN)
+    flood(made)
+    assert held(made, PREFIX) == [True] * 4
+
+
+@pytest.mark.parametrize("model", [HYBRID, RECURRENT], ids=["windows", "states"])
+@pytest.mark.parametrize("kind", ["lru", "disk"])
+def test_all_parts_of_its_blocks_survive(
+    engine: MakeEngine, tmp_path: Path, kind: str, model: Any
+) -> None:
+    """Of layers with windows and with states, too."""
+    made = make(engine, kind, tmp_path, model=model, room=60)
+    prompt = list(range(8 * SIZE + 1))
+    ask(made, prompt, RETAIN)
+    flood(made, 2 * ROOM)
+    assert made.generate(prompt, 2).loaded_tokens == 8 * SIZE
+
+
+def test_what_others_stored_is_retained_too(engine: MakeEngine, tmp_path: Path) -> None:
+    made = make(engine, "lru", tmp_path)
+    ask(made, PREFIX)
+    made.generate(PREFIX, 1, "", {"kvtiers": {"store": False, "hints": RETAIN}})
+    flood(made)
+    assert held(made, PREFIX) == [True] * 4
+
+
+def test_only_the_prompt_is_retained(engine: MakeEngine, tmp_path: Path) -> None:
+    made = make(engine, "lru", tmp_path)
+    request = made.generate(PREFIX, 2 * SIZE + 1, "", {"kvtiers": {"hints": RETAIN}})
+    made.settle()
+    assert held(made, request.tokens[:-1]) == [True] * 6
+    flood(made)
+    assert held(made, request.tokens[:-1]) == [True] * 4 + [False] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_when_its_time_is_over_it_is_as_any_other(
+    engine: MakeEngine, tmp_path: Path, kind: str
+) -> None:
+    clock = Clock(1000.0)
+    made = make(engine, kind, tmp_path, now=clock)
+    ask(made, PREFIX, RETAIN)
+    clock.now += 59
+    flood(made)
+    assert held(made, PREFIX) == [True] * 4
+    clock.now += 2
+    flood(made)
+    assert held(made, PREFIX) == [False] * 4
+    assert retained(made) == 0
+
+
+@pytest.mark.parametrize("kind", ["lru", "disk"])
+def test_its_time_counts_from_the_last_request_that_said_so(
+    engine: MakeEngine, tmp_path: Path, kind: str
+) -> None:
+    clock = Clock(1000.0)
+    made = make(engine, kind, tmp_path, now=clock)
+    ask(made, PREFIX, RETAIN)
+    clock.now += 50
+    ask(made, PREFIX, RETAIN)
+    clock.now += 50
+    flood(made)
+    assert held(made, PREFIX) == [True] * 4
+    clock.now += 11
+    flood(made)
+    assert held(made, PREFIX) == [False] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_client_that_retains_everything_gets_its_share(
+    engine: MakeEngine, tmp_path: Path, kind: str
+) -> None:
+    """Others' blocks are stored and found, and another tenant can retain its own."""
+    made = make(engine, kind, tmp_path, tenants={})
+    flood(made, hints={"retain": {"ttl": MAX_TTL}}, salt="greedy")
+    assert retained(made) == ROOM / 4
+    assert measured(made, "retain_refused", "tier") > 0
+    ask(made, PREFIX, RETAIN, "modest")
+    flood(made, hints={"retain": {"ttl": MAX_TTL}}, salt="greedy")
+    assert retained(made) == ROOM / 2
+    assert held(made, PREFIX, "modest") == [True] * 4
+    for number in range(3):
+        prompt = [900 + number, *PREFIX]
+        ask(made, prompt)
+        assert held(made, prompt) == [True] * 4
+
+
+def test_many_clients_that_retain_everything_get_the_chains_share(
+    engine: MakeEngine, tmp_path: Path
+) -> None:
+    made = make(engine, "lru", tmp_path, tenants={"own": {"max_retained": 0.0}})
+    for salt in ("own", "a", "b", "c", "d"):
+        flood(made, 4, {"retain": {"ttl": MAX_TTL}}, salt)
+        assert retained(made) <= ROOM / 2
+    assert retained(made) == ROOM / 2
+    assert not any(tenant == "own" for tenant in tenants_of(made))
+
+
+def tenants_of(made: ReplayEngine) -> set[str]:
+    return set(scheduler_of(made)._hints._retained._tenants.values())
+
+
+def test_nothing_is_retained_where_the_chain_says_so(engine: MakeEngine, tmp_path: Path) -> None:
+    made = make(engine, "lru", tmp_path, max_retained=0, tenants={})
+    ask(made, PREFIX, RETAIN)
+    flood(made)
+    assert held(made, PREFIX) == [False] * 4
+
+
+def test_a_quota_and_a_reset_take_what_is_retained(engine: MakeEngine, tmp_path: Path) -> None:
+    quota = {"": {"quota": 6 * MODEL.payload_bytes, "max_retained": 0.5}}
+    made = make(engine, "lru", tmp_path, tenants=quota)
+    ask(made, PREFIX, RETAIN)
+    flood(made, 2)
+    assert held(made, PREFIX) == [True] * 2 + [False] * 2
+    assert made.reset_cache()
+    made.generate([1], 1)
+    assert retained(made) == 0
+    assert scheduler_of(made).pool.in_use == 0, "no slot is kept for what is gone"
+
+
+@pytest.mark.parametrize("kind", ["lru", "disk"])
+def test_a_restart_forgets(engine: MakeEngine, tmp_path: Path, kind: str) -> None:
+    first = make(engine, kind, tmp_path)
+    ask(first, PREFIX, RETAIN)
+    first.close()
+    second = make(engine, kind, tmp_path)
+    assert held(second, PREFIX) == [kind == "disk"] * 4
+    flood(second)
+    assert held(second, PREFIX) == [False] * 4
+
+
+@pytest.mark.parametrize("kind", ["lru", "arc", "s3fifo"])
+def test_a_demoted_prompt_goes_first_from_its_tail(
+    engine: MakeEngine, tmp_path: Path, kind: str
+) -> None:
+    made = make(engine, kind, tmp_path)
+    ask(made, PREFIX)
+    demoted = [900, *PREFIX[1:]]
+    ask(made, demoted, {"demote": {}})
+    flood(made, (ROOM - 8) // 2 + 1)
+    assert held(made, PREFIX) == [True] * 4
+    assert held(made, demoted) == [True, True, False, False]
+    assert measured(made, "demoted_blocks", "tier") == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_demoted_prompt_is_retained_no_more(
+    engine: MakeEngine, tmp_path: Path, kind: str
+) -> None:
+    made = make(engine, kind, tmp_path)
+    ask(made, PREFIX, RETAIN)
+    ask(made, PREFIX, {"demote": {}})
+    assert retained(made) == 0
+    flood(made)
+    assert held(made, PREFIX) == [False] * 4
+
+
+@pytest.mark.parametrize("kind", ["lru", "arc", "s3fifo"])
+def test_a_demoted_prompt_that_is_used_stays(engine: MakeEngine, tmp_path: Path, kind: str) -> None:
+    made = make(engine, kind, tmp_path)
+    older = [900, *PREFIX[1:]]
+    ask(made, older)
+    ask(made, PREFIX, {"demote": {}})
+    ask(made, PREFIX)
+    flood(made, (ROOM - 8) // 2 + 1)
+    assert held(made, PREFIX) == [True] * 4
+    assert held(made, older) == [True, True, False, False]
+
+
+def test_the_engines_envelope_is_obeyed(engine: MakeEngine, tmp_path: Path) -> None:
+    made = make(engine, "lru", tmp_path)
+    said = [("retain", "1", {"ttl": 60}), ("retain", "9", {}), ("other", "1", {})]
+    actions = [
+        SimpleNamespace(action_type=kind, action_version=version, payload=payload)
+        for kind, version, payload in said
+    ]
+    made.add(PREFIX, 1, kv_hints=SimpleNamespace(actions=actions))
+    made.run()
+    made.settle()
+    flood(made)
+    assert held(made, PREFIX) == [True] * 4
+    assert measured(made, "hints_ignored", "(chain)") == 2
+
+
+def test_an_aborted_request_is_retained_as_far_as_it_is_stored(
+    engine: MakeEngine, tmp_path: Path
+) -> None:
+    made = make(engine, "lru", tmp_path)
+    request = made.add(PREFIX, 50, kv_transfer_params={"kvtiers": {"hints": RETAIN}})
+    for _ in range(3):
+        made.step()
+    made.scheduler.abort(request.request_id)
+    made.settle()
+    flood(made)
+    assert held(made, PREFIX) == [True] * 4
+
+
+def test_the_page_s_examples_work_as_they_are_shown(engine: MakeEngine, tmp_path: Path) -> None:
+    page = blocks(PAGE.read_text())
+    said = [json.loads(one.text)["kv_transfer_params"] for one in page if one.language == "json"]
+    (keys,) = (yaml.safe_load(one.text) for one in page if one.language == "yaml")
+    assert len(said) == 2
+    made = make(engine, "lru", tmp_path, **keys)
+    made.generate(PREFIX, 1, "", said[0])
+    made.settle()
+    flood(made)
+    assert held(made, PREFIX) == [True] * 4
+    made.generate(PREFIX, 1, "", said[1])
+    flood(made)
+    assert held(made, PREFIX) == [False] * 4
+    assert not measured(made, "hints_ignored", "(chain)")
+
+
+def test_a_prompt_asked_with_one_token_is_brought_up(engine: MakeEngine, tmp_path: Path) -> None:
+    """What the page names instead of a prefetch."""
+    first = engine(chain_of(disk(tmp_path)), prefix_caching=False)
+    ask(first, PREFIX)
+    first.close()
+    made = engine(chain_of(cpu(name="tier"), disk(tmp_path)), prefix_caching=False)
+    ask(made, [*PREFIX, 7])
+    assert held(made, PREFIX) == [True] * 4
+    store = DiskStore(tmp_path, 1 << 20, StoreContext(MODEL.payload_bytes))
+    store.drop(names(made, ReplayRequest("probe", PREFIX, 1, SIZE).block_hashes))
+    store.close()
+    assert made.generate([*PREFIX, 8], 1).loaded_tokens == 4 * SIZE

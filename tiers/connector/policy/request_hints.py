@@ -1,0 +1,147 @@
+"""Hints: what a request says of its prompt's blocks, for whoever wants to use them again or not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tiers.concurrency.repeated_log import RepeatedLog
+from tiers.connector.contract.observer import CHAIN
+from tiers.connector.contract.protocols import Request
+
+logger = logging.getLogger(__name__)
+
+KEY = "kvtiers"
+"""Our entry of `kv_transfer_params`; other entries belong to other connectors."""
+HINTS = "hints"
+"""The entry in it that has the hints: a mapping from action to payload."""
+VERSION = "1"
+"""Of our actions, where an engine's envelope names one for each."""
+MAX_TTL = 86_400.0
+"""Seconds: a day. Who still wants the blocks then says so again."""
+MAX_ACTIONS = 16
+"""Actions that are read of one request; a longer list is nobody's plan."""
+INSTEAD = {"prefetch": "send the prompt with max_tokens 1, which loads and promotes its blocks"}
+"""Actions that others know and a chain does not obey, and what has their effect."""
+
+
+class _Action(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Retain(_Action):
+    """Keep the prompt's blocks from eviction."""
+
+    ttl: float = Field(
+        gt=0,
+        le=MAX_TTL,
+        allow_inf_nan=False,
+        description="Seconds, counted from the end of the request.",
+    )
+
+
+class Demote(_Action):
+    """Let the prompt's blocks be the next to go, and retain them no more."""
+
+
+ACTIONS: Mapping[str, type[_Action]] = {"retain": Retain, "demote": Demote}
+
+
+class Hints(NamedTuple):
+    """What one request says; the default is nothing. `retain` counts where both are said."""
+
+    retain: Retain | None = None
+    demote: Demote | None = None
+
+
+NO_HINTS = Hints()
+
+
+class _Said(NamedTuple):
+    """An action as it came: its name, its payload, and its version where it has one."""
+
+    action: object
+    payload: object
+    version: object = VERSION
+
+
+class HintReader:
+    """Reads the hints of a chain's requests; a `RequestObserver` that counts those it ignores.
+
+    A hint that is malformed or unknown never matters to the request or to its other hints.
+    """
+
+    def __init__(self) -> None:
+        self._ignored = 0
+        self._log = RepeatedLog(logger, "chain", "hints were ignored")
+
+    def read(self, request: Request) -> Hints:
+        """The hints of a request: those in its `kv_transfer_params`, then those that the engine
+        passes on beside these; the last of an action counts."""
+        hints = NO_HINTS
+        for number, said in enumerate(_all_said(request)):
+            found = "too many actions" if number >= MAX_ACTIONS else _read(said)
+            if isinstance(found, str):
+                self._ignored += 1
+                self._log.log("request %s: a hint is ignored: %.300r", request.request_id, found)
+            else:
+                hints = hints._replace(**found)
+        return hints
+
+    def arrived(self, request: Request) -> None:
+        """Nothing: a request's hints are read with its limits."""
+
+    def ended(self, request: Request) -> None:
+        """Nothing."""
+
+    def take_measures(self) -> Mapping[str, Mapping[str, float]]:
+        """How many hints were ignored since the last call."""
+        ignored, self._ignored = self._ignored, 0
+        return {CHAIN: {"hints_ignored": ignored}} if ignored else {}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def entry_of(request: Request) -> Any:
+    """Our entry of a request's `kv_transfer_params`; None: there is none."""
+    params = getattr(request, "kv_transfer_params", None)
+    return params.get(KEY) if isinstance(params, Mapping) else None
+
+
+def _all_said(request: Request) -> Iterator[_Said]:
+    """What a request says, as vLLM's API takes it; one more than is read at most."""
+    entry, envelope = entry_of(request), getattr(request, "kv_hints", None)
+    if entry is None and envelope is None:  # as of nearly all requests
+        return
+    own = entry.get(HINTS) if isinstance(entry, Mapping) else None
+    if isinstance(own, Mapping):
+        yield from islice((_Said(*item) for item in own.items()), MAX_ACTIONS + 1)
+    elif own is not None:
+        yield _Said(HINTS, own)
+    # vLLM's KvHintsEnvelope (`vllm/v1/kv_hints/protocol.py`, since 0.32), not imported here.
+    actions = getattr(envelope, "actions", None)
+    for one in islice(actions if isinstance(actions, list | tuple) else (), MAX_ACTIONS + 1):
+        names = ("action_type", "payload", "action_version")
+        yield _Said(*(getattr(one, name, None) for name in names))
+
+
+def _read(said: _Said) -> dict[str, Any] | str:
+    """The field of `Hints` that an action is, or why it is none."""
+    action, payload, version = said
+    if not isinstance(action, str) or action not in ACTIONS:
+        instead = INSTEAD.get(action) if isinstance(action, str) else None
+        return f"{action!r:.80} is unknown; {instead or 'use ' + ' or '.join(ACTIONS)}"
+    if version != VERSION:
+        return f"{action} of version {version!r:.80} is unknown; use {VERSION!r}"
+    try:
+        return {action: ACTIONS[action].model_validate(payload)}
+    except ValidationError as error:
+        return "; ".join(
+            f"{'.'.join(map(str, (action, *one['loc'])))}: {one['msg']}"
+            for one in error.errors(include_url=False)
+        )
