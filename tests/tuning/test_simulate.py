@@ -54,6 +54,26 @@ def test_an_inclusive_chain_is_the_curve_at_each_size(policy: str) -> None:
         assert found == [upper, both - upper]
 
 
+@pytest.mark.parametrize("policy", ["first", "longest", "stitched", "soonest", "cheapest"])
+@pytest.mark.parametrize("promote", [True, False])
+def test_runs_change_nothing_where_stores_have_room(policy: str, promote: bool) -> None:
+    """Steps, loads and evictions begin and end within runs."""
+    requests = chats(3, 150, 20.0)
+    chain = SimChain((tier("a", 90), tier("b", 300)), policy, promote, min_tokens=SIZE)
+    slow = {
+        "a": TierProfile(load_bandwidth=4e3, store_bandwidth=4e3, load_latency=0.001),
+        "b": TierProfile(load_bandwidth=3e3, store_bandwidth=2e3, store_latency=0.002),
+    }
+    steps = {"prefill_rate": 1e3, "step_tokens": 5 * SIZE + 3, "engine_cache": 50 * SIZE}
+    on = machine(tiers=slow, gpus=2, decode_seconds_per_token=0.01, **steps)
+    by_run, by_block = (
+        simulate(Workload.of(requests, SIZE, single=single), SIZE, chain, on)
+        for single in (False, True)
+    )
+    assert by_run == by_block
+    assert all(blocks_of(by_run)) or policy in ("first", "cheapest")
+
+
 def test_quarters_show_how_waiting_times_vary() -> None:
     later = [TraceRequest(n * 1e6, 10 + 10 * (n >= 50), 1, []) for n in range(100)]
     one = simulate(later, SIZE, SimChain(()), machine(prefill_rate=10.0), warm=0.2)

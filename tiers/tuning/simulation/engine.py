@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import Any
 
 from tiers.tuning.machine import Machine
@@ -13,12 +14,14 @@ from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.loads import Loads
 from tiers.tuning.simulation.own_cache import OwnCache
 from tiers.tuning.simulation.prompt import Prompt
-from tiers.tuning.simulation.tier import StoreJob, Tier
+from tiers.tuning.simulation.spaces import Job
+from tiers.tuning.simulation.tier import Gpus, Tier
 from tiers.tuning.simulation.workload import Workload
 
 Batch = list[tuple[Prompt, int]]
 """Prompts of a step, each with its tokens done after it."""
-STEP_ENDS, LOAD_ENDS, ANSWER_ENDS = range(3)
+Step = tuple[Batch, list[tuple[Tier, Job]]]
+"""With the stores that begin when it ends."""
 
 
 class Engine:
@@ -38,15 +41,13 @@ class Engine:
         self.workload = workload
         self.tiers = tiers
         self.warm = warm
-        self.now = self.since = 0.0
-        self.gpu_busy = 0.0
+        self.now = self.since = self.gpu_busy = 0.0
         self.own_hits = 0
         """Tokens that the counted requests found in the engine's own cache."""
         self.waits: list[float] = []
         """Seconds from each counted request's arrival to the end of its prompt."""
         self.marks: list[dict[str, float]] = []
-        size = workload.block_tokens
-        self._size = size
+        self._size = size = workload.block_tokens
         self._token_seconds = 1 / machine.prefill_rate
         self._answer_seconds = machine.decode_seconds_per_token
         self._step_tokens = machine.step_tokens
@@ -57,35 +58,30 @@ class Engine:
         self._loads = Loads(tiers, chain, workload, machine.prefill_rate, self._waiting)
         self._promote = chain.promote
         self._stores_answers = chain.stores_answers
-        self._events: list[tuple[float, int, int, Any]] = []
-        self._order = 0
+        self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._order = count()
         self._going_on: deque[Prompt] = deque()
         self._back: list[tuple[int, Prompt]] = []
         """Those that have waited for a load, their own or another's, by their place in line."""
         self._answering: dict[Prompt, None] = {}
         self._idle = machine.gpus
-        self._tell_idle(0.0)
+        self._gpus = Gpus()
+        for tier in tiers:
+            tier.gpus = self._gpus
 
     # -- the clock ---------------------------------------------------------------------------
 
     def run(self) -> None:
         """Serve all requests."""
         workload, events, waiting = self.workload, self._events, self._waiting
-        requests = zip(
-            workload.times,
-            workload.tokens,
-            workload.answers,
-            workload.paths,
-            workload.blocks,
-            strict=True,
-        )
-        for number, (arrival, tokens, answer, path, blocks) in enumerate(requests):
+        lists = workload.times, workload.tokens, workload.answers, workload.prompts
+        for number, (arrival, tokens, answer, job) in enumerate(zip(*lists, strict=True)):
             while events and events[0][0] <= arrival:
                 self._next_event()
             if number == self.warm:
                 self._mark(arrival)
             self.now = arrival
-            waiting.append(Prompt(number, arrival, tokens, answer, path, blocks))
+            waiting.append(Prompt(number, arrival, tokens, answer, job))
             if self._idle:
                 self._begin_steps()
         while events:
@@ -96,32 +92,20 @@ class Engine:
         self.since = now
         self.marks = [{"gpu_busy": self.gpu_busy}, *(tier.counts.values() for tier in self.tiers)]
 
-    def _push(self, time: float, kind: int, what: Any) -> None:
-        self._order += 1
-        heappush(self._events, (time, self._order, kind, what))
+    def _push(self, time: float, act: Callable[[Any], None], what: Any) -> None:
+        heappush(self._events, (time, next(self._order), act, what))
 
     def _next_event(self) -> None:
-        self.now, _, kind, what = heappop(self._events)
-        if kind == STEP_ENDS:
-            self._idle += 1
-            if self._idle == 1:
-                self._tell_idle(self.now)
-            self._end_step(*what)
-        elif kind == LOAD_ENDS:
-            self._end_load(what)
-        else:
-            self._give_back(what)
-        if self._idle:
+        self.now, _, act, what = heappop(self._events)
+        act(what)
+        if self._idle and (self._waiting or self._back or self._going_on):
             self._begin_steps()
-
-    def _tell_idle(self, since: float) -> None:
-        for tier in self.tiers:
-            tier.idle_since = since
 
     # -- steps -------------------------------------------------------------------------------
 
     def _begin_steps(self) -> None:
-        while self._idle and (self._waiting or self._back or self._going_on):
+        """Begin a step on each idle GPU, as long as there is something to compute."""
+        while True:
             batch, tokens = self._batch()
             if not batch:
                 return
@@ -129,17 +113,20 @@ class Engine:
             self.gpu_busy += seconds + self._step_overhead
             self._idle -= 1
             if not self._idle:
-                self._tell_idle(math.inf)
+                self._gpus.idle_since = math.inf
             ends = self.now + seconds + self._step_overhead
-            self._push(ends, STEP_ENDS, (batch, self._offer(batch)))
+            step = batch, self._offer(batch)
+            heappush(self._events, (ends, next(self._order), self._end_step, step))
+            if not (self._idle and (self._waiting or self._back or self._going_on)):
+                return
 
     def _batch(self) -> tuple[Batch, int]:
         """The prompts of a step, and its tokens: first those under way, then the next in line."""
         batch: Batch = []
-        budget = self._step_tokens
+        going_on, budget = self._going_on, self._step_tokens
         while budget > 0:
-            if self._going_on:
-                prompt = self._going_on.popleft()
+            if going_on:
+                prompt = going_on.popleft()
             elif self._back:
                 prompt = heappop(self._back)[1]
             elif self._waiting:
@@ -155,9 +142,11 @@ class Engine:
                     prompt = self._take_begun()
                 elif not begins:
                     continue
-            count = min(prompt.tokens - prompt.done, budget)
-            budget -= count
-            batch.append((prompt, prompt.done + count))
+            done = prompt.done + budget
+            if done > prompt.tokens:
+                done = prompt.tokens
+            budget -= done - prompt.done
+            batch.append((prompt, done))
         return batch, self._step_tokens - budget
 
     def _take_begun(self) -> Prompt:
@@ -168,15 +157,16 @@ class Engine:
         heapify(self._back)
         return place[1]
 
-    def _offer(self, batch: Batch) -> list[tuple[Tier, StoreJob]]:
+    def _offer(self, batch: Batch) -> list[tuple[Tier, Job]]:
         """Offer the tiers what the step completes; the stores that begin when it ends."""
         now, size, tiers = self.now, self._size, self.tiers
-        jobs = []
+        jobs: list[tuple[Tier, Job]] = []
         for tier in tiers:
             if tier.due <= now:
                 tier.drain(now)
-        # As engines tell it: first those that are new, then those that go on, then who answers.
-        batch = sorted(batch, key=_has_run) if len(batch) > 1 else batch
+        if len(batch) > 1:
+            # As engines tell it: first those that are new, then those that go on, then who answers.
+            batch = sorted(batch, key=_has_run)
         for prompt, done in batch:
             first, last = prompt.offered, done // size
             if last > prompt.blocks:
@@ -187,20 +177,25 @@ class Engine:
                     jobs.append((tier, again))
                 if offer and (job := tier.offer(prompt, offer, now)):
                     jobs.append((tier, job))
-        for tier in tiers:
-            if tier.refused and self._answering:
-                jobs += [(tier, job) for job in tier.offer_answers(self._answering)]
+        if self._answering:
+            for tier in tiers:
+                if tier.refused:
+                    jobs += [(tier, job) for job in tier.offer_answers(self._answering)]
         return jobs
 
-    def _end_step(self, batch: Batch, jobs: list[tuple[Tier, StoreJob]]) -> None:
+    def _end_step(self, step: Step) -> None:
+        batch, jobs = step
         now = self.now
+        if not self._idle:
+            self._gpus.idle_since = now
+        self._idle += 1
         for tier, job in jobs:
             tier.submit(job, now)
         for prompt, done in batch:
             prompt.done = done
             if prompt.parts:
                 self._cache.know(prompt, prompt.parts)
-                prompt.parts = []
+                prompt.parts = ()
             if done < prompt.tokens:
                 self._going_on.append(prompt)
                 continue
@@ -210,7 +205,7 @@ class Engine:
             if answering:
                 prompt.is_answering = True
                 self._answering[prompt] = None
-                self._push(now + answering, ANSWER_ENDS, prompt)
+                self._push(now + answering, self._give_back, prompt)
             else:
                 self._give_back(prompt)
 
@@ -230,7 +225,7 @@ class Engine:
         last = prompt.blocks + sum(self.workload.lengths[run] for run in path)
         offer = prompt.offer(last, self.workload)
         self._cache.know(prompt, prompt.parts)
-        prompt.parts = []
+        prompt.parts = ()
         if not self._stores_answers:
             return
         for tier in self.tiers:
@@ -245,23 +240,26 @@ class Engine:
         """Find a prompt's prefix here and in the chain. True: it can be computed now. False: it
         loads, or waits for another's load. None: there is no room for it."""
         known, at, skip = self._cache.find(prompt)
-        loads = self._loads
-        is_lacking = known < prompt.blocks
-        if is_lacking and loads.joins(prompt, at, skip):
-            return False
-        is_held = is_lacking and loads.any_has(prompt, at, skip, self.now)
+        loads, now = self._loads, self.now
+        is_held = False
+        if known < prompt.blocks:
+            if loads.under_way and loads.joins(prompt, at, skip):
+                return False
+            is_held = loads.any_has(prompt.path[at], skip, now)
         if not self._cache.reserve(prompt, known):
+            if known < prompt.blocks:
+                loads.drain(now)
             return None
-        pieces = loads.choose(prompt, known, at, skip, self.now) if is_held else []
+        pieces = loads.choose(prompt, known, at, skip, now) if is_held else ()
         if prompt.number >= self.warm:
             self.own_hits += known * self._size
         prompt.has_begun = True
-        blocks = known
         if pieces:
-            blocks, ends = loads.begin(prompt, known, pieces, self.now)
-            self._push(ends, LOAD_ENDS, prompt)
-        prompt.done = blocks * self._size
-        prompt.offered = 0 if self._promote else blocks
+            known, ends = loads.begin(prompt, known, pieces, now)
+            self._push(ends, self._end_load, prompt)
+        prompt.done = known * self._size
+        if not self._promote:
+            prompt.offered = known
         return not pieces
 
     def _end_load(self, prompt: Prompt) -> None:

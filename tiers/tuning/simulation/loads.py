@@ -31,27 +31,34 @@ class Loads:
         self._tiers = tiers
         self._waiting = waiting
         self._max_wait = chain.max_wait
-        self._under_way: dict[tuple[int, int], Prompt] = {}
+        self.under_way: dict[tuple[int, int], Prompt] = {}
+        """Prompts that load, by the run, and the block in it, where they began to."""
 
     def joins(self, prompt: Prompt, at: int, skip: int) -> bool:
         """Whether another prompt loads from this block of this run on, so that this one waits for
         it: then it finds those blocks in the engine's own cache."""
-        loader = self._under_way.get((prompt.path[at], skip))
+        loader = self.under_way.get((prompt.path[at], skip))
         if loader is None:
             return False
         loader.woken.append(prompt)
         return True
 
-    def any_has(self, prompt: Prompt, at: int, skip: int, now: float) -> bool:
+    def any_has(self, run: int, skip: int, now: float) -> bool:
         """Whether a tier has this block of this run by now, so that there is a choice."""
-        run = prompt.path[at]
-        is_held = False
+        for tier in self._tiers:
+            # What is refused may find room as stores end, sooner than the step's own offer.
+            if tier.known[run] >> skip & 1 or tier.refused:
+                break
+        else:
+            return False
+        self.drain(now)
+        return any(tier.held[run] >> skip & 1 for tier in self._tiers)
+
+    def drain(self, now: float) -> None:
+        """Take in what all tiers have stored by now."""
         for tier in self._tiers:
             if tier.due <= now:
                 tier.drain(now)
-            if tier.held[run] >> skip & 1:
-                is_held = True
-        return is_held
 
     def choose(self, prompt: Prompt, known: int, at: int, skip: int, now: float) -> Pieces:
         """Which tier loads which blocks behind the first `known` ones; the next block is number
@@ -66,16 +73,19 @@ class Loads:
         A prompt waits for `max_wait` at most. It uses what precedes the first block that is late.
         """
         tiers, late = self._tiers, now + self._max_wait
-        blocks = dict.fromkeys([index for index, _ in pieces], 0)
+        run = prompt.place[0]
+        path = prompt.path if run == prompt.path[0] else prompt.path[prompt.path.index(run) :]
+        blocks: dict[int, int] = {}
         for index, count in pieces:
-            blocks[index] += count
+            blocks[index] = blocks.get(index, 0) + count
+        end = 0.0
         ends = {}
-        path = prompt.path[prompt.path.index(prompt.place[0]) :]
         for index, count in blocks.items():
             tiers[index].space.touch(path)
-            ends[index] = tiers[index].load(count, now)
-        self._under_way[prompt.place] = prompt
-        end = max(ends.values())
+            ends[index] = last = tiers[index].load(count, now)
+            if last > end:
+                end = last
+        self.under_way[prompt.place] = prompt
         if end > late:
             pieces, end = self._in_time(pieces, blocks, ends, late), late
         for index, count in pieces:
@@ -101,6 +111,6 @@ class Loads:
 
     def end(self, prompt: Prompt) -> list[Prompt]:
         """A prompt's loads have ended; the prompts that waited for it."""
-        if self._under_way.get(prompt.place) is prompt:
-            del self._under_way[prompt.place]
+        if self.under_way.get(prompt.place) is prompt:
+            del self.under_way[prompt.place]
         return prompt.woken

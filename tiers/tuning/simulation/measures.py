@@ -50,7 +50,7 @@ def _use(
     block_tokens: int,
 ) -> TierUse:
     stored = int(done["stored"])
-    dropped = max(0, int(done["admitted"] - done["claimed"]))
+    dropped = max(0, int(done["dropped"]))
     size = block_bytes * profile.stored_share
     a_day = stored * size / seconds * DAY
     years = None

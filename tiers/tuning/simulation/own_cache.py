@@ -28,14 +28,12 @@ class OwnCache:
         """Leading blocks of each run that are in place."""
         self._users = [0] * runs
         """How many prompts under way have each run in their path."""
-        self._idle: OrderedDict[int, int] = OrderedDict()
-        """Runs that no prompt under way has, with their known blocks, the first to go first."""
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Runs with known blocks that no prompt under way has, the first to go first."""
         self._free = capacity
-        """Blocks that are neither used nor reserved; less than 0 where all others are pinned."""
-        self._reserved = 0
-        """Blocks of prompts under way that are yet to be computed or loaded."""
-        self._pinned = 0
-        """Known blocks of runs of prompts under way."""
+        """Blocks that are neither used nor taken; less than 0 where all others are pinned."""
+        self._taken = 0
+        """Blocks of prompts under way: known, or yet to be computed or loaded."""
 
     def find(self, prompt: Prompt) -> tuple[int, int, int]:
         """Leading blocks of a prompt that are in place; of its path the run and the block in it
@@ -62,23 +60,21 @@ class OwnCache:
         """Take blocks for what a prompt has not found in place; False: too few are free."""
         if not self._capacity:
             return True
-        users, in_place = self._users, self._known
-        unpinned = 0
-        for run in prompt.path:
-            if not users[run]:
-                unpinned += in_place[run]
-        needed = -(-prompt.tokens // self._size) - known
-        taken = self._reserved + self._pinned
-        if taken and taken + unpinned + needed > self._capacity:
+        users, in_place, path = self._users, self._known, prompt.path
+        more = needed = -(-prompt.tokens // self._size) - known
+        idle: list[int] = []
+        for run in path:
+            if in_place[run] and not users[run]:
+                more += in_place[run]
+                idle.append(run)
+        if self._taken and self._taken + more > self._capacity:
             return False
-        take = self._idle.pop
-        for run in prompt.path:
-            if not users[run] and in_place[run]:
-                take(run)
+        for run in idle:
+            del self._idle[run]
+        for run in path:
             users[run] += 1
-        self._pinned += unpinned
         prompt.reserved = needed
-        self._reserved += needed
+        self._taken += more
         self._free -= needed
         if self._free < 0:
             self._take_idle()
@@ -90,19 +86,20 @@ class OwnCache:
         if not self._capacity:
             return
         in_place = self._known
-        fresh = 0
+        unknown = prompt.reserved
         for run, blocks in parts:
-            new = blocks.bit_length() - in_place[run]
-            if new > 0:
-                in_place[run] += new
-                fresh += new
-        held = fresh if fresh < prompt.reserved else prompt.reserved
-        prompt.reserved -= held
-        self._reserved -= held
-        self._pinned += fresh
-        self._free -= fresh - held
-        if self._free < 0:
-            self._take_idle()
+            end = blocks.bit_length()
+            have = in_place[run]
+            if end > have:
+                in_place[run] = end
+                unknown -= end - have
+        if unknown < 0:
+            self._taken -= unknown
+            self._free += unknown
+            unknown = 0
+            if self._free < 0:
+                self._take_idle()
+        prompt.reserved = unknown
 
     def answer(self, prompt: Prompt, path: Sequence[int]) -> None:
         """The answer of a prompt has filled the runs that `path` adds to the prompt's own; their
@@ -112,13 +109,14 @@ class OwnCache:
         users, in_place = self._users, self._known
         for run in path:
             if not users[run] and in_place[run]:
-                self._pinned += self._idle.pop(run)
+                self._taken += in_place[run]
+                del self._idle[run]
             users[run] += 1
         # The KV of the last token is not computed.
         needed = -(-(prompt.tokens + prompt.answer - 1) // self._size) - prompt.blocks
         more = max(0, needed - prompt.reserved)
         prompt.reserved += more
-        self._reserved += more
+        self._taken += more
         self._free -= more
         if self._free < 0:
             self._take_idle()
@@ -128,16 +126,16 @@ class OwnCache:
         if not self._capacity:
             return
         users, in_place, idle = self._users, self._known, self._idle
-        if unknown := prompt.reserved:
-            # Of no use, such as a partial last block: taken again first.
-            self._reserved -= unknown
-            self._free += unknown
-            prompt.reserved = 0
-        for run in reversed(prompt.path):
-            users[run] -= 1
-            if not users[run] and (have := in_place[run]):
-                idle[run] = have
-                self._pinned -= have
+        # What it never knew is of no use, such as a partial last block: taken again first.
+        self._free += prompt.reserved
+        ended = prompt.reserved
+        prompt.reserved = 0
+        for run in prompt.path[::-1]:
+            users[run] = left = users[run] - 1
+            if not left and (have := in_place[run]):
+                idle[run] = None
+                ended += have
+        self._taken -= ended
         if self._free < 0:
             self._take_idle()
 
@@ -145,13 +143,12 @@ class OwnCache:
         """Take blocks of idle runs, from the tail, for those that there is no room for."""
         free, idle, in_place = self._free, self._idle, self._known
         while free < 0 and idle:
-            run, have = idle.popitem(last=False)
-            left = have + free
-            if left > 0:
-                idle[run] = left
-                idle.move_to_end(run, last=False)
+            run = next(iter(idle))
+            free += in_place[run]
+            if free > 0:
+                in_place[run] = free
+                free = 0
             else:
-                left = 0
-            in_place[run] = left
-            free += have - left
+                in_place[run] = 0
+                del idle[run]
         self._free = free

@@ -115,17 +115,22 @@ def stitched(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) ->
     for run in path[at:]:
         whole = masks[run] >> skip
         found = 0
-        shares = []
+        shares: list[tuple[int, int]] = []
         for index, tier in enumerate(tiers):
             more = tier.held[run] >> skip & ~found
             if more:
-                shares.append((index, more))
                 found |= more
+                shares.append((index, more))
                 if found == whole:
                     break
-        count = min(leading(found), left)
-        prefix = (1 << count) - 1
-        pieces += [(index, n) for index, more in shares if (n := (more & prefix).bit_count())]
+        count = whole.bit_length() if found == whole else leading(found)
+        if count > left:
+            count = left
+        if len(shares) == 1 and count:
+            pieces.append((shares[0][0], count))
+        else:
+            prefix = (1 << count) - 1
+            pieces += [(index, n) for index, more in shares if (n := (more & prefix).bit_count())]
         left -= count
         if found != whole or not left:
             break

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from tiers.tuning.simulation.spaces import LruSpace, Part, first_of
+from tiers.tuning.simulation.spaces import Job, LruSpace, first_of
 
 FIRST, SECOND = 0, 1
 SMALL_SHARE = 0.5
@@ -74,18 +74,16 @@ class QueueSpace(LruSpace):
         """Whether what comes behind this run is put before it, so as to go first."""
         return run in self._queues[queue]
 
-    def store(self, parts: Iterable[Part], path: Sequence[int]) -> None:
-        """Keep these blocks; none counts as used."""
-        for run, blocks in reversed([*parts]):
-            blocks &= ~self.held[run]
-            if not blocks:
-                continue
+    def store(self, job: Job) -> None:
+        """Keep these blocks, which are new; none counts as used."""
+        parts, count, path = job
+        for run, blocks in reversed(parts):
             for queue, mine in enumerate(self._place(run, blocks)):
                 if mine:
                     heads = path[: path.index(run) + 1]
                     self._append(run, mine, queue, [r for r in heads if r in self._queues[queue]])
             self.held[run] |= blocks
-            self.used += blocks.bit_count()
+        self.used += count
         if self.used > self.capacity:
             self.shrink()
 
@@ -122,7 +120,8 @@ class QueueSpace(LruSpace):
                 order[run] = left
             else:
                 del order[run]
-            self.held[run] &= ~gone
+            self.held[run] ^= gone
+            self.known[run] ^= gone
             self._counts[queue] -= count
             self.used -= count
             over -= count

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 Part = tuple[int, int]
 """Blocks of one run: the run, and a mask with a bit for each of its blocks, the first lowest."""
+Job = tuple[list[Part], int, Sequence[int]]
+"""Blocks of one prompt on their way: their parts of runs, how many, and the path of the prompt."""
 
 
 class LruSpace:
     """Keeps what was used last, of each run the first blocks longest: a prefix goes from its tail.
 
-    `runs`: how many there are. `held`: the blocks of each run as a mask; for reading. `capacity`:
-    blocks.
+    `runs`: how many there are. `capacity`: blocks. `held`: the blocks of each run as a mask; for
+    reading. `known`: those and what is on its way, which its owner adds.
     """
 
     def __init__(self, capacity: float, runs: int) -> None:
         self.capacity = capacity
-        self.pins: Sequence[Sequence[int]] = ()
-        """Blocks of each run that are being read, and so passed by."""
+        self.pins: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
+        """`known` and `held` of those into which blocks are copied from here. What is on its way
+        is being read, and so passed by."""
         self.used = 0
         self.held = [0] * runs
+        self.known = [0] * runs
         self._order: OrderedDict[int, None] = OrderedDict()
         """Runs with blocks held, the one used last at the end."""
 
@@ -32,42 +37,45 @@ class LruSpace:
             if held[run]:
                 move(run)
 
-    def store(self, parts: Iterable[Part], path: Sequence[int]) -> None:
-        """Keep these blocks, and count the runs of their path as used now."""
+    def store(self, job: Job) -> None:
+        """Keep these blocks, which are new, and count the runs of their path as used now."""
+        parts, blocks, path = job
         held, order = self.held, self._order
-        for run, blocks in parts:
+        for run, new in parts:
             if have := held[run]:
-                blocks &= ~have
+                held[run] = have | new
             else:
+                held[run] = new
                 order[run] = None
-            held[run] = have | blocks
-            self.used += blocks.bit_count()
         move = order.move_to_end
         for run in path[::-1]:
             if held[run]:
                 move(run)
-        if self.used > self.capacity:
+        self.used = used = self.used + blocks
+        if used > self.capacity:
             self.shrink()
 
     def shrink(self) -> None:
         """Evict what is beyond the capacity. Blocks that are being read keep their place."""
-        held, pins = self.held, self.pins
+        held, known, pins = self.held, self.known, self.pins
         over = int(self.used - self.capacity)
         self.used -= over
         gone = []
         for run in self._order:
-            free = held[run]
-            for one in pins:
-                free &= ~one[run]
+            free = have = held[run]
+            for theirs, arrived in pins:
+                free &= arrived[run] | ~theirs[run]
             count = free.bit_count()
             if count > over:
-                held[run] ^= free ^ first_of(free, count - over)
-                over = 0
-                break
-            held[run] ^= free
-            over -= count
-            if not held[run]:
+                free ^= first_of(free, count - over)
+                count = over
+            known[run] ^= free
+            if free == have:
+                held[run] = 0
                 gone.append(run)
+            else:
+                held[run] = have ^ free
+            over -= count
             if not over:
                 break
         self.used += over
@@ -93,11 +101,11 @@ class TimedSpace(LruSpace):
         for run in path:
             self._since[run] = self._now
 
-    def store(self, parts: Iterable[Part], path: Sequence[int]) -> None:
-        """Keep these blocks, and count the runs of their path as used now."""
-        for run in path:
+    def store(self, job: Job) -> None:
+        """Keep these blocks, which are new, and count the runs of their path as used now."""
+        for run in job[2]:
             self._since[run] = self._now
-        super().store(parts, path)
+        super().store(job)
 
     def pass_time(self, now: float) -> None:
         """Evict what is too old by now."""
@@ -105,15 +113,38 @@ class TimedSpace(LruSpace):
         held, order, since, oldest = self.held, self._order, self._since, now - self._ttl
         while order and since[run := next(iter(order))] < oldest:
             self.used -= held[run].bit_count()
+            self.known[run] ^= held[run]
             held[run] = 0
             del order[run]
 
 
+def split(parts: list[Part], most: float) -> tuple[list[Part], list[Part]]:
+    """The first `most` blocks of these parts, and the others."""
+    taken: list[Part] = []
+    room = math.floor(most)
+    if room <= 0:
+        return taken, parts
+    for index, part in enumerate(parts):
+        run, blocks = part
+        count = blocks.bit_count()
+        if count > room:
+            first = first_of(blocks, room)
+            if room:
+                taken.append((run, first))
+            return taken, [(run, blocks ^ first), *parts[index + 1 :]]
+        taken.append(part)
+        room -= count
+    return taken, []
+
+
 def first_of(blocks: int, count: int) -> int:
     """The first `count` blocks of a mask, at most."""
+    first = (1 << count) - 1
+    if blocks & first == first:  # by far most often: the mask has the run's first blocks
+        return first
     start = (blocks & -blocks).bit_length() - 1
     first = blocks & (1 << start + count) - 1
-    if first.bit_count() == count:  # by far most often: the mask has no gap there
+    if first.bit_count() == count:  # no gap there
         return first
     while blocks.bit_count() > count:
         blocks ^= 1 << blocks.bit_length() - 1

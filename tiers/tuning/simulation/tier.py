@@ -8,16 +8,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tiers.tuning.simulation.prompt import Offer, Prompt
-from tiers.tuning.simulation.spaces import LruSpace, Part, TimedSpace, first_of
+from tiers.tuning.simulation.spaces import Job, LruSpace, Part, TimedSpace, split
 from tiers.tuning.simulation.workload import Workload
 
 BURST = 3600.0
 """Seconds whose part of a write budget may be spent at once, as in the chain's admission."""
 ABREAST = 2
 """See `tiers/connector/policy/cheapest/load_cost.py`."""
-
-StoreJob = tuple[list[Part], int, Sequence[int]]
-"""Blocks of one prompt on their way: their parts of runs, how many, and the path of the prompt."""
 
 
 class TierSettings(NamedTuple):
@@ -38,17 +35,25 @@ class TierSettings(NamedTuple):
 
 
 class Counts:
-    """What a tier has done so far, in blocks and seconds. `hits`: loaded, and in time."""
+    """What a tier has done so far, in blocks and seconds. `hits`: loaded, and in time. `dropped`:
+    admitted, and without a slot so far."""
 
-    __slots__ = ("admitted", "claimed", "hits", "load_busy", "loaded", "store_busy", "stored")
+    __slots__ = ("dropped", "hits", "load_busy", "loaded", "store_busy", "stored")
 
     def __init__(self) -> None:
-        self.hits = self.loaded = self.admitted = self.claimed = self.stored = 0
+        self.hits = self.loaded = self.dropped = self.stored = 0
         self.load_busy = self.store_busy = 0.0
 
     def values(self) -> dict[str, float]:
         """All of them, by their names."""
         return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Gpus:
+    """What a tier has to know of the engine's GPUs."""
+
+    idle_since = 0.0
+    """Since when one is idle, so that what finds room is offered again at once; else infinite."""
 
 
 class Tier:
@@ -62,6 +67,7 @@ class Tier:
         self.settings = settings
         self.space = space
         self.held = space.held
+        self.known = space.known
         self.counts = Counts()
         self.load_free = 0.0
         self._lengths = workload.lengths
@@ -71,15 +77,13 @@ class Tier:
         self._store_latency = settings.store_latency
         self._is_shared = settings.shared_link
         self._threshold = settings.store_threshold
-        self.pending = [0] * len(workload.lengths)
-        """Blocks of each run that are on their way into the tier, for reading."""
+        self._has_rules = self._threshold > 1 or settings.budget is not None
         self._uses: dict[int, int] = {}
-        self.jobs: deque[tuple[float, float, StoreJob]] = deque()
+        self.jobs: deque[tuple[float, float, Job]] = deque()
         self._is_timed = isinstance(space, TimedSpace)
         self.due = -math.inf if self._is_timed else math.inf
         """When the tier is next to be drained: not before."""
-        self.idle_since = math.inf
-        """Since when a GPU has been idle, so that what finds room is offered again at once."""
+        self.gpus = Gpus()
         self.refused: dict[Prompt, list[Part]] = {}
         """Of prompts that still have their blocks: what found no room."""
         self._loads: deque[tuple[float, int]] = deque()
@@ -102,7 +106,8 @@ class Tier:
             behind = min(busy, max(0.0, self._store_free + self.delay - begin))
             self.delay += behind
             busy += behind
-            self._next_due()
+            if self.jobs and not self._is_timed:
+                self.due = self.jobs[0][0] + self.delay
         self.load_free = end = begin + busy
         end += settings.load_latency
         if settings.concurrency == 1:
@@ -124,33 +129,55 @@ class Tier:
 
     # -- stores ------------------------------------------------------------------------------
 
-    def offer(self, prompt: Prompt, offer: Offer, now: float) -> StoreJob | None:
+    def offer(self, prompt: Prompt, offer: Offer, now: float) -> Job | None:
         """Take what the tier lacks of these blocks, head first, as far as its rules and its room
         admit; those that it has count as used."""
-        held, pending = self.held, self.pending
-        parts, fresh = offer
+        known = self.known
+        job, fresh = offer
+        wanted, lacking, path = job
+        for run, new in wanted:
+            if (have := known[run]) and (fresh or have & new):
+                wanted, lacking = self._lacks(wanted, lacking)
+                if fresh:
+                    # What this prompt has offered before is not used again.
+                    self.space.touch(fresh)
+                if not lacking:
+                    return None
+                job = wanted, lacking, path
+                break
+        if self._has_rules:
+            return self._offer_by_rules(prompt, wanted, lacking, fresh, now)
+        if lacking > self._room:
+            self.counts.dropped += lacking
+            return self._begin(prompt, wanted, lacking)
+        self._room -= lacking
+        for run, new in wanted:
+            known[run] |= new
+        return job
+
+    def _lacks(self, parts: list[Part], lacking: int) -> tuple[list[Part], int]:
+        """What the tier neither has nor is about to have of so many blocks, and how many."""
+        known = self.known
         wanted: list[Part] = []
-        lacking = 0
-        is_held = False
         for part in parts:
-            run, lacks = part
-            if have := held[run] | pending[run]:
-                is_held = True
-                lacks &= ~have
-                if not lacks:
+            run, blocks = part
+            if old := known[run] & blocks:
+                lacking -= old.bit_count()
+                if old == blocks:
                     continue
-                part = run, lacks
+                part = run, blocks ^ old
             wanted.append(part)
-            lacking += lacks.bit_count()
-        if is_held and fresh:
-            # What this prompt has offered before is not used again.
-            self.space.touch(fresh)
-        if wanted and self._threshold > 1:
+        return wanted, lacking
+
+    def _offer_by_rules(
+        self, prompt: Prompt, wanted: list[Part], lacking: int, fresh: Sequence[int], now: float
+    ) -> Job | None:
+        """Take of the blocks that the tier lacks those that enough prompts have asked for, as far
+        as the write budget and the room admit."""
+        if self._threshold > 1:
             wanted, lacking = self._asked_enough(wanted, fresh)
-        if not wanted:
-            return None
-        self.counts.admitted += lacking
-        if self.settings.budget is not None:
+        self.counts.dropped += lacking
+        if self.settings.budget is not None and wanted:
             most = 0.0 if prompt.number in self._cut else self._affordable(now)
             if lacking > most:
                 self._cut.add(prompt.number)  # what is behind that could not be loaded
@@ -167,23 +194,25 @@ class Tier:
         enough = [part for part in wanted if uses[part[0]] >= self._threshold]
         return enough, sum(blocks.bit_count() for _, blocks in enough)
 
-    def _begin(self, prompt: Prompt, parts: list[Part], blocks: int) -> StoreJob | None:
+    def _begin(self, prompt: Prompt, parts: list[Part], blocks: int) -> Job | None:
         """Take slots for so many blocks in parts; those without one wait while the prompt has its
         blocks."""
         if blocks > self._room:
             parts, left = split(parts, self._room)
-            self.refused[prompt] = self.refused.get(prompt, []) + left
+            if prompt in self.refused:
+                left = self.refused[prompt] + left
+            self.refused[prompt] = left
             blocks = int(self._room)
         if not blocks:
             return None
-        pending = self.pending
+        known = self.known
         for run, taken in parts:
-            pending[run] |= taken
+            known[run] |= taken
         if self._threshold > 1:
             for run, taken in parts:
                 if taken.bit_length() == self._lengths[run]:
                     self._uses.pop(run, None)
-        self.counts.claimed += blocks
+        self.counts.dropped -= blocks
         self._room -= blocks
         self._budget_left -= blocks
         return parts, blocks, prompt.path
@@ -195,56 +224,53 @@ class Tier:
         self._budget_since = now
         return max(0.0, self._budget_left)
 
-    def submit(self, job: StoreJob, now: float) -> None:
+    def submit(self, job: Job, now: float) -> None:
         """The blocks of a job are in their slots: they wait for the link."""
         busy = job[1] * self._store_seconds
-        begin = self._store_free + self.delay
+        delay = self.delay
+        begin = self._store_free + delay
         if begin < now:
             begin = now
         if self._is_shared:
             busy += min(busy, max(0.0, self.load_free - begin))
-        self._store_free = end = begin + busy + self._store_latency - self.delay
+        self._store_free = end = begin + busy + self._store_latency - delay
         self.jobs.append((end, busy, job))
-        if len(self.jobs) == 1:
-            self._next_due()
-
-    def _next_due(self) -> None:
-        if not self._is_timed:
-            self.due = self.jobs[0][0] + self.delay if self.jobs else math.inf
+        if self.due == math.inf:
+            self.due = end + delay
 
     def drain(self, now: float) -> None:
         """Take in the stores that have ended by now. Needless before `due`."""
-        jobs, pending, store, counts = self.jobs, self.pending, self.space.store, self.counts
+        jobs, store, counts = self.jobs, self.space.store, self.counts
         while jobs and jobs[0][0] + self.delay <= now:
-            end, busy, (parts, blocks, path) = jobs.popleft()
-            for run, taken in parts:
-                pending[run] &= ~taken
-            store(parts, path)
+            end, busy, job = jobs.popleft()
+            store(job)
+            blocks = job[1]
             self._room += blocks
             counts.stored += blocks
             counts.store_busy += busy
-            if self.refused and end + self.delay >= self.idle_since:
+            if self.refused and end + self.delay >= self.gpus.idle_since:
                 self._retry(end + self.delay)
-        self._next_due()
         if self._is_timed:
             self.space.pass_time(now)
+        else:
+            self.due = jobs[0][0] + self.delay if jobs else math.inf
 
-    def offer_again(self, prompt: Prompt) -> StoreJob | None:
+    def offer_again(self, prompt: Prompt) -> Job | None:
         """Take what had no room before, head first."""
         if self._room < 1 or prompt not in self.refused:
             return None
-        held, pending = self.held, self.pending
+        known = self.known
         parts: list[Part] = []
         lacking = 0
         for run, blocks in self.refused.pop(prompt):
-            if lacks := blocks & ~(held[run] | pending[run]):
+            if lacks := blocks & ~known[run]:
                 parts.append((run, lacks))
                 lacking += lacks.bit_count()
         return self._begin(prompt, parts, lacking)
 
-    def offer_answers(self, answering: Iterable[Prompt]) -> list[StoreJob]:
+    def offer_answers(self, answering: Iterable[Prompt]) -> list[Job]:
         """Take what had no room before of prompts that answer, in their order."""
-        jobs: list[StoreJob] = []
+        jobs: list[Job] = []
         if self._room < 1:
             return jobs
         for prompt in [one for one in answering if one in self.refused]:
@@ -265,19 +291,3 @@ class Tier:
         if self.due <= now:
             self.drain(now)
         self.refused.pop(prompt, None)
-
-
-def split(parts: list[Part], most: float) -> tuple[list[Part], list[Part]]:
-    """The first `most` blocks of these parts, and the others."""
-    taken: list[Part] = []
-    room = max(0, math.floor(most))
-    for index, part in enumerate(parts):
-        run, blocks = part
-        count = blocks.bit_count()
-        if count > room:
-            first = first_of(blocks, room)
-            head = [(run, first)] if room else []
-            return taken + head, [(run, blocks & ~first), *parts[index + 1 :]]
-        taken.append(part)
-        room -= count
-    return taken, []

@@ -32,10 +32,10 @@ def tiers_of(chain: SimChain, machine: Machine, workload: Workload) -> list[Tier
         blocks = math.inf if capacity is None else _blocks(tier, capacity, profile, block_bytes)
         tiers.append(Tier(settings, workload, _space(tier, blocks, len(workload.lengths))))
     pairs = list(zip(tiers, chain.tiers, strict=True))
-    under_way = [tier.pending for tier, spec in pairs if not spec.is_host]
+    stores = [(tier.known, tier.held) for tier, spec in pairs if not spec.is_host]
     for one, spec in pairs:
         # A block on its way from its slot into a store is not evicted.
-        one.space.pins = under_way if spec.is_host else ()
+        one.space.pins = stores if spec.is_host else ()
     return tiers
 
 

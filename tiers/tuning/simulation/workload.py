@@ -10,6 +10,7 @@ from operator import neg
 
 from tiers.errors import TraceError
 from tiers.traces.trace import TraceRequest
+from tiers.tuning.simulation.spaces import Job, Part
 
 
 @dataclass(frozen=True)
@@ -19,28 +20,29 @@ class Workload:
     A run is a longest row of blocks that every request has all of, in order, or none of. An id
     stands for its block and all before it, so two neighbours are in one run if they occur equally
     often. What decides on a run decides on all its blocks; only room ends within one. All lists
-    have one item per request, but `lengths`, the blocks of each run, and `masks`.
+    have one item per request, but `lengths`, the blocks of each run, `masks` and `parts`.
     """
 
     block_tokens: int
     lengths: Sequence[int]
     masks: Sequence[int]
     """For each run as many ones as it has blocks."""
+    parts: Sequence[Part]
+    """Each run, whole."""
     times: Sequence[float]
     """Arrivals, in seconds."""
     tokens: Sequence[int]
     answers: Sequence[int]
     """Tokens of the answers."""
-    paths: Sequence[tuple[int, ...]]
-    blocks: Sequence[int]
-    """Full blocks of each prompt."""
+    prompts: Sequence[Job]
+    """Full blocks of each prompt, all at once."""
     answer_paths: Sequence[tuple[int, ...]]
     """The runs that each answer filled, where that was recorded; they go on from the prompt's."""
 
     @property
     def references(self) -> int:
         """Blocks of all prompts."""
-        return sum(self.blocks)
+        return sum(blocks for _, blocks, _ in self.prompts)
 
     def __len__(self) -> int:
         return len(self.times)
@@ -54,16 +56,14 @@ class Workload:
 
         Raises TraceError where an id does not stand for its block and all before it.
         """
-        requests = list(requests)
-        uses: Counter[int] = Counter()
+        requests, uses = list(requests), Counter[int]()
         for request in requests:
             uses.update(request.blocks)
             if request.answer_blocks:
                 # Else a run could go on from a prompt into its answer.
                 uses.update([*request.blocks, *request.answer_blocks])
         runs: dict[int, int] = {}
-        lengths: list[int] = []
-        paths, answers = [], []
+        lengths, prompts, answers = list[int](), [], []
         for number, request in enumerate(requests):
             blocks = request.blocks
             if request.answer_blocks:
@@ -73,17 +73,19 @@ class Workload:
             while depth < len(request.blocks):
                 depth += lengths[path[prompt]]
                 prompt += 1
-            paths.append(path[:prompt])
+            prompts.append((len(request.blocks), path[:prompt]))
             answers.append(path[prompt:])
+        masks = [(1 << length) - 1 for length in lengths]
+        parts = list(enumerate(masks))
         return cls(
             block_tokens,
             lengths,
-            [(1 << length) - 1 for length in lengths],
+            masks,
+            parts,
             [request.timestamp / 1000 for request in requests],
             [max(1, request.input_length) for request in requests],
             [request.output_length for request in requests],
-            paths,
-            [len(request.blocks) for request in requests],
+            [([parts[run] for run in path], blocks, path) for blocks, path in prompts],
             answers,
         )
 
@@ -95,8 +97,7 @@ class Workload:
             times=self.times[some],
             tokens=self.tokens[some],
             answers=self.answers[some],
-            paths=self.paths[some],
-            blocks=self.blocks[some],
+            prompts=self.prompts[some],
             answer_paths=self.answer_paths[some],
         )
 
