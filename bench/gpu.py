@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -20,13 +21,25 @@ from tiers.host.memory import SlotMemory
 LAYERS = 32
 BLOCKS = 64
 """Blocks of one batch, scattered over a paged KV of eight times as many."""
+STEP_BLOCKS = 16
+"""Blocks that requests complete in a step that decodes."""
 STEPS = 8
 WIDTH = 8192
 """Of the matrices whose products are a step's compute."""
 
+
+class Shape(NamedTuple):
+    """A model's block on one rank, of 16 tokens."""
+
+    name: str
+    layers: int
+    page_bytes: int
+
+
+SHAPES = (Shape("8B at TP 1", 32, 64 << 10), Shape("70B at TP 8", 80, 8 << 10))
+
 _NAMES = (
-    ("gather", 0.9),
-    ("scatter", 0.9),
+    ("gather and scatter, slots in a row and fragmented", 0.9),
     ("compute during gathers, in steps", 1 / 1.05),
     ("compute during scatters, in steps", 1 / 1.05),
 )
@@ -46,20 +59,28 @@ def cases(scale: Scale) -> Iterator[Iterator[Case]]:
 
 
 class Batch:
-    """Blocks in a paged KV on the device and slots for them in pinned memory of the host."""
+    """Blocks in a paged KV on the device and slots for them in pinned memory of the host, in a row
+    as in a fresh pool, or anywhere among twice as many as in one that has been full."""
 
-    def __init__(self, count: int, block_bytes: int, stack: ExitStack) -> None:
-        shape = (count * 8, block_bytes // LAYERS)
+    def __init__(
+        self,
+        count: int,
+        block_bytes: int,
+        stack: ExitStack,
+        layers: int = LAYERS,
+        fragmented: bool = False,
+    ) -> None:
+        shape = (count * 8, block_bytes // layers)
         paged = {
-            f"layer {i}": torch.ones(shape, dtype=torch.uint8, device="cuda") for i in range(LAYERS)
+            f"layer {i}": torch.ones(shape, dtype=torch.uint8, device="cuda") for i in range(layers)
         }
         self.num_bytes = count * block_bytes
         self.copier = open_copier(paged, count * 8)
         stack.callback(self.copier.close)
-        memory = SlotMemory(count, block_bytes, pin=True, touch=True)
+        memory = SlotMemory(count * 2, block_bytes, pin=True, touch=True)
         stack.callback(memory.close)
         self.rows = memory.rows
-        self.slots = list(range(count))
+        self.slots = choose(random.Random(1), count, fragmented)
         self.blocks = random.Random(0).sample(range(count * 8), count)
 
     def gather(self) -> None:
@@ -70,6 +91,14 @@ class Batch:
         """Slots to blocks, behind a fence, and wait."""
         after = self.copier.fence() if after is None else after
         self.copier.scatter(self.rows, self.slots, self.blocks, after)
+
+    def begin(self) -> float:
+        """Microseconds for which a gather keeps the engine's thread."""
+        began = time.perf_counter()
+        copy = self.copier.gather(self.blocks, self.rows, self.slots)
+        seconds = time.perf_counter() - began
+        copy.wait()
+        return seconds * 1e6
 
     def contiguous(self, to_device: bool) -> Measure:
         """GB/s of one pinned copy of as many bytes."""
@@ -91,15 +120,38 @@ class Batch:
         return run
 
 
+def choose(rng: random.Random, count: int, fragmented: bool) -> list[int]:
+    """The slots of a batch, of twice as many."""
+    return rng.sample(range(count * 2), count) if fragmented else list(range(count))
+
+
+def _shapes(scale: Scale) -> Iterator[Case]:
+    """Both ways for blocks of real models, and what a gather takes of the engine's thread."""
+    for shape in SHAPES:
+        block_bytes = shape.layers * shape.page_bytes >> (5 if scale.smoke else 0)
+        of = f"{shape.name}: {{}} blocks of {block_bytes >> 10} KiB, {shape.layers} layers"
+        for fragmented in (False, True):
+            slots = "slots anywhere" if fragmented else "slots in a row"
+            with ExitStack() as stack:
+                batch = Batch(BLOCKS, block_bytes, stack, shape.layers, fragmented)
+                for name, move, to_device in (
+                    ("gather", batch.gather, False),
+                    ("scatter", batch.scatter, True),
+                ):
+                    limit, ours = batch.contiguous(to_device), batch.rate(move)
+                    case = f"{name}, {of.format(BLOCKS)}, {slots}"
+                    yield Case("gpu", case, "GB/s", ours, limit, target=0.9)
+            with ExitStack() as stack:
+                batch = Batch(STEP_BLOCKS, block_bytes, stack, shape.layers, fragmented)
+                case = f"the engine's thread, {of.format(STEP_BLOCKS)}, {slots}"
+                yield Case("gpu", case, "us", batch.begin)
+
+
 def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
+    yield from _shapes(scale)
     block_bytes = 64 << 10 if scale.smoke else 2 << 20
     batch = Batch(BLOCKS, block_bytes, stack)
     of = f"{BLOCKS} blocks of {block_bytes >> 10} KiB, {LAYERS} layers"
-    ways = (("gather", batch.gather, False), ("scatter", batch.scatter, True))
-    for name, move, to_device in ways:
-        limit = batch.contiguous(to_device)
-        ours = batch.rate(move)
-        yield Case("gpu", f"{name} {of}", "GB/s", ours, limit, target=0.9)
     with ThreadPoolExecutor(1) as loader:
         work = Work(256 if scale.smoke else WIDTH, batch)
         for name, copies in (("gathers", _gathers(batch)), ("scatters", _scatters(batch, loader))):

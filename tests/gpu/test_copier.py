@@ -6,17 +6,13 @@ import pytest
 import torch
 
 from tiers.errors import TierUnusable
-from tiers.gpu.copier import CudaCopier, open_copier
+from tiers.gpu.copier import open_copier
+from tiers.gpu.cuda import CudaCopier
 from tiers.host.memory import SlotMemory, register
 
 BLOCKS = 12
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    ),
-]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 
 
 def paged(device: str) -> dict[str, torch.Tensor]:
@@ -72,22 +68,16 @@ def test_memory_that_is_not_ours_is_not_touched(block: int, slot: int) -> None:
         copier.gather([block], memory.rows, [slot]).wait()
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize(("block", "slot"), [(BLOCKS, 0), (-1, 0), (0, 4), (0, -1)])
-def test_a_number_out_of_range_reaches_no_memory(kind: str, block: int, slot: int) -> None:
-    copier = open_copier(paged("cpu"), BLOCKS)
-    if kind == "cuda":
-        # One without a device: the check comes before anything that needs it.
-        copier, known = CudaCopier.__new__(CudaCopier), copier
-        copier._num_blocks = known._num_blocks
-    rows = torch.zeros(4, 4096, dtype=torch.uint8)
-    with pytest.raises(IndexError, match="out of range"):
-        copier.gather([block], rows, [slot]).wait()
-    with pytest.raises(IndexError, match="out of range"):
-        copier.scatter(rows, [slot], [block], None)
+@needs_cuda
+def test_one_kernel_copies_all_pages() -> None:
+    page_kernel = pytest.importorskip("tiers.gpu.page_kernel", exc_type=ImportError)
+    copier = open_copier(paged("cuda"), BLOCKS)
+    assert isinstance(copier, CudaCopier)
+    assert isinstance(copier._copies, page_kernel.KernelCopies)
+    copier.close()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_memory_that_can_not_be_pinned_fails_no_kernel_of_the_engine() -> None:
     memory = SlotMemory(1, 4096, pin=True)
     with pytest.raises(TierUnusable):

@@ -62,7 +62,7 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
         try:
             for copy in copies:
                 copy.wait()
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             # vLLM asserts that a store succeeds. The scheduler's half sees the missing stamps.
             logger.error("blocks were not copied to host memory: %s", error)
             held = [b""] * len(held)

@@ -10,9 +10,35 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+
+
+class PagedKV:
+    """An engine's paged KV as bytes. `pages`: see `block_pages`; `layout`: see `layout_digest`;
+    `payload_bytes`: of one block over all pages."""
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        self.pages = block_pages(kv_caches, num_blocks)
+        self.layout = layout_digest(kv_caches, num_blocks)
+        self.payload_bytes = sum(page.shape[1] for page in self.pages)
+        self._num_blocks = num_blocks
+
+    def require_in_range(
+        self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]
+    ) -> None:
+        """Raise IndexError where memory of others would be copied, or the two differ in length; a
+        CUDA device would end the engine."""
+        if (
+            len(blocks) != len(slots)
+            or not all(0 <= block < self._num_blocks for block in blocks)
+            or not all(0 <= slot < rows.shape[0] for slot in slots)
+        ):
+            raise IndexError(
+                f"blocks {blocks} or slots {slots} are out of range: there are "
+                f"{self._num_blocks} blocks and {rows.shape[0]} slots"
+            )
 
 
 def block_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[torch.Tensor]:

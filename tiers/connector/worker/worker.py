@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from tiers.connector.contract.messages import (
     JobResult,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
+    StoreItem,
     StoreJob,
     TransferResults,
     WorkerHandshake,
@@ -177,15 +178,16 @@ class OffloadingWorker(WorkerConnector):
             return
         self._begun = meta
         is_ours = not (meta.one_writer and self._host.engine.rank)
+        # Also where another rank stores them: a tier in host memory may share the gather.
+        gather = self._gather([item for job in meta.reqs_to_store for item in job.items])
         for job in meta.reqs_to_store:
-            # Also where another rank stores them: a tier in host memory may share the gather.
-            gather = self._gather(job)
             future = self._puts.begin(job, is_ours)
             self._stores[job.job_id] = _Store(job, gather, future, is_ours)
 
-    def _gather(self, job: StoreJob) -> Copy | None:
+    def _gather(self, items: Sequence[StoreItem]) -> Copy | None:
+        """Begin the one gather of a step: each has its launches and waits, however few blocks."""
         try:
-            return self._host.gather(job.items)
+            return self._host.gather(items)
         except (RuntimeError, IndexError) as error:  # a device without memory, no such block
             # The slots hold nobody's block then, so that the job ends as failed.
             self._failed_stores.log("tier %r: blocks can't be gathered: %s", self.tier, error)

@@ -31,7 +31,7 @@ class ReplayModel:
     `windows`: of each KV cache group, STATE for one of recurrent layers. A group has `layers`
     layers, and all groups share the tensors.
     `forward_seconds`: what computing a token takes beside what it takes here. `replicated`: all
-    ranks have the same KV.
+    ranks have the same KV. `device`: where the tensors are, as PyTorch names it.
     """
 
     layers: int = 2
@@ -41,6 +41,7 @@ class ReplayModel:
     windows: tuple[int | None, ...] = (None,)
     forward_seconds: float = 0.0
     replicated: bool = False
+    device: str = "cpu"
 
     @property
     def payload_bytes(self) -> int:
@@ -68,7 +69,8 @@ class ReplayModel:
         """Paged KV for one rank."""
         shape = (num_blocks, self.block_tokens, self.width)
         return {
-            f"layers.{i}.attn": torch.zeros(shape, dtype=torch.int64) for i in range(self.layers)
+            f"layers.{i}.attn": torch.zeros(shape, dtype=torch.int64, device=self.device)
+            for i in range(self.layers)
         }
 
 

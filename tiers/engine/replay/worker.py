@@ -90,7 +90,7 @@ class LocalWorker:
             for i, cache in enumerate(self.kv.values()):
                 layer = group * self._model.layers + i
                 flat = cache.view(-1, self._model.width)
-                flat[index] = kv_of(self._model, fresh, layer, self._rank)
+                flat[index] = kv_of(self._model, fresh, layer, self._rank).to(flat.device)
                 if work.samples:
                     total += int(flat[seen].sum())
         return total

@@ -1,0 +1,329 @@
+"""The order of copies and compute on CUDA's streams, against a model of them.
+
+The real connectors, the replay engine's scheduler and the real CUDA copier run on streams whose
+work comes as late, or as early, as events allow. What the device computes must be what it computes
+without tiers. Then each wait of the product is taken away in turn, and something must go wrong.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from spec.chain import ChainSpec
+from tests.support.cuda_model import Event, LateThreads, Model, Site, Stream
+from tests.support.replay_chains import SLOT, measured
+from tests.support.streamed_engine import ORDERS, STREAMS, StreamedCopier, StreamedEngine
+from tiers.cpu.spec import CpuSpec
+from tiers.gpu import cuda
+from tiers.gpu.page_copies import PageCopies
+from tiers.testing import GivenSpec, MemoryStore
+
+ROOT = Path(__file__).parents[2]
+PATIENCE: Any = "9s"
+REQUESTS = 40
+SEEDS = (3, 10)
+"""With requests that are preempted, aborted and loaded late; see `serve` of odd and even ones."""
+EAGER = [(), STREAMS, ("compute", *STREAMS), *((name,) for name in ("compute", *STREAMS))]
+"""Which streams run as early as events allow, while the others are as late."""
+
+
+class PromptSpec(GivenSpec):
+    """A tier whose lookups the engine's thread makes, so that no other thread's pace matters."""
+
+    is_prompt: ClassVar[bool] = True
+
+
+def prompts(rng: random.Random, count: int) -> Iterator[tuple[list[int], int]]:
+    """Prompts on shared prefixes, of 2 to 12 blocks, and how many tokens to answer."""
+    roots = [[rng.randrange(1000) for _ in range(rng.randrange(8, 40))] for _ in range(4)]
+    for _ in range(count):
+        tail = [rng.randrange(1000) for _ in range(rng.randrange(1, 10))]
+        yield rng.choice(roots) + tail, rng.randrange(1, 8)
+
+
+def serve(
+    model: Model, order: Sequence[str], patch: pytest.MonkeyPatch, seed: int
+) -> StreamedEngine:
+    """Requests that share prefixes, more than the engine has room for; some are aborted, and the
+    connectors' threads get on now and then. Half-way the engine sleeps."""
+    store = PromptSpec(type="given", name="store").over(MemoryStore())
+    memory = CpuSpec(type="cpu", capacity=12 * SLOT, verify="always" if seed % 2 else "never")
+    chain = ChainSpec(version=1, staging=24 * SLOT, tiers=(memory, store), max_wait=PATIENCE)
+    engine = StreamedEngine(chain, model, order, patch, num_blocks=20, batch_tokens=64)
+    rng = random.Random(seed)
+    requests = []
+    for i, (prompt, max_tokens) in enumerate(prompts(rng, REQUESTS)):
+        requests.append(engine.add(prompt, max_tokens))
+        for _ in range(rng.randrange(6)):
+            engine.step()
+            if rng.random() < 0.3:
+                engine.threads.run()
+        if rng.random() < 0.2:
+            engine.scheduler.abort(rng.choice(requests).request_id)
+        if rng.random() < 0.2:
+            engine.clock.now += 10  # more than loads have
+        if i == REQUESTS // 2:
+            engine.sleep()
+    engine.run()
+    engine.check()
+    return engine
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("eager", EAGER, ids=lambda names: "+".join(names) or "none")
+def test_streams_may_be_late_or_early(
+    order: str, eager: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = serve(Model(STREAMS, eager), ORDERS[order], monkeypatch, seed=SEEDS[0])
+    assert engine.scheduler.preemptions > 0
+    assert measured(engine, "loaded_tokens", "cpu") > 0
+    assert measured(engine, "loaded_tokens", "store") > 0
+    assert measured(engine, "load_timeouts", "cpu") + measured(engine, "load_timeouts", "store") > 0
+
+
+# -- beginnings, ends and failures -----------------------------------------------------------
+
+
+class Copies:
+    """A copier over a paged KV of BLOCKS blocks, and as many rows."""
+
+    def __init__(self, model: Model, patch: pytest.MonkeyPatch) -> None:
+        self.model, self.threads = model, LateThreads(model)
+        model.install(patch)
+        patch.setattr(cuda, "WAVE_BYTES", 2 * SLOT)
+        patch.setattr(cuda, "open_copies", PageCopies)
+        patch.setattr(cuda, "io_executor", self.threads.executor)
+        self.kv = torch.zeros(BLOCKS, 3, 16, dtype=torch.uint8)
+        self.rows = torch.zeros(BLOCKS, SLOT, dtype=torch.uint8)
+        self.copier = StreamedCopier({"layer": self.kv}, BLOCKS)
+
+    def fail_after(self, operations: int) -> None:
+        """Let the device take so many more operations."""
+        left = iter(range(operations))
+
+        def take() -> None:
+            if next(left, None) is None:
+                raise RuntimeError("the device failed")
+
+        self.model.fails = take
+
+
+BLOCKS = 7
+
+
+def load_at_once(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """A load may be the first of all."""
+    ours = Copies(model, patch)
+    ours.rows.fill_(3)
+    ours.copier.scatter(ours.rows, range(BLOCKS), range(BLOCKS), ours.copier.fence())
+    assert (ours.kv == 3).all()
+
+
+def close_behind_a_gather(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """The rows' memory may go away when the copier is closed."""
+    ours = Copies(model, patch)
+    model.compute.put(lambda: ours.kv.fill_(5))
+    ours.copier.gather(range(BLOCKS), ours.rows, range(BLOCKS))
+    ours.copier.close()
+    assert (ours.rows[:, : ours.copier.payload_bytes] == 5).all()
+
+
+def fail_in_a_gather(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """The slots of a gather that failed are another's, as soon as that is known."""
+    ours = Copies(model, patch)
+    for operations in range(9):
+        ours.fail_after(operations)
+        copy = ours.copier.gather(range(BLOCKS), ours.rows, range(BLOCKS))
+        with pytest.raises(RuntimeError, match="device"):
+            copy.wait()
+        ours.rows.fill_(9)
+        model.drain()
+        assert (ours.rows == 9).all()
+
+
+def fail_in_a_scatter(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """So are the blocks of a load that failed, and the rows that it read."""
+    ours = Copies(model, patch)
+    for operations in range(9):
+        ours.rows.fill_(1)
+        ours.fail_after(operations)
+        with pytest.raises(RuntimeError, match="device"):
+            ours.copier.scatter(ours.rows, range(BLOCKS), range(BLOCKS), ours.copier.fence())
+        ours.kv.fill_(9)
+        ours.rows.fill_(2)
+        model.drain()
+        assert (ours.kv == 9).all()
+        assert not any((wave.rows == 2).any() for wave in ours.copier._in._waves)
+
+
+def verified(model: Model, patch: pytest.MonkeyPatch) -> StreamedEngine:
+    """An engine that has computed a prompt, and whose threads have not begun."""
+    memory = CpuSpec(type="cpu", capacity=64 * SLOT, verify="always")
+    chain = ChainSpec(version=1, staging=24 * SLOT, tiers=(memory,))
+    engine = StreamedEngine(chain, model, ORDERS["V1 and V2"], patch, num_blocks=20)
+    engine.add(range(40), 1)
+    while engine.scheduler.requests:
+        engine.step()
+    return engine
+
+
+def load_again(engine: StreamedEngine, but: str = "") -> None:
+    """Load the prompt, whose blocks must be whole."""
+    engine.settle(but)
+    engine.scheduler.pool.forget_all()
+    engine.add(range(40), 2)
+    engine.run(but)
+    engine.check()
+    assert measured(engine, "loaded_tokens", "cpu") > 0
+
+
+def sleep_behind_a_gather(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """What an engine has computed before it sleeps is stored as it was."""
+    engine = verified(model, patch)
+    engine.sleep()
+    load_again(engine)
+
+
+def load_before_the_checksum(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """A block that is asked for before its checksum is known is not taken for damaged."""
+    load_again(verified(model, patch), but="checksum")
+
+
+def begin_with_the_checksum(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """Nor is one whose checksum is asked for before it is gathered."""
+    engine = verified(model, patch)
+    engine.threads.named("checksum").run_next()
+    load_again(engine)
+
+
+ENDS = [
+    begin_with_the_checksum,
+    load_before_the_checksum,
+    load_at_once,
+    sleep_behind_a_gather,
+    close_behind_a_gather,
+    fail_in_a_gather,
+    fail_in_a_scatter,
+]
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: str(end.__name__))
+@pytest.mark.parametrize("eager", EAGER, ids=lambda names: "+".join(names) or "none")
+def test_beginnings_ends_and_failures(
+    end: Callable[[Model, pytest.MonkeyPatch], None],
+    eager: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    end(Model(STREAMS, eager), monkeypatch)
+
+
+@pytest.mark.parametrize(("block", "slot"), [(BLOCKS, 0), (-1, 0), (0, BLOCKS), (0, -1)])
+def test_a_number_out_of_range_reaches_no_device(
+    block: int, slot: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Copies(Model(STREAMS), monkeypatch)
+    ours.fail_after(0)
+    with pytest.raises(IndexError, match="out of range"):
+        ours.copier.gather([1, block], ours.rows, [1, slot]).wait()
+    with pytest.raises(IndexError, match="out of range"):
+        ours.copier.scatter(ours.rows, [1, slot], [1, block], ours.copier.fence())
+    with pytest.raises(IndexError, match="out of range"):
+        ours.copier.gather([1, 2], ours.rows, [1]).wait()
+
+
+def test_launches_do_not_depend_on_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = set()
+    for slots in ([0, 1, 2, 3, 4], [6, 0, 4, 2, 5]):
+        model = Model(STREAMS)
+        ours = Copies(model, monkeypatch)
+        ours.copier.gather(range(5), ours.rows, slots).wait()
+        launches.add(next(one for one in model.streams if one.name == "packing").queued)
+    assert len(launches) == 1
+
+
+def test_rows_may_be_longer_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Copies(Model(STREAMS), monkeypatch)
+    ours.kv.copy_(torch.arange(ours.kv.numel()).view_as(ours.kv))
+    before, size = ours.kv.clone(), ours.copier.payload_bytes
+    rows = torch.full((BLOCKS, 2 * SLOT), 7, dtype=torch.uint8)
+    slots = [3, 4, 1, 0, 6]
+    ours.copier.gather(range(5), rows, slots).wait()
+    assert torch.equal(rows[slots, :size], before[:5].view(5, size))
+    assert (rows[2] == 7).all()
+    assert (rows[:, SLOT:] == 7).all()
+    ours.kv.zero_()
+    ours.copier.scatter(rows, slots, range(5), ours.copier.fence())
+    assert torch.equal(ours.kv[:5], before[:5])
+
+
+# -- each wait is needed ---------------------------------------------------------------------
+
+WAITS = {"wait_event", "synchronize", "wait", "_fence", "_wait_for"}
+FILES = [
+    "tiers/gpu/cuda.py",
+    *(f"tiers/connector/worker/{name}.py" for name in ("worker", "host_slots", "checksums")),
+]
+NO_COPIES = {"wait([*under_way, self._joining] if self._joining else under_way, self._drain)"}
+"""Waits for other things: a tier that closes gives its stores some time."""
+
+
+def waits() -> Iterator[Any]:
+    """Every line of the product that makes a stream or a thread wait for a copy."""
+    for path in FILES:
+        source = (ROOT / path).read_text()
+        for call in ast.walk(ast.parse(source)):
+            if not isinstance(call, ast.Call):
+                continue
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            what = ast.get_source_segment(source, call)
+            if name in WAITS and what not in NO_COPIES:
+                yield pytest.param((path, call.lineno), id=f"{path}:{what}")
+
+
+@pytest.mark.parametrize("site", list(waits()))
+def test_each_wait_is_needed(site: Site) -> None:
+    """Some order of the streams shows that the wait is missing."""
+    served: list[Callable[..., object]] = [
+        partial(serve, order=order, seed=seed) for order in ORDERS.values() for seed in SEEDS
+    ]
+    for run, eager in itertools.product([*ENDS, *served], EAGER):
+        model = Model(STREAMS, eager)
+        model.taken_away = site
+        with pytest.MonkeyPatch.context() as patch:
+            try:
+                run(model, patch=patch)
+            except AssertionError:
+                assert model.times_taken_away
+                return
+    pytest.fail("nothing went wrong without it")
+
+
+# -- the model itself ------------------------------------------------------------------------
+
+
+def test_streams_run_when_they_are_waited_for_or_when_they_may() -> None:
+    model = Model(("late", "eager"), eager=("eager",))
+    late, eager = Stream(model, "late"), Stream(model, "eager")
+    ran: list[str] = []
+    late.put(lambda: ran.append("late"))
+    behind = Event(model, sleeps=True)
+    behind.record(late)
+    late.put(lambda: ran.append("later"))
+    eager.put(lambda: ran.append("eager"))
+    eager.wait_event(behind)
+    eager.put(lambda: ran.append("behind"))
+    assert ran == ["eager"]
+    behind.record(eager)  # what waits already waits for what was recorded then
+    behind.synchronize()
+    assert ran == ["eager", "late", "behind"]
+    model.drain()
+    assert ran == ["eager", "late", "behind", "later"]

@@ -1,0 +1,171 @@
+"""A replay engine over a modelled CUDA device: its forward is queued, as vLLM's is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from spec.chain import ChainSpec
+from tests.support.clock import Clock
+from tests.support.cuda_model import LateThreads, Mark, Model
+from tests.support.replay_chains import MODEL, total
+from tiers.connector.worker import checksums, loads, worker
+from tiers.engine.replay import ReplayEngine
+from tiers.engine.replay import engine as replay_engine
+from tiers.engine.replay.model import kv_of, states
+from tiers.engine.replay.requests import ReplayRequest, Step, StepOutput, Work
+from tiers.engine.replay.worker import LocalWorker
+from tiers.gpu import cuda
+from tiers.gpu.page_copies import PageCopies
+
+ORDERS: dict[str, Sequence[str]] = {
+    "V1 and V2": ("forward", "load", "save", "results"),
+    "loads first": ("load", "forward", "save", "results"),
+    "V1 with a drafter, V2 of 0.33 too": ("forward", "load", "results", "save"),
+}
+"""What vLLM's model runners do between `handle_preemptions` and the end of a step."""
+STREAMS = ("packing", "leaving", "arriving", "unpacking")
+"""The copier's, in the order in which it makes them."""
+WAVE_ROWS = 2
+
+
+class StreamedWorker(LocalWorker):
+    """Queues a step's forward on the device, and says at once what it must come to. `wrong`: what
+    the device read, where that differed."""
+
+    requests: dict[str, ReplayRequest]
+    model: Model
+    order: Sequence[str]
+
+    def start(self, model: Model, order: Sequence[str], requests: dict[str, ReplayRequest]) -> None:
+        """Begin to serve; `requests` are the scheduler's."""
+        self.model, self.order, self.requests = model, order, requests
+        self.wrong: list[str] = []
+
+    def execute(self, step: Step) -> StepOutput:
+        connector = self.connector
+        assert connector is not None
+        connector.handle_preemptions(step.kv_connector_metadata)
+        connector.bind_connector_metadata(step.kv_connector_metadata)
+        self._queue_zeroing(step)
+        output = StepOutput()
+        for act in self.order:
+            if act == "forward":
+                output.sums = {work.request_id: self._queue(work) for work in step.work}
+            elif act == "load":
+                connector.start_load_kv(None)
+            elif act == "save":
+                connector.wait_for_save()
+            else:
+                results = connector.get_transfer_results(step.finished_req_ids)
+                output.finished_sending = results.finished_sending
+                output.finished_recving = results.finished_recving
+                output.failed_recving = results.failed_recving
+                output.invalid_block_ids = connector.get_block_ids_with_load_errors()
+                output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        return output
+
+    def _queue_zeroing(self, step: Step) -> None:
+        """Engines zero blocks that they take for some models, those to be loaded too."""
+        orders = [one for one in step.kv_connector_metadata.metadata if one is not None]
+        jobs = [job for one in orders for job in one.reqs_to_load]
+        taken = [item.target for job in jobs for item in job.items]
+        for layer in self.kv.values():
+            self.model.compute.put(partial(layer.index_fill_, 0, torch.tensor(taken).long(), 0))
+
+    def _queue(self, work: Work) -> int:
+        known = states(self.requests[work.request_id].tokens[: work.start + len(work.tokens)])
+        layers = range(self._model.layers)
+        expected = sum(int(kv_of(self._model, known, i, self._rank).sum()) for i in layers)
+
+        def forward() -> None:
+            if self._compute(work, moves_states=False) != expected and work.samples:
+                self.wrong.append(work.request_id)
+
+        self.model.compute.put(forward)
+        return expected
+
+
+class StreamedCopier(cuda.CudaCopier):
+    """The CUDA copier, over slots that no device has to pin."""
+
+    pin = False
+
+
+class StreamedEngine(ReplayEngine):
+    """See the module. `threads`: what the connectors' threads have not come to yet."""
+
+    def __init__(
+        self,
+        chain: ChainSpec,
+        model: Model,
+        order: Sequence[str],
+        patch: pytest.MonkeyPatch,
+        **options: Any,
+    ) -> None:
+        self.device, self.threads, self.clock = model, LateThreads(model), Clock()
+        model.install(patch)
+        patch.setattr(cuda, "WAVE_BYTES", WAVE_ROWS * 4096)
+        patch.setattr(cuda, "open_copies", PageCopies)
+        patch.setattr(loads, "WAVE_BYTES", 2 * WAVE_ROWS * 4096)
+        for module in (cuda, loads, worker, checksums):
+            patch.setattr(module, "io_executor", self.threads.executor)
+        patch.setattr(loads, "wait_a_moment", lambda futures: None)
+        for module in (loads, worker, checksums):
+            patch.setattr(module, "wait", self.threads.wait)
+        patch.setattr(replay_engine, "LocalWorker", StreamedWorker)
+        super().__init__(chain, MODEL, open_copier=StreamedCopier, now=self.clock, **options)
+        (only,) = self.workers
+        assert isinstance(only, StreamedWorker) and only.connector is not None
+        self.worker = only
+        only.start(model, order, self.scheduler.requests)
+        self.host = only.connector.children[0]._host  # type: ignore[attr-defined]
+        self.host.now = self.clock
+
+    def run(self, but: str = "") -> None:
+        """Run all requests to their ends; threads, those named `but` aside, get on where the engine
+        has nothing to do."""
+        idle = 0
+        while self.scheduler.busy:
+            idle = 0 if self.step() or self.threads.run(but) else idle + 1
+            assert idle < 100, "the engine is stuck"
+
+    def sleep(self) -> None:
+        """End all requests, give the paged KV away, as an engine that sleeps does, and take it
+        back."""
+        while self.scheduler.requests:  # not for stores: engines don't
+            if not self.step():
+                self.threads.run()
+        connector = self.worker.connector
+        assert connector is not None
+        # Engines wait for the device before; what the copier has queued by then is of no account.
+        Mark(self.device.compute).reach()
+        connector.unregister_kv_caches()
+        for layer in self.worker.kv.values():
+            layer.fill_(-7)
+        # What was allocated beside it goes with it, as vLLM's pool of memory has it.
+        copier = self.host.copier
+        assert isinstance(copier, StreamedCopier)
+        for ring in (copier._in, copier._out):
+            for wave in ring._waves:
+                wave.rows.fill_(0xEE)
+        self.scheduler.pool.forget_all()
+        connector.restore_kv_caches()
+
+    def settle(self, but: str = "") -> None:
+        """Let all threads, but those named so, end what they do."""
+        while self.threads.run(but) or self.step():
+            pass
+
+    def check(self) -> None:
+        """Run what is queued. Whatever the device read must have been right, and nothing lost."""
+        self.settle()
+        self.device.drain()
+        assert not self.worker.wrong, f"wrong KV under {self.worker.wrong}"
+        for counter in ("store_failures", "damaged_blocks"):
+            assert total(self, counter) == 0, counter

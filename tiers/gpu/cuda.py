@@ -1,0 +1,239 @@
+"""Batched copies between paged KV on a CUDA device and rows of pinned host memory.
+
+    gather     engine's stream -fence-> packing ----filled----> leaving -done-> whoever waits
+                                           ^------emptied----------|
+    scatter    arriving ----filled----> unpacking (behind the fence) -done-> the calling thread
+                  ^------emptied-----------|
+
+Each direction has two streams and a fixed ring of staging memory on the device between them. A
+copy crosses it in waves: `filled` keeps the second stream from a wave that is not whole, `emptied`
+the first from memory that is still read. So compute never waits for copies, the next wave is put
+together while the last crosses the bus, and the device memory taken is known at the start.
+`tests/gpu/test_streams.py` takes away each of the waits, and sees bytes go wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+
+import torch
+
+from tiers.concurrency.executors import io_executor
+from tiers.gpu.page_copies import open_copies
+from tiers.gpu.pages import PagedKV
+from tiers.host.memory import slot_stride
+
+WAVE_BYTES = 16 << 20
+"""Staging of one wave, or a block's bytes if those are more."""
+WAVES = 2
+"""Waves of a ring: one is filled while the other is emptied."""
+
+_Move = Callable[[int, int, torch.Tensor], None]
+"""Queues the copies of items first to last (exclusive) into, or out of, as many staged rows."""
+
+
+class _Wave:
+    """Staging memory, and the last events at which it was filled and emptied. An event that was
+    never recorded holds nobody back."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+        self.filled = torch.cuda.Event()
+        self.emptied = torch.cuda.Event()
+
+
+class _Ring:
+    """The waves of one direction. Called by one thread at a time."""
+
+    def __init__(self, device: torch.device, stride: int) -> None:
+        rows = max(1, WAVE_BYTES // stride)
+        with torch.inference_mode(False):  # else other threads may not write it
+            made = torch.zeros(WAVES, rows, stride, dtype=torch.uint8, device=device)
+        self._waves = [_Wave(made[i]) for i in range(WAVES)]
+        self._turn = 0
+        self.filling = torch.cuda.Stream(device)
+        self.emptying = torch.cuda.Stream(device)
+
+    def pass_through(self, count: int, fill: _Move, empty: _Move) -> None:
+        """Queue `fill` on the one stream and `empty` on the other, for waves of `count` items."""
+        step = len(self._waves[0].rows)
+        for first in range(0, count, step):
+            last = min(first + step, count)
+            wave = self._waves[self._turn]
+            self._turn = (self._turn + 1) % WAVES
+            rows = wave.rows[: last - first]
+            with torch.cuda.stream(self.filling):
+                self.filling.wait_event(wave.emptied)
+                fill(first, last, rows)
+                wave.filled.record(self.filling)
+            with torch.cuda.stream(self.emptying):
+                self.emptying.wait_event(wave.filled)
+                try:
+                    empty(first, last, rows)
+                finally:
+                    # What failed midway may read the wave still.
+                    wave.emptied.record(self.emptying)
+
+    def marks(self) -> list[torch.cuda.Event]:
+        """Events after all that is queued on both streams."""
+        return [_mark(self.filling), _mark(self.emptying)]
+
+
+class _Queued:
+    """A gather that the copier's thread queues on its streams."""
+
+    def __init__(self, queued: Future[torch.cuda.Event]) -> None:
+        self._queued = queued
+
+    def wait(self) -> None:
+        self._queued.result().synchronize()
+
+
+class CudaCopier:
+    """Copies for paged KV on a CUDA device, beside the engine's compute. Rows must be pinned.
+
+    Gathers are queued by a thread of their own: the engine's thread records an event and goes on.
+    What is queued for a gather does not depend on which slots it fills, but for the copies over the
+    bus: those are one a run of neighbouring slots.
+    """
+
+    pin = True
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        self._paged = PagedKV(kv_caches, num_blocks)
+        self.layout = self._paged.layout
+        self.payload_bytes = self._paged.payload_bytes
+        self._device = self._paged.pages[0].device
+        self._copies = open_copies(self._paged.pages)
+        stride = slot_stride(self.payload_bytes)
+        with torch.cuda.device(self._device):
+            self._out, self._in = (_Ring(self._device, stride) for _ in range(2))
+            # The engine's stream may still zero that memory, and use what it was before.
+            torch.cuda.synchronize(self._device)
+        # Two loaders between each other's waves would fill memory that the other has not emptied.
+        self._loading = threading.Lock()
+        self._thread = io_executor(1, "gather")
+
+    def fence(self) -> torch.cuda.Event:
+        """An event after all that the engine queued on its stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> _Queued:
+        """Begin copying behind the engine's work so far; the engine fences the blocks' reuse."""
+        args = list(blocks), rows, list(slots), self.fence()
+        return _Queued(self._thread.submit(self._gather, *args))
+
+    def _gather(
+        self, blocks: list[int], rows: torch.Tensor, slots: list[int], after: torch.cuda.Event
+    ) -> torch.cuda.Event:
+        self._paged.require_in_range(blocks, rows, slots)
+        slots, blocks = _by_slot(slots, blocks)
+        ring = self._out
+        with torch.cuda.device(self._device):
+            ring.filling.wait_event(after)
+            numbers = self._send(blocks, ring.filling)
+            try:
+                ring.pass_through(
+                    len(blocks),
+                    lambda first, last, staged: self._copies.gather(numbers, first, last, staged),
+                    lambda first, last, staged: _cross(rows, slots[first:last], staged, _leave),
+                )
+            except RuntimeError:
+                # What was queued must not arrive when the slots are another's.
+                _wait_for(ring.marks())
+                raise
+            return _mark(ring.emptying)
+
+    def scatter(
+        self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
+    ) -> None:
+        """Queue the copies, those into the blocks behind `after`, and wait for them."""
+        self._paged.require_in_range(blocks, rows, slots)
+        assert isinstance(after, torch.cuda.Event), "the fence of another copier"
+        with torch.cuda.device(self._device):
+            try:
+                with self._loading:
+                    self._scatter(rows, *_by_slot(slots, blocks), after)
+            finally:
+                # Of a failed load, too, nothing may arrive when the engine has its blocks back.
+                with self._loading:
+                    marks = self._in.marks()
+                _wait_for(marks)
+
+    def _scatter(
+        self, rows: torch.Tensor, slots: list[int], blocks: list[int], after: torch.cuda.Event
+    ) -> None:
+        ring = self._in
+        ring.emptying.wait_event(after)
+        numbers = self._send(blocks, ring.emptying)
+        ring.pass_through(
+            len(blocks),
+            lambda first, last, staged: _cross(rows, slots[first:last], staged, _arrive),
+            lambda first, last, staged: self._copies.scatter(numbers, first, last, staged),
+        )
+
+    def _send(self, blocks: list[int], stream: torch.cuda.Stream) -> torch.Tensor:
+        """The blocks' numbers on the device, made and used on `stream`, whose memory it is."""
+        with torch.cuda.stream(stream):
+            # From pageable memory the copy would make this thread wait for the stream.
+            numbers = self._copies.numbers(blocks).pin_memory()
+            return numbers.to(self._device, non_blocking=True)
+
+    def close(self) -> None:
+        """Finish the gathers under way, of which nobody may have waited for the last: the memory of
+        their slots goes away."""
+        self._thread.shutdown(wait=True)
+        with suppress(RuntimeError):  # a device that has failed copies no more
+            _wait_for(self._out.marks())
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event after all that is queued on a stream. Whoever waits for it sleeps, rather than take
+    a core from the engine."""
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return event
+
+
+def _wait_for(marks: Sequence[torch.cuda.Event]) -> None:
+    for mark in marks:
+        mark.synchronize()
+
+
+def _by_slot(slots: Sequence[int], blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Both in the order of slots, so that neighbours cross the bus together."""
+    order = sorted(range(len(slots)), key=slots.__getitem__)
+    return [slots[i] for i in order], [blocks[i] for i in order]
+
+
+def _leave(row: torch.Tensor, staged: torch.Tensor) -> None:
+    row.copy_(staged, non_blocking=True)
+
+
+def _arrive(row: torch.Tensor, staged: torch.Tensor) -> None:
+    staged.copy_(row, non_blocking=True)
+
+
+def _cross(
+    rows: torch.Tensor,
+    slots: Sequence[int],
+    staged: torch.Tensor,
+    copy: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Call `copy` for each run of neighbouring rows and the staged ones, contiguous both: what is
+    not would pass through pageable memory, and wait."""
+    if rows.stride(0) != staged.stride(0):  # rows that are longer than the block
+        width = min(rows.shape[1], staged.shape[1])
+        for i, slot in enumerate(slots):
+            copy(rows[slot, :width], staged[i, :width])
+        return
+    first = 0
+    for last in range(1, len(slots) + 1):
+        if last == len(slots) or slots[last] != slots[last - 1] + 1:
+            copy(rows[slots[first] : slots[last - 1] + 1], staged[first:last])
+            first = last
