@@ -4,19 +4,20 @@ The limit is a loop on a plain socket, one value under way, into the same memory
 The peer is redis-py, one value at a time or in one pipeline, whichever is faster in that round;
 what it loads is copied to where it belongs, as an engine needs it. Neither checks what it moves
 nor asks first what is held, as we do. Nor does LMCache's client, the other peer, which has eight
-threads in C++ with a connection each.
+threads in C++ with a connection each. Over TLS all bytes pass a front in a process of its own.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from bench import lmcache
+from bench import lmcache, tls
 from bench.blocks import both_ways, sizes
 from bench.main import Scale
 from bench.report import Case, Measure
@@ -28,12 +29,21 @@ from tiers.store import Block
 
 BLOCKS = 64
 
+EDGE = 8 << 10
+"""Bytes of a payload that the raw loop sends in one TLS record with what is around it."""
+
 
 class Bench:
     """One batch in memory, and three ways to move it; each has a connection of its own."""
 
     def __init__(
-        self, port: int, count: int, payload_bytes: int, passes: int, stack: ExitStack
+        self,
+        port: int,
+        count: int,
+        payload_bytes: int,
+        passes: int,
+        stack: ExitStack,
+        front: tls.TlsFront | None = None,
     ) -> None:
         import redis
 
@@ -46,11 +56,15 @@ class Bench:
         for payload in self.payloads:
             payload[:] = os.urandom(payload_bytes)
         self.blocks = [Block(os.urandom(48), payload) for payload in self.payloads]
-        self.raw = RawLoop(port, self.blocks)
+        self.raw = RawLoop(_connected(port) if front is None else front.connect(), self.blocks)
         stack.callback(self.raw.close)
         self.client: Any = redis.Redis(port=port, protocol=2)
         stack.callback(self.client.close)
-        spec = RedisSpec.model_validate({"url": f"redis://127.0.0.1:{port}", "timeout": "1m"})
+        where: dict[str, Any] = {"url": f"redis://127.0.0.1:{port}"}
+        if front is not None:
+            trusted = {"ca_file": str(front.ca_file)}
+            where = {"url": f"rediss://127.0.0.1:{front.port}", "tls": trusted}
+        spec = RedisSpec.model_validate({"timeout": "1m", **where})
         self.store = spec.open(StoreContext(payload_bytes=payload_bytes))
         stack.callback(self.store.close)
 
@@ -118,10 +132,9 @@ class Bench:
 class RawLoop:
     """What a socket and the server can do: no header, no checksum, no deadline, nothing missing."""
 
-    def __init__(self, port: int, blocks: list[Block]) -> None:
+    def __init__(self, connected: socket.socket, blocks: list[Block]) -> None:
         self._blocks = blocks
-        self._socket = socket.create_connection(("127.0.0.1", port))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connected
 
     def close(self) -> None:
         """Close the socket."""
@@ -132,22 +145,42 @@ class RawLoop:
         for key, payload in self._blocks:
             name = bulk_header(len(key)) + key + b"\r\n"
             head = array_header(3) + b"$3\r\nSET\r\n" + name + bulk_header(len(payload))
-            sent = self._socket.sendmsg([head, payload, b"\r\n"]) - len(head)
-            if sent < len(payload) + 2:
-                self._socket.sendall(payload[sent:])
-                self._socket.sendall(b"\r\n"[max(0, sent - len(payload)) :])
-            if self._socket.recv(5) != b"+OK\r\n":
+            if isinstance(self._socket, ssl.SSLSocket):  # which has no sendmsg
+                self._socket.sendall(head + payload[:EDGE])
+                self._socket.sendall(payload[EDGE:-EDGE])
+                self._socket.sendall(bytes(payload[-EDGE:]) + b"\r\n")
+            else:
+                self._send(head, payload)
+            if self._take(5) != b"+OK\r\n":
                 raise RuntimeError("the server refused a value")
+
+    def _send(self, head: bytes, payload: memoryview) -> None:
+        sent = self._socket.sendmsg([head, payload, b"\r\n"]) - len(head)
+        if sent < len(payload) + 2:
+            self._socket.sendall(payload[sent:])
+            self._socket.sendall(b"\r\n"[max(0, sent - len(payload)) :])
 
     def load(self) -> None:
         """GET each block into its memory."""
         for key, payload in self._blocks:
             self._socket.sendall(command(b"GET", key))
-            self._socket.recv(len(bulk_header(len(payload))))
+            self._take(len(bulk_header(len(payload))))
             filled = 0
             while filled < len(payload):
                 filled += self._socket.recv_into(payload[filled:])
-            self._socket.recv(2)
+            self._take(2)
+
+    def _take(self, count: int) -> bytes:
+        got = self._socket.recv(count)
+        while len(got) < count:
+            got += self._socket.recv(count - len(got))
+        return got
+
+
+def _connected(port: int) -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", port))
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
 
 
 @contextmanager
@@ -161,14 +194,11 @@ def cases(scale: Scale) -> Iterator[Iterator[Case]]:
 
 
 def _all(scale: Scale, port: int) -> Iterator[Case]:
-    for payload_bytes, passes in (
-        {64 << 10: 1} if scale.smoke else {2 << 20: 1, 64 << 10: 8}
-    ).items():
-        with ExitStack() as stack:
-            bench = Bench(port, BLOCKS, payload_bytes, passes, stack)
-            what = f"{BLOCKS} blocks of {payload_bytes >> 10} KiB"
-            yield from _beside_redis_py(bench, what)
-            yield from _beside_lmcache(bench, what, stack)
+    with ExitStack() as stack:
+        front = tls.TlsFront(port, scale.folder) if tls.available() else None
+        if front is not None:
+            stack.callback(front.close)
+        yield from _fixed_sizes(scale, port, front)
     for payload_bytes, count in sizes(scale):
         with ExitStack() as stack:
             bench = Bench(port, count, payload_bytes, 1, stack)
@@ -176,11 +206,34 @@ def _all(scale: Scale, port: int) -> Iterator[Case]:
             yield from both_ways("remote", "redis", payload_bytes, store, load)
 
 
-def _beside_redis_py(bench: Bench, what: str) -> Iterator[Case]:
+def _fixed_sizes(scale: Scale, port: int, front: tls.TlsFront | None) -> Iterator[Case]:
+    for payload_bytes, passes in (
+        {64 << 10: 1} if scale.smoke else {2 << 20: 1, 64 << 10: 8}
+    ).items():
+        with ExitStack() as stack:
+            bench = Bench(port, BLOCKS, payload_bytes, passes, stack)
+            what = f"{BLOCKS} blocks of {payload_bytes >> 10} KiB"
+            yield from _beside_raw_loop(bench, what)
+            yield from _beside_redis_py(bench, what)
+            yield from _beside_lmcache(bench, what, stack)
+        with ExitStack() as stack:
+            if front is None:
+                for verb in ("store", "load"):
+                    yield Case("remote", f"{verb} {what}, TLS", "GB/s", None, why=tls.ABSENT)
+            else:
+                bench = Bench(port, BLOCKS, payload_bytes, passes, stack, front)
+                yield from _beside_raw_loop(bench, f"{what}, TLS")
+
+
+def _beside_raw_loop(bench: Bench, what: str) -> Iterator[Case]:
     stored, loaded = bench.store_rate(bench.put), bench.load_rate(bench.get, bench.put)
     raw = bench.store_rate(bench.raw.store), bench.load_rate(bench.raw.load, bench.raw.store)
     yield Case("remote", f"store {what}", "GB/s", stored, raw[0], target=0.85)
     yield Case("remote", f"load {what}", "GB/s", loaded, raw[1], target=0.85)
+
+
+def _beside_redis_py(bench: Bench, what: str) -> Iterator[Case]:
+    stored, loaded = bench.store_rate(bench.put), bench.load_rate(bench.get, bench.put)
     peer = _better(bench.store_rate(bench.peer_set), bench.store_rate(bench.peer_set_pipelined))
     yield _against(f"store {what}", stored, peer, "redis-py", 1.5)
     peer = _better(

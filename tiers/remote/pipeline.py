@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from tiers.block import HEADER_BYTES, Buffer, Checksum
 from tiers.remote.resp import (
+    OK,
     ServerError,
     array_header,
     bulk,
     bulk_header,
-    command,
+    each_command,
     read_length,
     read_status,
 )
-from tiers.remote.stream import AHEAD_BYTES, PIECE_BYTES, Stream, StreamError
+from tiers.remote.stream import AHEAD_BYTES, PIECE_BYTES, Stream, StreamError, beyond
 from tiers.remote.window import LEAST_BYTES, Window
 
 SEND_BYTES = 128 << 10
 """Small values are sent together, up to this many bytes in one system call."""
+
+TOGETHER_BYTES = 256 << 10
+"""Small values are received together, up to this many bytes in one system call."""
 
 _HEAD_BYTES = len("\r\n") + len("$536870912\r\n") + HEADER_BYTES
 """Most that is received before a payload: the end of the previous value, a length, a header."""
@@ -55,7 +60,7 @@ def store(
     stream: Stream,
     names: Sequence[bytes],
     record: Callable[[int], Record],
-    expiry: Sequence[bytes],
+    expiry: tuple[bytes, ...],
     window: Window,
 ) -> list[bool]:
     """SET under `names[i]` the value `record(i)`; False for each that was refused.
@@ -68,11 +73,11 @@ def store(
     sender = _Sender(stream)
     for position, name in enumerate(names):
         sender.add(_set_parts(name, record(position), expiry))
-        sender.await_answers(window.num_bytes)
-        if sender.is_refused:
-            break
-    sender.flush()
-    sender.await_answers(0)
+        if sender.unsent >= SEND_BYTES:
+            sender.flush(window.num_bytes)
+            if sender.is_refused:
+                break
+    sender.flush(0)
     _report(window, sender.sent, began)
     return sender.stored + [False] * (len(names) - len(sender.stored))
 
@@ -83,32 +88,35 @@ class _Sender:
     def __init__(self, stream: Stream) -> None:
         self.stored: list[bool] = []
         self.is_refused = False
-        self.sent = 0
+        self.sent = self.unsent = 0
         self._stream = stream
         self._parts: list[Buffer] = []
-        self._unsent = 0
-        self._under_way: deque[int] = deque()
+        self._sizes: deque[int] = deque()
+        self._under_way = 0
 
     def add(self, parts: Sequence[Buffer]) -> None:
-        size = sum(len(part) for part in parts)
         self._parts += parts
-        self._unsent += size
-        self.sent += size
-        self._under_way.append(size)
-        if self._unsent >= SEND_BYTES:
-            self.flush()
+        size = sum(map(len, parts))
+        self._sizes.append(size)
+        self.unsent += size
 
-    def flush(self) -> None:
+    def flush(self, most: int) -> None:
+        """Send what was added, and wait until at most `most` bytes, or one value, are sent and not
+        answered."""
         self._stream.send(self._parts)
-        self._parts, self._unsent = [], 0
-
-    def await_answers(self, most: int) -> None:
-        """Wait until at most `most` bytes, or one value, are sent and not answered."""
-        under_way = sum(self._under_way) - self._unsent
+        self._parts = []
+        self._under_way += self.unsent
+        self.sent += self.unsent
+        self.unsent = 0
         spared = 1 if most else 0
-        while under_way > most and len(self._under_way) > spared:
-            under_way -= self._under_way.popleft()
-            self.stored.append(self._read_answer())
+        while self._under_way > most and len(self._sizes) > spared:
+            self._answered(self._read_answer())
+            while self._under_way and self._stream.passes(OK):
+                self._answered(True)
+
+    def _answered(self, is_stored: bool) -> None:
+        self._under_way -= self._sizes.popleft()
+        self.stored.append(is_stored)
 
     def _read_answer(self) -> bool:
         try:
@@ -121,30 +129,85 @@ class _Sender:
         return True
 
 
-def _set_parts(name: bytes, value: Record, expiry: Sequence[bytes]) -> list[Buffer]:
-    begin = array_header(3 + len(expiry)) + bulk(b"SET") + bulk(name)
-    length = bulk_header(len(value.header) + len(value.stored))
-    return [begin + length + value.header, value.stored, b"\r\n" + b"".join(map(bulk, expiry))]
+def _set_parts(name: bytes, value: Record, expiry: tuple[bytes, ...]) -> list[Buffer]:
+    length = len(value.header) + len(value.stored)
+    begin, middle, end = _around(len(name), length, expiry)
+    return [b"".join((begin, name, middle, value.header)), value.stored, end]
+
+
+@lru_cache(maxsize=64)
+def _around(name: int, value: int, expiry: tuple[bytes, ...]) -> tuple[bytes, bytes, bytes]:
+    """What a SET has before the name, between name and value, and after the value, whose lengths
+    these are."""
+    begin = array_header(3 + len(expiry)) + bulk(b"SET") + bulk_header(name)
+    return begin, b"\r\n" + bulk_header(value), b"\r\n" + b"".join(map(bulk, expiry))
 
 
 def load(stream: Stream, requests: Sequence[GetRequest], on_value: OnValue, window: Window) -> None:
     """GET the values into their memory; call `on_value` for each while the next are in flight."""
-    commands = [command(b"GET", request.name) for request in requests]
-    size = max(HEADER_BYTES + len(request.payload) for request in requests)
+    names = [request.name for request in requests]
+    lengths = {len(request.payload) for request in requests}
+    size = HEADER_BYTES + max(lengths)
     ahead = max(2, window.num_bytes // size)  # with one the link would idle for a round trip
-    requested = moved = 0
+    together = TOGETHER_BYTES // size if len(lengths) == 1 and stream.scatters else 1
+    requested = position = moved = 0
     began = time.monotonic()
-    for position, request in enumerate(requests):
+    while position < len(requests):
         # Requests go out by halves of the window: one send for each costs as much as its value.
         if requested < len(requests) and requested - position <= ahead // 2:
-            upto = position + ahead
-            stream.send([b"".join(commands[requested:upto])])
-            requested = min(upto, len(requests))
-        found, record = _read_value(stream, request.payload)
+            upto = min(position + ahead, len(requests))
+            stream.send([each_command(b"GET", names[requested:upto])])
+            requested = upto
+        if together > 1:
+            upto = min(position + together, requested)
+            for record in _whole_values(stream, [each.payload for each in requests[position:upto]]):
+                on_value(position, record)
+                moved += size
+                position += 1
+            if position < upto:
+                together = 1
+            continue
+        found, one = _read_value(stream, requests[position].payload)
         if found:
-            on_value(position, record)
+            on_value(position, one)
             moved += size
+        position += 1
     _report(window, moved, began)
+
+
+def _whole_values(stream: Stream, payloads: Sequence[memoryview]) -> Iterator[Record]:
+    """Receive values that are as long as their memory, straight into it, several at a time. Ends
+    before a reply that is anything else, which the stream has next."""
+    begin = bulk_header(HEADER_BYTES + len(payloads[0]))
+    front = len(begin) + HEADER_BYTES
+    around = memoryview(bytearray((front + 2) * len(payloads)))
+    views, whole = _places(around, front, payloads), front + len(payloads[0]) + 2
+    left, first, filled, done = list(views), 0, 0, 0
+    while done < len(payloads):
+        count = stream.scatter(left[first:])
+        first, filled = beyond(left, first, count), filled + count
+        while done < len(payloads):
+            at, have = done * (front + 2), filled - done * whole
+            if not begin.startswith(bytes(around[at : at + min(have, len(begin))])):
+                stream.unread(b"".join(views)[filled - have : filled])
+                return
+            if have < whole:
+                break
+            if bytes(around[at + front : at + front + 2]) != b"\r\n":
+                raise StreamError("a value without its end")
+            yield Record(bytes(around[at + len(begin) : at + front]), payloads[done])
+            done += 1
+
+
+def _places(around: memoryview, front: int, payloads: Sequence[memoryview]) -> list[memoryview]:
+    """Where replies go: what is before, between and after the payloads to `around`, one after the
+    other; `front` bytes are before each payload, and the end of a line after it."""
+    views, at = [], 0
+    for number, payload in enumerate(payloads):
+        upto = number * (front + 2) + front
+        views += [around[at:upto], payload]
+        at = upto
+    return [*views, around[at:]]
 
 
 def _report(window: Window, moved: int, began: float) -> None:

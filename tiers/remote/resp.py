@@ -14,6 +14,9 @@ from tiers.remote.stream import AHEAD_BYTES, Stream, StreamError
 Reply = bytes | int | list["Reply"] | None
 """The reply to a small command; text as bytes."""
 
+OK = b"+OK\r\n"
+"""The reply to a SET."""
+
 _MOST_TEXT = 64 << 10
 _MOST_ITEMS = 1 << 16
 _DEEPEST = 6

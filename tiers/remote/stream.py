@@ -85,18 +85,17 @@ class Stream:
         """Whether everything received has been read."""
         return self._start == self._end
 
+    @property
+    def scatters(self) -> bool:
+        """Whether one call fills several views, by `scatter`; over TLS none does."""
+        return not self._is_tls
+
     def send(self, parts: Sequence[Buffer]) -> None:
         """Send the parts, one after the other."""
         views = [memoryview(part) for part in parts if len(part)]
         first = 0
         while first < len(views):
-            sent = self._send_some(views[first : first + PARTS])
-            while sent:
-                if sent < len(views[first]):
-                    views[first] = views[first][sent:]
-                    break
-                sent -= len(views[first])
-                first += 1
+            first = beyond(views, first, self._send_some(views[first : first + PARTS]))
 
     def line(self, ahead: int = AHEAD_BYTES) -> bytes:
         """Read the next line, without its end; each receive takes `ahead` bytes at most."""
@@ -112,6 +111,13 @@ class Stream:
         while (have := self._end - self._start) < min(least, AHEAD_BYTES):
             self._look_ahead(min(least, AHEAD_BYTES) - have, socket.MSG_WAITALL)
         return bytes(self._view[self._start : self._end])
+
+    def passes(self, reply: bytes) -> bool:
+        """Whether this is what was received next, as a whole; it is read then."""
+        if not self._ahead.startswith(reply, self._start, self._end):
+            return False
+        self._start += len(reply)
+        return True
 
     def take(self, count: int) -> bytes:
         """Read the next `count` bytes, AHEAD_BYTES at most; receives none beyond them."""
@@ -140,6 +146,17 @@ class Stream:
             have += count
             self._start, self._end = 0, max(0, have - len(memory))
 
+    def scatter(self, memory: Sequence[memoryview]) -> int:
+        """Receive into these views, one after the other, at least one byte; return how many bytes.
+        Nothing may be ahead; not over TLS."""
+        return self._receive(*memory[:PARTS])
+
+    def unread(self, received: bytes) -> None:
+        """Give back what was received by `scatter` and not understood, to be read next."""
+        self._ahead = bytearray(received.ljust(AHEAD_BYTES, b"\0"))
+        self._view = memoryview(self._ahead)
+        self._start, self._end = 0, len(received)
+
     def skip(self, count: int) -> None:
         """Discard the next `count` bytes."""
         while count:
@@ -151,7 +168,7 @@ class Stream:
 
     def _look_ahead(self, most: int, flags: int = 0) -> None:
         have = self._end - self._start
-        if have == AHEAD_BYTES:
+        if have >= AHEAD_BYTES:
             raise StreamError("a line without an end")
         self._view[:have] = self._view[self._start : self._end]
         self._start, self._end = 0, have
@@ -182,13 +199,27 @@ class Stream:
     def _limit_waits(self) -> None:
         """Bound the next wait by the time left, within a tenth."""
         left = self._deadline.left()
+        if left >= 0.9 * self._waits:
+            return
+        self._waits = left
         if self._is_tls:
             self._socket.settimeout(left)
-        elif left < 0.9 * self._waits:
-            self._waits = left
+        else:
             limit = _TIMEVAL.pack(*divmod(int(left * 1e6) + 1, 10**6))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def beyond(views: list[memoryview], first: int, count: int) -> int:
+    """Pass over `count` bytes of `views[first:]`; return the first view that is left, which is
+    shortened by what was passed of it."""
+    while count:
+        if count < len(views[first]):
+            views[first] = views[first][count:]
+            break
+        count -= len(views[first])
+        first += 1
+    return first
 
 
 def _one_record(views: list[memoryview]) -> Buffer:
