@@ -225,7 +225,7 @@ def _replacing(folder: OpenFolder, count: int) -> Measure:
         names = [[index_key(_key(next(numbers))) for _ in range(BATCH)] for _ in range(batches)]
         began = time.perf_counter()
         for batch in names:
-            _, slots = folder.reserve(dict.fromkeys(batch, SIZE))
+            slots = folder.reserve(dict.fromkeys(batch, SIZE))
             written = {key: Entry(slot, PAYLOAD, bytes(16), 0) for key, slot in slots.items()}
             folder.commit(batch, slots, written)
         return (time.perf_counter() - began) / batches / BATCH * 1e6
