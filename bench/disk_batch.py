@@ -12,12 +12,12 @@ from bench.disk_limits import RawLoop
 from bench.disk_peers import FilePerBlock
 from bench.report import Measure
 from spec.offloading import StoreContext
-from tiers.block import NAMESPACE_BYTES
+from tiers.block import NAMESPACE_BYTES, digest
 from tiers.disk.access import Durability, Io
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.host.memory import SlotMemory
-from tiers.store import Block
+from tiers.store import Block, GatheredBlock
 
 
 class Bench:
@@ -79,7 +79,8 @@ class Bench:
 
 
 class Tier:
-    """One disk tier: each batch stored has new keys, each load is of the last one stored."""
+    """One disk tier: each batch stored has new keys, each load is of the last one stored. Blocks
+    bring their checksums, as a chain's do, which are computed once, behind the gather."""
 
     def __init__(
         self, bench: Bench, path: Path, io: Io, durability: Durability, stack: ExitStack
@@ -90,6 +91,7 @@ class Tier:
         self._store = spec.open(StoreContext(bench.payload_bytes))
         stack.callback(self._store.close)
         self._bench = bench
+        self._checksum = digest(bench.payloads[0])  # all have the same bytes
         self._batch = bench.batches
         for _ in range(bench.batches + 1):
             self.store()
@@ -101,7 +103,8 @@ class Tier:
         # Place 0 is the oldest that is held.
         first = (self._batch - batches) * count
         keys = [space + (first + place).to_bytes(32) for place in places]
-        return [Block(k, p) for k, p in zip(keys, self._bench.payloads, strict=True)]
+        pairs = zip(keys, self._bench.payloads, strict=True)
+        return [GatheredBlock(key, payload, self._checksum) for key, payload in pairs]
 
     def store(self) -> None:
         """Store a batch."""
