@@ -99,14 +99,15 @@ def _pass(client: ssl.SSLSocket, server: socket.socket) -> None:
         if not ready:
             ready, _, _ = select.select(reads, writes, [])
         for source in ready:
-            other = server if source is client else client
+            data = waiting[server if source is client else client]
             try:
-                count = source.recv_into(buffer)
+                while len(data) < BUFFER_BYTES:  # a record of TLS is 16 KiB
+                    count = source.recv_into(buffer)
+                    if not count:
+                        return
+                    data += buffer[:count]
             except (ssl.SSLWantReadError, BlockingIOError):
-                continue
-            if not count:
-                return
-            waiting[other] += buffer[:count]
+                pass
         for target, data in waiting.items():
             try:
                 while data:
