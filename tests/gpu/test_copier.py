@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tiers.errors import TierUnusable
+from tiers.gpu import cuda
 from tiers.gpu.copier import open_copier
 from tiers.gpu.cuda import CudaCopier
 from tiers.host.memory import SlotMemory, register
@@ -51,6 +54,18 @@ def test_slots_beside_the_gathered_ones_keep_their_bytes() -> None:
     copier.gather([3], memory.rows, [2]).wait()
     assert (memory.rows[[0, 1, 3]] == 9).all()
     assert bytes(memory.payload(2)) == bytes(memory.rows[2, : copier.payload_bytes].tolist())
+
+
+def test_staging_is_less_where_the_engine_has_left_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.zeros
+
+    def zeros(waves: int, rows: int, stride: int, **more: Any) -> torch.Tensor:
+        if rows > 3:
+            raise torch.OutOfMemoryError("none is left")
+        return made(waves, rows, stride, **more)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    assert cuda._staging(13, 64, torch.device("cpu")).shape == (cuda.WAVES, 3, 64)
 
 
 def test_a_device_we_do_not_know_is_refused() -> None:

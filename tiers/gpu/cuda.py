@@ -49,9 +49,7 @@ class _Ring:
     """The waves of one direction. Called by one thread at a time."""
 
     def __init__(self, device: torch.device, stride: int) -> None:
-        rows = max(1, WAVE_BYTES // stride)
-        with torch.inference_mode(False):  # else other threads may not write it
-            made = torch.zeros(WAVES, rows, stride, dtype=torch.uint8, device=device)
+        made = _staging(max(1, WAVE_BYTES // stride), stride, device)
         self._waves = [_Wave(made[i]) for i in range(WAVES)]
         self._turn = 0
         self.filling = torch.cuda.Stream(device)
@@ -80,6 +78,18 @@ class _Ring:
     def marks(self) -> list[torch.cuda.Event]:
         """Events after all that is queued on both streams."""
         return [_mark(self.filling), _mark(self.emptying)]
+
+
+def _staging(rows: int, stride: int, device: torch.device) -> torch.Tensor:
+    """Memory for the waves of a ring, of `rows` each, or fewer where the engine has left less."""
+    with torch.inference_mode(False):  # else other threads may not write it
+        while True:
+            try:
+                return torch.zeros(WAVES, rows, stride, dtype=torch.uint8, device=device)
+            except torch.OutOfMemoryError:
+                if rows == 1:
+                    raise
+                rows //= 2
 
 
 class _Queued:
