@@ -26,7 +26,7 @@ LABELS = ["cpu", "cpu (capacity: 4x)", "cpu (store_threshold: 2)"]
 def report(engine: ReplayEngine, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """Let the ghosts report on all requests so far."""
     assert engine.connector is not None
-    (watcher,) = engine.connector._observers
+    *_, watcher = engine.connector._observers
     assert isinstance(watcher, GhostWatcher)
     # They look at the time only when they have followed what they took.
     wait_for(lambda: not len(watcher._ghosts._handoff))
