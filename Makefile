@@ -62,6 +62,7 @@ gpu:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu-packages $(GPU_PYTHON) -m bench.on_gpu $(ARGS)
 
 gpu-wheels:
+	mkdir -p build
 	$(PYTHON) -c 'import tomllib; print(*(d for d in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"] if not d.startswith("torch")), sep="\n")' > build/gpu.txt
 	$(PYTHON) -m pip --disable-pip-version-check download -q -d build/wheels --only-binary :all: \
 		--python-version $(GPU_VERSION) -r build/gpu.txt
