@@ -148,6 +148,19 @@ class Addresses:
         self.events = f"ipc://{self._folder.name}/ev"
         self.replay = f"ipc://{self._folder.name}/rp"
 
+    def replayed(self) -> list[tuple[int, bytes]]:
+        """The batches that the publisher has yet, each with its sequence number."""
+        import zmq
+
+        asking: Any = zmq.Context.instance().socket(zmq.DEALER)
+        with asking:
+            asking.connect(self.replay)
+            asking.send_multipart((b"", (0).to_bytes(8, "big")))
+            found: list[tuple[int, bytes]] = []
+            while (frames := asking.recv_multipart())[2] != b"\xff" * 8:
+                found.append((int.from_bytes(frames[2], "big"), frames[3]))
+            return found
+
     def close(self) -> None:
         """Remove the folder."""
         self._folder.cleanup()
@@ -257,18 +270,9 @@ class Publishing:
 
     def numbers(self) -> list[int]:
         """The sequence numbers that a router reads."""
-        import zmq
-
-        asking: Any = zmq.Context.instance().socket(zmq.DEALER)
-        with asking:
-            asking.connect(self.addresses.replay)
-            found: list[int] = []
-            while len(found) < self.batches:  # the publisher may be at it yet
-                found = []
-                asking.send_multipart((b"", (0).to_bytes(8, "big")))
-                while (frames := asking.recv_multipart())[2] != b"\xff" * 8:
-                    found.append(int.from_bytes(frames[2], "big"))
-            return found
+        while len(found := self.addresses.replayed()) < self.batches:
+            time.sleep(0.001)  # the publisher may be at it yet
+        return [number for number, _ in found]
 
     def close(self) -> None:
         """Stop publishing."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.support.clock import Clock, wait_for
 from tests.support.replay_chains import (
     MODEL,
     chain_of,
@@ -123,6 +125,25 @@ def test_what_a_disk_holds_is_told_again_after_a_restart_parents_first(
         assert event.parent in known
         known |= set(event.hashes)
     told(after, "disk")
+
+
+def test_an_engine_that_is_long_in_starting_tells_what_its_disk_holds(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first step comes long after all that there is to tell was found."""
+    chain = chain_of(disk(tmp_path))
+    before = engine(chain, kv_events=True)
+    before.generate(range(40), 1)
+    before.settle()
+    before.close()
+    (left,) = (tmp_path / "events").rglob("*.runs")
+    clock = Clock()
+    monkeypatch.setattr(inventory, "time", SimpleNamespace(monotonic=clock))
+    after = engine(chain, kv_events=True)
+    wait_for(lambda: not left.exists())  # then all of it is found
+    clock.now += 60
+    after.run()
+    assert len(told(after, "disk")) == 10
 
 
 def test_what_left_the_disk_while_the_engine_was_away_is_not_told(

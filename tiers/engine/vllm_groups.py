@@ -27,6 +27,11 @@ REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 Others must manage all layers as one group, which is their default."""
 HANDS_OVER_STATES = (release_of(vllm_version) or NEWEST) >= (0, 32)
 """Whether this vLLM is known to tell where the states of recurrent layers are."""
+STATES_ON_V2 = (
+    "vLLM's Model Runner V2 may overwrite states that are still being read: start vLLM with "
+    "VLLM_USE_V2_MODEL_RUNNER=0"
+)
+"""Why they are refused there: it moves states before it calls `handle_preemptions`."""
 
 
 def kv_groups(
@@ -90,10 +95,7 @@ def _refuse_states(vllm_config: VllmConfig, groups: list[tuple[KVGroup, list[str
     if not HANDS_OVER_STATES:
         why = "that is only known to work with vLLM 0.32 and later"
     elif getattr(vllm_config, "use_v2_model_runner", False):
-        why = (
-            "vLLM's Model Runner V2 may overwrite states that are still being read: start vLLM "
-            "with VLLM_USE_V2_MODEL_RUNNER=0"
-        )
+        why = STATES_ON_V2
     elif len({group.tokens for group, _ in groups}) > 1:
         why = "their blocks have another size than those of attention"
     if why:

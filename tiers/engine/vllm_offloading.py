@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm import __version__ as vllm_version
 
@@ -35,7 +35,7 @@ from tiers.connector.hosted.tier import HostedTier
 from tiers.engine.hosted_chain import hosted_tiers
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.media_identity import refuse_unmarked_media
-from tiers.engine.vllm_groups import refuse_model
+from tiers.engine.vllm_groups import STATES_ON_V2, refuse_model
 from tiers.engine.vllm_hosted_manager import HostedManager
 from tiers.engine.vllm_hosted_worker import HostedWorker
 from tiers.engine.vllm_identity import late_facts
@@ -48,6 +48,7 @@ from tiers.wrappers.opening import open_guarded
 from tiers.wrappers.residency import open_residency
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_offload.base import CanonicalKVCaches
     from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -97,16 +98,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> HostedWorker:
         """Make a worker's side. Raises TierUnusable without room for one block."""
-        tensors = [one.tensor for one in kv_caches.tensors]
-        blocks = tensors[0].shape[0]
-        # Pages of states are padded to the length of others, and only a part of each is theirs.
-        copiers = [
-            open_copier(
-                {str(r.tensor_idx): tensors[r.tensor_idx][:, : r.page_size_bytes] for r in refs},
-                blocks,
-            )
-            for refs in kv_caches.group_data_refs
-        ]
+        copiers = open_copiers(kv_caches)
         payload = max(copier.payload_bytes for copier in copiers)
         handshake = WorkerHandshake(self.config.parallel.rank, b"", payload)
         slots = self._num_slots(payload)
@@ -178,7 +170,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
                 "vLLM's OffloadingConnector does not tell two adapters of one name apart: with "
                 "LoRA, use KVTiersConnector"
             )
-        self._refuse_early_loads(vllm_config.model_config)
+        self._refuse_states(vllm_config)
         changes = getattr(vllm_config, "weight_transfer_config", None) is not None
         if changes and self._store is not None:
             raise ValueError(
@@ -195,13 +187,34 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             "groups": repr([(g.tokens_per_block, g.layer_names) for g in self.config.groups]),
         }
 
-    def _refuse_early_loads(self, model: Any) -> None:
-        """Raise ValueError where vLLM would read states before the step's loads bring them."""
-        if self.extra_config.get("sync_load_budget_bytes") and getattr(
-            model, "has_inner_state", False
-        ):
+    def _refuse_states(self, vllm_config: VllmConfig) -> None:
+        """Raise ValueError where vLLM would load or store other states than it means to."""
+        model = vllm_config.model_config
+        # Of some models with images, such as Qwen3.5, vLLM says the second alone.
+        if not (model.has_inner_state or model.is_hybrid):
+            return
+        if getattr(vllm_config, "use_v2_model_runner", False):
+            raise ValueError(
+                f"kvtiers can't serve the recurrent layers of {model.model}: {STATES_ON_V2}."
+            )
+        if self.extra_config.get("sync_load_budget_bytes"):
             raise ValueError(
                 f"{model.model} has recurrent layers: with sync_load_budget_bytes vLLM reads their "
                 "states before it loads them, and answers wrongly. Leave that key out of "
                 "kv_connector_extra_config."
             )
+
+
+def open_copiers(kv_caches: CanonicalKVCaches) -> list[Copier]:
+    """Make the copier of each KV cache group, which the caller closes.
+
+    Pages of states are padded to the length of others, and only a part of each is theirs.
+    """
+    tensors = [one.tensor for one in kv_caches.tensors]
+    return [
+        open_copier(
+            {str(r.tensor_idx): tensors[r.tensor_idx][:, : r.page_size_bytes] for r in refs},
+            tensors[0].shape[0],
+        )
+        for refs in kv_caches.group_data_refs
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.clock import wait_for
 from tests.support.tiny_vllm import GEMMA, Run, documents, hosted
 from tiers.connector.contract.messages import WorkerHandshake
 from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
@@ -174,17 +176,124 @@ def config_of(transfer: dict[str, Any]) -> Any:
     )
 
 
-def test_early_loads_are_refused_for_models_with_states() -> None:
-    from tiers.engine.vllm_offloading import KVTiersOffloadingSpec
+class Engine(SimpleNamespace):
+    """A configuration of vLLM, as far as it is asked about."""
 
-    spec = object.__new__(KVTiersOffloadingSpec)
-    model = SimpleNamespace(model="org/model", has_inner_state=True)
-    spec.extra_config = {"sync_load_budget_bytes": 1 << 20}
+    use_v2_model_runner = False
+
+
+def engine_of(**model: Any) -> Engine:
+    """That of a model."""
+    facts: dict[str, Any] = {"model": "org/model", "multimodal_config": None}
+    facts |= {"has_inner_state": False, "is_hybrid": False}
+    return Engine(
+        model_config=SimpleNamespace(**(facts | model)),
+        lora_config=None,
+        weight_transfer_config=None,
+    )
+
+
+@pytest.mark.parametrize("says", ["has_inner_state", "is_hybrid"])
+def test_early_loads_and_runner_v2_are_refused_for_models_with_states(
+    monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    """vLLM would read states before they are there. Qwen3.5 with images says `is_hybrid` alone."""
+    from tiers.engine import vllm_offloading
+
+    def facts(budget: int, **model: Any) -> Any:
+        monkeypatch.setattr(vllm_offloading, "get_current_vllm_config", lambda: engine_of(**model))
+        transfer = hosted(CPU)
+        transfer["kv_connector_extra_config"]["sync_load_budget_bytes"] = budget
+        return vllm_offloading.KVTiersOffloadingSpec(config_of(transfer))._facts([])
+
+    monkeypatch.setattr(vllm_offloading, "config_facts", lambda *_: {})
     with pytest.raises(ValueError, match=r"org/model has recurrent layers.*Leave that key out"):
-        spec._refuse_early_loads(model)
-    spec._refuse_early_loads(SimpleNamespace(model="org/model", has_inner_state=False))
-    spec.extra_config = {}
-    spec._refuse_early_loads(model)
+        facts(1 << 20, **{says: True})
+    assert facts(0, **{says: True}) and facts(1 << 20)
+    monkeypatch.setattr(Engine, "use_v2_model_runner", True)
+    with pytest.raises(ValueError, match=r"recurrent layers of org/model: .* Model Runner V2"):
+        facts(0, **{says: True})
+    assert facts(1 << 20)
+
+
+class HangingCopier:
+    """Copies to paged KV when it is allowed to."""
+
+    payload_bytes = 4096
+
+    def __init__(self) -> None:
+        self.begun: list[list[int]] = []
+        self.may_end = threading.Event()
+
+    def fence(self) -> None:
+        """Nothing is queued."""
+
+    def scatter(self, rows: Any, slots: list[int], blocks: list[int], after: object) -> None:
+        self.begun.append(blocks)
+        assert blocks == [0] or self.may_end.wait(60)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_expedited_loads_do_not_wait_for_others(tmp_path: Path) -> None:
+    """The engine's step waits for them, while more loads than are copied at once are under way."""
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+    from tiers.engine.vllm_hosted_worker import COPIERS, HostedWorker, SlotsSpec
+
+    copier: Any = HangingCopier()
+    handshake = WorkerHandshake(0, b"", copier.payload_bytes)
+    worker = HostedWorker(create_region("engine", handshake, 9, False, folder=tmp_path), [copier])
+
+    def load(block: int, expedited: bool) -> None:
+        paged = GPULoadStoreSpec([block], group_sizes=[1], block_indices=[0])
+        worker.submit_load(block, SlotsSpec([block], []), paged, expedited=expedited)
+
+    for block in range(1, 2 * COPIERS + 1):
+        load(block, expedited=False)
+    wait_for(lambda: len(copier.begun) == COPIERS)
+    load(0, expedited=True)
+    worker.wait({0})
+    assert [result.job_id for result in worker.get_finished()] == [0]
+    copier.may_end.set()
+    worker.wait(set(range(1, 2 * COPIERS + 1)))
+    worker.shutdown()
+
+
+def test_a_page_is_as_long_as_its_layers_say_and_not_its_tensor(tmp_path: Path) -> None:
+    """States in pages that are padded to the length of attention's: the rest is another's."""
+    import torch
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        CanonicalKVCacheTensor,
+        GPULoadStoreSpec,
+    )
+
+    from tiers.engine.vllm_hosted_worker import HostedWorker, SlotsSpec
+    from tiers.engine.vllm_offloading import open_copiers
+
+    tensor = torch.arange(4, dtype=torch.int8).repeat_interleave(4096).reshape(4, 4096).clone()
+    refs = [[CanonicalKVCacheRef(0, 4096)], [CanonicalKVCacheRef(0, 2560)]]
+    copiers = open_copiers(CanonicalKVCaches([CanonicalKVCacheTensor(tensor, 4096)], refs))
+    assert [copier.payload_bytes for copier in copiers] == [4096, 2560]
+
+    handshake = WorkerHandshake(0, b"", 4096)
+    worker = HostedWorker(create_region("engine", handshake, 2, False, folder=tmp_path), copiers)
+
+    def paged(*blocks: int) -> Any:
+        return GPULoadStoreSpec(list(blocks), group_sizes=[1, 1], block_indices=[0, 0])
+
+    slots = SlotsSpec([0, 1], [b"attention", b"state"])
+    worker.submit_store(0, paged(1, 2), slots)
+    worker.wait({0})
+    worker.submit_load(1, slots, paged(0, 3))
+    worker.wait({1})
+    assert all(result.success for result in worker.get_finished())
+    assert tensor[0].tolist() == [1] * 4096
+    assert tensor[3].tolist() == [2] * 2560 + [3] * 1536
+    worker.shutdown()
 
 
 def test_a_store_is_refused_whose_engine_takes_new_weights(
@@ -193,11 +302,8 @@ def test_a_store_is_refused_whose_engine_takes_new_weights(
     """Its facts name those that it starts with, and nothing says when it has others."""
     from tiers.engine import vllm_offloading
 
-    engine = SimpleNamespace(
-        model_config=SimpleNamespace(multimodal_config=None),
-        lora_config=None,
-        weight_transfer_config=SimpleNamespace(backend="nccl"),
-    )
+    engine = engine_of()
+    engine.weight_transfer_config = SimpleNamespace(backend="nccl")
     monkeypatch.setattr(vllm_offloading, "get_current_vllm_config", lambda: engine)
     monkeypatch.setattr(vllm_offloading, "config_facts", lambda *_: {})
     alone = vllm_offloading.KVTiersOffloadingSpec(config_of(hosted(CPU)))

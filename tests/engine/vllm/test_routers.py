@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from bench.routers import (
     RESULT,
@@ -21,10 +23,12 @@ from bench.routers import (
 )
 from spec.chain import ChainSpec
 from spec.events import EventsSpec
+from tests.support.clock import wait_for
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk
 from tests.support.servers import RedisServer
 from tests.support.tiny_vllm import BLOCK_TOKENS, Run, documents
 from tests.support.vllm_chains import IN_PROCESS
+from tests.support.vllm_server import VllmServer
 from tiers.connector.contract.block_events import BlockEvent, Origin
 from tiers.engine.replay import ReplayEngine
 
@@ -175,6 +179,56 @@ def test_three_engines_over_one_redis_and_two_disks(
         assert numbers == list(range(len(numbers)))
 
 
+def test_a_vllm_that_starts_again_tells_an_indexer_what_its_disk_has(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Two real servers, one after the other, over one disk; the second tells before it is asked."""
+    if (python := indexer_python()) is None:
+        pytest.skip(WITHOUT)
+    prompts = documents(5, 600)  # of which an engine of 40 blocks keeps nothing of the first two
+    addresses = Addresses()
+    chain = tmp_path / "chain.yaml"
+    tiers = [disk(tmp_path / "disk", capacity="64MiB")]
+    chain.write_text(yaml.safe_dump({"version": 1, "staging": "64MiB", "tiers": tiers}))
+    on_disk = {"1": {"gpu": 0, "cpu": 0, "disk": 18 * BLOCK_TOKENS}}
+    with Indexer(python, BLOCK_TOKENS) as indexer:
+        with served(tiny_llama, chain, tmp_path / "log", addresses) as server:
+            indexer.register(1, addresses)
+            for prompt in prompts:
+                server.complete(prompt, 1)
+            server.settle()
+            for prompt in prompts[:2]:
+                indexer.until(prompt, on_disk)
+        indexer.unregister(1)
+        with served(tiny_llama, chain, tmp_path / "log", addresses) as server:
+            wait_for(lambda: any(b"STORAGE" in said for _, said in addresses.replayed()), 60)
+            indexer.register(1, addresses)
+            server.complete(documents(1, 40, seed=7)[0], 1)  # its event shows what was missed
+            for prompt in prompts:
+                indexer.until(prompt, on_disk)
+    addresses.close()
+
+
+@contextlib.contextmanager
+def served(model: Path, chain: Path, log: Path, addresses: Addresses) -> Iterator[VllmServer]:
+    """A server that publishes its events."""
+    config = json.dumps(publishing_to(addresses))
+    server = VllmServer(model, chain, log, **{"kv-events-config": config})
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def publishing_to(addresses: Addresses) -> dict[str, Any]:
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": addresses.events,
+        "replay_endpoint": addresses.replay,
+    }
+
+
 def test_an_engines_own_events_and_ours_are_of_one_form(
     run_vllm: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -183,19 +237,13 @@ def test_an_engines_own_events_and_ours_are_of_one_form(
     import zmq
 
     addresses = Addresses()
-    config = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": addresses.events,
-        "replay_endpoint": addresses.replay,
-    }
     listening: Any = zmq.Context.instance().socket(zmq.SUB)
     with listening:
         listening.connect(addresses.events)
         listening.subscribe(b"")
         prompts = [[(prompt, 4)] for prompt in documents(2, 200)]
         tiers = [{"type": "cpu", "capacity": "64MiB"}, disk(tmp_path, capacity="64MiB")]
-        run_vllm(prompts, tiers, kv_events_config=config, **IN_PROCESS)
+        run_vllm(prompts, tiers, kv_events_config=publishing_to(addresses), **IN_PROCESS)
         said: list[Any] = []
         while listening.poll(1000):
             _, number, payload = listening.recv_multipart()

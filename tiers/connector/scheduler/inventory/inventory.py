@@ -92,6 +92,7 @@ class Inventory:
         blocks = 0
         while blocks < PER_STEP and (due := self._due.take()) is not None:
             blocks += len(due.run.keys)
+            self._moved = time.monotonic()
             yield due
 
     @property
@@ -99,7 +100,9 @@ class Inventory:
         """Whether there is, or soon will be, something to tell that was held before this start."""
         if self._ended.done():
             return False
-        return self._adopting and time.monotonic() - self._moved < STUCK_SECONDS
+        # What is due waits for a step, however long the engine took to come to its first.
+        is_moving = time.monotonic() - self._moved < STUCK_SECONDS
+        return bool(self._due) or (self._adopting and is_moving)
 
     def close(self) -> None:
         """Leave what was announced to the next engine; waits a second or two at most."""
