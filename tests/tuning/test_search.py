@@ -11,6 +11,7 @@ import pytest
 from tests.support.known_traffic import BLOCK, BLOCK_TOKENS, KV_BYTES, loop, mixed, once, requests
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.curve import measure
+from tiers.tuning.report import YEAR
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.show import left_out
 from tiers.tuning.search.tune import Tuned, tune
@@ -127,6 +128,24 @@ def test_store_threshold_keeps_one_off_documents_out() -> None:
     again = mixed((loop(10, 10, 400), 1), (once(10, 400), 3))
     found = tuned(requests(islice(again, 400)), budget({"disk": (240, {})}))
     assert chosen(found, "disk").store_threshold > 1
+
+
+def test_write_budget_lets_a_device_last() -> None:
+    """What comes again seldom drives out what comes often, so that the disk is written all the
+    time. A store threshold spares it, and not enough for the years that are asked for."""
+    both = mixed((loop(8, 10, 240), 1), (loop(40, 10, 240, 100), 2))
+    disk = {"endurance": int(BLOCK / 120 * 5 * YEAR)}
+    given = budget({"disk": (200, disk)}, constraints={"life_years": 5.0})
+    found = tuned(requests(islice(both, 240), 60.0), given)
+    assert chosen(found, "disk").write_budget is not None
+    assert not found.broken
+    excesses: dict[bool, list[float]] = {True: [], False: []}
+    for one in found.found.tried:
+        for tier in one.chain.tiers:
+            if tier.capacity == 200 * BLOCK:
+                excesses[tier.write_budget is not None].append(one.score.excess)
+    assert min(excesses[False]) > 1, "whatever the store threshold"
+    assert max(excesses[True]) == 0
 
 
 def test_eviction_that_a_scan_does_not_empty() -> None:

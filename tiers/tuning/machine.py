@@ -12,6 +12,7 @@ from spec.errors import SpecError
 from spec.fields import exact_size, format_rate, parse_duration, parse_rate, parse_size
 from spec.load import load_document
 from spec.problems import problem_line
+from tiers.tuning.report import DAY, YEAR
 
 EXAMPLE = "write kv_bytes_per_token, engine_cache, prefill_rate and tiers"
 
@@ -81,6 +82,21 @@ class TierProfile(BaseModel):
     endurance: Size | None = Field(
         default=None, description="Bytes that may be written to the device in its life."
     )
+
+    def price(self, capacity: int | None) -> float | None:
+        """Price of a month with so many bytes, or the profile's own; None: no price is given."""
+        capacity = self.capacity if capacity is None else capacity
+        if self.price_per_gb_month is None or capacity is None:
+            return self.price_per_month
+        return (self.price_per_month or 0.0) + self.price_per_gb_month * capacity / 1e9
+
+    def life_years(self, a_day: float, write_budget: float | None) -> float | None:
+        """Years until the endurance is used up by so many bytes `a_day`, or by the write budget's,
+        in bytes a second, if that is less: what was saved of it before is spent once, and not every
+        day. None: no endurance is given, or nothing is written."""
+        if write_budget is not None:
+            a_day = min(a_day, write_budget * DAY)
+        return self.endurance / a_day * DAY / YEAR if self.endurance is not None and a_day else None
 
 
 class Machine(BaseModel):

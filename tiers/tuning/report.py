@@ -36,6 +36,8 @@ class TierUse:
     life_years: float | None = None
     """Years until its endurance is used up; None: not given, or nothing is written."""
     price_per_month: float | None = None
+    held_bytes: int | None = None
+    """What it holds in the end, where it was never full; None: it was, or it was not simulated."""
 
     @property
     def dropped_share(self) -> float:

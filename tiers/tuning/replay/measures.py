@@ -10,7 +10,7 @@ from spec.offloading import HostSpec, OffloadingSpec
 from tiers.connector.contract.stats import Measures
 from tiers.tuning.machine import Machine
 from tiers.tuning.replay.engine import ReplayEngine
-from tiers.tuning.report import DAY, YEAR, Report, TierUse, quantile, quarters
+from tiers.tuning.report import DAY, Report, TierUse, quantile, quarters
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,6 @@ def _use(
     stored, dropped = grown("stored_blocks"), sum(map(grown, DROPPED))
     loads, stores = (end.links[name][way] - start.links[name][way] for way in (0, 1))
     a_day = stored * size / seconds * DAY
-    capacity = getattr(tier, "capacity", None) or profile.capacity
-    price = profile.price_per_month
-    if profile.price_per_gb_month is not None and capacity is not None:
-        price = (price or 0.0) + profile.price_per_gb_month * capacity / 1e9
-    worn = profile.endurance is not None and a_day > 0
     return TierUse(
         name=name,
         hit_tokens=engine.outcome.tier_tokens[name],
@@ -90,8 +85,8 @@ def _use(
         written_bytes_per_day=a_day,
         offered_blocks=stored + dropped,
         dropped_blocks=dropped,
-        life_years=(profile.endurance or 0) / a_day * DAY / YEAR if worn else None,
-        price_per_month=price,
+        life_years=profile.life_years(a_day, getattr(tier, "write_budget", None)),
+        price_per_month=profile.price(getattr(tier, "capacity", None)),
     )
 
 

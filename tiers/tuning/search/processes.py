@@ -1,4 +1,4 @@
-"""Simulations in several processes, each chain once."""
+"""Simulations in several processes, each chain once, and none whose report another's tells."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Self
 from tiers.errors import KVTiersError
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import Report
+from tiers.tuning.simulation.alike import retold
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.simulate import simulate
 from tiers.tuning.simulation.workload import Workload
@@ -54,9 +55,18 @@ class Simulations:
             self._share_out(new, advance)
         else:
             for job in new:
-                self._reports[job] = _simulate(self._workload, self._machine, job)
+                found = self._retold(job) or _simulate(self._workload, self._machine, job)
+                self._reports[job] = found
                 advance()
         return [self._reports[job] for job in jobs]
+
+    def _retold(self, job: Job) -> Report | None:
+        """The report of a job that another's tells, if one does."""
+        chain, *part = job
+        for (known, *same), report in self._reports.items():
+            if same == part and (found := retold(known, report, chain, self._machine)):
+                return found
+        return None
 
     def _share_out(self, jobs: Sequence[Job], advance: Callable[[], None]) -> None:
         rest = list(reversed(jobs))
@@ -64,10 +74,15 @@ class Simulations:
         free = list(self._workers)
         while rest or busy:
             while rest and free:
-                worker, job = free.pop(), rest.pop()
+                job = rest.pop()
+                if (told := self._retold(job)) is not None:
+                    self._reports[job] = told
+                    advance()
+                    continue
+                worker = free.pop()
                 worker.pipe.send(job)
                 busy[worker.pipe] = worker, job
-            for pipe in wait(list(busy)):
+            for pipe in wait(list(busy)) if busy else ():
                 assert isinstance(pipe, Connection)
                 worker, job = busy.pop(pipe)
                 self._reports[job] = worker.answer()

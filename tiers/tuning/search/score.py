@@ -67,7 +67,7 @@ def excesses(report: Report, budget: Budget) -> list[tuple[str, float]]:
     years = limits.life_years
     for tier in report.tiers:
         life = tier.life_years
-        if years is not None and life is not None and life < years:
+        if years is not None and life is not None and round(life, 9) < years:
             text = f"{tier.name} lasts {life:.2g} years, not {years:.3g} or more"
             found.append((text, _share(years, life)))
     return found

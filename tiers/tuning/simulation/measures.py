@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from tiers.tuning.machine import Machine, TierProfile
-from tiers.tuning.report import DAY, YEAR, Report, TierUse, quantile, quarters
+from tiers.tuning.report import DAY, Report, TierUse, quantile, quarters
 from tiers.tuning.simulation.chain import SimChain, SimTier
 from tiers.tuning.simulation.engine import Engine
 
@@ -20,7 +22,9 @@ def report_of(engine: Engine, chain: SimChain, machine: Machine) -> Report:
         before = engine.marks[number] if engine.marks else dict.fromkeys(tier.counts.__slots__, 0)
         done = {name: value - before[name] for name, value in tier.counts.values().items()}
         profile = machine.profile(spec.name, spec.type)
-        uses.append(_use(spec, profile, done, seconds, size * machine.kv_bytes_per_token, size))
+        held = tier.space.used if tier.space.used < tier.space.capacity and not spec.ttl else None
+        block_bytes = size * machine.kv_bytes_per_token
+        uses.append(_use(spec, profile, done, seconds, block_bytes, size, held))
     prompt_tokens = sum(workload.tokens[engine.warm :])
     tier_hits = sum(use.hit_tokens for use in uses)
     own_hits = engine.own_hits
@@ -48,18 +52,12 @@ def _use(
     seconds: float,
     block_bytes: int,
     block_tokens: int,
+    held: int | None,
 ) -> TierUse:
     stored = int(done["stored"])
     dropped = max(0, int(done["dropped"]))
     size = block_bytes * profile.stored_share
     a_day = stored * size / seconds * DAY
-    years = None
-    if profile.endurance is not None and a_day:
-        years = profile.endurance / a_day * DAY / YEAR
-    capacity = spec.capacity if spec.capacity is not None else profile.capacity
-    price = profile.price_per_month
-    if profile.price_per_gb_month is not None and capacity is not None:
-        price = (price or 0.0) + profile.price_per_gb_month * capacity / 1e9
     return TierUse(
         name=spec.name,
         hit_tokens=int(done["hits"]) * block_tokens,
@@ -70,6 +68,7 @@ def _use(
         written_bytes_per_day=a_day,
         offered_blocks=stored + dropped,
         dropped_blocks=dropped,
-        life_years=years,
-        price_per_month=price,
+        life_years=profile.life_years(a_day, spec.write_budget),
+        price_per_month=profile.price(spec.capacity),
+        held_bytes=None if held is None else math.ceil(held * size),
     )
