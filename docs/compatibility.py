@@ -43,6 +43,22 @@ that of another: FILE is a CPU wheel, or a source archive, whose Python then run
 version's binaries (0.33 was run so).
 """
 
+CONVERSATIONS = """
+## Conversations
+
+Four conversations of six turns with Qwen3-Next, each turn after the answer before it: the share of
+the prompts' tokens that was loaded. The engine's own cache is emptied each time, and every answer
+was that of an engine without connectors.
+
+- kvtiers has small host memory, a disk and a Redis. Every request is preempted once, and halfway
+  all that the disk has is damaged.
+- vLLM's own `OffloadingConnector` has host memory with room for all. Nothing is preempted: vLLM
+  0.32 ends with an AssertionError where a request that a reset preempts loads in the same step. Its
+  copies are the test's, since its own refuse the CPU.
+
+"""
+"""What `test_conversations_are_preempted_and_a_disk_is_damaged` notes."""
+
 Record = Mapping[str, Mapping[str, Mapping[str, int | str]]]
 """By version, kind and cell (`cpu, TP 1`): tokens loaded, or `refused: why`. A kind that is
 refused whatever the tiers are has the cell `any`."""
@@ -69,11 +85,22 @@ def _page(found: Record) -> Iterator[str]:
         for kind, model in SERVED.items():
             cells = found.get(version, {}).get(kind, {})
             yield _line([kind, model, *(_cell(cells, name) for name in head)])
+    yield CONVERSATIONS
+    yield _line(["version", "tokens of prompts", "kvtiers", "vLLM's own"])
+    yield _line(["---"] * 4)
+    for version in reversed(VERSIONS):
+        if cells := found.get(version, {}).get("conversations"):
+            yield _line([version, *_shares(**cells)])
     yield "\n## Refused\n\nWhat is said at start, and the versions whose tests have seen it.\n\n"
     yield _line(["what", "versions", "why"])
     yield _line(["---"] * 3)
     for (kind, why), versions in _refusals(found).items():
         yield _line([kind, ", ".join(versions), why])
+
+
+def _shares(prompts: int, ours: int, theirs: int) -> list[str]:
+    loaded = [f"{count:,} ({count / prompts:.0%})" for count in (ours, theirs)]
+    return [f"{prompts:,}", *loaded]
 
 
 def _cell(cells: Mapping[str, int | str], name: str) -> str:

@@ -100,7 +100,7 @@ def run_vllm(
     def run(batches: Sequence[Batch], tiers: Sequence[Any] | None = None, **options: Any) -> Run:
         name = folder / f"run-{next(runs)}"
         env = options.pop("env", {})
-        extras = ("abort", "before", "path", "settled", "told")
+        extras = ("abort", "before", "path", "preempt", "settled", "told")
         more = {name: options.pop(name) for name in extras if name in options}
         policy = options.pop("load_policy", "first")
         max_wait = options.pop("max_wait", "10s")

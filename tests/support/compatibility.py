@@ -39,6 +39,10 @@ class Cells:
         names = ["any"] if ranks is None else [f"{t}, {ranks}" for t in ("cpu", "disk", "redis")]
         self._note(kind, dict.fromkeys(names, f"{who}: {why}"))
 
+    def conversations(self, prompts: int, ours: int, theirs: int) -> None:
+        """Note how many of all prompts' tokens were loaded, by us and by vLLM's own connector."""
+        self._note("conversations", {"prompts": prompts, "ours": ours, "theirs": theirs})
+
     def refuses(self, kind: str, ranks: str, start: Callable[[], object]) -> str:
         """Start an engine that kvtiers must refuse; the reason that it gives, which is noted."""
         try:

@@ -30,6 +30,11 @@ def damage_blocks(folder: Path, chosen: Callable[[bytes], bool]) -> int:
     return count
 
 
+def damage_all(folder: str) -> None:
+    """Damage each block that the slabs hold."""
+    assert damage_blocks(Path(folder), lambda key: True)
+
+
 def lie(folder: str, exchanged: Sequence[tuple[int, int]], flipped: Sequence[int]) -> None:
     """Let the disk tiers of this process give wrong payloads, behind all checks: of two blocks each
     other's, of one its own with a bit flipped. They are named by their places in

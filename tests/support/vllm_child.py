@@ -4,10 +4,12 @@ results to a file, its exit status as a line on stdout.
 The job: `engine` (arguments of LLM), `batches` (each a list of requests that run at once; a
 request is `[prompt_token_ids, max_tokens]` and perhaps more, see `Request`), `result` and
 `log` (files to write), `env`, and perhaps `path` (folders with more modules), `abort` (how many
-requests of each batch are aborted, at random moments), `before` (for the number of a batch, or
-`start`, the function of `damage` that is called before it, and its arguments), `told` (for the
-number of a batch, the methods of LLM that are called before it, and their arguments) and `settled`
-(whether each batch begins when all that was stored before is there). The result:
+requests of each batch are aborted, at random moments), `preempt` (each batch is one request: after
+how many tokens of its answer it is preempted, and the engine's own cache emptied), `before` (for
+the number of a batch, or `start`, the function of `damage` that is called before it, and its
+arguments), `told` (for the number of a batch, the methods of LLM that are called before it, and
+their arguments) and `settled` (whether each batch begins when all that was stored before is there).
+The result:
 per batch and request its tokens and the tokens that came from any cache, the tiers' counters, and
 how the chain explains its requests.
 
@@ -42,6 +44,8 @@ class Request(TypedDict, total=False):
     """More sampling parameters."""
     adapter: str
     """The folder of a LoRA adapter."""
+    follows: int
+    """The batch whose prompt and answer come before these tokens, in a job with `preempt`."""
     embeddings: str
     """The model's weights, whose embeddings of the tokens are sent instead of the tokens."""
 
@@ -74,6 +78,7 @@ def run(job: dict[str, Any]) -> None:
         getattr(damage, change[0])(*change[1:])
     llm = LLM(**job["engine"])
     batches = []
+    spoken: list[list[int]] = []
     for number, batch in enumerate(job["batches"]):
         if job.get("settled"):
             settle(llm)
@@ -83,9 +88,15 @@ def run(job: dict[str, Any]) -> None:
         for method, arguments in job.get("told", {}).get(str(number), ()):
             settle(llm)
             assert getattr(llm, method)(**arguments) is not False, method
+        batch = [(whole(spoken, *one), *one[1:]) for one in batch]
         requests = [(prompt(*one), params(*one)) for one in batch]
         if job.get("abort"):
             batches.append(with_aborts(llm.llm_engine, requests, job["abort"]))
+            continue
+        if job.get("preempt"):
+            (request,) = requests
+            batches.append([preempted(llm.llm_engine, *request, job["preempt"])])
+            spoken.append([*batch[0][0], *batches[-1][0]["tokens"]])
             continue
         prompts, sampling = zip(*requests, strict=True)
         lora = [adapter(*one) for one in batch]
@@ -108,6 +119,14 @@ def run(job: dict[str, Any]) -> None:
     }
     llm.llm_engine.engine_core.shutdown()
     Path(job["result"]).write_text(json.dumps(result))
+
+
+def whole(
+    spoken: list[list[int]], tokens: list[int], max_tokens: int, more: Request | None = None
+) -> list[int]:
+    """All tokens of a prompt, after what was `spoken` in each batch of one request."""
+    follows = (more or {}).get("follows")
+    return tokens if follows is None else spoken[follows] + tokens
 
 
 def prompt(tokens: list[int], max_tokens: int, more: Request | None = None) -> Any:
@@ -193,6 +212,20 @@ def with_aborts(engine: Any, requests: list[Any], aborts: int) -> list[dict[str,
             engine.abort_request([name])
     nothing: dict[str, Any] = {"tokens": [], "cached": 0, "ttft": 0.0}
     return [results.get(str(number), nothing) for number in range(len(requests))]
+
+
+def preempted(engine: Any, prompt: Any, params: Any, after: int) -> dict[str, Any]:
+    """Run a request alone, which is preempted once."""
+    engine.add_request("0", prompt, params)
+    result: dict[str, Any] = {"tokens": []}
+    due = True
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            result = shown(output)
+        if due and len(result["tokens"]) >= after:
+            due = False
+            assert engine.reset_prefix_cache(reset_running_requests=True)
+    return result
 
 
 def counters(llm: Any) -> dict[str, dict[str, float]]:

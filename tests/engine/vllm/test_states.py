@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
+from tests.support.compatibility import Cells, engine_version
 from tests.support.servers import RedisServer
-from tests.support.tiny_vllm import QWEN_NEXT, STATE_BLOCK_TOKENS, Run, documents, hosted
+from tests.support.tiny_vllm import (
+    QWEN_NEXT,
+    STATE_BLOCK_TOKENS,
+    EngineFailed,
+    Run,
+    documents,
+    hosted,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -75,38 +83,78 @@ def test_states_and_attention_come_back_from_every_tier(
     assert restarted.loaded()["disk"] >= 5 * BLOCKS * STATE_BLOCK_TOKENS
 
 
+TURNS = [
+    [(tokens, 10, {} if turn == 0 else {"follows": 4 * turn - 4 + number})]
+    for turn in range(6)
+    for number, tokens in enumerate(documents(4, 600 if turn == 0 else 260, seed=turn + 3))
+]
+"""Four conversations of six turns, each after the answer before it."""
+EARLY = 5
+"""Tokens of an answer before its request is preempted."""
+PROMPT_TOKENS = 4 * sum(600 + 270 * turn for turn in range(6))
+OWN: dict[str, Any] = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
+}
+"""vLLM's own offloading, as it is; and with copies that the CPU has, too:"""
+OWN_ON_CPU = {
+    **OWN,
+    "kv_connector_extra_config": {
+        **OWN["kv_connector_extra_config"],
+        "spec_name": "OffloadingOnCpu",
+        "spec_module_path": "tests.support.own_offloading",
+    },
+}
+
+
+def spoken(run: Run) -> list[list[int]]:
+    """The whole prompt of each turn."""
+    prompts: list[list[int]] = []
+    for number, ((tokens, _, _),) in enumerate(TURNS):
+        before = [] if number < 4 else prompts[number - 4] + run.tokens[number - 4][0]
+        prompts.append(before + tokens)
+    return prompts
+
+
 @pytest.mark.faults
-@pytest.mark.timeout(600)
-def test_conversations_take_turns_with_too_little_kv_and_a_damaged_tier(
-    run_states: Callable[..., Run], shared_server: RedisServer, tmp_path: Path
+@pytest.mark.compatibility
+@pytest.mark.timeout(900)
+def test_conversations_are_preempted_and_a_disk_is_damaged(
+    run_states: Callable[..., Run], shared_server: RedisServer, cells: Cells, tmp_path: Path
 ) -> None:
-    """Four conversations of six turns through three tiers and a restart.
+    """Through three tiers, beside vLLM's own offloading. Each request is preempted, and what the
+    engine itself had kept is gone each time.
 
     One request at a time: with several in a batch the tokens of this model, which the engine runs
     in bfloat16 alone, differ without tiers, too.
     """
-    texts = documents(4, 2000, seed=3)
-    prompts = [[(text[: 600 + 270 * turn], 30) for text in texts] for turn in range(6)]
-    plain = run_states([[one] for batch in prompts for one in batch], **LONGER)
-    answers = [tokens for (tokens,) in plain.tokens]
-    expected = [answers[i : i + 4] for i in range(0, 24, 4)]
+    if engine_version() < "0.32":
+        pytest.skip("vLLM 0.32 and later tell where states are")
+    alone = {"max_num_seqs": 1, "num_gpu_blocks_override": 24, **LONGER}
+    preempting = {**alone, "preempt": EARLY, "settled": True}
+    plain = run_states(TURNS, **preempting)
+    assert plain.preemptions == len(TURNS)
+    assert len({tuple(answer) for (answer,) in plain.tokens}) == len(TURNS)
+    assert plain.cached == [[0]] * len(TURNS), "the engine's own cache was emptied each time"
 
-    few = {"num_gpu_blocks_override": 24, "max_num_seqs": 1, **LONGER}
     redis = {"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path)}
-    tiers = [{"type": "cpu", "capacity": "4MiB"}, disk(tmp_path), {**redis, "timeout": "30s"}]
-    first = run_states(prompts, tiers, load_policy="stitched", **few)
-    assert first.tokens == expected
-    assert sum(first.loaded().values()) > 0
+    tiers = [{"type": "cpu", "capacity": "2MiB"}, disk(tmp_path), {**redis, "timeout": "30s"}]
+    half = {"12": ["damage_all", str(tmp_path / "disk")]}
+    ours = run_states(TURNS, tiers, before=half, max_wait="100s", **preempting)
+    assert ours.tokens == plain.tokens
+    assert ours.preemptions == len(TURNS)
+    assert ours.count("disk", "load_failures") > 0, ours.tiers
+    assert ours.loaded().keys() == {"cpu", "disk", "redis"}
 
-    for slab in (tmp_path / "disk").glob("slab-*"):
-        with slab.open("r+b") as file:
-            for position in range(500_000, 6_000_000, 70_000):
-                file.seek(position)
-                file.write(b"\xff\xee\xdd")
-    restarted = run_states(prompts, tiers, load_policy="stitched", **few)
-    assert restarted.tokens == expected
-    assert restarted.count("disk", "load_failures") > 0, restarted.tiers
-    assert {"disk", "redis"} & restarted.loaded().keys()
+    # vLLM's own connector asserts that no request loads in the step that such a preemption is in.
+    asked = [[(prompt, EARLY)] for prompt in spoken(plain)]
+    forget: dict[int, Any] = {number: [("reset_prefix_cache", {})] for number in range(len(TURNS))}
+    theirs = run_states(asked, kv_transfer_config=OWN_ON_CPU, told=forget, **alone)
+    assert theirs.tokens == [[answer[:EARLY]] for (answer,) in plain.tokens]
+    came = [sum(tokens for batch in run.cached for tokens in batch) for run in (ours, theirs)]
+    assert came[0] >= came[1] > 0
+    cells.conversations(PROMPT_TOKENS, *came)
 
 
 @pytest.mark.faults
@@ -121,3 +169,13 @@ def test_as_much_comes_back_as_by_vllms_own_connector(run_states: Callable[..., 
     cached = [sum(tokens for batch in run.cached for tokens in batch) for run in (ours, theirs)]
     assert cached[0] >= cached[1] > 0
     assert sum(ours.loaded().values()) > 0
+
+
+@pytest.mark.compatibility
+def test_vllms_own_offloading_is_refused_on_the_cpu(
+    run_vllm: Callable[..., Run], cells: Cells
+) -> None:
+    why = "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs"
+    with pytest.raises(EngineFailed, match=why):
+        run_vllm([[(LONG[0], 1)]], kv_transfer_config=OWN)
+    cells.refused("vLLM's own OffloadingConnector on the CPU", why, who="vLLM refuses")
