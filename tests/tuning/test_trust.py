@@ -6,9 +6,21 @@ from typing import Any
 
 import pytest
 
-from tests.tuning.replay.worlds import BLOCK_BYTES, SIZE, answered, chain, chats, cpu, disk, machine
+from spec.chain import ChainSpec
+from tests.tuning.replay.worlds import (
+    BLOCK_BYTES,
+    KV_BYTES,
+    SIZE,
+    answered,
+    chain,
+    chats,
+    cpu,
+    disk,
+    machine,
+)
 from tiers.tuning.machine import TierProfile
 from tiers.tuning.replay import replay
+from tiers.tuning.replay.links import QUANTUM_BYTES
 from tiers.tuning.report import Report
 from tiers.tuning.simulation import simulate
 
@@ -49,6 +61,39 @@ def test_the_simulation_agrees_where_stores_lag_and_drop(name: str) -> None:
     real = replay(requests, SIZE, tiers, slow)
     assert real.tiers[1].dropped_share > 0.1
     assert_agree(real, simulate(requests, SIZE, tiers, slow))
+
+
+def test_the_simulation_agrees_where_memory_is_stored_in_late() -> None:
+    """Blocks on their way into host memory hold slots, which others lose."""
+    small = machine(engine_cache=40 * BLOCK_BYTES)
+    link = TierProfile(load_bandwidth=20e6, store_bandwidth=6e5)
+    late = small.model_copy(update={"tiers": {"cpu": link}})
+    tiers, requests = chain(cpu(160)), chats(5, every=60.0)
+    real, at_once = (replay(requests, SIZE, tiers, links) for links in (late, small))
+    simulated = simulate(requests, SIZE, tiers, late)
+    near = real.prompt_tokens / 100
+    assert real.tier_hit_tokens < at_once.tier_hit_tokens - 20 * near
+    assert simulated.tier_hit_tokens == pytest.approx(real.tier_hit_tokens, abs=near)
+    assert simulated.ttft_mean == pytest.approx(real.ttft_mean, rel=0.05)
+
+
+def test_the_simulation_agrees_where_loads_share_a_link_with_slower_stores() -> None:
+    large = QUANTUM_BYTES // BLOCK_BYTES  # loads and stores take turns block by block
+    link = TierProfile(load_bandwidth=8e6 * large, store_bandwidth=2e6 * large, shared_link=True)
+    shared = machine(
+        kv_bytes_per_token=KV_BYTES * large,
+        engine_cache=60 * BLOCK_BYTES * large,
+        tiers={"disk": link},
+    )
+    staging = 100 * BLOCK_BYTES * large
+    tiers = ChainSpec.model_validate(
+        {"version": 1, "staging": staging, "tiers": [disk(600 * large)]}
+    )
+    requests = chats(5)
+    real, simulated = (serve(requests, SIZE, tiers, shared) for serve in (replay, simulate))
+    assert real.tier_hit_tokens > real.prompt_tokens / 10
+    assert_agree(real, simulated)
+    assert simulated.ttft_mean == pytest.approx(real.ttft_mean, rel=0.05)
 
 
 @pytest.mark.parametrize("store", ["all", "prompt"])

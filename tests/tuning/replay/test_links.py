@@ -14,7 +14,7 @@ from tiers.tuning.replay.links import QUANTUM_BYTES, Link
 def test_a_load_has_turns_between_the_blocks_of_a_store_that_shares_its_link() -> None:
     clock = CountedClock()
     profile = TierProfile(
-        load_bandwidth=QUANTUM_BYTES, store_bandwidth=QUANTUM_BYTES, shared_link=True
+        load_bandwidth=2 * QUANTUM_BYTES, store_bandwidth=QUANTUM_BYTES, shared_link=True
     )
     link = Link(clock, profile, block_bytes=QUANTUM_BYTES)
     ended: dict[str, float] = {}
@@ -35,4 +35,4 @@ def test_a_load_has_turns_between_the_blocks_of_a_store_that_shares_its_link() -
         moment = clock.next_wake()
         if moment is not None:
             clock.advance(moment, poll=False)
-    assert ended == {"load": 4.0, "store": 12.0}
+    assert ended == {"load": 3.0, "store": 11.0}

@@ -23,26 +23,27 @@ QUANTUM_BYTES = 64 << 20
 class Direction:
     """One direction of a link: a queue of transfers, each of which waits for those before it.
 
-    Thread-safe. `busy`: seconds in which it moved bytes; `moved`: bytes, both of the trace.
+    Thread-safe. `busy`: seconds of the trace in which it moved bytes.
     """
 
-    def __init__(self, clock: Clock, bandwidth: float) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.busy = 0.0
-        self.moved = 0.0
-        self._bandwidth = bandwidth
         self._free_at = 0.0
         # Without it two threads could take the same time of the link.
         self._lock = threading.Lock()
 
-    def move(self, size: float, since: float, latency: float = 0.0) -> float:
-        """Return, with the moment, when so many bytes have passed that were ready at `since`. They
-        wait for all that came before; the link is taken for `latency` seconds more."""
+    def passes(self, seconds: float, since: float) -> float:
+        """When a transfer of so many seconds is over that is ready at `since`. It waits for all
+        that came before."""
         with self._lock:
-            seconds = latency + size / self._bandwidth
             moment = self._free_at = max(since, self._free_at) + seconds
             self.busy += seconds
-            self.moved += size
+        return moment
+
+    def move(self, seconds: float, since: float) -> float:
+        """As `passes`; returns at that moment."""
+        moment = self.passes(seconds, since)
         self.clock.sleep_until(moment)
         return moment
 
@@ -77,10 +78,10 @@ class Link:
         store_rate: float | None = None,
     ) -> None:
         self.block_bytes = block_bytes * profile.stored_share
-        self.loads = Direction(clock, profile.load_bandwidth)
-        self.stores = Direction(clock, profile.store_bandwidth)
-        if profile.shared_link:
-            self.stores = self.loads
+        self._load_seconds = self.block_bytes / profile.load_bandwidth
+        self._store_seconds = self.block_bytes / profile.store_bandwidth
+        self.loads = Direction(clock)
+        self.stores = self.loads if profile.shared_link else Direction(clock)
         self._clock = clock
         self._profile = profile
         self._load_limit = Limit(load_rate) if load_rate else None
@@ -94,12 +95,12 @@ class Link:
         size, latency = self.block_bytes, self._profile.load_latency
         since = self._wait_for(self._load_limit, blocks * size, since)
         if self._profile.concurrency == 1:
-            self.loads.move(blocks * size, since, latency)
+            self.loads.move(latency + blocks * self._load_seconds, since)
             return
         since += latency
         self._clock.sleep_until(since)
         for turn in self._turns(blocks):
-            since = self.loads.move(turn * size, since)
+            since = self.loads.move(turn * self._load_seconds, since)
 
     def store(self, blocks: int, since: float) -> None:
         """Return when a store of so many blocks is over. Where loads share the link, they have
@@ -107,8 +108,12 @@ class Link:
         size, latency = self.block_bytes, self._profile.store_latency
         since = self._wait_for(self._store_limit, blocks * size, since)
         for turn in self._turns(blocks) if self._profile.shared_link else [blocks]:
-            since = self.stores.move(turn * size, since, latency)
+            since = self.stores.move(latency + turn * self._store_seconds, since)
             latency = 0.0
+
+    def stored_at(self, blocks: int, since: float) -> float:
+        """When a store of so many blocks is over; does not wait."""
+        return self.stores.passes(blocks * self._store_seconds, since)
 
     def _turns(self, blocks: int) -> list[int]:
         """How many of the blocks a transfer moves in each of its turns."""
@@ -187,7 +192,8 @@ class LinkedSpec(StoreSpec):
 
 
 class LinkedCopier:
-    """A copier whose loads from the host pool pass over a link. Gathers take no time."""
+    """A copier whose loads from the host pool pass over a link. Gathers take no time; the worker
+    tells late that their blocks are stored."""
 
     def __init__(self, copier: Copier, link: Link) -> None:
         self._copier = copier

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spec.chain import ChainSpec
-from spec.offloading import HostSpec, OffloadingSpec
 from tiers.connector.contract.stats import Measures
 from tiers.tuning.machine import Machine
 from tiers.tuning.replay.engine import ReplayEngine
@@ -78,8 +77,7 @@ def _use(
         name=name,
         hit_tokens=engine.outcome.tier_tokens[name],
         load_busy=loads / seconds,
-        store_busy=(stored * size / profile.store_bandwidth if _is_host(tier) else stores)
-        / seconds,
+        store_busy=stores / seconds,
         loaded_bytes=int(grown("loaded_blocks") * size),
         stored_bytes=int(stored * size),
         written_bytes_per_day=a_day,
@@ -88,10 +86,6 @@ def _use(
         life_years=profile.life_years(a_day, getattr(tier, "write_budget", None)),
         price_per_month=profile.price(getattr(tier, "capacity", None)),
     )
-
-
-def _is_host(tier: OffloadingSpec) -> bool:
-    return isinstance(tier, HostSpec)
 
 
 def _count(mark: Mark, tier: str, counter: str) -> float:

@@ -97,12 +97,14 @@ def _opened(
         states = parts.settings.requests
         assert states is not None, "tiers share them"
         stack.callback(scheduler.shutdown)
-        half = open_worker(behind, info, copier_over(_host_link(chain, links)), now=clock.now)
+        hosts = _host_links(chain, links)
+        copier = copier_over(next(iter(hosts.values()), None))
+        half = open_worker(behind, info, copier, now=clock.now)
         stack.callback(half.shutdown)
         stack.callback(clock.stop)
         half.register_kv_caches(kv.tensors)
         scheduler.set_xfer_handshake_metadata({0: half.get_handshake_metadata()})
-        worker = ReplayWorker(half, clock)
+        worker = ReplayWorker(half, clock, hosts)
         engine = ReplayEngine(
             scheduler, states, worker, kv, num_blocks, block_tokens, machine, clock
         )
@@ -139,9 +141,10 @@ def _paged_blocks(
     return blocks
 
 
-def _host_link(chain: ChainSpec, links: dict[str, Link]) -> Link | None:
-    hosts = [links[tier.tier_name] for tier in chain.tiers if isinstance(tier, HostSpec)]
-    return hosts[0] if hosts else None
+def _host_links(chain: ChainSpec, links: dict[str, Link]) -> dict[int, Link]:
+    """The links of tiers in host memory, by the tiers' places."""
+    places = enumerate(chain.tiers)
+    return {place: links[tier.tier_name] for place, tier in places if isinstance(tier, HostSpec)}
 
 
 class Driver:
@@ -186,7 +189,7 @@ class Driver:
                 worker.settle(engine.take)
             if clock.now() >= arrival if arrival is not None else not engine.busy:
                 return
-            events = [engine.next_event(), clock.next_wake(), arrival]
+            events = [engine.next_event(), clock.next_wake(), worker.next_end(), arrival]
             moments = [moment for moment in events if moment is not None]
             if not moments and not worker.busy:
                 raise CannotReplay("the engine is stuck: nothing is under way")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tiers.connector.contract.messages import OffloadingConnectorMetadata, OffloadingWorkerMetadata
+from tiers.connector.contract.messages import (
+    JobResult,
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
 from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiWorkerMetadata
 from tiers.connector.multi.worker import MultiWorker
 from tiers.connector.worker.loads import LOADERS
 from tiers.engine.replay.requests import StepOutput
 from tiers.tuning.replay.clock import Clock
+from tiers.tuning.replay.links import Link
 
 TURN = 20e-6
 """Seconds of the machine that the driver leaves to threads which have real work to do."""
@@ -46,14 +52,52 @@ class Jobs:
             self.stores -= said.jobs.keys()
 
 
+class Passing:
+    """Stores of a tier in host memory: gathered already, and not told until they have passed the
+    tier's link."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        # They pass in order. One of `dict` would be slow to tell its first after many have gone.
+        self._moments: OrderedDict[int, float] = OrderedDict()
+        self._results: dict[int, JobResult] = {}
+
+    def begin(self, orders: OffloadingConnectorMetadata, now: float) -> None:
+        """These stores wait for all that came before."""
+        for job in orders.reqs_to_store:
+            self._moments[job.job_id] = self._link.stored_at(len(job.items), now)
+
+    def hold(
+        self, said: OffloadingWorkerMetadata | None, now: float
+    ) -> OffloadingWorkerMetadata | None:
+        """What the tier says, with the stores that have passed for those that it says."""
+        jobs = said.jobs if said is not None else {}
+        for job_id in jobs.keys() & self._moments.keys():
+            self._results[job_id] = jobs.pop(job_id)
+        while self._moments:
+            job_id, moment = next(iter(self._moments.items()))
+            if moment > now or job_id not in self._results:
+                break
+            del self._moments[job_id]
+            said = said or OffloadingWorkerMetadata()
+            said.jobs[job_id] = self._results.pop(job_id)
+        return said
+
+    def next_end(self) -> float | None:
+        """When the next of them has passed."""
+        return next(iter(self._moments.values()), None)
+
+
 class ReplayWorker:
     """One rank. A step's loads begin with it and its stores when it ends; several steps may be
-    under way, one on each GPU."""
+    under way, one on each GPU. `links`: of the tiers in host memory, by their places."""
 
-    def __init__(self, half: MultiWorker, clock: Clock) -> None:
+    def __init__(self, half: MultiWorker, clock: Clock, links: Mapping[int, Link]) -> None:
         self._half = half
         self._clock = clock
+        self._passing = {place: Passing(link) for place, link in links.items()}
         self._jobs = [Jobs() for _ in half.children]
+        self._silence: list[OffloadingWorkerMetadata | None] = [None] * len(half.children)
         self._nothing = MultiConnectorMetadata(
             tuple(OffloadingConnectorMetadata() for _ in half.children), {}
         )
@@ -61,7 +105,7 @@ class ReplayWorker:
     @property
     def busy(self) -> bool:
         """Whether any transfer is under way."""
-        return any(jobs.loads or jobs.stores for jobs in self._jobs)
+        return any(jobs.loads or jobs.stores for jobs in self._jobs) or self.next_end() is not None
 
     @property
     def is_loading(self) -> bool:
@@ -85,6 +129,13 @@ class ReplayWorker:
         self._half.clear_connector_metadata()
         for jobs, part in zip(self._jobs, orders.metadata, strict=True):
             jobs.begin(part, loads=False)
+        for place, passing in self._passing.items():
+            passing.begin(orders.metadata[place], self._clock.now())
+
+    def next_end(self) -> float | None:
+        """When the next store in host memory has passed its link; None: none is under way."""
+        moments = [passing.next_end() for passing in self._passing.values()]
+        return min((moment for moment in moments if moment is not None), default=None)
 
     def poll(self) -> StepOutput:
         """What has ended since the last call."""
@@ -96,10 +147,13 @@ class ReplayWorker:
         output.invalid_block_ids = half.get_block_ids_with_load_errors()
         said = half.build_connector_worker_meta()
         half.clear_connector_metadata()
-        output.kv_connector_worker_meta = said
-        if isinstance(said, MultiWorkerMetadata):
-            for jobs, part in zip(self._jobs, said.metadata, strict=True):
-                jobs.end(part)
+        parts = list(said.metadata) if isinstance(said, MultiWorkerMetadata) else self._silence[:]
+        for jobs, part in zip(self._jobs, parts, strict=True):
+            jobs.end(part)
+        for place, passing in self._passing.items():
+            parts[place] = passing.hold(parts[place], self._clock.now())
+        if any(part is not None for part in parts):
+            output.kv_connector_worker_meta = MultiWorkerMetadata(tuple(parts))
         return output
 
     def settle(self, take: Callable[[StepOutput], None]) -> None:

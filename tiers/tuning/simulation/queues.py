@@ -107,8 +107,8 @@ class QueueSpace(LruSpace):
 
     def shrink(self) -> None:
         """Evict what is beyond the capacity."""
-        over = int(self.used - self.capacity)
-        while over > 0 and self.used:
+        over = self.over()
+        while over > 0:
             queue, most = self._next()
             order = self._queues[queue]
             run = next(iter(order))

@@ -25,6 +25,10 @@ class LruSpace:
         """`known` and `held` of those into which blocks are copied from here. What is on its way
         is being read, and so passed by."""
         self.used = 0
+        self.claimed = 0
+        """Blocks that have their place and are not there yet."""
+        self.places: float = math.inf
+        """For those and what is held."""
         self.held = [0] * runs
         self.known = [0] * runs
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -36,6 +40,17 @@ class LruSpace:
         for run in path[::-1]:
             if held[run]:
                 move(run)
+
+    def claim(self, blocks: int) -> None:
+        """Make room for blocks that are about to come."""
+        self.claimed += blocks
+        if self.used + self.claimed > self.places:
+            self.shrink()
+
+    def over(self) -> int:
+        """How many blocks are to be evicted."""
+        most = min(self.capacity, self.places - self.claimed)
+        return min(self.used, int(self.used - most)) if most < self.used else 0
 
     def store(self, job: Job) -> None:
         """Keep these blocks, which are new, and count the runs of their path as used now."""
@@ -58,7 +73,7 @@ class LruSpace:
     def shrink(self) -> None:
         """Evict what is beyond the capacity. Blocks that are being read keep their place."""
         held, known, pins = self.held, self.known, self.pins
-        over = int(self.used - self.capacity)
+        over = self.over()
         self.used -= over
         gone = []
         for run in self._order:

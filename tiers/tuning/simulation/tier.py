@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from tiers.tuning.simulation.counts import Counts
 from tiers.tuning.simulation.prompt import Offer, Prompt
 from tiers.tuning.simulation.spaces import Job, LruSpace, Part, TimedSpace, split
 from tiers.tuning.simulation.workload import Workload
@@ -18,10 +19,12 @@ ABREAST = 2
 
 
 class TierSettings(NamedTuple):
-    """A tier in blocks and seconds. `room`: blocks that may be on their way into it."""
+    """A tier in blocks and seconds. `room`: blocks that may be on their way into it. `is_host`:
+    they have their place in it from the first."""
 
     name: str
     room: float
+    is_host: bool
     store_threshold: int
     load_seconds: float
     """For each block, as `store_seconds` is."""
@@ -32,21 +35,6 @@ class TierSettings(NamedTuple):
     shared_link: bool
     budget: float | None
     """Blocks per second that the write budget admits."""
-
-
-class Counts:
-    """What a tier has done so far, in blocks and seconds. `hits`: loaded, and in time. `dropped`:
-    admitted, and without a slot so far."""
-
-    __slots__ = ("dropped", "hits", "load_busy", "loaded", "store_busy", "stored")
-
-    def __init__(self) -> None:
-        self.hits = self.loaded = self.dropped = self.stored = 0
-        self.load_busy = self.store_busy = 0.0
-
-    def values(self) -> dict[str, float]:
-        """All of them, by their names."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class Gpus:
@@ -76,6 +64,7 @@ class Tier:
         self._store_seconds = settings.store_seconds
         self._store_latency = settings.store_latency
         self._is_shared = settings.shared_link
+        self._is_host = settings.is_host
         self._threshold = settings.store_threshold
         self._has_rules = self._threshold > 1 or settings.budget is not None
         self._uses: dict[int, int] = {}
@@ -102,10 +91,12 @@ class Tier:
         begin = max(now, self.load_free)
         busy = blocks * settings.load_seconds
         if settings.shared_link:
-            # Each has half of the link for as long as both have something to move.
-            behind = min(busy, max(0.0, self._store_free + self.delay - begin))
-            self.delay += behind
-            busy += behind
+            # Blocks take turns for as long as both have something to move, and loads two at a time.
+            backlog = max(0.0, self._store_free + self.delay - begin)
+            loads = blocks if begin == now else blocks / ABREAST
+            turns = min(loads, backlog / settings.store_seconds)
+            self.delay += turns * settings.load_seconds
+            busy += turns * settings.store_seconds
             if self.jobs and not self._is_timed:
                 self.due = self.jobs[0][0] + self.delay
         self.load_free = end = begin + busy
@@ -125,7 +116,10 @@ class Tier:
             loads.popleft()
         queued = sum(one for _, one in loads) / ABREAST
         settings = self.settings
-        return settings.load_latency + (queued + blocks) * settings.load_seconds
+        seconds = settings.load_seconds
+        if self._is_shared and self.jobs:
+            seconds += settings.store_seconds  # so slowly did the last ones come
+        return settings.load_latency + (queued + blocks) * seconds
 
     # -- stores ------------------------------------------------------------------------------
 
@@ -232,7 +226,10 @@ class Tier:
         if begin < now:
             begin = now
         if self._is_shared:
-            busy += min(busy, max(0.0, self.load_free - begin))
+            turns = job[1] * self.settings.load_seconds
+            busy += min(turns, max(0.0, self.load_free - begin))
+        if self._is_host:
+            self.space.claim(job[1])
         self._store_free = end = begin + busy + self._store_latency - delay
         self.jobs.append((end, busy, job))
         if self.due == math.inf:
@@ -243,8 +240,10 @@ class Tier:
         jobs, store, counts = self.jobs, self.space.store, self.counts
         while jobs and jobs[0][0] + self.delay <= now:
             end, busy, job = jobs.popleft()
-            store(job)
             blocks = job[1]
+            if self._is_host:
+                self.space.claimed -= blocks
+            store(job)
             self._room += blocks
             counts.stored += blocks
             counts.store_busy += busy

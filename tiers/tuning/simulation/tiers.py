@@ -27,7 +27,8 @@ def tiers_of(chain: SimChain, machine: Machine, workload: Workload) -> list[Tier
     tiers = []
     for tier in chain.tiers:
         profile = machine.profile(tier.name, tier.type)
-        settings = _settings(tier, profile, block_bytes, slots * share)
+        most = slots if tier.is_host else slots * share
+        settings = _settings(tier, profile, block_bytes, most)
         capacity = tier.capacity if tier.capacity is not None else profile.capacity
         blocks = math.inf if capacity is None else _blocks(tier, capacity, profile, block_bytes)
         tiers.append(Tier(settings, workload, _space(tier, blocks, len(workload.lengths))))
@@ -36,6 +37,7 @@ def tiers_of(chain: SimChain, machine: Machine, workload: Workload) -> list[Tier
     for one, spec in pairs:
         # A block on its way from its slot into a store is not evicted.
         one.space.pins = stores if spec.is_host else ()
+        one.space.places = slots if spec.is_host else math.inf
     return tiers
 
 
@@ -65,7 +67,7 @@ def _slots(chain: SimChain, machine: Machine, block_tokens: int, block_bytes: in
 def _settings(tier: SimTier, profile: TierProfile, block_bytes: int, most: float) -> TierSettings:
     size = block_bytes * profile.stored_share
     bandwidth = min(profile.store_bandwidth, tier.store_rate or math.inf)
-    room = math.inf if tier.is_host else float(max(1, int(most)))
+    room = float(max(1, int(most)))
     if tier.max_inflight is not None:
         room = min(room, max(1, tier.max_inflight // block_bytes))
     elif not tier.is_host:
@@ -73,6 +75,7 @@ def _settings(tier: SimTier, profile: TierProfile, block_bytes: int, most: float
     return TierSettings(
         tier.name,
         room,
+        tier.is_host,
         tier.store_threshold,
         size / min(profile.load_bandwidth, tier.load_rate or math.inf),
         size / bandwidth,
