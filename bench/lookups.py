@@ -43,6 +43,8 @@ AT_ONCE = 16
 RATES = (0.5, 1.0, 1.2, 1.5, 2.0, 4.0)
 LOOKUP = 0.005
 """Seconds of a lookup in the slow store."""
+FEW_BLOCKS = 8
+"""Blocks of the prompts that it is asked for."""
 PROMPTS = 1000
 """Different prompts that the slow store is asked for."""
 KEPT = 20
@@ -69,23 +71,6 @@ class Served:
     wait: float
 
 
-class OneAtATime:
-    """Passes lookups one after the other, each in `LOOKUP` seconds, as a busy server does."""
-
-    def __init__(self) -> None:
-        self._free_at = 0.0
-        self._lock = threading.Lock()  # two that read the same end would pass at once
-
-    def delay(self, verb: str, _: int) -> float:
-        """Seconds until this call has passed."""
-        if verb != "has":
-            return 0.0
-        with self._lock:
-            now = time.perf_counter()
-            self._free_at = max(now, self._free_at) + LOOKUP
-            return self._free_at - now
-
-
 class AllHeld(MemoryStore):
     """Says that it holds every key, and remembers their `names`."""
 
@@ -97,6 +82,24 @@ class AllHeld(MemoryStore):
         """Every key."""
         self.names.update(keys)
         return [True] * len(keys)
+
+
+class OneAtATime(AllHeld):
+    """Answers for one prompt after the other, each in `LOOKUP` seconds, as a busy server does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free_at = 0.0
+        self._lock = threading.Lock()  # two that read the same end would pass at once
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Every key, when all of them have passed."""
+        with self._lock:
+            now = time.perf_counter()
+            self._free_at = max(now, self._free_at) + LOOKUP * len(keys) / FEW_BLOCKS
+            left = self._free_at - now
+        time.sleep(left)
+        return super().has(keys)
 
 
 class Engine:
@@ -192,9 +195,9 @@ def cases(scale: Scale) -> Iterator[Iterator[Case]]:
 
 
 def _all(size: Size, stack: ExitStack) -> Iterator[Case]:
-    busy = _engine(_given(AllHeld(), Pace(OneAtATime().delay)), 8, 1, PROMPTS, stack)
+    busy = _engine(_given(OneAtATime(), Pace()), FEW_BLOCKS, 1, PROMPTS, stack)
     far = Pace(lambda verb, _: LOOKUP if verb == "has" else 0.0)
-    far_off = _engine(_given(AllHeld(), far), 8, 1, PROMPTS, stack)
+    far_off = _engine(_given(AllHeld(), far), FEW_BLOCKS, 1, PROMPTS, stack)
     yield from _one("5 ms a lookup, one at a time", busy, size)
     yield Case(
         "lookups",

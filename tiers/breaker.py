@@ -53,6 +53,8 @@ class Breaker:
 
     def is_refusing(self) -> bool:
         """Whether a call would be refused now. Does not use up a trial."""
+        if self._retry_at is None:  # asked several times a request: without the lock
+            return False
         with self._lock:
             return self._refuses()
 
@@ -76,6 +78,8 @@ class Breaker:
 
     def notice_late(self) -> bool:
         """Count calls that exceeded their deadline as failed; True if that opened the breaker."""
+        if not self._under_way:
+            return False
         with self._lock:
             limit = self._clock() - self.deadline
             late = [c for c in self._under_way if c.began < limit and not c.is_late]

@@ -59,7 +59,8 @@ class TierStore(Protocol):
     scheduler's own thread calls `peek` and `touch` if the spec says `is_prompt`.
 
     Batches: `put` and `get` are given 64 blocks and 32 MiB at most (`batch_blocks`), one block at
-    least; `has`, `peek` and `touch` the keys of a whole prompt, thousands of each rank; `drop` 256
+    least; `peek` and `touch` the keys of a whole prompt, thousands of each rank, `has` also
+    those of several prompts; `drop` 256
     keys of each rank. A verb that takes longer than the spec's `deadline` (10 s) counts as failed,
     but goes on.
 

@@ -72,7 +72,7 @@ class RedisClient:
         stored = [False] * len(names)
         expiry = () if self._ttl_ms is None else (b"PX", self._ttl_ms)
 
-        def operation(stream: Stream, positions: list[int]) -> None:
+        def operation(stream: Stream, positions: Sequence[int]) -> None:
             here = [names[position] for position in positions]
             done = pipeline.store(
                 stream, here, lambda at: record(positions[at]), expiry, self._window
@@ -87,7 +87,7 @@ class RedisClient:
         """Load values into the memory of `requests`, and tell `on_value` of each that exists: as
         None if it is no string, or longer than its request's memory."""
 
-        def operation(stream: Stream, positions: list[int]) -> None:
+        def operation(stream: Stream, positions: Sequence[int]) -> None:
             here = [requests[position] for position in positions]
             pipeline.load(stream, here, lambda at, got: on_value(positions[at], got), self._window)
 
@@ -103,8 +103,11 @@ class RedisClient:
         """Send `verb name *after` for each name; whether each was answered by more than 0."""
         answers = [False] * len(names)
 
-        def operation(stream: Stream, positions: list[int]) -> None:
-            commands = each_command(verb, [names[position] for position in positions], *after)
+        def operation(stream: Stream, positions: Sequence[int]) -> None:
+            # What a lookup costs: it asks for a prompt's blocks of all ranks.
+            is_all = isinstance(positions, range)
+            here = names if is_all else [names[position] for position in positions]
+            commands = each_command(verb, here, *after)
             began = time.monotonic()
             stream.send([commands])
             done = 0
@@ -112,8 +115,11 @@ class RedisClient:
                 some = _answers(stream, len(positions) - done if done else 1)
                 if not done:
                     self._window.answered(time.monotonic() - began)
-                for position, answer in zip(positions[done:], some, strict=False):
-                    answers[position] = answer
+                if is_all:
+                    answers[done : done + len(some)] = some
+                else:
+                    for position, answer in zip(positions[done:], some, strict=False):
+                        answers[position] = answer
                 done += len(some)
 
         self._dispatch(names, kind, operation, deadline)

@@ -13,8 +13,8 @@ from tiers.remote.resp import Reply, ServerError
 from tiers.remote.stream import Deadline, Stream
 from tiers.remote.url import Endpoint
 
-Operation = Callable[[Stream, list[int]], None]
-"""Called with a connection to a server, and the positions of the names it has."""
+Operation = Callable[[Stream, Sequence[int]], None]
+"""Called with a connection to a server, and the positions of the names it has: a range if all."""
 
 Kind = Literal["reads", "writes"]
 """What an operation does at a server; a server that refuses one kind may do the other."""
@@ -46,7 +46,7 @@ class OneServer:
         self, names: Sequence[bytes], kind: Kind, operation: Operation, deadline: Deadline
     ) -> None:
         with self._pool.borrow(deadline) as stream:
-            operation(stream, list(range(len(names))))
+            operation(stream, range(len(names)))
 
     def close(self) -> None:
         self._pool.close()
@@ -69,7 +69,7 @@ class Sentinels:
         master = self._master or self._find(deadline)
         try:
             with master.borrow(deadline) as stream:
-                operation(stream, list(range(len(names))))
+                operation(stream, range(len(names)))
         except FAILURES:
             self._master = None
             raise

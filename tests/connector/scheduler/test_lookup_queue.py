@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from math import ceil
 from types import SimpleNamespace
 
 import pytest
@@ -27,8 +28,9 @@ from tiers.testing import GivenSpec, MemoryStore
 
 SPACE = b"space"
 THREADS = LookupQueue.THREADS
-STANDING = LookupQueue.STANDING_PART * LOOKUP_SECONDS
+BURST = LookupQueue.BURST_PART * LOOKUP_SECONDS
 SHORT = LookupQueue.STANDING_WAIT
+STEP = 0.005
 
 
 class Hanging(MemoryStore):
@@ -67,6 +69,12 @@ class Asking:
         """Whether the key is held; None: not known yet."""
         held = self.manager.coverage(lookup, [key], range(1))
         return None if held is None else held[0]
+
+    def pass_time(self, seconds: float) -> None:
+        """An engine of short steps asks for something that is there, in each."""
+        for _ in range(round(seconds / STEP)):
+            self.clock.now += STEP
+            self.manager.wait_a_moment()
 
     def occupy(self) -> None:
         """Have every thread hang in a lookup."""
@@ -233,41 +241,173 @@ def test_what_came_first_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None
         assert asking.poll(first, b"0") is True
     finally:
         asking.manager.close()
-    order = [call[0].removeprefix(SPACE) for call in asking.store.calls]
+    order = [key.removeprefix(SPACE) for call in asking.store.calls for key in call]
     assert order == [b"%d" % number for number in (0, 1, 2, 3, 5, 6, 7, 8)]
 
 
 def test_a_burst_waits_and_a_standing_queue_does_not(asking: Asking) -> None:
     asking.occupy()
     burst = [asking.ask(b"burst %d" % number) for number in range(3)]
-    asking.clock.now += STANDING - 0.1
+    asking.pass_time(BURST - 0.1)
     assert [asking.poll(one, b"") for one in burst] == [None] * 3, "it was empty of late"
-    asking.clock.now += 0.1
+    asking.pass_time(0.1)
     assert [asking.poll(one, b"") for one in burst] == [False] * 3, "it stands"
     late = asking.ask(b"late")
-    asking.clock.now += SHORT / 2
+    asking.pass_time(SHORT)
     assert asking.poll(late, b"") is None
-    asking.clock.now += SHORT
+    asking.pass_time(SHORT + 3 * STEP)
     assert asking.poll(late, b"") is False
     asking.answer_all()
     assert not asking.asked & {b"late", *(b"burst %d" % number for number in range(3))}
 
 
-def test_a_queue_that_was_emptied_holds_the_next_burst(asking: Asking) -> None:
+def test_in_long_steps_a_standing_queue_waits_for_the_next_one(asking: Asking) -> None:
+    """Whatever a thread answers meanwhile is heard only then."""
     asking.occupy()
-    asking.clock.now += 2 * STANDING
+    burst = asking.ask(b"burst")
+    asking.pass_time(BURST)
+    assert asking.poll(burst, b"burst") is False
+    asking.clock.now += 0.2
+    late = asking.ask(b"late")
+    asking.clock.now += 0.2
+    assert asking.poll(late, b"late") is None
+
+
+class Timed(MemoryStore):
+    """Holds everything; a lookup takes `SECONDS` of a clock. One at a time, when `go` is set."""
+
+    SECONDS = 0.006
+    peek = None  # type: ignore[assignment]
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.go = clock, threading.Event()
+        self.calls: list[list[bytes]] = []
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        self.calls.append(list(keys))
+        assert self.go.wait(20)
+        self.clock.now += self.SECONDS
+        return [True] * len(keys)
+
+    def close(self) -> None:
+        self.go.set()
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LookupQueue, Timed]]:
+    """One thread that hangs in a lookup; it has made ten others."""
+    monkeypatch.setattr(LookupQueue, "THREADS", 1)
+    store = Timed(Clock())
+    queue = LookupQueue(store.has, LOOKUP_SECONDS, store.clock)
+    store.go.set()
+    for _ in range(10):
+        assert queue.ask([b"a"], 0).answer.result(20) == [True]
+    store.go.clear()
+    queue.ask([b"hangs"], 0)
+    wait_for(lambda: len(store.calls) == 11)
+    yield queue, store
+    store.close()
+    queue.threads.shutdown()
+
+
+def refused(queue: LookupQueue, count: int) -> list[bool]:
+    """Which questions are refused, of so many at once."""
+    return [queue.ask([b"%d" % number], 0).answer.cancelled() for number in range(count)]
+
+
+def test_of_a_burst_what_is_answered_in_time_is_taken(timed: tuple[LookupQueue, Timed]) -> None:
+    queue, store = timed
+    answered = ceil(BURST / store.SECONDS)
+    assert refused(queue, answered + 5) == [False] * answered + [True] * 5
+    store.go.set()
+    wait_for(lambda: not queue._waiting and not queue._calls)
+    asked = {key for call in store.calls for key in call}
+    assert b"%d" % (answered - 1) in asked
+    assert b"%d" % answered not in asked, "what is refused costs the store nothing"
+
+
+def test_a_standing_queue_takes_what_is_answered_soon(timed: tuple[LookupQueue, Timed]) -> None:
+    queue, store = timed
+    waiting = queue.ask([b"waits"], 0)
+    for _ in range(round(BURST / STEP)):
+        store.clock.now += STEP
+        queue.gives_up(waiting)
+    assert waiting.answer.cancelled()
+    soon = ceil((SHORT + STEP) / store.SECONDS)
+    assert refused(queue, 5) == [number >= soon for number in range(5)]
+
+
+def test_what_waits_is_asked_in_one_call(timed: tuple[LookupQueue, Timed]) -> None:
+    queue, store = timed
+    questions = [queue.ask([b"x", b"y", b"z"][:number], 0) for number in (1, 2, 3)]
+    taken_back = queue.ask([b"nobody"], 0)
+    taken_back.answer.cancel()
+    store.go.set()
+    assert [len(one.answer.result(20)) for one in questions] == [1, 2, 3]
+    assert store.calls[11:] == [[b"x", b"x", b"y", b"x", b"y", b"z"]]
+
+
+def test_a_call_is_bounded(
+    timed: tuple[LookupQueue, Timed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LookupQueue, "TOGETHER", 3)
+    queue, store = timed
+    for _ in range(3):
+        queue.ask([b"x", b"y"], 0)
+    last = queue.ask([b"a", b"b", b"c", b"d"], 0)
+    store.go.set()
+    assert last.answer.result(20) == [True] * 4
+    assert [len(call) for call in store.calls[11:]] == [4, 6]
+
+
+def test_a_slow_store_is_asked_one_by_one(timed: tuple[LookupQueue, Timed]) -> None:
+    """All of a call are answered when the last is: a long one would be too late for each."""
+    queue, store = timed
+    store.SECONDS = 3.0
+    store.go.set()
+    wait_for(lambda: not queue._calls)
+    store.go.clear()
+    for number in range(2):
+        last = queue.ask([b"%d" % number], 0)
+    store.go.set()
+    assert last.answer.result(20) == [True]
+    assert [len(call) for call in store.calls[11:]] == [1, 1]
+
+
+def test_an_error_is_the_answer_to_all_of_a_call(timed: tuple[LookupQueue, Timed]) -> None:
+    queue, store = timed
+    questions = [queue.ask([b"x"], 0) for _ in range(2)]
+
+    def fails(_: Sequence[bytes]) -> list[bool]:
+        raise RuntimeError("broken")
+
+    queue._look = fails
+    store.go.set()
+    for one in questions:
+        with pytest.raises(RuntimeError, match="broken"):
+            one.answer.result(20)
+    queue._look = store.has
+    assert queue.ask([b"x"], 0).answer.result(20) == [True]
+
+
+def test_a_queue_that_was_empty_long_enough_holds_the_next_burst(asking: Asking) -> None:
+    asking.occupy()
+    asking.ask(b"waits")
+    asking.pass_time(2 * BURST)
     asking.answer_all()
+    asking.pass_time(BURST)
     asking.store.go.clear()
     asking.occupy()
-    asking.clock.now += 2 * SHORT
     waiting = asking.ask(b"waits")
-    asking.clock.now += 2 * SHORT
+    asking.pass_time(4 * SHORT)
     assert asking.poll(waiting, b"waits") is None
 
 
 def test_an_answer_under_way_is_waited_for_in_a_standing_queue(asking: Asking) -> None:
     asking.occupy()
-    asking.clock.now += 2 * STANDING
+    asking.ask(b"waits")
+    asking.pass_time(2 * BURST)
     asking.answer_all()
     asking.store.go.clear()
     begun = len(asking.store.calls)
@@ -294,7 +434,7 @@ def test_a_question_with_a_thread_to_itself_is_waited_for(asking: Asking) -> Non
     asking.manager._queue.threads.shutdown()
     asking.manager._queue.threads = Starved()  # type: ignore[assignment]
     lookup = asking.ask(b"alone")
-    asking.clock.now += STANDING + SHORT
+    asking.clock.now += BURST + 4 * SHORT
     assert asking.poll(lookup, b"alone") is None
     asking.clock.now += LOOKUP_SECONDS
     assert asking.poll(lookup, b"alone") is False

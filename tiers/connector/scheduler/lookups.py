@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -53,67 +54,162 @@ class Lookup:
             self.asked = None
 
 
+class _Question(NamedTuple):
+    """Keys that a store is to be asked for, and the answer."""
+
+    keys: list[bytes]
+    answer: Future[list[bool]]
+
+
+_REFUSED: Future[list[bool]] = Future()
+_REFUSED.cancel()
+
+
 class LookupQueue:
     """Questions to a store behind a network, first come first asked; used by the scheduler's
     thread.
 
-    A question that nobody waits for any more is never asked, so that past the store's capacity
-    each answer still serves a request. How long a question may wait for a thread depends on the
-    queue. One that was empty of late holds a burst, and is worth waiting for: as long as for any
-    answer. One that has been standing makes all wait alike and answers no more of them, so each
-    waits `STANDING_WAIT`. The rule is that of CoDel (Nichols and Jacobson, 2012) as servers use it
-    (Maurer, "Fail at Scale", 2015).
+    A thread asks for its share of the queue in one call: each call takes several turns for the
+    interpreter's lock. What nobody waits for any more is never asked, and what would wait in vain
+    is refused at once, which costs next to nothing. So past the store's capacity each answer still
+    serves a request. How many questions may wait depends on the queue. One that was empty of late
+    holds a burst, which is worth waiting for. One that has been standing makes all wait alike and
+    answers no more of them, so it takes what is answered soon. The rule is that of CoDel (Nichols
+    and Jacobson, 2012) as servers use it (Maurer, "Fail at Scale", 2015), but for the end that is
+    cut.
     """
 
     THREADS = 4
-    """Questions asked at once. A store behind a network answers as many times more of them as long
-    as it is waited for; what is computed for one is the interpreter's, one thread at a time."""
-    STANDING_PART = 0.5
-    """A queue is standing when for this part of what a request waits no question found a thread
-    free."""
+    """Calls at once. A store behind a network answers as many times more of them as long as it is
+    waited for; what is computed for one is the interpreter's, one thread at a time."""
+    TOGETHER = 1024
+    """Keys of a call, unless one question has more; of each rank."""
+    BURST_PART = 0.5
+    """The part of what a request waits for which a queue may stand. It is used up while questions
+    wait for a thread, and comes back while none does."""
     STANDING_WAIT = 0.015
-    """Seconds for which a question then waits for a thread, until the engine's next step."""
+    """Seconds for which a question then waits for a thread, beside one of the engine's steps."""
+    STEP_HALVES = 0.1
+    """Seconds after which the engine's longest step counts half."""
 
-    def __init__(self, patience: float, clock: Callable[[], float]) -> None:
-        """`patience`: seconds that a request waits for an answer. `clock` gives seconds."""
+    def __init__(
+        self,
+        look: Callable[[Sequence[bytes]], list[bool]],
+        patience: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """`look` asks the store, on a thread. `patience`: seconds that a request waits for an
+        answer. `clock` gives seconds."""
         self.threads = io_executor(self.THREADS, "lookup")
+        self._look = look
         self._patience = patience
         self._clock = clock
-        self._waiting: deque[Future[list[bool]]] = deque()
-        self._begun: list[Future[list[bool]]] = []
-        self._free_at = -math.inf
+        # Without it a call that ends would be counted while another is taken, and be lost.
+        self._lock = threading.Lock()
+        self._waiting: deque[_Question] = deque()
+        self._calls: list[list[_Question]] = []
+        self._ended = 0
+        self._each = 0.0
+        self._most_spare = self.BURST_PART * patience
+        self._spare, self._is_free = self._most_spare, True
+        self._noted = self._came = clock()
+        self._step = 0.0
 
-    def ask(
-        self, look: Callable[[Sequence[bytes]], list[bool]], keys: Sequence[bytes], first: int
-    ) -> Asked:
-        """Have a thread look up the keys from number `first` on."""
-        now = self._clock()
-        self._note_free(now, self.THREADS - 1)
-        answer = self.threads.submit(look, list(keys[first:]))
-        self._waiting.append(answer)
-        return Asked(first, answer, now)
+    def ask(self, keys: Sequence[bytes], first: int) -> Asked:
+        """Have a thread look up the keys from number `first` on, or refuse to."""
+        now = self._now()
+        with self._lock:
+            self._note_free(now)
+            wait = len(self._waiting) * self._each
+            if not self._is_free and wait >= max(self._spare, self._soon()):
+                return Asked(first, _REFUSED, now)
+            question = _Question(list(keys[first:]), Future())
+            self._waiting.append(question)
+            self._note_free(now)
+        self.threads.submit(self._answer)
+        return Asked(first, question.answer, now)
 
     def wait_a_moment(self) -> None:
         """Wait for an answer, if any is under way: the step has nothing to compute."""
-        self._note_free(self._clock(), self.THREADS)
-        wait_a_moment([*self._begun, *self._waiting])
-
-    def _note_free(self, now: float, most: int) -> None:
-        """A thread is free where `most` questions at most have no answer."""
-        while self._waiting and (self._waiting[0].running() or self._waiting[0].done()):
-            self._begun.append(self._waiting.popleft())
-        self._begun = [answer for answer in self._begun if not answer.done()]
-        if len(self._begun) + len(self._waiting) <= most:
-            self._free_at = now
+        with self._lock:
+            self._note_free(self._now())
+            asked = [one.answer for some in (*self._calls, self._waiting) for one in some]
+        wait_a_moment(asked)
 
     def gives_up(self, asked: Asked) -> bool:
         """Whether nobody waits for an answer any more. A question that was not asked yet then
         never is."""
-        now = self._clock()
-        # A question that has a thread to itself waits for no other, however late the thread is.
-        self._note_free(now, self.THREADS)
+        now = self._now()
+        with self._lock:
+            self._note_free(now)
         waited = now - asked.since
-        is_standing = now >= self._free_at + self.STANDING_PART * self._patience
-        if waited >= (min(self.STANDING_WAIT, self._patience) if is_standing else self._patience):
+        # More than was expected where the store has become slow, or hangs.
+        if waited >= (self._patience if self._spare else 2 * self._soon()):
             asked.answer.cancel()  # without effect on one that a thread has begun
         return asked.answer.cancelled() or waited >= self._patience
+
+    def _now(self) -> float:
+        """The time. An engine asks at the beginning of each step, so that a step is a pause."""
+        now = self._clock()
+        pause, self._came = now - self._came, now
+        self._step = max(pause, self._step * 0.5 ** (pause / self.STEP_HALVES))
+        return now
+
+    def _soon(self) -> float:
+        """Seconds that a question may wait in a queue that stands."""
+        return min(self.STANDING_WAIT + self._step, self._most_spare)
+
+    def _note_free(self, now: float) -> None:
+        """Count the time since the last call, and note whether no question waits from now on."""
+        while self._waiting and self._waiting[0].answer.cancelled():
+            self._waiting.popleft()
+        passed, self._noted = max(0.0, now - self._noted), max(now, self._noted)
+        spare = self._spare + (passed if self._is_free else -passed)
+        self._spare = min(max(0.0, spare), self._most_spare)
+        # A question that has a thread to itself waits for no other, however late the thread is.
+        self._is_free = len(self._waiting) + len(self._calls) <= self.THREADS
+
+    # -- its threads -------------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        """Answer this thread's share of what waits, if anything does."""
+        call, began = self._next_call(), self._clock()
+        if not call:
+            return
+        try:
+            held = self._look([key for one in call for key in one.keys])
+        except BaseException as error:  # noqa: BLE001 - raised where the answer is asked for
+            for one in call:
+                one.answer.set_exception(error)
+        else:
+            start = 0
+            for one in call:
+                one.answer.set_result(held[start : start + len(one.keys)])
+                start += len(one.keys)
+        now = self._clock()
+        with self._lock:
+            self._calls.remove(call)
+            self._note_free(now)
+            self._ended += 1
+            each = (now - began) / len(call) / self.THREADS
+            self._each += (each - self._each) * max(0.1, 1 / self._ended)
+
+    def _next_call(self) -> list[_Question]:
+        call: list[_Question] = []
+        with self._lock:
+            self._note_free(self._clock())
+            share, keys = self._share(), 0
+            while self._waiting and (not call or (len(call) < share and keys < self.TOGETHER)):
+                one = self._waiting.popleft()
+                if one.answer.set_running_or_notify_cancel():
+                    call.append(one)
+                    keys += len(one.keys)
+            if call:
+                self._calls.append(call)
+            self._note_free(self._noted)
+        return call
+
+    def _share(self) -> int:
+        """Questions of a call: a thread's part, if a call of that many is answered soon."""
+        soon = int(self._soon() / (self.THREADS * self._each)) if self._each else 1
+        return min(-(-len(self._waiting) // self.THREADS), soon)

@@ -64,7 +64,7 @@ class StoreManager(TierManager):
         self._found_index: LocalIndex | None = None
         name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
         self._unfound = UnfoundKeys(name)
-        self._queue = LookupQueue(lookup_deadline, clock)
+        self._queue = LookupQueue(self._look, lookup_deadline, clock)
         threads, ranks = self._queue.threads, len(namespaces)
         self._uses = StoreUses(store, self._names, ranks, threads, clock)
         self.retaining = RenewedUses(self._uses, self._held_now)
@@ -132,7 +132,7 @@ class StoreManager(TierManager):
         asked = lookup.asked
         if asked is None or asked.first > first or now > lookup.until:
             lookup.renew()
-            asked = lookup.asked = self._queue.ask(self._look, keys, first)
+            asked = lookup.asked = self._queue.ask(keys, first)
         return asked
 
     def _spaces(self) -> list[bytes]:
@@ -238,7 +238,8 @@ class StoreManager(TierManager):
         """What its guard says of reads; writes are the workers'."""
         if not isinstance(self._store, Guarded):
             return HEALTHY
-        return self._store.health._replace(writes=True, writes_up=True)
+        found = self._store.health
+        return found if found is HEALTHY else found._replace(writes=True, writes_up=True)
 
     def close(self) -> None:
         """Close the store, once what nobody can find again is dropped, as far as time allows."""
