@@ -261,6 +261,16 @@ def test_a_burst_waits_and_a_standing_queue_does_not(asking: Asking) -> None:
     assert not asking.asked & {b"late", *(b"burst %d" % number for number in range(3))}
 
 
+def test_what_an_idle_engine_paused_is_no_step_for_long(asking: Asking) -> None:
+    asking.clock.now += 100.0
+    asking.occupy()
+    asking.ask(b"burst")
+    asking.pass_time(2 * BURST)
+    late = asking.ask(b"late")
+    asking.pass_time(2 * SHORT + 3 * STEP)
+    assert asking.poll(late, b"late") is False
+
+
 def test_in_long_steps_a_standing_queue_waits_for_the_next_one(asking: Asking) -> None:
     """Whatever a thread answers meanwhile is heard only then."""
     asking.occupy()
@@ -274,7 +284,7 @@ def test_in_long_steps_a_standing_queue_waits_for_the_next_one(asking: Asking) -
 
 
 class Timed(MemoryStore):
-    """Holds everything; a lookup takes `SECONDS` of a clock. One at a time, when `go` is set."""
+    """Holds all but `y`; a lookup takes `SECONDS` of a clock. One at a time, when `go` is set."""
 
     SECONDS = 0.006
     peek = None  # type: ignore[assignment]
@@ -288,7 +298,7 @@ class Timed(MemoryStore):
         self.calls.append(list(keys))
         assert self.go.wait(20)
         self.clock.now += self.SECONDS
-        return [True] * len(keys)
+        return [key != b"y" for key in keys]
 
     def close(self) -> None:
         self.go.set()
@@ -340,11 +350,13 @@ def test_a_standing_queue_takes_what_is_answered_soon(timed: tuple[LookupQueue, 
 
 def test_what_waits_is_asked_in_one_call(timed: tuple[LookupQueue, Timed]) -> None:
     queue, store = timed
-    questions = [queue.ask([b"x", b"y", b"z"][:number], 0) for number in (1, 2, 3)]
+    questions = [queue.ask([b"x"], 0)]
     taken_back = queue.ask([b"nobody"], 0)
+    questions += [queue.ask([b"x", b"y", b"z"][:number], 0) for number in (2, 3)]
     taken_back.answer.cancel()
     store.go.set()
-    assert [len(one.answer.result(20)) for one in questions] == [1, 2, 3]
+    answers = [one.answer.result(20) for one in questions]
+    assert answers == [[True], [True, False], [True, False, True]]
     assert store.calls[11:] == [[b"x", b"x", b"y", b"x", b"y", b"z"]]
 
 
@@ -433,7 +445,8 @@ def test_a_question_with_a_thread_to_itself_is_waited_for(asking: Asking) -> Non
     """On a busy machine a thread begins late, which is no queue."""
     asking.manager._queue.threads.shutdown()
     asking.manager._queue.threads = Starved()  # type: ignore[assignment]
-    lookup = asking.ask(b"alone")
+    asking.manager._queue._each = 10.0
+    lookup = [asking.ask(b"alone") for _ in range(THREADS)][-1]
     asking.clock.now += BURST + 4 * SHORT
     assert asking.poll(lookup, b"alone") is None
     asking.clock.now += LOOKUP_SECONDS

@@ -152,7 +152,8 @@ class LookupQueue:
         """The time. An engine asks at the beginning of each step, so that a step is a pause."""
         now = self._clock()
         pause, self._came = now - self._came, now
-        self._step = max(pause, self._step * 0.5 ** (pause / self.STEP_HALVES))
+        step = self._step * 0.5 ** (pause / self.STEP_HALVES)
+        self._step = min(max(pause, step), self._most_spare)
         return now
 
     def _soon(self) -> float:
