@@ -81,6 +81,15 @@ def flood(engine: ReplayEngine, prompts: int = ROOM, hints: Any = None, salt: st
         ask(engine, [start + number, *range(2 * SIZE - 1)], hints, salt)
 
 
+def assert_retained_for(seconds: float, made: ReplayEngine, clock: Clock) -> None:
+    clock.now += seconds - 1
+    flood(made)
+    assert held(made, PREFIX) == [True] * 4
+    clock.now += 2
+    flood(made)
+    assert held(made, PREFIX) == [False] * 4
+
+
 def retained(engine: ReplayEngine) -> float:
     return measured(engine, "retained_blocks", "tier")
 
@@ -145,12 +154,7 @@ def test_when_its_time_is_over_it_is_as_any_other(
     clock = Clock(1000.0)
     made = make(engine, kind, tmp_path, now=clock)
     ask(made, PREFIX, RETAIN)
-    clock.now += 59
-    flood(made)
-    assert held(made, PREFIX) == [True] * 4
-    clock.now += 2
-    flood(made)
-    assert held(made, PREFIX) == [False] * 4
+    assert_retained_for(60, made, clock)
     assert retained(made) == 0
 
 
@@ -163,12 +167,7 @@ def test_its_time_counts_from_the_last_request_that_said_so(
     ask(made, PREFIX, RETAIN)
     clock.now += 50
     ask(made, PREFIX, RETAIN)
-    clock.now += 50
-    flood(made)
-    assert held(made, PREFIX) == [True] * 4
-    clock.now += 11
-    flood(made)
-    assert held(made, PREFIX) == [False] * 4
+    assert_retained_for(60, made, clock)
 
 
 @pytest.mark.parametrize("kind", KINDS)
