@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.support.clock import Clock
-from tiers.connector.scheduler.retained import Bounds, Retained
+from tiers.connector.scheduler.hints.retained import Bounds, Retained
 
 PLENTY = Bounds(1000, 1000)
 

@@ -24,7 +24,7 @@ from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.context import TierContext
-from tiers.connector.scheduler.hints import TierHints
+from tiers.connector.scheduler.hints.tier_hints import TierHints
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad
 from tiers.connector.scheduler.kv_events import KVEvents, place_of
 from tiers.connector.scheduler.loads import TierLoads

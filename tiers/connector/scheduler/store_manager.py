@@ -11,10 +11,10 @@ from tiers.connector.contract.generation import Generation, space_of
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
 from tiers.connector.scheduler.answers import Changes
 from tiers.connector.scheduler.clearing import Clearing
+from tiers.connector.scheduler.hints.retaining import RenewedUses
 from tiers.connector.scheduler.lookups import Asked, Lookup, LookupQueue
 from tiers.connector.scheduler.manager import DOWN, TierManager
 from tiers.connector.scheduler.recent_keys import RecentKeys
-from tiers.connector.scheduler.retaining import RenewedUses
 from tiers.connector.scheduler.store_uses import StoreUses
 from tiers.connector.scheduler.unfound import UnfoundKeys
 from tiers.store import LocalIndex, TierStore, capability

@@ -10,7 +10,7 @@ from tiers.connector.contract.messages import StoreItem, StoreJob
 from tiers.connector.policy.requests import Scheduled, Step
 from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.context import TierContext
-from tiers.connector.scheduler.hints import TierHints
+from tiers.connector.scheduler.hints.tier_hints import TierHints
 from tiers.connector.scheduler.jobs import PendingStore
 from tiers.connector.scheduler.offers import Offers, TierRequest, new_offers, offers_again
 from tiers.connector.scheduler.store_reservations import FOR_ROOM, NOT_YET, StoreReservations

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from spec.tenants import TenantSpec
 from tiers.connector.contract.protocols import Request
-from tiers.connector.scheduler.retained import Bounds
+from tiers.connector.scheduler.hints.retained import Bounds
 
 
 def tenant_of(request: Request) -> str:

@@ -1,0 +1,1 @@
+"""What requests say of the future of their blocks, obeyed in one tier."""
