@@ -283,10 +283,19 @@ def test_in_long_steps_a_standing_queue_waits_for_the_next_one(asking: Asking) -
     assert asking.poll(late, b"late") is None
 
 
+def test_a_long_step_counts_for_a_while(asking: Asking) -> None:
+    """Within a long step an engine asks many times in a row."""
+    asking.clock.now += 0.2
+    asking.manager.wait_a_moment()
+    for _ in range(round(BURST / STEP)):
+        asking.pass_time(STEP)
+        assert asking.manager._queue._soon() >= 0.2
+
+
 class Timed(MemoryStore):
     """Holds all but `y`; a lookup takes `SECONDS` of a clock. One at a time, when `go` is set."""
 
-    SECONDS = 0.006
+    SECONDS = 0.0043
     peek = None  # type: ignore[assignment]
 
     def __init__(self, clock: Clock) -> None:

@@ -87,10 +87,8 @@ class LookupQueue:
     BURST_PART = 0.5
     """The part of what a request waits for which a queue may stand. It is used up while questions
     wait for a thread, and comes back while none does."""
-    STANDING_WAIT = 0.015
+    STANDING_WAIT = 0.01
     """Seconds for which a question then waits for a thread, beside one of the engine's steps."""
-    STEP_HALVES = 0.1
-    """Seconds after which the engine's longest step counts half."""
 
     def __init__(
         self,
@@ -108,12 +106,11 @@ class LookupQueue:
         self._lock = threading.Lock()
         self._waiting: deque[_Question] = deque()
         self._calls: list[list[_Question]] = []
-        self._ended = 0
-        self._each = 0.0
+        self._asked_for = self._answered = self._each = 0.0
         self._most_spare = self.BURST_PART * patience
         self._spare, self._is_free = self._most_spare, True
-        self._noted = self._came = clock()
-        self._step = 0.0
+        self._noted = self._came = self._since = clock()
+        self._step = self._step_before = 0.0
 
     def ask(self, keys: Sequence[bytes], first: int) -> Asked:
         """Have a thread look up the keys from number `first` on, or refuse to."""
@@ -151,14 +148,16 @@ class LookupQueue:
     def _now(self) -> float:
         """The time. An engine asks at the beginning of each step, so that a step is a pause."""
         now = self._clock()
-        pause, self._came = now - self._came, now
-        step = self._step * 0.5 ** (pause / self.STEP_HALVES)
-        self._step = min(max(pause, step), self._most_spare)
+        if now >= self._since + self._most_spare:
+            self._since, self._step_before, self._step = now, self._step, 0.0
+        self._step = max(self._step, now - self._came)
+        self._came = now
         return now
 
     def _soon(self) -> float:
-        """Seconds that a question may wait in a queue that stands."""
-        return min(self.STANDING_WAIT + self._step, self._most_spare)
+        """Seconds that a question may wait in a queue that stands, by the longest step of late."""
+        step = max(self._step, self._step_before)
+        return min(self.STANDING_WAIT + step, self._most_spare)
 
     def _note_free(self, now: float) -> None:
         """Count the time since the last call, and note whether no question waits from now on."""
@@ -191,9 +190,10 @@ class LookupQueue:
         with self._lock:
             self._calls.remove(call)
             self._note_free(now)
-            self._ended += 1
-            each = (now - began) / len(call) / self.THREADS
-            self._each += (each - self._each) * max(0.1, 1 / self._ended)
+            # Of sums: a short call behind a long one takes as long.
+            self._asked_for = 0.9 * self._asked_for + now - began
+            self._answered = 0.9 * self._answered + len(call)
+            self._each = self._asked_for / self._answered / self.THREADS
 
     def _next_call(self) -> list[_Question]:
         call: list[_Question] = []
