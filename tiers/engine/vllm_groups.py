@@ -61,8 +61,9 @@ def kv_groups(
     plain = len(groups) == 1 and groups[0][0].window is None
     if not plain and not REPORTS_FAILED_REQUESTS:
         raise ValueError(
-            "this vLLM does not accept failed loads of a model with sliding windows. Start it "
-            "with --disable-hybrid-kv-cache-manager, or use vLLM 0.30 or later."
+            "kvtiers can't serve a model with sliding windows on this vLLM, which does not accept "
+            "failed loads of it. Start vLLM with --disable-hybrid-kv-cache-manager, or use vLLM "
+            "0.30 or later."
         )
     return groups
 
