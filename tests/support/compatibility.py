@@ -10,7 +10,10 @@ from pathlib import Path
 
 from tests.support.tiny_vllm import EngineFailed
 
-SAID = re.compile(r"ValueError: (.*(?:kvtiers|KV cache specs).*)")
+SAID = re.compile(
+    r"(?:ValueError: |with error ['\"])(.*(?:kvtiers|KV cache specs).*?)(?:['\"], please|$)",
+    re.MULTILINE,
+)
 """What kvtiers says; or vLLM itself, of a model that it starts without any KV connector."""
 
 

@@ -232,9 +232,15 @@ def test_a_pipeline_of_two(
 
 
 def test_replicas_share_a_redis_and_a_disk(
-    tiny_llama: Path, tiers: list[dict[str, Any]], cells: Cells, tmp_path: Path
+    tiny_llama: Path,
+    tiers: list[dict[str, Any]],
+    cells: Cells,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the first of two data-parallel replicas computed, the second loads."""
+    # vLLM 0.33 wants as many NUMA nodes otherwise.
+    monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")
     chain = tmp_path / "chain.yaml"
     chain.write_text(yaml.safe_dump({"version": 1, "staging": "64MiB", "tiers": tiers}))
     server = VllmServer(
