@@ -63,6 +63,19 @@ def test_what_is_retold_is_what_a_simulation_tells() -> None:
     assert len(set(reports.values())) > 30
 
 
+def test_a_tier_that_evicted_for_what_is_on_its_way_is_not_retold() -> None:
+    """Its blocks come late: at the end it holds few, and has evicted for those to come."""
+    slow = MACHINE.tiers | {"cpu": TierProfile(load_bandwidth=1e6, store_bandwidth=1e4)}
+    late = MACHINE.model_copy(update={"tiers": slow})
+    chains = [
+        SimChain((SimTier("cpu", "cpu", True, 100 * SIZE, one),), staging=8 * SIZE)
+        for one in ("lru", "arc")
+    ]
+    reports = [simulate(WORKLOAD, SIZE, chain, late) for chain in chains]
+    assert reports[0] != reports[1]
+    assert retold(chains[0], reports[0], chains[1], late) is None
+
+
 def test_a_search_simulates_no_chain_whose_report_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated: list[SimChain] = []
 

@@ -22,9 +22,11 @@ def report_of(engine: Engine, chain: SimChain, machine: Machine) -> Report:
         before = engine.marks[number] if engine.marks else dict.fromkeys(tier.counts.__slots__, 0)
         done = {name: value - before[name] for name, value in tier.counts.values().items()}
         profile = machine.profile(spec.name, spec.type)
-        held = tier.space.used if tier.space.used < tier.space.capacity and not spec.ttl else None
+        held = tier.space.used + tier.space.claimed
         block_bytes = size * machine.kv_bytes_per_token
-        uses.append(_use(spec, profile, done, seconds, block_bytes, size, held))
+        was_full = spec.ttl is not None or held >= tier.space.capacity
+        kept = None if was_full else held
+        uses.append(_use(spec, profile, done, seconds, block_bytes, size, kept))
     prompt_tokens = sum(workload.tokens[engine.warm :])
     tier_hits = sum(use.hit_tokens for use in uses)
     own_hits = engine.own_hits
