@@ -89,8 +89,8 @@ def _page(found: Record) -> Iterator[str]:
     yield _line(["version", "tokens of prompts", "kvtiers", "vLLM's own"])
     yield _line(["---"] * 4)
     for version in reversed(VERSIONS):
-        if cells := found.get(version, {}).get("conversations"):
-            yield _line([version, *_shares(**cells)])
+        if told := found.get(version, {}).get("conversations"):
+            yield _line([version, *_shares(told)])
     yield "\n## Refused\n\nWhat is said at start, and the versions whose tests have seen it.\n\n"
     yield _line(["what", "versions", "why"])
     yield _line(["---"] * 3)
@@ -98,7 +98,8 @@ def _page(found: Record) -> Iterator[str]:
         yield _line([kind, ", ".join(versions), why])
 
 
-def _shares(prompts: int, ours: int, theirs: int) -> list[str]:
+def _shares(told: Mapping[str, int | str]) -> list[str]:
+    prompts, ours, theirs = (int(told[name]) for name in ("prompts", "ours", "theirs"))
     loaded = [f"{count:,} ({count / prompts:.0%})" for count in (ours, theirs)]
     return [f"{prompts:,}", *loaded]
 

@@ -54,8 +54,9 @@ class Cells:
         except EngineFailed as failed:
             said = SAID.search(str(failed))
             assert said is not None, failed
-            self.refused(kind, said[1], ranks)
-            return said[1]
+            why = said[1] if "kvtiers" in said[1] else f"vLLM with any KV connector: {said[1]}"
+            self.refused(kind, why, ranks)
+            return why
         raise AssertionError(f"{kind} was not refused")
 
     def _note(self, kind: str, cells: Mapping[str, int | str]) -> None:

@@ -65,8 +65,8 @@ def test_what_is_retold_is_what_a_simulation_tells() -> None:
 
 def test_a_tier_that_evicted_for_what_is_on_its_way_is_not_retold() -> None:
     """Its blocks come late: at the end it holds few, and has evicted for those to come."""
-    slow = MACHINE.tiers | {"cpu": TierProfile(load_bandwidth=1e6, store_bandwidth=1e4)}
-    late = MACHINE.model_copy(update={"tiers": slow})
+    slow = TierProfile(load_bandwidth=1e6, store_bandwidth=1e4)
+    late = MACHINE.model_copy(update={"tiers": {"cpu": slow}})
     chains = [
         SimChain((SimTier("cpu", "cpu", True, 100 * SIZE, one),), staging=8 * SIZE)
         for one in ("lru", "arc")
