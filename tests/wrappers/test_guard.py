@@ -439,7 +439,7 @@ def test_failures_of_many_threads_are_all_counted(clock: Clock) -> None:
 
 @pytest.fixture
 def guarded_redis(server: RedisServer, clock: Clock) -> Iterator[Guarded]:
-    spec = RedisSpec.model_validate({"url": server.url, "timeout": "300ms"})
+    spec = RedisSpec.model_validate({"url": server.url, "timeout": "2s"})
     guarded = Guarded(spec.open(StoreContext(payload_bytes=4096)), "redis", clock=clock)
     yield guarded
     guarded.close()
