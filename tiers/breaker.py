@@ -53,7 +53,7 @@ class Breaker:
 
     def is_refusing(self) -> bool:
         """Whether a call would be refused now. Does not use up a trial."""
-        if self._retry_at is None:  # asked several times a request: without the lock
+        if self.is_closed:  # asked several times a request: without the lock
             return False
         with self._lock:
             return self._refuses()
