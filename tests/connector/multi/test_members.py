@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from spec.load import load_chain
 from tests.support.fake_requests import BLOCKS
@@ -159,6 +160,30 @@ def test_a_child_that_raises_keeps_no_other_from_its_call(
         getattr(multi, member)(*FAN_OUT[member])
     assert str(caught.value.__context__) == "a", "the first error is not lost"
     assert [name for name, *_ in calls] == ["a", "b", "c"]
+
+
+class Idle(WorkerConnector):
+    """A worker half that has nothing to do for a layer, as tiers of ours."""
+
+    shutdown = register_kv_caches = handle_preemptions = start_load_kv = _member("")
+    wait_for_save = get_transfer_results = get_block_ids_with_load_errors = _member("")
+    build_connector_worker_meta = _member("")
+
+
+def test_layers_cost_nothing_where_no_child_hears_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    multi = MultiWorker([Idle(), Idle()], "ab")
+    monkeypatch.setattr(multi, "for_each", None)  # whoever calls it raises
+    multi.wait_for_layer_load("layer")
+    multi.save_kv_layer("layer", torch.empty(0), None)
+
+
+def test_a_child_that_hears_of_layers_is_told_beside_one_that_does_not(calls: list[Any]) -> None:
+    hears: Any = type("Hears", (Idle,), {"save_kv_layer": _member("save_kv_layer")})()
+    hears.script = Script("b", calls)
+    MultiWorker([Idle(), hears], "ab").save_kv_layer("layer", torch.empty(0), "attention")
+    assert [call[:3] for call in calls] == [("b", "save_kv_layer", "layer")]
 
 
 @pytest.mark.parametrize("member", ANY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tiers.block import digest
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.messages import StoreItem
 from tiers.connector.contract.pool_size import PoolSize
@@ -77,3 +78,15 @@ def test_the_namespace_tells_ranks_facts_layouts_and_block_sizes_apart() -> None
     ]
     assert len({handshake.namespace for handshake in handshakes if handshake}) == len(handshakes)
     assert host_with(numbered()).shared_handshake() == handshakes[0]
+
+
+def test_checksums_that_are_known_leave_no_future_behind() -> None:
+    host = host_with(numbered())
+    host.keep_checksums()
+    assert host._checksums is not None
+    for slot in range(8):
+        host.gather([StoreItem(b"%d" % slot, slot, slot)])
+        assert host.checksums([slot]) == [digest(host.memory.payload(slot))]
+    host.gather([StoreItem(b"new", 0, 7)])
+    assert host._checksums._under_way.keys() == {0}, "of millions of slots, those under way"
+    assert host.checksums(range(8)) == [digest(host.memory.payload(slot)) for slot in range(8)]

@@ -58,12 +58,15 @@ class MultiConnector(Connector, Generic[C]):
 
 
 def _call_all(call: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
-    # By recursion: what a call raises within `finally` keeps the error before as its context.
-    if arguments:
-        try:
-            call(*arguments[0])
-        finally:
-            _call_all(call, arguments[1:])
+    called = 0
+    try:
+        for one in arguments:
+            called += 1
+            call(*one)
+    finally:
+        # What a call raises within `finally` keeps the error before as its context.
+        if called < len(arguments):
+            _call_all(call, arguments[called:])
 
 
 def merge_parameters(params: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
     ) -> None:
         """See `MultiConnector`."""
         MultiConnector.__init__(self, children, names, chain)
+        self._hears_layers = any(map(_hears_layers, self.children))
         self._saves_awaited: dict[str, int] = {}
         self._loads_awaited: dict[str, int] = {}
 
@@ -92,14 +93,16 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         self.for_each(lambda child: child.start_load_kv(forward_context, **kwargs))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self.for_each(lambda child: child.wait_for_layer_load(layer_name))
+        if self._hears_layers:
+            self.for_each(lambda child: child.wait_for_layer_load(layer_name))
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        self.for_each(
-            lambda child: child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
-        )
+        if self._hears_layers:
+            self.for_each(
+                lambda child: child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+            )
 
     def finish_forward(self) -> None:
         self.for_each(lambda child: child.finish_forward())
@@ -141,6 +144,13 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
             if events is not None:
                 whole = events if whole is None else whole.merge(events)
         return whole
+
+
+def _hears_layers(child: WorkerConnector) -> bool:
+    """Whether a child does anything in the members that an engine calls once a layer. No tier of
+    ours does, and a step of 80 layers would call each of them 160 times."""
+    does_nothing = (WorkerConnector.wait_for_layer_load, WorkerConnector.save_kv_layer)
+    return any(getattr(type(child), one.__name__, one) is not one for one in does_nothing)
 
 
 def _more_loads(orders: Iterable[Any]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 
@@ -25,14 +26,26 @@ class Checksums:
         self._payload = payload
         self._known: dict[int, bytes] = {}
         self._under_way: dict[int, Future[None]] = {}
+        self._begun: deque[tuple[Future[None], Sequence[int]]] = deque()
         self._thread = io_executor(1, "checksum")
 
     def begin(self, slots: Sequence[int], gather: Copy) -> None:
         """Compute the checksums of these slots, once they are gathered. Does not wait."""
+        self._let_go()
         for start in range(0, len(slots), _AT_ONCE):
             part = slots[start : start + _AT_ONCE]
             future = self._thread.submit(self._compute, part, gather)
             self._under_way.update(dict.fromkeys(part, future))
+            self._begun.append((future, part))
+
+    def _let_go(self) -> None:
+        """Forget what has ended. A future has ten objects that Python's collector visits: with one
+        for each of a million slots, a full collection would stop the engine for a second."""
+        while self._begun and self._begun[0][0].done():
+            future, slots = self._begun.popleft()
+            for slot in slots:
+                if self._under_way[slot] is future:
+                    del self._under_way[slot]
 
     def _compute(self, slots: Sequence[int], gather: Copy) -> None:
         for slot in slots:
@@ -43,7 +56,8 @@ class Checksums:
 
     def of(self, slots: Sequence[int]) -> list[bytes | None]:
         """Wait for the checksums of these slots; None for one whose gather failed."""
-        wait({self._under_way[slot] for slot in slots if slot in self._under_way})
+        under_way = map(self._under_way.get, slots)
+        wait({future for future in under_way if future is not None})
         return [self._known.get(slot) for slot in slots]
 
     def close(self) -> None:

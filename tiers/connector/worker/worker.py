@@ -31,7 +31,6 @@ from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loads import Loading
 from tiers.connector.worker.puts import Puts
 from tiers.errors import TierUnusable
-from tiers.store import Damages, capability
 from tiers.wrappers.guard import HEALTHY, Guarded
 from tiers.wrappers.opening import open_guarded
 
@@ -236,11 +235,9 @@ class OffloadingWorker(WorkerConnector):
             failures = self._store.failures.total
             merge(self._measures, {"tier_failures": failures - self._failures_seen})
             self._failures_seen = failures
-            damages = capability(self._store, Damages)
-            if damages is not None:
-                damaged = damages.damaged()
-                merge(self._measures, {"damaged_blocks": damaged - self._damaged_seen})
-                self._damaged_seen = damaged
+            damaged = self._store.damaged()
+            merge(self._measures, {"damaged_blocks": damaged - self._damaged_seen})
+            self._damaged_seen = damaged
         meta = OffloadingWorkerMetadata(self._ended, measures=self._measures)
         health = HEALTHY if self._store is None else self._store.health
         if health != self._health:
