@@ -132,7 +132,7 @@ class TestEncryptedDisk(OneProcess, TestDisk):
 
 class TestEncryptedRedis(OneProcess, TestRedis):
     def name(self, key: bytes) -> bytes:
-        return Cipher(b"k" * KEY_BYTES).name(key)
+        return Cipher(b"k" * KEY_BYTES).names.of([key])[0]
 
     def open_store(self, payload_bytes: int) -> TierStore:
         inner = self.make_spec().open(StoreContext(encrypted_bytes(payload_bytes)))

@@ -175,10 +175,10 @@ class Described(Protocol):
 
 
 def capability(store: TierStore, kind: type[Capability]) -> Capability | None:
-    """Return the store as one that has the capability `kind`, or None. A wrapper answers for its
-    inner store. Ask each time: a store that is opened late has its capabilities from then on.
+    """Return the store as one that has the capability `kind`, or None. Ask each time: a store that
+    is opened late has its capabilities from then on, and one that is `Capable` when it says so.
     """
-    if isinstance(store, StoreWrapper):
+    if isinstance(store, Capable):
         return store.capability(kind)
     return store if isinstance(store, kind) else None
 
@@ -188,7 +188,15 @@ def batch_blocks(payload_bytes: int) -> int:
     return max(1, min(64, (32 << 20) // payload_bytes))
 
 
-class StoreWrapper:
+class Capable:
+    """A store that says itself which capabilities it has now."""
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """This store as one that has a capability, or None."""
+        return self if isinstance(self, kind) else None
+
+
+class StoreWrapper(Capable):
     """A TierStore over another, which it owns: hands every verb on, unless a subclass overrides it.
 
     It has the capabilities that the inner store has now; ask `capability`, not isinstance.

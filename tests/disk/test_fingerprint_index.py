@@ -8,6 +8,7 @@ import time
 import traceback
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,23 @@ import pytest
 from tests.support.disk_audit import Other, get, keys, open_disk, opened, put, run_child
 from tests.support.disk_child import NUMBERS
 from tiers.disk import edit
-from tiers.disk.fingerprint_index import CELLS, FingerprintIndex, FingerprintTable
+from tiers.disk.fingerprint_index import (
+    _ROWS_AT_ONCE,
+    CELLS,
+    FingerprintIndex,
+    FingerprintTable,
+)
 from tiers.disk.index import Index, Piece
+from tiers.disk.open_folder import THREADS
 from tiers.disk.rows import ADDED, fingerprint, index_key
 from tiers.disk.store import DiskStore
 from tiers.disk.upkeep import Upkeep
+from tiers.store import Clear, LocalIndex, capability
 from tiers.wrappers.guard import Guarded
 
 WAIT_S = 60.0
-EVERY = keys(*range(300))
+EVERY_NUMBER = range(300)
+EVERY = keys(*EVERY_NUMBER)
 
 
 def settled(store: DiskStore) -> DiskStore:
@@ -64,6 +73,8 @@ def test_a_table_is_a_set(known: int) -> None:
         table.apply(array("q", changes))
         live ^= set(some)
         assert table.has([one[8:] for one in index_keys]) == [one in live for one in index_keys]
+        few = chance.sample(index_keys, 30) + [one for one in some if one in live][:2]
+        assert table.has([one[8:] for one in few]) == [one in live for one in few]
         assert table.count == len(live)
     assert len(table._overflow) > CELLS
 
@@ -162,20 +173,110 @@ def test_a_table_follows_the_log_though_nobody_asks(
         assert fingerprints._table is first
 
 
-def test_a_table_that_lost_the_log_is_made_anew(
+class Later:
+    """Keeps what is submitted until it is told to run it."""
+
+    def __init__(self, store: DiskStore) -> None:
+        self.calls: list[Callable[[], None]] = []
+        store._folder.fingerprints._submit = self.calls.append
+
+    def run(self) -> None:
+        while self.calls:
+            self.calls.pop()()
+
+
+def asks_no_index(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    with monkeypatch.context() as patched:
+        patched.delattr(Index, "has")
+        return store.peek(EVERY)
+
+
+def test_a_table_that_lost_the_log_serves_until_another_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(edit, "_LOG_PAGES", 1)
     monkeypatch.setattr(Upkeep, "start", lambda self: None)
     with opened(tmp_path, slots=300) as store:
+        put(store, keys(0, 1))
         settled(store)
+        later = Later(store)
         first = store._folder.fingerprints._table
-        for start in range(0, 300, 2):
+        for start in range(2, 300, 2):
             put(store, keys(start, start + 1))
-        agree(store)
-        settled(store)
+        for _ in range(2):
+            assert asks_no_index(store, monkeypatch) == [True] * 2 + [False] * 298
+        assert len(later.calls) == 1
+        later.run()
         assert store._folder.fingerprints._table is not first
         assert agree(store) == [True] * 300
+
+
+def test_a_lookup_follows_some_of_the_log_and_leaves_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Upkeep, "start", lambda self: None)
+    with opened(tmp_path, slots=300) as store:
+        settled(store)
+        later = Later(store)
+        first = store._folder.fingerprints._table
+        puts = _ROWS_AT_ONCE + 5
+        for number in range(puts):
+            put(store, keys(number))
+        followed = [number < _ROWS_AT_ONCE for number in EVERY_NUMBER]
+        assert asks_no_index(store, monkeypatch) == followed
+        assert len(later.calls) == 1
+        later.run()
+        assert store._folder.fingerprints._table is first
+        assert asks_no_index(store, monkeypatch) == [number < puts for number in EVERY_NUMBER]
+        assert not later.calls
+
+
+def test_a_local_index_only_once_its_table_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No lookup of the engine's thread goes to an index of millions of blocks."""
+    guarded = Guarded(open_disk(tmp_path, slots=40), "disk")
+    with closing(guarded) as store:
+        assert capability(store, LocalIndex) is not None  # of few blocks: at once
+    with opened(tmp_path, slots=40) as store:
+        put(store, keys(*range(30)))
+        monkeypatch.setattr("tiers.disk.fingerprint_index._AT_ONCE", 10)
+        later = Later(store)
+        guarded = Guarded(store, "disk")
+        assert [capability(guarded, LocalIndex) for _ in range(2)] == [None, None]
+        assert capability(guarded, Clear) is not None
+        (make,) = later.calls
+        make()
+        assert capability(guarded, LocalIndex) is not None
+        assert agree(store) == [number < 30 for number in EVERY_NUMBER]
+
+
+def made_slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Have tables wait while they are made: the events of having begun, and of going on."""
+    begun, over = threading.Event(), threading.Event()
+    original = Index.piece
+
+    def slow(self: Index, row: int | None, after: bytes, limit: int) -> Piece | None:
+        begun.set()
+        assert over.wait(WAIT_S)
+        return original(self, row, after, limit)
+
+    monkeypatch.setattr(Index, "piece", slow)
+    return begun, over
+
+
+def test_a_table_takes_no_thread_of_reads_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, over = made_slowly(monkeypatch)
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+        store.peek(keys(0))
+        assert begun.wait(WAIT_S)
+        meeting = threading.Barrier(THREADS)
+        met = [store._folder.threads.submit(meeting.wait, WAIT_S) for _ in range(THREADS)]
+        assert sorted(one.result() for one in met) == list(range(THREADS))
+        over.set()
 
 
 def test_closing_waits_for_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,15 +316,7 @@ def test_a_crowded_table_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_no_lookup_waits_for_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, over = threading.Event(), threading.Event()
-    original = Index.piece
-
-    def slow(self: Index, row: int | None, after: bytes, limit: int) -> Piece | None:
-        begun.set()
-        assert over.wait(WAIT_S)
-        return original(self, row, after, limit)
-
-    monkeypatch.setattr(Index, "piece", slow)
+    begun, over = made_slowly(monkeypatch)
     with opened(tmp_path) as store:
         put(store, keys(0))
         assert store.peek(keys(0, 1)) == [True, False]

@@ -52,7 +52,7 @@ class OpenFolder:
         self.slabs = slabs
         self.pid = os.getpid()
         self.threads = io_executor(THREADS, "disk")
-        self.fingerprints = FingerprintIndex(index, self.threads.submit)
+        self.fingerprints = FingerprintIndex(index)
         self.upkeep = Upkeep(
             self.path,
             self.in_use,
@@ -261,6 +261,7 @@ class OpenFolder:
             )
         finally:
             self.threads.shutdown()
+            self.fingerprints.close()
             self.index.close()
             self.slabs.close()
             self._leave(clean)

@@ -62,7 +62,12 @@ def index_key_prefix(namespace: bytes) -> bytes:
 
 def fingerprint(key: bytes) -> int:
     """Return 62 bits of an index key's digest, as a signed word: a block in `FingerprintIndex`."""
-    return int.from_bytes(key[DIGEST_WORD], sys.byteorder, signed=True) & ~ADDED | MARKED
+    return digest_fingerprint(key[DIGEST_WORD])
+
+
+def digest_fingerprint(digest: bytes) -> int:
+    """Return the fingerprint of an index key by its digest, of 16 bytes."""
+    return int.from_bytes(digest[:8], sys.byteorder, signed=True) & ~ADDED | MARKED
 
 
 def fields(row: struct.Struct, data: bytes) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from tiers.disk.registry import open_folders
 from tiers.disk.rows import Entry, Slot, index_key, index_key_prefix
 from tiers.disk.slab import slot_bytes
 from tiers.errors import RecordError, TierError, TierFull, TierUnusable
-from tiers.store import Block, Usage
+from tiers.store import Block, Capability, Capable, LocalIndex, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class _Load(NamedTuple):
     entry: Entry
 
 
-class DiskStore:
+class DiskStore(Capable):
     """A TierStore in a folder, with every capability of `tiers.store`.
 
     Stores of one process on one folder share what is open (see `registry`); processes share the
@@ -70,6 +70,16 @@ class DiskStore:
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         with self._folder.in_use() as folder:
             return folder.index.has([index_key(key) for key in keys])
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """As of other stores; a LocalIndex once its table is made. Until then lookups are made in
+        the background: of 8,192 blocks among 50 million one by the index takes 60 ms, more where
+        the kernel has to read pages of it."""
+        if kind is LocalIndex:
+            with self._folder.in_use() as folder:
+                if not folder.fingerprints.is_ready():
+                    return None
+        return super().capability(kind)
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
         """As `has`, from memory (see `fingerprint_index`), for many keys in under 0.2 us each."""

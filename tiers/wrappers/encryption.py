@@ -3,7 +3,7 @@
 A block is encrypted with AES-256-GCM under a nonce of 96 random bits. Its key, which begins with
 the namespace, and its length are associated data: only the block that was stored under that key, by
 someone with the encryption key, decrypts. A block's key is a digest of the prompt, which a reader
-could guess, so a store sees keyed digests of keys as names.
+could guess, so a store sees AES-CMACs of keys as names, behind their encrypted namespace.
 
 NIST SP 800-38D allows 2^32 encryptions under one key with random nonces: 8 PiB of blocks of 2 MiB.
 """
@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from tiers.block import NAMESPACE_BYTES
 from tiers.host.memory import slot_stride
 from tiers.store import Block, Clear, LocalIndex, TierStore, Touch, each
+from tiers.wrappers.hidden_names import HiddenNames
 from tiers.wrappers.staged import StagedStore
 
 NONCE_BYTES = 12
@@ -35,25 +35,8 @@ class Cipher:
     """Encrypts blocks and names by one encryption key of 32 bytes."""
 
     def __init__(self, key: bytes) -> None:
-        self._name_key = _derive(key, b"kvtiers names")
-        # Copied for each name, which is a third faster than to make it.
-        self._keyed = hashlib.blake2b(key=self._name_key, digest_size=32)
-        self._spaces: dict[bytes, bytes] = {}
+        self.names = HiddenNames(_derive(key, b"kvtiers spaces"), _derive(key, b"kvtiers cmac"))
         self._aead = AESGCM(_derive(key, b"kvtiers blocks"))
-
-    def name(self, key: bytes) -> bytes:
-        """Return the name of a block in the store."""
-        digest = self._keyed.copy()
-        digest.update(key)
-        return self.space(key[:NAMESPACE_BYTES]) + digest.digest()
-
-    def space(self, namespace: bytes) -> bytes:
-        """Return what all names of a namespace begin with; an engine has one for each rank."""
-        found = self._spaces.get(namespace)
-        if found is None:
-            digest = hashlib.blake2b(namespace, key=self._name_key, digest_size=NAMESPACE_BYTES)
-            found = self._spaces[namespace] = digest.digest()
-        return found
 
     def encrypt(self, block: Block, out: memoryview) -> None:
         """Fill `out`, of `encrypted_bytes`, with the encrypted payload."""
@@ -102,21 +85,22 @@ class EncryptedStore(StagedStore):
     def _under_any(
         self, verb: str, ask: Callable[[Sequence[bytes]], list[bool]], keys: Sequence[bytes]
     ) -> list[bool]:
-        held = [False] * len(keys)
-        for cipher in self._ciphers:
+        held = each(verb, ask(self._ciphers[0].names.of(keys)), len(keys))
+        for cipher in self._ciphers[1:]:
             places = [place for place, found in enumerate(held) if not found]
             if places:
-                answers = ask([cipher.name(keys[place]) for place in places])
+                answers = ask(cipher.names.of([keys[place] for place in places]))
                 for place, answer in zip(places, each(verb, answers, len(places)), strict=True):
                     held[place] = answer
         return held
 
-    def _pack(self, block: Block, form: memoryview) -> Block:
+    def _pack(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[Block]:
         cipher = self._ciphers[0]
-        cipher.encrypt(block, form)
-        if block.has_changed():
-            form[:NONCE_BYTES] = bytes(NONCE_BYTES)  # it must not decrypt
-        return Block(cipher.name(block.key), form)
+        for block, form in zip(blocks, forms, strict=True):
+            cipher.encrypt(block, form)
+            if block.has_changed():
+                form[:NONCE_BYTES] = bytes(NONCE_BYTES)  # it must not decrypt
+        return list(map(Block, cipher.names.of([block.key for block in blocks]), forms))
 
     def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
         found = [False] * len(blocks)
@@ -133,16 +117,18 @@ class EncryptedStore(StagedStore):
         blocks: Sequence[Block],
         forms: Sequence[memoryview],
         places: Sequence[int],
-    ) -> list[int]:
-        forms_asked = [Block(cipher.name(blocks[p].key), forms[p]) for p in places]
-        got = each("get", self._inner.get(forms_asked), len(forms_asked))
-        there = [p for p, ok in zip(places, got, strict=True) if ok]
-        opened = [p for p in there if cipher.decrypt(blocks[p], forms[p])]
-        self._drop_damaged([cipher.name(blocks[p].key) for p in there if p not in opened])
+    ) -> set[int]:
+        names = cipher.names.of([blocks[place].key for place in places])
+        asked = [Block(name, forms[place]) for name, place in zip(names, places, strict=True)]
+        got = each("get", self._inner.get(asked), len(asked))
+        there = [(p, n) for p, n, ok in zip(places, names, got, strict=True) if ok]
+        opened = {p for p, _ in there if cipher.decrypt(blocks[p], forms[p])}
+        self._drop_damaged([name for place, name in there if place not in opened])
         return opened
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
-        return [cipher.name(key) for key in keys for cipher in self._ciphers]
+        of_each = [cipher.names.of(keys) for cipher in self._ciphers]
+        return [name for names in zip(*of_each, strict=True) for name in names]
 
     def drop(self, keys: Sequence[bytes]) -> None:
         self._inner.drop(self._names(keys))
@@ -153,4 +139,4 @@ class EncryptedStore(StagedStore):
     def clear(self, namespace: bytes) -> bool:
         """Clear what each cipher makes of the namespace, one after the other."""
         clear = self._inner_as(Clear).clear
-        return any(clear(cipher.space(namespace)) for cipher in self._ciphers)
+        return any(clear(cipher.names.space(namespace)) for cipher in self._ciphers)

@@ -30,12 +30,8 @@ class VerifiedStore(StagedStore):
     def __init__(self, store: TierStore, payload_bytes: int) -> None:
         super().__init__(store, record_bytes(payload_bytes))
 
-    def _pack(self, block: Block, form: memoryview) -> Block:
-        size = len(block.payload)
-        form[:HEADER_BYTES] = pack_header(block.key, size, block.payload, checksum=block.checksum)
-        form[HEADER_BYTES : HEADER_BYTES + size] = block.payload
-        form[HEADER_BYTES + size :] = bytes(len(form) - HEADER_BYTES - size)
-        return Block(block.key, form)
+    def _pack(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[Block]:
+        return list(map(_write, blocks, forms))
 
     def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
         for form in forms:  # an older record in this memory must not pass for an answer
@@ -46,6 +42,15 @@ class VerifiedStore(StagedStore):
         said = zip(blocks, got, good, strict=True)
         self._drop_damaged([block.key for block, ok, is_good in said if ok and not is_good])
         return good
+
+
+def _write(block: Block, form: memoryview) -> Block:
+    """Write a payload's record; return it as a block."""
+    size = len(block.payload)
+    form[:HEADER_BYTES] = pack_header(block.key, size, block.payload, checksum=block.checksum)
+    form[HEADER_BYTES : HEADER_BYTES + size] = block.payload
+    form[HEADER_BYTES + size :] = bytes(len(form) - HEADER_BYTES - size)
+    return Block(block.key, form)
 
 
 def _take(block: Block, form: memoryview) -> bool:

@@ -46,8 +46,8 @@ class StagedStore(StoreWrapper, ABC):
                 self._inner.drop(keys)
 
     @abstractmethod
-    def _pack(self, block: Block, form: memoryview) -> Block:
-        """Fill `form`, of `form_bytes`, from the block; return the block for the inner store."""
+    def _pack(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[Block]:
+        """Fill each of `forms`, of `form_bytes`, from its block; return what to store."""
 
     @abstractmethod
     def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
@@ -57,7 +57,7 @@ class StagedStore(StoreWrapper, ABC):
         """Pack and store the blocks, a few at a time."""
         stored: list[bool] = []
         for part, forms in self._parts(blocks):
-            packed = [self._pack(block, form) for block, form in zip(part, forms, strict=True)]
+            packed = self._pack(part, forms)
             try:
                 stored += each("put", self._inner.put(packed), len(packed))
             except TierError:

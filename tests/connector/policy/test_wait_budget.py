@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from tests.support.clock import Clock
 from tiers.connector.policy.wait_budget import WaitBudget, lookup_seconds
 
@@ -35,4 +33,8 @@ def test_a_step_that_takes_long_is_no_wait_for_a_tier() -> None:
 
 def test_a_short_wait_leaves_half_of_it_for_the_load() -> None:
     assert lookup_seconds(0.5) == 0.25
-    assert lookup_seconds(math.inf) == 1.0
+    assert lookup_seconds(3) == lookup_seconds(10) == 1.0
+
+
+def test_whoever_waits_long_for_loads_waits_longer_for_lookups() -> None:
+    assert lookup_seconds(100) == 10.0

@@ -9,9 +9,12 @@ import pytest
 
 from tests.support.clock import Clock, wait_for
 from tests.support.lookups import Names, look_up
+from tiers.block import NAMESPACE_BYTES
 from tiers.connector.contract.generation import Generation
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.store import Capability, Capable, LocalIndex
+from tiers.testing import Memory, MemoryStore
 
 KEYS = [b"a", b"b", b"c"]
 
@@ -22,6 +25,20 @@ class Held(Names):
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         super().has(keys)
         return [key.endswith((b"a", b"b")) for key in keys]
+
+
+class Making(MemoryStore, Capable):
+    """A store whose index is made when it is first asked for, and there when it `is_made`."""
+
+    is_begun = is_made = False
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        self.is_begun = self.is_begun or kind is LocalIndex
+        return None if kind is LocalIndex and not self.is_made else super().capability(kind)
+
+    def peek(self, keys: Sequence[bytes]) -> list[bool]:
+        assert self.is_made
+        return super().peek(keys)
 
 
 @pytest.fixture
@@ -58,3 +75,17 @@ def test_an_answer_that_was_heard_grows_old(asked: tuple[StoreManager, Held, Clo
     look_up(manager, KEYS, lookup)
     wait_for_lookups(store, 2)
     assert look_up(manager, KEYS, lookup) == 2
+
+
+def test_an_index_that_takes_time_to_make_is_used_once_it_is_there() -> None:
+    store, clock = Making(), Clock()
+    space = bytes(NAMESPACE_BYTES)
+    store.put(Memory([space + key for key in KEYS[:2]], 64).fill().blocks)
+    manager = StoreManager(store, [space], Generation(), clock)
+    assert store.is_begun, "before the first request"
+    waiting = Lookup()
+    wait_for(lambda: look_up(manager, KEYS, waiting) == 2)
+    store.is_made = True
+    for lookup in (waiting, Lookup()):
+        assert manager.coverage(lookup, KEYS, range(3)) == [True, True, False], "at once"
+    manager.close()

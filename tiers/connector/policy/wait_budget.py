@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 
 LOOKUP_SECONDS = 1.0
-"""How long a request waits for one lookup at most, whatever `max_wait` is."""
+"""How long a request waits for one lookup, unless `max_wait` is short or very long."""
 
 
 def lookup_seconds(max_wait: float) -> float:
     """How long one lookup may take: half of `max_wait` at most, so that a tier that never answers
-    leaves time to load from one that does."""
-    return min(LOOKUP_SECONDS, max_wait / 2)
+    leaves time to load from one that does; and a tenth of a `max_wait` that is longer than usual,
+    as it is where tiers are far away or machines are busy."""
+    return min(max_wait / 2, max(LOOKUP_SECONDS, max_wait / 10))
 
 
 class WaitBudget:

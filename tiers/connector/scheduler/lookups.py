@@ -57,7 +57,7 @@ class Lookup:
 class _Question(NamedTuple):
     """Keys that a store is to be asked for, and the answer."""
 
-    keys: list[bytes]
+    keys: Sequence[bytes]
     answer: Future[list[bool]]
 
 
@@ -120,7 +120,7 @@ class LookupQueue:
             wait = len(self._waiting) * self._each
             if not self._is_free and wait >= max(self._spare, self._soon()):
                 return Asked(first, _REFUSED, now)
-            question = _Question(list(keys[first:]), Future())
+            question = _Question(keys[first:], Future())
             self._waiting.append(question)
             self._note_free(now)
         self.threads.submit(self._answer)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from operator import and_
 
-from tiers.connector.contract.generation import Generation, space_of
+from tiers.connector.contract.generation import Generation
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
 from tiers.connector.scheduler.answers import Changes
 from tiers.connector.scheduler.clearing import Clearing
 from tiers.connector.scheduler.hints.retaining import RenewedUses
+from tiers.connector.scheduler.lookup_pace import LookupPace
 from tiers.connector.scheduler.lookups import Asked, Lookup, LookupQueue
 from tiers.connector.scheduler.manager import DOWN, TierManager
+from tiers.connector.scheduler.rank_parts import RankParts
 from tiers.connector.scheduler.recent_keys import RecentKeys
 from tiers.connector.scheduler.store_uses import StoreUses
 from tiers.connector.scheduler.unfound import UnfoundKeys
@@ -56,22 +57,24 @@ class StoreManager(TierManager):
         lookup under way counts as a miss."""
         self._store = store
         self._clearing = Clearing(store, namespaces)
-        self._namespaces = namespaces
+        self._parts = RankParts(store, namespaces, generation)
+        self._pace = LookupPace(len(namespaces))
         self._generation = generation
         self._clock = clock
         self._changes = Changes()
         self._recent = RecentKeys(self.RECENT, self.RECENT_SECONDS, clock)
-        self._found_index: LocalIndex | None = None
+        # Asked now, so that one that takes time to make is there for the first request.
+        self._found_index = capability(store, LocalIndex)
         name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
         self._unfound = UnfoundKeys(name)
         self._queue = LookupQueue(self._look, lookup_deadline, clock)
         threads, ranks = self._queue.threads, len(namespaces)
-        self._uses = StoreUses(store, self._names, ranks, threads, clock)
+        self._uses = StoreUses(store, self._parts.names, ranks, threads, clock)
         self.retaining = RenewedUses(self._uses, self._held_now)
 
     @property
     def _index(self) -> LocalIndex | None:
-        # Asked until it is there: a store that is opened late has it from then on.
+        # Asked until it is there: later, if the store is opened late or has yet to make it.
         if self._found_index is None:
             self._found_index = capability(self._store, LocalIndex)
         return self._found_index
@@ -79,16 +82,20 @@ class StoreManager(TierManager):
     def coverage(
         self, lookup: Lookup, keys: Sequence[bytes], asked: range
     ) -> Sequence[bool] | None:
-        """Look the keys up in the index, or begin to ask for all keys from `asked` on."""
+        """Look the keys up in the index, a long prompt's in several steps, or begin to ask for all
+        keys from `asked` on."""
         if not self.health().reads:
             return [False] * len(asked)
         if (index := self._index) is not None:
             self._follow(index, lookup, keys)
             if unknown := lookup.answers.unknown(asked, self._changes):
-                some = keys[unknown.start : unknown.stop]
-                held = _everywhere(index.peek, self._spaces(), some)
+                count = self._pace.take(len(unknown))
+                some = keys[unknown.start : unknown.start + count]
+                held = self._parts.peek(index, some)
                 self._note_asked(some, held)
                 lookup.answers.add(held)
+                if count < len(unknown):
+                    return None
             return lookup.answers.of(asked)
         question = self._look_up(lookup, keys, asked.start)
         first, answer, _ = question
@@ -118,12 +125,12 @@ class StoreManager(TierManager):
         of their keys up again."""
         answers, now = lookup.answers, self._clock()
         answers.follow(self._changes, keys)
-        count = int((now - answers.checked) * self.CHECKS / len(self._namespaces))
-        if count * len(self._namespaces) < self.CHECKED_AT_ONCE:
+        count = int((now - answers.checked) * self.CHECKS / len(self._parts))
+        if count * len(self._parts) < self.CHECKED_AT_ONCE:
             return
         answers.checked = now
         if some := answers.to_check(count):
-            held = _everywhere(index.peek, self._spaces(), keys[some.start : some.stop])
+            held = self._parts.peek(index, keys[some.start : some.stop])
             answers.correct(some, held)
 
     def _look_up(self, lookup: Lookup, keys: Sequence[bytes], first: int) -> Asked:
@@ -135,12 +142,9 @@ class StoreManager(TierManager):
             asked = lookup.asked = self._queue.ask(keys, first)
         return asked
 
-    def _spaces(self) -> list[bytes]:
-        return [space_of(namespace, self._generation.tag) for namespace in self._namespaces]
-
     def _look(self, keys: Sequence[bytes]) -> list[bool]:
         """Ask which keys the store has of all ranks; on a thread of the queue."""
-        held = _everywhere(self._store.has, self._spaces(), keys)
+        held = self._parts.has(keys)
         self._note_asked(keys, held)
         return held
 
@@ -153,7 +157,7 @@ class StoreManager(TierManager):
         """Ask the store, on the caller's thread, which keys it holds that are of no generation;
         None: it can't say now."""
         failed = self._failures()
-        held = _everywhere(self._store.has, self._namespaces, keys)
+        held = self._parts.has_of_no_generation(keys)
         return held if self.health().reads_up and self._failures() == failed else None
 
     def _failures(self) -> int:
@@ -170,7 +174,7 @@ class StoreManager(TierManager):
         index = self._index
         if index is not None and not all(held):
             unknown = [key for key, has in zip(keys, held, strict=True) if not has]
-            peeked = _everywhere(index.peek, self._spaces(), unknown)
+            peeked = self._parts.peek(index, unknown)
             found = {key for key, has in zip(unknown, peeked, strict=True) if has}
             self._recent.add(found)
             held = [has or key in found for key, has in zip(keys, held, strict=True)]
@@ -178,18 +182,13 @@ class StoreManager(TierManager):
         self._uses.note(used, at_once=index is not None)
         return [not has for has in held]
 
-    def _names(self, keys: Sequence[bytes]) -> list[bytes]:
-        # All ranks' parts of a block together, since it goes with the first of them that does.
-        spaces = self._spaces()
-        return [space + key for key in keys for space in spaces]
-
     def _held_now(self, keys: Sequence[bytes]) -> list[bytes]:
         """Which of these are held, as an index says; without one none."""
         index = self._index
         if index is None:
             return []
         recent = self._recent.known(keys)
-        held = _everywhere(index.peek, self._spaces(), keys)
+        held = self._parts.peek(index, keys)
         return [key for key, *has in zip(keys, recent, held, strict=True) if any(has)]
 
     def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
@@ -246,15 +245,3 @@ class StoreManager(TierManager):
         self._clearing.close(self._generation.tag)
         self._queue.threads.shutdown(wait=False, cancel_futures=True)
         self._store.close()
-
-
-def _everywhere(
-    has: Callable[[Sequence[bytes]], list[bool]], spaces: Sequence[bytes], keys: Sequence[bytes]
-) -> list[bool]:
-    """Which keys are held in all these spaces, asked in one call: behind a network each costs a
-    round trip."""
-    found = has([space + key for space in spaces for key in keys])
-    held = found[: len(keys)]
-    for start in range(len(keys), len(found), len(keys) or 1):
-        held = list(map(and_, held, found[start : start + len(keys)]))
-    return held

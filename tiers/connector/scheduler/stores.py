@@ -61,8 +61,9 @@ class TierStores:
         own, requests = self._context.own(scheduled.state), self._context.requests
         if scheduled.is_new and not self._context.promote:
             own.offered = scheduled.before // requests.engine.block_tokens
-        offers = new_offers(requests, own, scheduled) if self._may_store(own) else NOTHING
-        return scheduled, own, offers
+        if scheduled.complete <= own.offered or not self._may_store(own):
+            return scheduled, own, NOTHING  # in most steps of an answer
+        return scheduled, own, new_offers(requests, own, scheduled)
 
     def _lacking(self, offers: Sequence[Offers]) -> Iterator[bool]:
         """Which of these the tier lacks, one after the other. It is asked once for all requests,

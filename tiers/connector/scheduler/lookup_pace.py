@@ -1,0 +1,39 @@
+"""LookupPace: how much of an index the engine's thread looks through in one step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class LookupPace:
+    """Names that an index may be asked for now; used by the scheduler's thread.
+
+    A name costs that thread 0.2 to 0.4 us, so that a long prompt of many ranks would hold up all
+    requests that decode. It is looked up over several steps instead, while it waits for its turn.
+    A short question costs a step little, and is not held back by those of others.
+    """
+
+    AT_ONCE = 16_384
+    """Names of a step, at most: about 5 ms."""
+    A_SECOND = 1_600_000.0
+    """Half of the thread's time or less, so that an idle engine answers about as soon."""
+    FEW = 1024
+    """Names of a question that is never held back."""
+
+    def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`ranks`: names of a block. `clock`: of the machine, since it is its time that is spent,
+        in seconds."""
+        self._ranks = ranks
+        self._clock = clock
+        self._left, self._at = float(self.AT_ONCE), clock()
+
+    def take(self, blocks: int) -> int:
+        """How many of so many blocks are looked up now."""
+        now = self._clock()
+        self._left = min(self._left + (now - self._at) * self.A_SECOND, self.AT_ONCE)
+        self._at = now
+        if blocks * self._ranks > self.FEW:
+            blocks = min(blocks, max(0, int(self._left)) // self._ranks)
+        self._left -= blocks * self._ranks
+        return blocks
