@@ -29,21 +29,17 @@ READY := $(VENV)/.ready-$(ENGINE)
 demo: $(READY)
 	$(BIN)/kvtiers demo $(ARGS)
 
-# Two at a time, since tests wait for disks and servers more than they compute; but for real engines,
-# which want all cores. Of the two runs one may have no test that ARGS selects (pytest ends with 5).
-define PYTESTS
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 -m "not vllm and ($(1))" $(ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest --durations=25 -m "vllm and ($(1))" $(ARGS) || [ $$? -eq 5 ]
-endef
+# Two at a time: while one waits for a disk, a server or a process that starts, another computes.
+PYTESTS = $(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 -m
 
 OTHER = $(BIN)/python tests/engine/overlay.py $(VLLM) build/next && \
 	PYTHONPATH=$(CURDIR):$(CURDIR)/build/next $(BIN)/python
 
 test: lint
-	$(call PYTESTS,not faults and not compatibility)
+	$(PYTESTS) "not faults and not compatibility" $(ARGS)
 
 faults: $(READY)
-	$(call PYTESTS,fault or faults)
+	$(PYTESTS) "fault or faults" $(ARGS)
 
 test-next: $(READY)
 ifdef VLLM

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ from tiers.disk.slab import PAGE
 from tiers.disk.store import DiskStore
 from tiers.errors import RecordError
 from tiers.store import Block
+
+
+def pause(seconds: float) -> None:
+    """Nothing breaks; whoever is to hear of an engine has time to connect to it."""
+    time.sleep(seconds)
 
 
 def damage_blocks(folder: Path, chosen: Callable[[bytes], bool]) -> int:

@@ -13,12 +13,15 @@ The result:
 per batch and request its tokens and the tokens that came from any cache, the tiers' counters, and
 how the chain explains its requests.
 
-vLLM is imported once, which takes as long as an engine's start, and each job is a fork of that.
+What all jobs import is imported once, which takes longer than a job. Each job is a fork of that,
+and so are an engine's own processes, as on GPUs; those of servers' tests are spawned, as on CPUs.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import os
 import random
 import sys
@@ -54,7 +57,18 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # where some versions print when imported
     import vllm.v1.engine.core
-    import vllm.v1.engine.llm_engine  # noqa: F401 - what all jobs would import
+    import vllm.v1.engine.llm_engine
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():  # elsewhere a device could be opened, which no fork may share
+        import vllm.model_executor.models.llama
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+        from vllm import LLM  # noqa: F401
+        from vllm.model_executor.models import registry
+
+        # Else a new model is looked at in a process that imports vLLM anew.
+        registry._run_in_subprocess = lambda look: look()
+    gc.freeze()  # else an engine, which collects garbage several times, looks at all that each time
 
     for line in iter(sys.stdin.readline, ""):
         job = json.loads(line)
@@ -73,6 +87,8 @@ def main() -> None:
 def run(job: dict[str, Any]) -> None:
     from vllm import LLM
 
+    forking: Any = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: forking
     before = job.get("before", {})
     if change := before.get("start"):
         getattr(damage, change[0])(*change[1:])

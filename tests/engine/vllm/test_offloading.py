@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.clock import wait_for
 from tests.support.tiny_vllm import GEMMA, Run, documents, hosted
+from tests.support.vllm_chains import IN_PROCESS, ONE_BY_ONE, disk
 from tiers.connector.contract.messages import WorkerHandshake
 from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
 from tiers.connector.hosted.tier import HostedTier
@@ -20,22 +21,9 @@ from tiers.cpu.spec import CpuSpec
 pytestmark = pytest.mark.vllm
 
 CPU = {"type": "cpu", "capacity": "64MiB"}
-ONE_BY_ONE = [[(prompt, 8)] for prompt in documents(4, 600)]
-"""Four prompts of 18 full blocks each, of which an engine of 40 blocks keeps two."""
 ALL = [[18 * 32]] * 4
 """Tokens of each prompt that were cached."""
 NONE = [[0]] * 4
-IN_PROCESS = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
-
-
-def disk(path: Path) -> dict[str, Any]:
-    return {"type": "disk", "capacity": "64MiB", "path": str(path)}
-
-
-@pytest.fixture(scope="module")
-def answers(run_vllm: Callable[..., Run]) -> list[list[list[int]]]:
-    """The answers to the prompts, one by one, without any connector."""
-    return run_vllm(ONE_BY_ONE, **IN_PROCESS).tokens
 
 
 def test_host_memory_serves_what_the_engine_evicted(

@@ -239,11 +239,15 @@ def test_an_engines_own_events_and_ours_are_of_one_form(
     addresses = Addresses()
     listening: Any = zmq.Context.instance().socket(zmq.SUB)
     with listening:
+        # An engine that publishes before this is connected to it is not heard.
+        listening.setsockopt(zmq.RECONNECT_IVL, 1)
+        connects = {"0": ("pause", 2.0)}
         listening.connect(addresses.events)
         listening.subscribe(b"")
         prompts = [[(prompt, 4)] for prompt in documents(2, 200)]
         tiers = [{"type": "cpu", "capacity": "64MiB"}, disk(tmp_path, capacity="64MiB")]
-        run_vllm(prompts, tiers, kv_events_config=publishing_to(addresses), **IN_PROCESS)
+        publishing = publishing_to(addresses)
+        run_vllm(prompts, tiers, kv_events_config=publishing, before=connects, **IN_PROCESS)
         said: list[Any] = []
         while listening.poll(1000):
             _, number, payload = listening.recv_multipart()

