@@ -46,6 +46,9 @@ NGRAM = {
 }
 
 
+of_ranks = pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
+
+
 class Kind(NamedTuple):
     """A row of the table, and how its engine is started."""
 
@@ -80,6 +83,11 @@ REFUSED = {
 """Kinds of models that are refused on some version, and what is said of it."""
 NO_DRAFTS = {"0.30"}
 """Versions whose speculation by n-grams does not work on the CPU, without kvtiers either."""
+
+
+def placed(ranks: int) -> dict[str, Any]:
+    """Engine options for an engine of so many ranks."""
+    return ONE if ranks == 1 else {"tensor_parallel_size": ranks, **TWO}
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +141,7 @@ def check(
     return run
 
 
-@pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
+@of_ranks
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.model["model_type"] for kind in KINDS])
 def test_models(
     run_vllm: Callable[..., Run],
@@ -143,8 +151,7 @@ def test_models(
     kind: Kind,
     ranks: int,
 ) -> None:
-    placed = ONE if ranks == 1 else {"tensor_parallel_size": 2, **TWO}
-    options = {"model": str(tiny_model(kind.model)), **placed, **kind.options}
+    options = {"model": str(tiny_model(kind.model)), **placed(ranks), **kind.options}
     batches = [[(prompt, 8)] for prompt in PROMPTS]
     refusal = REFUSED.get(engine_version(), {}).get(kind.name)
     if refusal is not None:
@@ -158,8 +165,13 @@ def test_models(
     cells.loaded(kind.name, f"TP {ranks}", run.loaded())
 
 
+@of_ranks
 def test_adapters_take_turns(
-    run_vllm: Callable[..., Run], tiers: list[dict[str, Any]], cells: Cells, tmp_path: Path
+    run_vllm: Callable[..., Run],
+    tiers: list[dict[str, Any]],
+    cells: Cells,
+    tmp_path: Path,
+    ranks: int,
 ) -> None:
     """Requests at once of two adapters, where the engine has room for one; then of none."""
     folders = [str(write_adapter(tmp_path / name, LLAMA, seed)) for seed, name in enumerate("ab")]
@@ -168,14 +180,21 @@ def test_adapters_take_turns(
     ]
     without: Batch = [(prompt, 8, {}) for prompt in PROMPTS[:2]]
     lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
-    run = check(run_vllm, [at_once, without], tiers, **ONE, **lora, num_gpu_blocks_override=80)
+    run = check(
+        run_vllm, [at_once, without], tiers, **placed(ranks), **lora, num_gpu_blocks_override=80
+    )
     # Until an adapter is digested its requests share nothing.
     assert all(2 * FULL <= tokens <= 6 * FULL for tokens in run.loaded().values()), run.loaded()
-    cells.loaded("LoRA adapters that take turns", "TP 1", run.loaded())
+    cells.loaded("LoRA adapters that take turns", f"TP {ranks}", run.loaded())
 
 
+@of_ranks
 def test_images_repeat_and_differ(
-    run_vllm: Callable[..., Run], tiers: list[dict[str, Any]], cells: Cells, tmp_path: Path
+    run_vllm: Callable[..., Run],
+    tiers: list[dict[str, Any]],
+    cells: Cells,
+    tmp_path: Path,
+    ranks: int,
 ) -> None:
     text = documents(1, 128, seed=4)[0]
     colors = ([255, 0, 0], [0, 0, 255], [0, 255, 0])
@@ -186,25 +205,31 @@ def test_images_repeat_and_differ(
         model=str(write_vision_model(tmp_path)),
         skip_tokenizer_init=False,
         num_gpu_blocks_override=80,
-        **ONE,
+        **placed(ranks),
     )
     assert run.loaded() == dict.fromkeys(TIERS, 3 * 160)
-    cells.loaded("images that repeat and differ", "TP 1", run.loaded())
+    cells.loaded("images that repeat and differ", f"TP {ranks}", run.loaded())
 
 
+@of_ranks
 def test_embeddings_instead_of_tokens(
-    run_vllm: Callable[..., Run], tiers: list[dict[str, Any]], cells: Cells, tiny_llama: Path
+    run_vllm: Callable[..., Run],
+    tiers: list[dict[str, Any]],
+    cells: Cells,
+    tiny_llama: Path,
+    ranks: int,
 ) -> None:
     """All prompts have the same tokens, which are none: their embeddings tell them apart."""
     weights = {"embeddings": str(tiny_llama / "model.safetensors")}
     batches: list[Batch] = [[(prompt, 8, weights)] for prompt in PROMPTS]
-    run = check(run_vllm, batches, tiers, enable_prompt_embeds=True, **ONE)
+    run = check(run_vllm, batches, tiers, enable_prompt_embeds=True, **placed(ranks))
     assert run.loaded() == dict.fromkeys(TIERS, len(PROMPTS) * FULL)
-    cells.loaded("prompt embeddings", "TP 1", run.loaded())
+    cells.loaded("prompt embeddings", f"TP {ranks}", run.loaded())
 
 
+@of_ranks
 def test_speculation_by_ngrams(
-    run_vllm: Callable[..., Run], tiers: list[dict[str, Any]], cells: Cells
+    run_vllm: Callable[..., Run], tiers: list[dict[str, Any]], cells: Cells, ranks: int
 ) -> None:
     """Next turns of conversations load blocks of answers that drafts were taken into."""
     few = {"sampling": {"allowed_token_ids": [11, 12, 13]}}  # so that some drafts are right
@@ -212,18 +237,18 @@ def test_speculation_by_ngrams(
     if engine_version() in NO_DRAFTS:
         why = "Cannot inspect kernel parameters"
         with pytest.raises(EngineFailed, match=why):
-            run_vllm(first, speculative_config=NGRAM, **ONE)
-        cells.refused("n-gram speculation", why, "TP 1", who="vLLM refuses")
+            run_vllm(first, speculative_config=NGRAM, **placed(ranks))
+        cells.refused("n-gram speculation", why, f"TP {ranks}", who="vLLM refuses")
         return
-    said = [tokens for (tokens,) in run_vllm(first, **ONE).tokens]
+    said = [tokens for (tokens,) in run_vllm(first, **placed(ranks)).tokens]
     turns: list[Batch] = [
         [(prompt + answer + END, 4)] for prompt, answer in zip(PROMPTS, said, strict=False)
     ]
-    run = check(run_vllm, [*first, *turns], tiers, speculative_config=NGRAM, **ONE)
+    run = check(run_vllm, [*first, *turns], tiers, speculative_config=NGRAM, **placed(ranks))
     assert run.tokens[:2] == [[answer] for answer in said], "nor does speculation change any"
     assert 0 < run.drafts_accepted < run.drafts
     assert run.loaded() == dict.fromkeys(TIERS, 2 * 640), "of a turn, what the engine had not kept"
-    cells.loaded("n-gram speculation", "TP 1", run.loaded())
+    cells.loaded("n-gram speculation", f"TP {ranks}", run.loaded())
 
 
 def test_a_pipeline_of_two(
