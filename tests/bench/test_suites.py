@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import scheduler
 from bench.main import SUITES, Scale, run
 from bench.report import HEAD, table
 
@@ -24,3 +25,16 @@ def test_a_suite_runs(suite: str, tmp_path: Path) -> None:
     assert all(row.why for row in rows if row.ours is None), "what is not measured says why"
     assert all(row.target is None or row.met is not None or row.ours is None for row in rows)
     assert all(len(line) == len(HEAD) for line in table(rows))
+
+
+def test_blocks_for_which_the_process_had_room_have_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "resident_bytes", lambda: 4096)
+    (row,) = (
+        row
+        for row in run(["scheduler"], Scale(smoke=True, folder=tmp_path), lambda line: None)
+        if row.case == "memory of a resident block of cpu"
+    )
+    assert row.ours is None
+    assert "room" in row.why

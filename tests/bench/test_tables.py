@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.report import Row, write_json
-from bench.tables import PAGE, newest, put_in, section
+from bench.tables import INDEX, PAGE, index_section, newest, put_in, section
 
 
 def row(case: str, **more: object) -> Row:
@@ -22,6 +22,7 @@ def row(case: str, **more: object) -> Row:
 def test_the_page_shows_the_newest_results() -> None:
     text = PAGE.read_text()
     assert put_in(text, section(newest())) == text, "run python -m bench.tables"
+    assert put_in(text, index_section(), *INDEX) == text, "run python -m bench.tables"
 
 
 def test_a_table_of_the_newest_result_of_each_hardware(tmp_path: Path) -> None:
@@ -42,6 +43,20 @@ def test_a_table_of_the_newest_result_of_each_hardware(tmp_path: Path) -> None:
     assert "![2026-02-01-xeon](../bench/results/2026-02-01-xeon.png)" in text
     assert "an old case" not in text
     assert "a point" not in text
+
+
+def test_a_column_for_each_number_of_blocks(tmp_path: Path) -> None:
+    for name, blocks, ours in (
+        ("2026-01-01-xeon-1000", "1,000", 9.0),
+        ("2026-02-01-xeon-20000", "20,000", 3.0),
+        ("2026-02-01-xeon-1000", "1,000", 2.0),
+    ):
+        one = row(f"index: open {blocks} blocks", unit="s", ours=ours, peer=5.0, peer_name="dict")
+        write_json(tmp_path / f"{name}.json", [one])
+    lines = index_section(tmp_path).splitlines()
+    assert lines[0].endswith(":")
+    assert [line.count("[") for line in lines if line.startswith("| |")] == [2]
+    assert lines[-1] == "| index: open blocks | 2 s (dict 5) (limit 4) | 3 s (dict 5) (limit 4) |"
 
 
 def test_a_page_without_markers_is_refused() -> None:
