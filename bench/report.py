@@ -216,11 +216,11 @@ COMPARED = ("suite", "case", "then", "now", "better by", "of limit or peer, then
 def compared(then: Sequence[Row], now: Sequence[Row]) -> list[tuple[str, ...]]:
     """Rows that both runs have, as text, under `COMPARED`. The fifth column says how many times as
     good ours is now; where the machine was faster, the ratios beside it are better evidence."""
-    before = {(row.suite, row.case, row.peer_name): row for row in then}
+    before = {(row.suite, row.case): row for row in then}
     lines: list[tuple[str, ...]] = []
     for row in now:
-        old = before.get((row.suite, row.case, row.peer_name))
-        if old is None or row.ours is None or old.ours is None:
+        old = before.get((row.suite, row.case))
+        if old is None or row.ours is None or old.ours is None or old.of != row.of:
             continue
         lines.append(
             (
@@ -229,12 +229,16 @@ def compared(then: Sequence[Row], now: Sequence[Row]) -> list[tuple[str, ...]]:
                 f"{number(old.ours)} {row.unit}",
                 f"{number(row.ours)} {row.unit}",
                 times(_ratio(row.unit, row.ours, old.ours)),
-                times(old.of_limit or old.of_peer),
-                times(row.of_limit or row.of_peer),
+                times(old.of_limit or _of_same_peer(old, row)),
+                times(row.of_limit or _of_same_peer(row, old)),
                 f"{max(old.spread or 0, row.spread or 0):.0%}",
             )
         )
     return lines
+
+
+def _of_same_peer(row: Row, other: Row) -> float | None:
+    return row.of_peer if row.peer_name == other.peer_name else None
 
 
 def number(value: float | None) -> str:

@@ -6,17 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import Row, write_json
+from bench.report import write_json
 from bench.tables import INDEX, PAGE, index_section, newest, put_in, section
-
-
-def row(case: str, **more: object) -> Row:
-    known = {
-        "suite": "disk", "case": case, "unit": "GB/s", "ours": 2.0, "limit": 4.0, "peer": None,
-        "peer_name": "", "of_limit": 0.5, "of_peer": None, "spread": 0.1, "target": 0.9,
-        "of": "limit", "met": False, "why": "it is slow",
-    }  # fmt: skip
-    return Row(**{**known, **more})  # type: ignore[arg-type]
+from tests.support.bench_rows import row
 
 
 def test_the_page_shows_the_newest_results() -> None:
