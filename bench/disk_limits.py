@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tiers.disk.open_folder import THREADS
+from tiers.disk.folder.open_folder import THREADS
 
 Payloads = Sequence[memoryview]
 

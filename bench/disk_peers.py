@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench.disk_limits import Lanes, Payloads
-from tiers.disk.open_folder import THREADS
+from tiers.disk.folder.open_folder import THREADS
 
 
 class FilePerBlock:

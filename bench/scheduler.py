@@ -29,7 +29,7 @@ from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.cpu.spec import CpuSpec
-from tiers.disk.rows import index_key
+from tiers.disk.index.rows import index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore

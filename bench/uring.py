@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tiers.block import digest
-from tiers.disk.open_folder import THREADS
+from tiers.disk.folder.open_folder import THREADS
 from tiers.disk.slab import PAGE, slot_bytes
 
 HELD_BYTES, BATCH_BYTES = 2 << 30, 128 << 20

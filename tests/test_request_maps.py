@@ -29,11 +29,11 @@ OTHERS = {
     "policy/chooser.py::Chooser._foreign": "children",
     "policy/chooser.py::Chooser._loaders": "children",
     "policy/requests.py::RequestState.tiers": "tiers",
-    "scheduler/intake.py::Intake._lost": "counters",
+    "scheduler/storing/intake.py::Intake._lost": "counters",
     "scheduler/hints/retained.py::Retained._counts": "tenants",
     "scheduler/hints/retained.py::Retained._ending[until]": "blocks",
     "scheduler/scheduler.py::OffloadingScheduler._told": "gauges",
-    "scheduler/tenant_quotas.py::Tenants._kept": "tenants",
+    "scheduler/storing/tenant_quotas.py::Tenants._kept": "tenants",
     "worker/worker.py::OffloadingWorker._measures": "measures",
 }
 """Other maps with such keys, and what those are."""

@@ -25,8 +25,9 @@ from tests.support.disk_audit import (
     put,
     settled,
 )
-from tiers.disk import clean_close, folder, repair
-from tiers.disk.folder import Folder
+from tiers.disk.folder import folder, repair
+from tiers.disk.folder.folder import Folder
+from tiers.disk.index import clean_close
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen
 from tiers.wrappers.opening import open_guarded
@@ -60,7 +61,7 @@ def test_a_lock_that_is_held_is_not_the_end(tmp_path: Path) -> None:
 
 
 CHECKING = """
-from tiers.disk import clean_close
+from tiers.disk.index import clean_close
 digest = clean_close.compute
 def slow(index):
     say("digests")
@@ -178,7 +179,7 @@ def test_somebody_comes_and_goes_while_the_index_is_checked(
 
 
 CROWD = """
-from tiers.disk import folder
+from tiers.disk.folder import folder
 from tiers.disk.spec import DiskSpec
 from spec.offloading import StoreContext
 from tiers.errors import TierNotOpen

@@ -27,7 +27,7 @@ from tests.support.disk_audit import (
     slab_path,
 )
 from tiers.disk import slab as slab_files
-from tiers.disk.rows import index_key
+from tiers.disk.index.rows import index_key
 from tiers.disk.slab import PAGE
 from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
 
@@ -283,8 +283,8 @@ def test_a_broken_slab_leaks_no_slot(tmp_path: Path) -> None:
     outcome="blocks are declined until some are dropped",
 )
 def test_a_full_index_declines_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiers.disk import opening
-    from tiers.disk.index import Index
+    from tiers.disk.folder import opening
+    from tiers.disk.index.index import Index
 
     monkeypatch.setattr(opening, "Index", partial(Index, map_bytes=20 * 4096))
     with opened(tmp_path, slots=3000) as store:

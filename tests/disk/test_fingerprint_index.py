@@ -15,18 +15,18 @@ import pytest
 
 from tests.support.disk_audit import Other, get, keys, open_disk, opened, put, run_child
 from tests.support.disk_child import NUMBERS
-from tiers.disk import edit
-from tiers.disk.fingerprint_index import (
+from tiers.disk.folder.open_folder import THREADS
+from tiers.disk.folder.upkeep import Upkeep
+from tiers.disk.index import edit
+from tiers.disk.index.fingerprint_index import (
     _ROWS_AT_ONCE,
     CELLS,
     FingerprintIndex,
     FingerprintTable,
 )
-from tiers.disk.index import Index, Piece
-from tiers.disk.open_folder import THREADS
-from tiers.disk.rows import ADDED, fingerprint, index_key
+from tiers.disk.index.index import Index, Piece
+from tiers.disk.index.rows import ADDED, fingerprint, index_key
 from tiers.disk.store import DiskStore
-from tiers.disk.upkeep import Upkeep
 from tiers.store import Clear, LocalIndex, capability
 from tiers.wrappers.guard import Guarded
 
@@ -111,7 +111,7 @@ def test_it_sees_what_other_processes_do(tmp_path: Path) -> None:
 
 
 STORES_WHEN_TOLD = """
-from tiers.disk import edit
+from tiers.disk.index import edit
 edit._LOG_PAGES = 1
 with opened(path, slots=200) as store:
     say("open")
@@ -130,7 +130,7 @@ def test_another_process_stores_while_a_table_is_made(
     """At each piece of the index the other stores. The log is shorter than all that, and a table is
     made anew only if it is shorter than what is stored at one piece."""
     monkeypatch.setattr(edit, "_LOG_PAGES", 1)
-    monkeypatch.setattr("tiers.disk.fingerprint_index._AT_ONCE", 5)
+    monkeypatch.setattr("tiers.disk.index.fingerprint_index._AT_ONCE", 5)
     made: list[FingerprintTable] = []
     original = FingerprintTable.add
 
@@ -240,7 +240,7 @@ def test_a_local_index_only_once_its_table_is_made(
         assert capability(store, LocalIndex) is not None  # of few blocks: at once
     with opened(tmp_path, slots=40) as store:
         put(store, keys(*range(30)))
-        monkeypatch.setattr("tiers.disk.fingerprint_index._AT_ONCE", 10)
+        monkeypatch.setattr("tiers.disk.index.fingerprint_index._AT_ONCE", 10)
         later = Later(store)
         guarded = Guarded(store, "disk")
         assert [capability(guarded, LocalIndex) for _ in range(2)] == [None, None]
@@ -293,7 +293,7 @@ def test_closing_waits_for_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         stopped.set()
 
     pieces: list[bytes] = []
-    monkeypatch.setattr("tiers.disk.fingerprint_index._AT_ONCE", 1)
+    monkeypatch.setattr("tiers.disk.index.fingerprint_index._AT_ONCE", 1)
     monkeypatch.setattr(FingerprintTable, "add", add)
     monkeypatch.setattr(FingerprintIndex, "stop", stop)
     with opened(tmp_path) as store:
@@ -304,7 +304,7 @@ def test_closing_waits_for_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_crowded_table_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiers.disk.fingerprint_index._FILL_MAX", 0.7)
+    monkeypatch.setattr("tiers.disk.index.fingerprint_index._FILL_MAX", 0.7)
     with opened(tmp_path, slots=300) as store:
         settled(store)
         put(store, keys(*range(200)))

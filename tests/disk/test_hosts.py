@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.disk_audit import Other, get, key, keys, open_disk, opened, put
 from tests.support.disk_mounts import refused, run_mounted
-from tiers.disk import mounts, owner
-from tiers.disk.owner import Host, Owner
+from tiers.disk.folder import mounts, owner
+from tiers.disk.folder.owner import Host, Owner
 from tiers.errors import TierNotOpen, TierUnusable
 
 THERE = Host("1" * 8 + "-0000-0000-0000-" + "1" * 12, "b" * 32, "node-b")
@@ -172,7 +172,7 @@ def test_where_the_kernel_tells_no_type(tmp_path: Path, monkeypatch: pytest.Monk
 
 REAL = """
 import io, logging
-from tiers.disk.mounts import file_system
+from tiers.disk.folder.mounts import file_system
 assert file_system(path / "a b" / "not yet") == "tmpfs"
 said = io.StringIO()
 logging.getLogger("tiers").addHandler(logging.StreamHandler(said))

@@ -24,9 +24,10 @@ from tests.support.disk_audit import (
     put,
     settled,
 )
-from tiers.disk import upkeep, uses
-from tiers.disk.edit import Edit
-from tiers.disk.rows import index_key
+from tiers.disk.folder import upkeep
+from tiers.disk.index import uses
+from tiers.disk.index.edit import Edit
+from tiers.disk.index.rows import index_key
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
 
@@ -68,7 +69,7 @@ def stamp(store: DiskStore, name: bytes) -> int:
 
 
 TOUCHING = """
-from tiers.disk import upkeep
+from tiers.disk.folder import upkeep
 upkeep.EVERY_S = 0.02
 store = open_disk(path, slots=64)
 hot = keys(*range(1000, 1008))
@@ -226,7 +227,7 @@ put(store, keys(5000), 4096)
 def test_space_behind_free_slots_is_given_back_in_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiers.disk.repair._PUNCHED_AT_ONCE", 30)
+    monkeypatch.setattr("tiers.disk.folder.repair._PUNCHED_AT_ONCE", 30)
     child = Other(KILLED, tmp_path)
     assert child.hear() == ""
     child.kill()

@@ -11,8 +11,8 @@ import pytest
 from spec.chain import ChainSpec, LoadPolicy
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, drive, measured
 from tests.support.slow_store import SlowSpec, TroubledStore
-from tiers.connector.scheduler.host_manager import HostManager
-from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.connector.scheduler.managers.host_manager import HostManager
+from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierUnavailable
 

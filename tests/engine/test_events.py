@@ -26,7 +26,7 @@ from tests.support.replay_chains import (
 )
 from tests.support.servers import RedisServer
 from tiers.connector.scheduler.inventory import inventory
-from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.engine.replay import ReplayEngine
 from tiers.engine.replay.requests import ReplayRequest
 

@@ -17,7 +17,7 @@ from tests.support.replay_chains import MODEL, chain_of, cpu, disk, scheduler_of
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.media import MediaMark, MediaMarks, joined
 from tiers.connector.policy.requests import RequestState, RequestTable, Scheduled
-from tiers.connector.scheduler.offers import TierRequest, new_offers
+from tiers.connector.scheduler.storing.offers import TierRequest, new_offers
 from tiers.engine import content_marks
 from tiers.engine.content_marks import ContentMarks, content_digest
 from tiers.engine.media_identity import media_marks, refuse_unmarked_media

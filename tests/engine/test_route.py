@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.replay_chains import chain_of, disk
-from tiers.disk.fingerprint_index import FingerprintTable
+from tiers.disk.index.fingerprint_index import FingerprintTable
 from tiers.engine.replay import ReplayEngine
 
 MOST_FRAMES = 12

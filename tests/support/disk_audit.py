@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spec.offloading import StoreContext
-from tiers.disk.rows import Slot, index_key
+from tiers.disk.index.rows import Slot, index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore

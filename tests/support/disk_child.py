@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.support.disk_audit import get, key, open_disk, put
-from tiers.disk import clean_close, slab, slot_allocator
-from tiers.disk.edit import Edit
+from tiers.disk import slab
+from tiers.disk.index import clean_close, slot_allocator
+from tiers.disk.index.edit import Edit
 from tiers.disk.slab import slot_bytes
 from tiers.errors import TierFull
 

@@ -10,8 +10,8 @@ import pytest
 
 from spec.offloading import HostSpec
 from tests.support.lookups import look_up
-from tiers.connector.scheduler.host_manager import HostManager
-from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.looking_up.lookups import Lookup
+from tiers.connector.scheduler.managers.host_manager import HostManager
 from tiers.errors import TierUnusable
 from tiers.host.slots import SlotPool, Slots
 from tiers.wrappers.residency import FAILED, GuardedResidency

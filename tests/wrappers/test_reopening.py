@@ -14,8 +14,8 @@ from spec.offloading import StoreContext, StoreSpec
 from tests.support.lookups import look_up
 from tiers.block import NAMESPACE_BYTES
 from tiers.connector.contract.generation import Generation, space_of
-from tiers.connector.scheduler.lookups import Lookup
-from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.connector.scheduler.looking_up.lookups import Lookup
+from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
 from tiers.store import Clear, Damages, LocalIndex, Measured, TierStore, Touch, capability

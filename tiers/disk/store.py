@@ -14,9 +14,9 @@ from tiers.block import expect, pack_header, parse_header, verify
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.disk.access import DEFAULT_ACCESS, Access
-from tiers.disk.open_folder import THREADS, OpenFolder, require_own
-from tiers.disk.registry import open_folders
-from tiers.disk.rows import Entry, Slot, index_key, index_key_prefix
+from tiers.disk.folder.open_folder import THREADS, OpenFolder, require_own
+from tiers.disk.folder.registry import open_folders
+from tiers.disk.index.rows import Entry, Slot, index_key, index_key_prefix
 from tiers.disk.slab import slot_bytes
 from tiers.errors import RecordError, TierError, TierFull, TierUnusable
 from tiers.store import Block, Capability, Capable, LocalIndex, Usage

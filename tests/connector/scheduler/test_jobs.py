@@ -13,7 +13,7 @@ from tiers.connector.policy.requests import RequestState
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.policy.wait_budget import WaitBudget
 from tiers.connector.scheduler.jobs import Jobs
-from tiers.connector.scheduler.offers import TierRequest
+from tiers.connector.scheduler.storing.offers import TierRequest
 
 
 class Unlooked(dict[int, Any]):

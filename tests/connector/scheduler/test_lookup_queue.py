@@ -21,8 +21,8 @@ from tiers.connector.contract.messages import OffloadingWorkerMetadata, WorkerHa
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.connector.multi.scheduler import MultiScheduler
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
-from tiers.connector.scheduler.lookups import Lookup, LookupQueue
-from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.connector.scheduler.looking_up.lookups import Lookup, LookupQueue
+from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.store import TierStore
 from tiers.testing import GivenSpec, MemoryStore
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.policy.requests import RequestTable
-from tiers.connector.scheduler.offers import TierRequest, new_offers
+from tiers.connector.scheduler.storing.offers import TierRequest, new_offers
 
 
 def test_a_token_that_was_computed_and_taken_back_completes_no_block() -> None:

@@ -20,11 +20,11 @@ from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation, space_of
 from tiers.connector.contract.messages import JobResult, OffloadingWorkerMetadata, WorkerHandshake
 from tiers.connector.multi.metadata import MultiWorkerMetadata
-from tiers.connector.scheduler.answers import Answers, Changes
-from tiers.connector.scheduler.lookup_pace import LookupPace
-from tiers.connector.scheduler.lookups import Lookup
-from tiers.connector.scheduler.store_manager import StoreManager
-from tiers.connector.scheduler.store_uses import StoreUses
+from tiers.connector.scheduler.looking_up.answers import Answers, Changes
+from tiers.connector.scheduler.looking_up.lookup_pace import LookupPace
+from tiers.connector.scheduler.looking_up.lookups import Lookup
+from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.connector.scheduler.managers.store_uses import StoreUses
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay.requests import NewRequest
 from tiers.host.memory import slot_stride

@@ -29,7 +29,7 @@ from tiers.connector.contract.messages import (
     StoreJob,
 )
 from tiers.connector.policy.shared_load import SharedLoad
-from tiers.connector.scheduler.offers import TierRequest
+from tiers.connector.scheduler.storing.offers import TierRequest
 
 
 @dataclass(kw_only=True)

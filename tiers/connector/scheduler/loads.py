@@ -12,8 +12,8 @@ from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import PendingLoad
-from tiers.connector.scheduler.manager import DOWN
-from tiers.connector.scheduler.offers import TierRequest
+from tiers.connector.scheduler.managers.manager import DOWN
+from tiers.connector.scheduler.storing.offers import TierRequest
 
 
 class TierLoads:

@@ -22,16 +22,16 @@ from tiers.connector.contract.stats import TierStats
 from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
-from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.hints.tier_hints import TierHints
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad
 from tiers.connector.scheduler.kv_events import KVEvents, place_of
 from tiers.connector.scheduler.loads import TierLoads
-from tiers.connector.scheduler.manager import DOWN
+from tiers.connector.scheduler.managers.manager import DOWN
 from tiers.connector.scheduler.opening import NOT_OPEN, OpenManager
-from tiers.connector.scheduler.stores import TierStores
-from tiers.connector.scheduler.tenant_quotas import Tenants
+from tiers.connector.scheduler.storing.admission import Admission
+from tiers.connector.scheduler.storing.stores import TierStores
+from tiers.connector.scheduler.storing.tenant_quotas import Tenants
 from tiers.connector.scheduler.tier_health import TierHealth
 from tiers.connector.scheduler.why_nothing import why_nothing
 from tiers.errors import TierUnusable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiers.connector.contract.protocols import Request
 from tiers.connector.scheduler.context import TierContext
-from tiers.connector.scheduler.tenant_quotas import tenant_of
+from tiers.connector.scheduler.storing.tenant_quotas import tenant_of
 
 
 def why_nothing(context: TierContext, request: Request) -> str:

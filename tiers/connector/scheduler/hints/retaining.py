@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiers.connector.scheduler.store_uses import StoreUses
+from tiers.connector.scheduler.managers.store_uses import StoreUses
 from tiers.host.slots import Residency, SlotPool
 
 LAPS = 8

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from tiers.connector.policy.request_hints import NO_HINTS
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.hints.retained import Retained
-from tiers.connector.scheduler.offers import TierRequest
-from tiers.connector.scheduler.tenant_quotas import tenant_of
+from tiers.connector.scheduler.storing.offers import TierRequest
+from tiers.connector.scheduler.storing.tenant_quotas import tenant_of
 
 ENDED_AT_ONCE = 512
 """Blocks whose time is over that a step lets go: one to two milliseconds of work."""

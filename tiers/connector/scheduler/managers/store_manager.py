@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 
 from tiers.connector.contract.generation import Generation
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
-from tiers.connector.scheduler.answers import Changes
-from tiers.connector.scheduler.clearing import Clearing
 from tiers.connector.scheduler.hints.retaining import RenewedUses
-from tiers.connector.scheduler.lookup_pace import LookupPace
-from tiers.connector.scheduler.lookups import Asked, Lookup, LookupQueue
-from tiers.connector.scheduler.manager import DOWN, TierManager
-from tiers.connector.scheduler.rank_parts import RankParts
-from tiers.connector.scheduler.recent_keys import RecentKeys
-from tiers.connector.scheduler.store_uses import StoreUses
-from tiers.connector.scheduler.unfound import UnfoundKeys
+from tiers.connector.scheduler.looking_up.answers import Changes
+from tiers.connector.scheduler.looking_up.lookup_pace import LookupPace
+from tiers.connector.scheduler.looking_up.lookups import Asked, Lookup, LookupQueue
+from tiers.connector.scheduler.looking_up.rank_parts import RankParts
+from tiers.connector.scheduler.looking_up.recent_keys import RecentKeys
+from tiers.connector.scheduler.looking_up.unfound import UnfoundKeys
+from tiers.connector.scheduler.managers.clearing import Clearing
+from tiers.connector.scheduler.managers.manager import DOWN, TierManager
+from tiers.connector.scheduler.managers.store_uses import StoreUses
 from tiers.store import LocalIndex, TierStore, capability
 from tiers.wrappers.guard import HEALTHY, Guarded, Health
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from spec.offloading import QUEUE_SECONDS, OffloadingSpec, StoreSpec
 from tiers.connector.contract.pool_size import STAGING, STEPS
-from tiers.connector.scheduler.intake import Intake
-from tiers.connector.scheduler.store_rate import StoreRate
+from tiers.connector.scheduler.storing.intake import Intake
+from tiers.connector.scheduler.storing.store_rate import StoreRate
 
 COUNTED = 1 << 18
 """Blocks whose requests are counted; beyond it the oldest counts are forgotten."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import lmdb
 
-from tiers.disk.rows import (
+from tiers.disk.index.rows import (
     ADDED,
     ENTRY,
     ROW,

@@ -12,18 +12,19 @@ from functools import partial
 from itertools import repeat
 
 from tiers.concurrency.executors import io_executor
-from tiers.disk import clean_close, repair, slot_allocator
 from tiers.disk.access import Access
-from tiers.disk.edit import FIRST, Edit
 from tiers.disk.failures import Damaged, translated
-from tiers.disk.fingerprint_index import FingerprintIndex
-from tiers.disk.folder import Folder
-from tiers.disk.index import Index
-from tiers.disk.owner import Owner, Owners
-from tiers.disk.rows import Entry, Slot
+from tiers.disk.folder import repair
+from tiers.disk.folder.folder import Folder
+from tiers.disk.folder.owner import Owner, Owners
+from tiers.disk.folder.upkeep import Upkeep
+from tiers.disk.index import clean_close, slot_allocator
+from tiers.disk.index.edit import FIRST, Edit
+from tiers.disk.index.fingerprint_index import FingerprintIndex
+from tiers.disk.index.index import Index
+from tiers.disk.index.rows import Entry, Slot
+from tiers.disk.index.uses import PendingUses
 from tiers.disk.slab import Slabs, sync_folder
-from tiers.disk.upkeep import Upkeep
-from tiers.disk.uses import PendingUses
 from tiers.errors import TierError, TierUnavailable, TierUnusable
 
 THREADS = 4

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import xxhash
 
 from tiers.concurrency.file_locks import acquire
-from tiers.disk.folder import Folder
-from tiers.disk.owner import Owner, scan_owners
+from tiers.disk.folder.folder import Folder
+from tiers.disk.folder.owner import Owner, scan_owners
 from tiers.disk.slab import sync_folder
 from tiers.errors import TierNotOpen
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tiers.disk.edit import Edit
 from tiers.disk.failures import NO_SPACE
-from tiers.disk.rows import Slot
+from tiers.disk.index.edit import Edit
+from tiers.disk.index.rows import Slot
 from tiers.disk.slab import Slabs
 
 INDEX_MARGIN = 8 << 20

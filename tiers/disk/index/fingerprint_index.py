@@ -31,8 +31,8 @@ import lmdb
 import xxhash
 
 from tiers.concurrency.executors import io_executor
-from tiers.disk.index import Index
-from tiers.disk.rows import ADDED, INDEX_KEY_BYTES, MARKED, digest_fingerprint, index_key
+from tiers.disk.index.index import Index
+from tiers.disk.index.rows import ADDED, INDEX_KEY_BYTES, MARKED, digest_fingerprint, index_key
 
 CELLS = 8
 """Fingerprints in a bucket: one cache line."""

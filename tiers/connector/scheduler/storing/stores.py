@@ -8,13 +8,17 @@ from itertools import islice
 
 from tiers.connector.contract.messages import StoreItem, StoreJob
 from tiers.connector.policy.requests import Scheduled, Step
-from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.hints.tier_hints import TierHints
 from tiers.connector.scheduler.jobs import PendingStore
-from tiers.connector.scheduler.offers import Offers, TierRequest, new_offers, offers_again
-from tiers.connector.scheduler.store_reservations import FOR_ROOM, NOT_YET, StoreReservations
-from tiers.connector.scheduler.tenant_quotas import tenant_of
+from tiers.connector.scheduler.storing.admission import Admission
+from tiers.connector.scheduler.storing.offers import Offers, TierRequest, new_offers, offers_again
+from tiers.connector.scheduler.storing.store_reservations import (
+    FOR_ROOM,
+    NOT_YET,
+    StoreReservations,
+)
+from tiers.connector.scheduler.storing.tenant_quotas import tenant_of
 from tiers.store import batch_blocks
 
 RETRIES = 256

@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
 
-from tiers.disk.edit import FIRST, Edit
 from tiers.disk.failures import Damaged
-from tiers.disk.owner import Owners
-from tiers.disk.rows import Slot
+from tiers.disk.folder.owner import Owners
+from tiers.disk.index.edit import FIRST, Edit
+from tiers.disk.index.rows import Slot
+from tiers.disk.index.slot_allocator import AT_ONCE, free
 from tiers.disk.slab import Slabs
-from tiers.disk.slot_allocator import AT_ONCE, free
 
 _PUNCHED_AT_ONCE = 512
 

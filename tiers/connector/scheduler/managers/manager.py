@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiers.connector.scheduler.hints.retaining import Retaining
-from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.looking_up.lookups import Lookup
 from tiers.wrappers.guard import HEALTHY, Health
 
 DOWN = -1

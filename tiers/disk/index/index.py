@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import lmdb
 
 from tiers.block import FORMAT_VERSION
-from tiers.disk.edit import Edit
 from tiers.disk.failures import Damaged
-from tiers.disk.rows import (
+from tiers.disk.index.edit import Edit
+from tiers.disk.index.rows import (
     INDEX_KEY_BYTES,
     ROW,
     STATE,

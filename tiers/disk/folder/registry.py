@@ -13,8 +13,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from tiers.disk.access import Access
-from tiers.disk.open_folder import OpenFolder, require_own
-from tiers.disk.opening import open_folder
+from tiers.disk.folder.open_folder import OpenFolder, require_own
+from tiers.disk.folder.opening import open_folder
 from tiers.errors import TierUnusable
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiers.connector.scheduler.answers import Changes
 from tiers.connector.scheduler.hints.retaining import HeldSlots
-from tiers.connector.scheduler.lookups import Lookup
-from tiers.connector.scheduler.manager import DOWN, TierManager
+from tiers.connector.scheduler.looking_up.answers import Changes
+from tiers.connector.scheduler.looking_up.lookups import Lookup
+from tiers.connector.scheduler.managers.manager import DOWN, TierManager
 from tiers.host.slots import Demotes, Residency, SlotPool
 from tiers.wrappers.guard import Health
 from tiers.wrappers.residency import health_of

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from tiers.connector.contract.protocols import NULL_BLOCK
 from tiers.connector.policy.requests import RequestState, RequestTable, Scheduled
-from tiers.connector.scheduler.lookups import Lookup
-from tiers.connector.scheduler.store_order import StoreOrder
+from tiers.connector.scheduler.looking_up.lookups import Lookup
+from tiers.connector.scheduler.managers.store_order import StoreOrder
 
 
 @dataclass(eq=False)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tiers.connector.contract.messages import StoreItem, StoreJob
-from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.context import TierContext
-from tiers.connector.scheduler.offers import Offers
+from tiers.connector.scheduler.storing.admission import Admission
+from tiers.connector.scheduler.storing.offers import Offers
 
 FOR_ROOM = ("store_dropped_inflight", "store_dropped_no_slot")
 """Why a block is refused that is offered again."""

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tiers.concurrency.file_locks import acquire
-from tiers.disk.mounts import MEMORY, ONE_HOST, file_system, require_suitable
+from tiers.disk.folder.mounts import MEMORY, ONE_HOST, file_system, require_suitable
 from tiers.disk.slab import punch
 from tiers.errors import TierNotOpen, TierUnusable
 

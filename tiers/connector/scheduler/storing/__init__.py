@@ -1,0 +1,1 @@
+"""Which blocks a tier stores, and what they take until they are stored."""
