@@ -36,8 +36,7 @@ Each number was measured by a test of a real vLLM engine: tokens of KV that this
 every answer was that of an engine without kvtiers. The models are tiny, of random weights that make
 answers depend on all of a prompt, and run on the CPU. `refused` means that kvtiers says at start
 why it does not serve this; the reasons are [below](#refused). `vLLM refuses` means that this vLLM
-does not start it on the CPU without kvtiers either. `not run` is no claim: two stages or replicas
-of TP 2 would be four ranks, more than the cores these tests had.
+does not start it on the CPU without kvtiers either. `not run` is no claim.
 
 `make compatibility` fills the table of the installed version, and `make compatibility VLLM=FILE`
 that of another: FILE is a CPU wheel, or a source archive, whose Python then runs over the installed

@@ -37,7 +37,6 @@ PROMPTS = [document + END for document in documents(3, 576)]
 """Three prompts of 18 full blocks, which end alike: only what is before tells them apart."""
 FULL = 576
 ONE: dict[str, Any] = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
-TWO: dict[str, Any] = {"env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -85,9 +84,14 @@ NO_DRAFTS = {"0.30"}
 """Versions whose speculation by n-grams does not work on the CPU, without kvtiers either."""
 
 
+def bound(ranks: int) -> dict[str, str]:
+    """The environment of so many processes that compute on two cores."""
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join("01"[rank % 2] for rank in range(ranks))}
+
+
 def placed(ranks: int) -> dict[str, Any]:
     """Engine options for an engine of so many ranks."""
-    return ONE if ranks == 1 else {"tensor_parallel_size": ranks, **TWO}
+    return ONE if ranks == 1 else {"tensor_parallel_size": ranks, "env": bound(ranks)}
 
 
 @pytest.fixture(scope="module")
@@ -251,31 +255,38 @@ def test_speculation_by_ngrams(
     cells.loaded("n-gram speculation", f"TP {ranks}", run.loaded())
 
 
+@of_ranks
 def test_a_pipeline_of_two(
-    run_vllm: Callable[..., Run], tiers: list[dict[str, Any]], cells: Cells
+    run_vllm: Callable[..., Run], tiers: list[dict[str, Any]], cells: Cells, ranks: int
 ) -> None:
     """Several requests at once, so that both stages are at work.
 
     Not eager, since vLLM's CPU worker makes what stages exchange while it warms up to compile.
     """
     batch: Batch = [(prompt, 8) for prompt in PROMPTS]
-    stages = {"pipeline_parallel_size": 2, "enforce_eager": False, **FEW, **TWO}
+    stages = {"pipeline_parallel_size": 2, "tensor_parallel_size": ranks, "enforce_eager": False}
+    stages |= {**FEW, "env": bound(2 * ranks)}
     stages["compilation_config"] = {"mode": 2, "backend": "eager"}
     run = check(run_vllm, [batch], tiers, **stages)
     assert run.loaded() == dict.fromkeys(TIERS, len(PROMPTS) * FULL)
-    cells.loaded("pipeline parallel 2", "TP 1", run.loaded())
+    cells.loaded("pipeline parallel 2", f"TP {ranks}", run.loaded())
 
 
+@of_ranks
 def test_replicas_share_a_redis_and_a_disk(
     tiny_llama: Path,
     tiers: list[dict[str, Any]],
     cells: Cells,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
 ) -> None:
     """What the first of two data-parallel replicas computed, the second loads."""
-    # vLLM 0.33 wants as many NUMA nodes otherwise.
-    monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")
+    # Where this is set, vLLM 0.33 wants no NUMA node for each rank; with 0 it takes a binding, too.
+    environment = {"VLLM_CPU_SIM_MULTI_NUMA": "1" if ranks == 1 else "0"}
+    environment |= bound(2 * ranks) if ranks > 1 else {}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     chain = tmp_path / "chain.yaml"
     chain.write_text(yaml.safe_dump({"version": 1, "staging": "64MiB", "tiers": tiers}))
     server = VllmServer(
@@ -283,6 +294,7 @@ def test_replicas_share_a_redis_and_a_disk(
         chain,
         tmp_path / "log",
         **{"data-parallel-size": 2, "no-enable-prefix-caching": None},
+        **({} if ranks == 1 else {"tensor-parallel-size": ranks}),
     )
     try:
         plain = [server.complete(prompt, 8, replica=0, tiers=()) for prompt in PROMPTS]
@@ -298,4 +310,4 @@ def test_replicas_share_a_redis_and_a_disk(
     finally:
         server.close()
     assert loaded == dict.fromkeys(TIERS, len(PROMPTS) * FULL)
-    cells.loaded("data parallel 2", "TP 1", loaded)
+    cells.loaded("data parallel 2", f"TP {ranks}", loaded)
