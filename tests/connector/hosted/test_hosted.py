@@ -18,6 +18,8 @@ from tiers.connector.contract.messages import WorkerHandshake
 from tiers.connector.hosted import backing_store
 from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
 from tiers.connector.hosted.tier import PROMOTION_DEADLINE, Answer, HostedTier
+from tiers.connector.scheduler.lookup_pace import LookupPace
+from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.disk.slab import slot_bytes
 from tiers.disk.store import DiskStore
 from tiers.errors import TierUnusable
@@ -180,6 +182,31 @@ def test_what_only_the_store_has_comes_to_host_memory_first(
     assert again.ask("a", BLOCKS[:5]) == [Answer.HIT] * 4 + [Answer.MISS]
     assert again.tier.came_from_store("a", BLOCKS[0])
     again.load("a", BLOCKS[:4])
+
+
+def test_a_miss_behind_a_prompt_that_is_looked_up_in_steps_is_no_answer_about_it(
+    make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks about the block behind those that are found in every step."""
+    first = make(disk(tmp_path / "disk"))
+    for start in (0, 4):
+        first.store(BLOCKS[start : start + 4])
+        first.settle()
+    monkeypatch.setattr(LookupPace, "AT_ONCE", 6)
+    monkeypatch.setattr(LookupPace, "FEW", 4)
+    monkeypatch.setattr(StoreManager, "CHECKED_AT_ONCE", 1)
+    again = make(disk(tmp_path / "disk"))
+    answers: list[Answer] = []
+    for _ in range(100):
+        answers = [again.tier.lookup("a", block) for block in BLOCKS[:9]]
+        assert answers[8] is Answer.MISS
+        if answers == [Answer.HIT] * 8 + [Answer.MISS]:
+            break
+        again.tier.end_step(())
+        time.sleep(0.005)
+    else:
+        pytest.fail(f"no answer: {answers}")
+    again.load("a", BLOCKS[:8])
 
 
 def test_more_than_host_memory_holds_is_served_as_far_as_it_fits(

@@ -100,13 +100,18 @@ class BackingStore:
             if self._store is not None:
                 self._manager = StoreManager(self._store, names, self._generation, self._clock)
 
-    @property
-    def answers_at_once(self) -> bool:
-        """Whether `held` never returns None."""
-        return self._store is None or capability(self._store, LocalIndex) is not None
+    def lacks(self, key: bytes) -> bool:
+        """Whether it is known at once that the store does not hold this block."""
+        if self._store is None:
+            return True
+        if capability(self._store, LocalIndex) is None:
+            return False
+        # By itself: the answers about what the request has asked for may be half there.
+        return self._manager.coverage(Lookup(), [key], range(1)) == [False]
 
     def held(self, request: HostedRequest, keys: list[bytes]) -> list[bytes] | None:
-        """Return those of `keys` that the store holds; None: not known yet, ask again."""
+        """Return those of `keys` that the store holds; None: not known yet, ask again for the same
+        ones."""
         held = self._manager.coverage(request.lookup, keys, range(len(keys)))
         if held is None:
             return None

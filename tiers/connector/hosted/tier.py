@@ -80,7 +80,7 @@ class HostedTier:
             return Answer.MISS
         if key in self._gathers or key in self._promoting or key in request.asked:
             return Answer.LATER
-        if self._store.answers_at_once and not self._store.held(request, [key]):
+        if self._store.lacks(key):
             return Answer.MISS
         request.wanted[key] = None
         return Answer.LATER
