@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers import algorithms
 from cryptography.hazmat.primitives.cmac import CMAC
 
 from tiers.block import MAX_KEY_BYTES, NAMESPACE_BYTES
+from tiers.wrappers import hidden_names
 from tiers.wrappers.hidden_names import FEW, HiddenNames
 
 SPACE_KEY, KEY = bytes(range(32)), bytes(range(100, 132))
@@ -49,3 +52,20 @@ def test_other_keys_make_other_names() -> None:
     (name,) = NAMES.of([key])
     assert HiddenNames(KEY, KEY).of([key])[0][:NAMESPACE_BYTES] != name[:NAMESPACE_BYTES]
     assert HiddenNames(KEY, SPACE_KEY).of([key])[0][NAMESPACE_BYTES:] != name[NAMESPACE_BYTES:]
+
+
+def test_nothing_is_kept_for_each_number_of_keys() -> None:
+    """`struct` keeps the formats of the last hundred, of 32 bytes for each name."""
+    keys = [number.to_bytes(40) for number in range(4200)]
+    NAMES.of(keys)
+    tracemalloc.start()
+    for count in range(4000, 4040):
+        NAMES.of(keys[:count])
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 1 << 20
+
+
+def test_a_name_may_end_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hidden_names, "_encrypt", lambda _, blocks: np.zeros_like(blocks))
+    assert NAMES.of([bytes(40)] * (FEW + 1)) == [bytes(32)] * (FEW + 1)

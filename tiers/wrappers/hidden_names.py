@@ -9,7 +9,6 @@ one call, then the second ones: 0.3 us a key. For a few the library's own CMAC i
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -71,8 +70,11 @@ class HiddenNames:
             state = _encrypt(encryptor, state ^ step)
         state = _encrypt(encryptor, state ^ steps[-1] ^ last)
         spaces = _encrypt(self._spaces.encryptor(), steps[0])
-        names = np.hstack((spaces, state))
-        return list(struct.unpack(f"{2 * AES_BYTES}s" * len(keys), names.data.cast("B")))
+        # As void, since S would cut zeros at the end. `struct` would keep a format of 2 MB for each
+        # number of keys that it met of late.
+        whole = np.hstack((spaces, state)).view(f"V{2 * AES_BYTES}")
+        names: list[bytes] = whole.ravel().tolist()
+        return names
 
 
 def _encrypt(encryptor: CipherContext, blocks: Words) -> Words:
