@@ -89,3 +89,22 @@ def test_an_index_that_takes_time_to_make_is_used_once_it_is_there() -> None:
     for lookup in (waiting, Lookup()):
         assert manager.coverage(lookup, KEYS, range(3)) == [True, True, False], "at once"
     manager.close()
+
+
+def test_what_a_store_said_while_its_index_was_made_is_looked_up_in_it() -> None:
+    """The index corrects its own answers; those of before would hold for as long as one waits."""
+    store, clock = Making(), Clock()
+    space = bytes(NAMESPACE_BYTES)
+    store.put(Memory([space + key for key in KEYS[:2]], 64).fill().blocks)
+    manager = StoreManager(store, [space], Generation(), clock)
+    heard, unheard = Lookup(), Lookup()
+    wait_for(lambda: look_up(manager, KEYS, heard) == 2)
+    said = manager.version(heard, KEYS)
+    store.is_made = True
+    manager.prefetch_lookup(unheard, KEYS)
+    store.put(Memory([space + KEYS[2]], 64).fill().blocks)
+    for lookup in (heard, unheard):
+        assert manager.version(lookup, KEYS) != said
+        assert manager.coverage(lookup, KEYS, range(3)) == [True] * 3
+        assert not lookup.is_unanswered
+    manager.close()

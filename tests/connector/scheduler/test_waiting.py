@@ -317,6 +317,31 @@ def test_a_long_prompt_of_many_ranks_is_looked_up_in_several_steps() -> None:
     manager.close()
 
 
+def test_many_long_prompts_together_are_given_no_more_of_a_step() -> None:
+    """However long the index takes: that time does not allow for the next of them."""
+    clock = Clock(5.0)
+
+    class Slow(IndexedNames):
+        def peek(self, keys: Sequence[bytes]) -> list[bool]:
+            assert keys, "of a plugin nobody knows what it says to that"
+            clock.now += len(keys) * 1e-6
+            return super().has(keys)
+
+    index = Slow()
+    spaces = [bytes([rank]) * 16 for rank in range(8)]
+    manager = StoreManager(index, spaces, Generation(), clock)
+    manager._pace = LookupPace(len(spaces), clock)
+    keys = [b"%5d" % number for number in range(4096)]
+    index.names = {space + key for space in spaces for key in keys}
+    waiting = [Lookup() for _ in range(20)]
+    for _ in range(4):
+        index.asked, clock.now = 0, clock.now + 0.02
+        answers = [manager.coverage(one, keys, range(len(keys))) for one in waiting]
+        assert 0 < index.asked <= LookupPace.AT_ONCE + len(waiting) * 0.1 * StoreManager.CHECKS
+    assert answers.count(None) == 18, "each takes two steps"
+    manager.close()
+
+
 @pytest.mark.parametrize("load", get_args(LoadPolicy))
 def test_a_request_waits_for_all_of_a_long_answer(
     load: LoadPolicy, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,8 @@ class LookupPace:
     AT_ONCE = 16_384
     """Names of a step, at most: about 5 ms."""
     A_SECOND = 1_600_000.0
-    """Half of the thread's time or less, so that an idle engine answers about as soon."""
+    """For each second that is not spent on such a question: half of the thread's time or less, so
+    that an idle engine answers about as soon."""
     FEW = 1024
     """Names of a question that is never held back."""
 
@@ -34,6 +35,13 @@ class LookupPace:
         self._left = min(self._left + (now - self._at) * self.A_SECOND, self.AT_ONCE)
         self._at = now
         if blocks * self._ranks > self.FEW:
-            blocks = min(blocks, max(0, int(self._left)) // self._ranks)
+            # Not a few names for each that waits: a call costs as much as a hundred.
+            may = int(self._left) if self._left >= self.FEW else 0
+            blocks = min(blocks, may // self._ranks)
         self._left -= blocks * self._ranks
         return blocks
+
+    def took(self) -> None:
+        """Those were looked up. The time that took allows for nothing: each of many long prompts
+        that wait would otherwise be given as much as the first, all in one step."""
+        self._at = self._clock()

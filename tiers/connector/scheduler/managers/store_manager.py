@@ -89,11 +89,12 @@ class StoreManager(TierManager):
         if (index := self._index) is not None:
             self._follow(index, lookup, keys)
             if unknown := lookup.answers.unknown(asked, self._changes):
-                count = self._pace.take(len(unknown))
-                some = keys[unknown.start : unknown.start + count]
-                held = self._parts.peek(index, some)
-                self._note_asked(some, held)
-                lookup.answers.add(held)
+                if count := self._pace.take(len(unknown)):
+                    some = keys[unknown.start : unknown.start + count]
+                    held = self._parts.peek(index, some)
+                    self._pace.took()
+                    self._note_asked(some, held)
+                    lookup.answers.add(held)
                 if count < len(unknown):
                     return None
             return lookup.answers.of(asked)
@@ -123,6 +124,9 @@ class StoreManager(TierManager):
     def _follow(self, index: LocalIndex, lookup: Lookup, keys: Sequence[bytes]) -> None:
         """Correct answers of the index by what this engine has stored since, and by looking some
         of their keys up again."""
+        if lookup.asked is not None:
+            # Asked while the index was made, and answered for a moment only; nothing corrects it.
+            lookup.renew()
         answers, now = lookup.answers, self._clock()
         answers.follow(self._changes, keys)
         count = int((now - answers.checked) * self.CHECKS / len(self._parts))
