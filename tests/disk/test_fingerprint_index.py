@@ -9,8 +9,10 @@ import traceback
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from errno import ENOMEM
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from tests.support.disk_audit import Other, get, keys, open_disk, opened, put, run_child
@@ -29,6 +31,7 @@ from tiers.disk.index.rows import ADDED, fingerprint, index_key
 from tiers.disk.store import DiskStore
 from tiers.store import Clear, LocalIndex, capability
 from tiers.wrappers.guard import Guarded
+from tiers.wrappers.integrity import VerifiedStore
 
 WAIT_S = 60.0
 EVERY_NUMBER = range(300)
@@ -277,6 +280,30 @@ def test_a_table_takes_no_thread_of_reads_and_writes(
         met = [store._folder.threads.submit(meeting.wait, WAIT_S) for _ in range(THREADS)]
         assert sorted(one.result() for one in met) == list(range(THREADS))
         over.set()
+
+
+@pytest.mark.parametrize("error", [lmdb.ReadersFullError("readers"), OSError(ENOMEM, "memory")])
+def test_where_no_other_table_can_be_made_the_index_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A table that has lost the log would name what went, and miss what came, from then on."""
+    monkeypatch.setattr(edit, "_LOG_PAGES", 1)
+    monkeypatch.setattr(Upkeep, "start", lambda self: None)
+
+    def fails(*_: object) -> None:
+        raise error
+
+    store = open_disk(tmp_path, slots=300)
+    with closing(Guarded(VerifiedStore(store, 64), "disk")) as wrapped:
+        put(store, keys(0, 1))
+        assert capability(wrapped, LocalIndex) is not None
+        store.drop(keys(0))
+        for start in range(2, 300, 2):
+            put(store, keys(start, start + 1))
+        monkeypatch.setattr("tiers.disk.fingerprint_index.FingerprintTable", fails)
+        wrapped.peek(EVERY)
+        wait_until(lambda: wrapped.peek(EVERY) == [False] + [True] * 299)
+        assert not wrapped.failures.total
 
 
 def test_closing_waits_for_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,7 @@ class FingerprintIndex:
         self._table: FingerprintTable | None = None
         self._row = 0
         self._lost = False
+        self._was_made = False
         self._renewing = False
         # Held while the table is read or follows the log: otherwise a lookup could see half of a
         # change, or a row could be applied twice. Not held while a table is made.
@@ -182,11 +183,11 @@ class FingerprintIndex:
 
     def is_ready(self) -> bool:
         """Whether there is a table; if not, one is being made from now on. One of a few blocks is
-        made at once."""
+        made at once. It stays true: who may look up here goes on to, if the index has to answer."""
         if self._table is None and not self._renewing:
             few = self._index.usage().blocks <= _AT_ONCE
             self._begin_renewing((lambda make: make()) if few else self._submit)
-        return self._table is not None
+        return self._was_made
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
         """Say for each key whether its block is live."""
@@ -243,12 +244,14 @@ class FingerprintIndex:
                 if self._needs_another() and (made := self._make()) is not None:
                     with self._lock:
                         (self._table, self._row), self._lost = made, False
+                        self._was_made = True
                 with self._lock:
                     self._renewing = self._renewing and not self._follow()
                 if self._renewing:
                     time.sleep(_PAUSE_S)
-        except lmdb.Error as error:
-            # `_renewing` stays set: the index can't be read, and lookups that ask it will say so.
+        except (lmdb.Error, OSError, MemoryError) as error:
+            # `_renewing` stays set: there is no memory for another, or the index can't be read, and
+            # lookups that ask it will say so. The one there is may have lost the log.
             self._table = None
             logger.warning(
                 "the disk tier can't make its table of fingerprints, so lookups ask its index, "
