@@ -300,7 +300,7 @@ def test_where_no_other_table_can_be_made_the_index_answers(
         store.drop(keys(0))
         for start in range(2, 300, 2):
             put(store, keys(start, start + 1))
-        monkeypatch.setattr("tiers.disk.fingerprint_index.FingerprintTable", fails)
+        monkeypatch.setattr("tiers.disk.index.fingerprint_index.FingerprintTable", fails)
         wrapped.peek(EVERY)
         wait_until(lambda: wrapped.peek(EVERY) == [False] + [True] * 299)
         assert not wrapped.failures.total

@@ -186,6 +186,26 @@ def test_a_child_that_hears_of_layers_is_told_beside_one_that_does_not(calls: li
     assert [call[:3] for call in calls] == [("b", "save_kv_layer", "layer")]
 
 
+class HandsOn:
+    """A child that is no subclass of ours, and hands every call on."""
+
+    def __init__(self, script: Script) -> None:
+        self._inner: Any = Recorder()
+        self._inner.script = script
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_a_child_that_has_its_layer_calls_from_elsewhere_is_told(calls: list[Any]) -> None:
+    patched, hands_on = Idle(), HandsOn(Script("b", calls))
+    patched.save_kv_layer = lambda *args: calls.append(("a", *args))  # type: ignore[method-assign]
+    for child in (patched, hands_on):
+        multi: Any = MultiWorker([Idle(), child], "ab")  # type: ignore[list-item]
+        multi.save_kv_layer("layer", torch.empty(0), "attention")
+    assert [call[0] for call in calls] == ["a", "b"]
+
+
 @pytest.mark.parametrize("member", ANY)
 def test_true_if_any_child_says_so(multi: Both, scripts: list[Script], member: str) -> None:
     def ask() -> Any:
