@@ -22,8 +22,9 @@ from tiers.remote.resp import (
 from tiers.remote.stream import AHEAD_BYTES, PIECE_BYTES, Stream, StreamError, beyond
 from tiers.remote.window import LEAST_BYTES, Window
 
-SEND_BYTES = 128 << 10
-"""Small values are sent together, up to this many bytes in one system call."""
+SEND_BYTES = 256 << 10
+"""Small values are sent together, up to this many bytes in one system call. 64 values of 64 KiB
+went at 1.2 GB/s with 128 KiB, and 1.5 with 256."""
 
 TOGETHER_BYTES = 256 << 10
 """Small values are received together, up to this many bytes in one system call."""

@@ -264,8 +264,8 @@ def test_a_pipeline_of_two(
     Not eager, since vLLM's CPU worker makes what stages exchange while it warms up to compile.
     """
     batch: Batch = [(prompt, 8) for prompt in PROMPTS]
-    stages = {"pipeline_parallel_size": 2, "tensor_parallel_size": ranks, "enforce_eager": False}
-    stages |= {**FEW, "env": bound(2 * ranks)}
+    stages: dict[str, Any] = {"pipeline_parallel_size": 2, "tensor_parallel_size": ranks, **FEW}
+    stages |= {"env": bound(2 * ranks), "enforce_eager": False}
     stages["compilation_config"] = {"mode": 2, "backend": "eager"}
     run = check(run_vllm, [batch], tiers, **stages)
     assert run.loaded() == dict.fromkeys(TIERS, len(PROMPTS) * FULL)
