@@ -5,24 +5,28 @@
 writes them between the two markers. Results are `bench/results/<date>-<hardware>.json`, as
 `kvtiers bench all --json` writes them; of each hardware the newest counts. A picture of the same
 name (`python -m bench.plot RESULT --png`) is shown below its tables. What `kvtiers bench disk
---blocks N` wrote is `bench/results/index/<date>-<hardware>-<N>.json`, and gets tables of its own.
+--blocks N` wrote is `bench/results/index/<date>-<hardware>-<N>.json`, and what `python -m
+bench.turns` wrote is `bench/results/turns/<date>-<hardware>.json`; both get tables of their own.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bench.report import LESS_IS_BETTER, Row, number, read_json, times
+from bench.report import COMPARED, LESS_IS_BETTER, Row, number, read_json, times
+from bench.turns import aimed
 
 CHECKOUT = Path(__file__).parents[1]
 RESULTS = CHECKOUT / "bench" / "results"
 PAGE = CHECKOUT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- measured: python -m bench.tables -->", "<!-- /measured -->"
 INDEX = "<!-- index: python -m bench.tables -->", "<!-- /index -->"
+TURNS = "<!-- turns: python -m bench.tables -->", "<!-- /turns -->"
 _DATE = len("2026-01-01-")
 _HEAD = """\
 | case | ours | beside | ratio | target | verdict | spread | what it spent |
@@ -84,6 +88,23 @@ def _of_sizes(sizes: dict[int, Path]) -> str:
     return "\n".join((told, "", head, *lines))
 
 
+def turns_section(folder: Path = RESULTS / "turns") -> str:
+    """What belongs between the markers of the turns: cases that have a target, then and now."""
+    return "\n\n".join(map(_of_turns, newest(folder)))
+
+
+def _of_turns(path: Path) -> str:
+    result = json.loads(path.read_text())
+    machine, then, now = result["machine"], result["then"], result["now"]
+    told = (
+        f"[{path.stem}](../bench/results/turns/{path.name}): {machine['cpu']}, {machine['cores']} "
+        f"cores, {machine['date']}; {then['commit']} then and {now['commit']} now, "
+        f"{result['turns']} turns."
+    )
+    lines = [COMPARED, ("---",) * len(COMPARED), *aimed(result)]
+    return "\n".join((told, "", *(f"| {' | '.join(line)} |" for line in lines)))
+
+
 def _cell(row: Row) -> str:
     beside = f" ({row.peer_name} {number(row.peer)})" if row.peer else ""
     beside += f" (limit {number(row.limit)})" if row.limit else ""
@@ -143,7 +164,8 @@ def put_in(text: str, new: str, begin: str = BEGIN, end: str = END) -> str:
 def main() -> int:
     """The command."""
     text = put_in(PAGE.read_text(), section(newest()))
-    PAGE.write_text(put_in(text, index_section(), *INDEX))
+    text = put_in(text, index_section(), *INDEX)
+    PAGE.write_text(put_in(text, turns_section(), *TURNS))
     return 0
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from bench.report import write_json
-from bench.tables import INDEX, PAGE, index_section, newest, put_in, section
+from bench.report import machine, write_json
+from bench.tables import (
+    INDEX,
+    PAGE,
+    TURNS,
+    index_section,
+    newest,
+    put_in,
+    section,
+    turns_section,
+)
 from tests.support.bench_rows import row
 
 
@@ -15,6 +26,7 @@ def test_the_page_shows_the_newest_results() -> None:
     text = PAGE.read_text()
     assert put_in(text, section(newest())) == text, "run python -m bench.tables"
     assert put_in(text, index_section(), *INDEX) == text, "run python -m bench.tables"
+    assert put_in(text, turns_section(), *TURNS) == text, "run python -m bench.tables"
 
 
 def test_a_table_of_the_newest_result_of_each_hardware(tmp_path: Path) -> None:
@@ -54,3 +66,17 @@ def test_a_column_for_each_number_of_blocks(tmp_path: Path) -> None:
 def test_a_page_without_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="measured"):
         put_in("# kvtiers\n", "table")
+
+
+def test_a_line_for_each_case_of_two_checkouts_that_has_a_target(tmp_path: Path) -> None:
+    then = [row("store", target=None), row("a point", target=None), row("gone")]
+    now = [row("store", ours=3.0, of_limit=0.75, spread=0.4), row("a point", target=None)]
+    sides = {
+        name: {"commit": name * 2, "rows": [asdict(one) for one in rows]}
+        for name, rows in (("then", then), ("now", now))
+    }
+    result = {"machine": machine(), "turns": 4, "suites": ["disk"], **sides}
+    (tmp_path / "2026-02-01-xeon.json").write_text(json.dumps(result))
+    told, _, _, _, *lines = turns_section(tmp_path).splitlines()
+    assert told.endswith("thenthen then and nownow now, 4 turns.")
+    assert lines == ["| disk | store | 2 GB/s | 3 GB/s | 1.50 | 0.50 | 0.75 | 40% |"]
