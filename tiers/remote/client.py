@@ -84,12 +84,22 @@ class RedisClient:
         return stored
 
     def load(self, requests: Sequence[GetRequest], on_value: OnValue, deadline: Deadline) -> None:
-        """Load values into the memory of `requests`, and tell `on_value` of each that exists: as
-        None if it is no string, or longer than its request's memory."""
+        """Load values into the memory of `requests`, and tell `on_value` of each that exists, once:
+        as None if it is no string, or longer than its request's memory."""
+        came: set[int] = set()
 
         def operation(stream: Stream, positions: Sequence[int]) -> None:
-            here = [requests[position] for position in positions]
-            pipeline.load(stream, here, lambda at, got: on_value(positions[at], got), self._window)
+            # Where some names have moved, all of their server are to be looked for again. Of one
+            # that came before and is gone by now, other values would be left in its memory.
+            here = [position for position in positions if position not in came]
+
+            def told(at: int, got: Record | None) -> None:
+                came.add(here[at])
+                on_value(here[at], got)
+
+            if here:
+                wanted = [requests[position] for position in here]
+                pipeline.load(stream, wanted, told, self._window)
 
         self._dispatch([request.name for request in requests], "reads", operation, deadline)
 
