@@ -115,3 +115,19 @@ def test_keys_of_a_generation_are_dropped_in_steps(monkeypatch: pytest.MonkeyPat
     dropped = {key for step in store.drops for key in step}
     assert max(map(len, store.drops)) == 2 * 10
     assert len(dropped) == 2 * 95 and all(key.endswith(b"generation") for key in dropped)
+
+
+def test_however_often_some_are_dropped_they_go_together_and_no_work_piles_up() -> None:
+    """As of a tenant at its quota, with hundreds of jobs a second that each store a block."""
+    store = Store()
+    clearing = Clearing(store, [b"space"])
+    keys = [number.to_bytes(2, "big") for number in range(300)]
+    for key in keys:
+        clearing.drop([key], b"")
+    pieces = len(clearing._under_way)
+    assert store.dropping.wait(WAIT)
+    store.may_drop.set()
+    clearing.close(b"")
+    assert pieces <= 2
+    assert [name for step in store.drops for name in step] == [b"space" + key for key in keys]
+    assert len(store.drops) <= 3 + len(keys) // Clearing.STEP

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from itertools import groupby, repeat
+from operator import itemgetter
 
 from tiers.concurrency.executors import io_executor
 from tiers.connector.contract.generation import space_of
@@ -28,13 +30,17 @@ class Clearing:
     DEADLINE = 10.0
     """Seconds that closing waits for what is to be dropped."""
     REMEMBERED = 1 << 18
-    """Keys of the generation remembered where the store can't be cleared of one by its name; of
-    more, the oldest are left to the store's eviction or time to live."""
+    """Keys of the generation remembered where the store can't be cleared of one by its name, and
+    keys that wait to be dropped; of more, the oldest are left to the store's eviction or time to
+    live."""
 
     def __init__(self, store: TierStore, namespaces: Sequence[bytes]) -> None:
         self._store = store
         self._namespaces = namespaces
         self._stored: deque[bytes] = deque(maxlen=self.REMEMBERED)
+        self._dropping: deque[tuple[bytes, bytes]] = deque(maxlen=self.REMEMBERED)
+        self._takes_all = False
+        """Whether what is to be dropped by now is taken by work that has yet to begin."""
         self._under_way: list[Future[None]] = []
         self._is_closing = threading.Event()
         self._thread = io_executor(1, "clear")
@@ -45,9 +51,12 @@ class Clearing:
             self._stored.append(key)
 
     def drop(self, keys: Iterable[bytes], generation: bytes) -> None:
-        """Drop these blocks of a generation."""
-        spaces = [space_of(namespace, generation) for namespace in self._namespaces]
-        self._begin(partial(self._drop, spaces, list(keys)))
+        """Drop these blocks of a generation, together with others that wait: a tenant at its quota
+        has some dropped with each job that ends, and those may be more than steps can be."""
+        self._dropping.extend((generation, key) for key in keys)
+        if not self._takes_all:
+            self._takes_all = True
+            self._begin(self._drop_all)
 
     def clear(self, generation: bytes) -> None:
         """Drop what this engine has stored in a generation, which is over."""
@@ -67,12 +76,23 @@ class Clearing:
         self._under_way = [future for future in self._under_way if not future.done()]
         self._under_way.append(self._thread.submit(work))
 
-    def _drop(self, spaces: Sequence[bytes], keys: Sequence[bytes]) -> None:
-        for start in range(0, len(keys), self.STEP):
-            some = keys[start : start + self.STEP]
-            self._store.drop([space + key for space in spaces for key in some])
+    def _drop_all(self) -> None:
+        """Drop what waits by now; what comes meanwhile is left to the next, so that others have
+        their turn between."""
+        self._takes_all = False  # first, or what comes right now would wait for nobody
+        left = len(self._dropping)
+        while left:
+            count = min(left, self.STEP)
+            left -= count
+            some = [self._dropping.popleft() for _ in repeat(None, count)]
+            for generation, keys in groupby(some, key=itemgetter(0)):
+                self._drop(generation, [key for _, key in keys])
             if self._is_closing.wait(self.PAUSE):
                 return
+
+    def _drop(self, generation: bytes, keys: Sequence[bytes]) -> None:
+        spaces = [space_of(namespace, generation) for namespace in self._namespaces]
+        self._store.drop([space + key for space in spaces for key in keys])
 
     def _clear_space(self, store: Clear, space: bytes) -> None:
         while store.clear(space) and not self._is_closing.wait(self.PAUSE):
