@@ -71,3 +71,11 @@ def test_whatever_is_said_how_often_takes_no_more_memory() -> None:
     assert sum(retained._counts.values()) == len(retained)
     retained.remove_all()
     assert not retained and not retained._tenants and not retained._counts
+
+
+def test_tenants_of_whom_nothing_is_kept_are_not_remembered() -> None:
+    """A cache salt is any text: whoever asks may have another each time."""
+    retained = Retained(Clock(100.0))
+    for number in range(100):
+        retained.add(keys(0) if number % 2 else [], f"tenant {number}", 10, Bounds(0, 0))
+    assert not retained._counts

@@ -45,7 +45,8 @@ class Retained:
         new = [key for key in dict.fromkeys(keys) if key not in self._until][: max(0, room)]
         for key in new:
             self._tenants[key] = tenant
-        self._counts[tenant] += len(new)
+        if new:  # else tenants of whom nothing was ever retained would be remembered for ever
+            self._counts[tenant] += len(new)
         for key in (*before, *new):
             self._keep(key, until)
         return [key for key in keys if key in self._until]
