@@ -220,6 +220,43 @@ def test_what_another_store_holds_is_not_told_as_removed(
     assert told(made, "disk") == {*first, *second[:5]}
 
 
+def test_what_a_reset_outdated_is_not_told_as_removed(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same blocks have been stored since, under the same hashes."""
+    monkeypatch.setattr(inventory, "AUDIT_EVERY", 0.0)
+    made = engine(chain_of(disk(tmp_path)), kv_events=True)
+    request = made.generate(range(40), 1)
+    made.settle()
+    old = names(made, request.block_hashes)
+    made.reset_cache()
+    made.events.clear()  # the engine says that all is cleared
+    made.generate(range(40), 1)
+    made.settle()
+    drop_from_disk(tmp_path, old)
+    for _ in range(50):
+        made.step()
+        time.sleep(0.01)
+    assert told(made, "disk") == set(request.block_hashes)
+
+
+def test_what_a_reset_outdated_is_not_told_again(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    """The reset comes before the first step of an engine that was started again."""
+    chain = chain_of(disk(tmp_path))
+    before = engine(chain, kv_events=True)
+    before.generate(range(40), 1)
+    before.settle()
+    before.close()
+    (left,) = (tmp_path / "events").rglob("*.runs")
+    after = engine(chain, kv_events=True)
+    wait_for(lambda: not left.exists())
+    after.reset_cache()
+    after.run()
+    assert told(after, "disk") == set()
+
+
 def test_nothing_of_an_encrypted_tier_is_kept(
     engine: Callable[..., ReplayEngine], tmp_path: Path
 ) -> None:

@@ -132,6 +132,10 @@ class KVEvents:
         """The events since the last call, and some of those that are due of earlier ones."""
         if self._inventory is not None:
             for run, held, but in self._inventory.take():
+                # Of before a reset: this engine finds them no more, and what it has stored since
+                # under the same hashes is not gone.
+                if not self._requests.generation.made(run.keys[0]):
+                    continue
                 gone = [key not in but for key in run.keys]
                 for part in [run] if held else run.held(gone):
                     self._tell(part, held)
