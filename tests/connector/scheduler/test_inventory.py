@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.clock import wait_for
 from tiers.connector.contract.block_events import Origin
 from tiers.connector.scheduler.inventory import inventory
 from tiers.connector.scheduler.inventory.inventory import Due, Inventory
@@ -80,6 +85,79 @@ def test_files_of_the_living_are_left_alone_and_those_of_the_dead_come_in_order(
         file.unlink()
     assert len(list(folder.iterdir())) == 1, "what was taken over is gone"
     second.close()
+
+
+def test_engines_that_start_at_once_have_a_journal_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One looks for what the dead left at the very moment at which the other has made its folder,
+    and again when it has made its lock, before it has locked it."""
+    folder = tmp_path / "events" / "namespace"
+    first = Journal(folder)
+    real_open, real_flock, looks = os.open, fcntl.flock, [1, 1]
+
+    def looked(when: int) -> None:
+        if looks[when]:
+            looks[when] = 0
+            assert list(first.dead()) == []
+
+    def opens(*arguments: Any, **more: Any) -> int:
+        looked(0)
+        return real_open(*arguments, **more)
+
+    def locks(file: int, how: int) -> None:
+        looked(1)
+        real_flock(file, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opens)
+        patch.setattr(fcntl, "flock", locks)
+        second = Journal(folder)
+    assert looks == [0, 0]
+    assert second.append([run_of(1)]) == 0
+    assert list(first.dead()) == [], "it lives"
+    second.close()
+    assert [read(file) for file in first.dead()] == [[run_of(1)]]
+    first.close()
+
+
+def test_what_the_dead_left_is_taken_over_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other engine is done with a folder when this one has opened its lock, and no sooner."""
+    folder = tmp_path / "events" / "namespace"
+    dead, first, second = (Journal(folder) for _ in range(3))
+    dead.append([run_of(1)])
+    lock = (dead._mine / "lock").stat().st_ino
+    dead.close()
+    real, looks = fcntl.flock, [True]
+
+    def locks(file: int, how: int) -> None:
+        if looks and os.fstat(file).st_ino == lock:
+            looks.clear()
+            for left in first.dead():
+                left.unlink()
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", locks)
+    assert list(second.dead()) == [] and not looks
+    first.close()
+    second.close()
+
+
+def test_a_folder_without_locks_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As some file systems of networks have none."""
+
+    def none(file: int, how: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    made = Inventory("slow", tmp_path / "events", Held(), lambda keys: None, 1e9)
+    wait_for(made._ended.done)
+    made.close()
+    assert "tier 'slow': what is announced can't be kept" in caplog.text
 
 
 def test_what_can_not_be_kept_is_counted(tmp_path: Path) -> None:

@@ -35,10 +35,7 @@ class Journal:
         self._all = folder
         for part in (folder.parent, folder):
             part.mkdir(mode=0o700, exist_ok=True)
-        self._mine = folder / secrets.token_hex(8)
-        self._mine.mkdir(mode=0o700)
-        lock = _lock(self._mine)
-        assert lock is not None, "nobody knows the folder's name yet"
+        self._mine, lock = _new(folder)
         self._locks = [lock]
         self._number = 0
         self._open: int | None = None
@@ -137,17 +134,33 @@ def _write(file: int, data: bytes) -> None:
         data = data[os.write(file, data) :]
 
 
-def _lock(folder: Path) -> int | None:
-    """Lock an engine's folder; None: its engine lives, or has just been taken over."""
+def _new(folder: Path) -> tuple[Path, int]:
+    """A folder of an engine's own, and its lock."""
+    while True:
+        mine = folder / secrets.token_hex(8)
+        mine.mkdir(mode=0o700)
+        # Who looks for what the dead left at this moment may be first, and then removes it.
+        if (lock := _lock(mine, os.O_CREAT)) is not None:
+            return mine, lock
+
+
+def _lock(folder: Path, flags: int = 0) -> int | None:
+    """Lock an engine's folder; None: its engine lives, or it is, or was, being taken over. `flags`:
+    to open the lock with; without O_CREAT a folder that has none yet is left to its engine."""
+    path = folder / "lock"
     try:
-        file = os.open(
-            folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
+        file = os.open(path, flags | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The one that had it may have removed it, folder and all, before it let go.
+        if os.path.samestat(path.stat(), os.fstat(file)):
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass
     except OSError:
         os.close(file)
-        return None
-    return file
+        raise
+    os.close(file)
+    return None
