@@ -205,7 +205,7 @@ class ChainSpec(BaseModel):
         for rule in tenants.values() if names else ():
             unknown = [name for name in rule.tiers or () if name not in names]
             if unknown:
-                raise ValueError(f"no tier is called {unknown[0]!r}; use {one_of(names)}")
+                raise ValueError(f"no tier is called {unknown[0]!r:.80}; use {one_of(names)}")
         return tenants
 
     @field_validator("ghosts", mode="after")
@@ -216,7 +216,7 @@ class ChainSpec(BaseModel):
         tiers = {tier.tier_name: tier for tier in info.data.get("tiers", ())}
         for ghost in ghosts if tiers else ():
             if ghost.tier not in tiers:
-                raise ValueError(f"no tier is called {ghost.tier!r}; use {one_of([*tiers])}")
+                raise ValueError(f"no tier is called {ghost.tier!r:.80}; use {one_of([*tiers])}")
             if getattr(tiers[ghost.tier], "capacity", None) is None:
                 raise ValueError(f"tier {ghost.tier!r} has no capacity here; leave its ghosts out")
         if len(ghosts) > MAX_GHOSTS:

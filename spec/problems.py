@@ -22,14 +22,15 @@ _PRIVATE = re.compile(r"pass|secret|token|auth|salt|credential", re.I)
 _PLAIN_REMEDIES = {
     "string_type": "write text, in quotes if it looks like a number, a date, or yes and no",
     "path_type": "write a path, like /var/lib/kvtiers",
+    "dict_type": "write a mapping, a line key: value for each",
     "bool_type": "use true or false",
     "bool_parsing": "use true or false",
     "tuple_type": "write a list, one line that begins with - for each",
     "list_type": "write a list, one line that begins with - for each",
     "invalid_key": "write keys as plain words, in quotes if need be",
 }
+_TIER_REMEDY = "write a mapping, like {type: cpu, capacity: 8GiB}"
 _CHAIN_REMEDIES = {
-    "dict_type": "write a mapping, like {type: cpu, capacity: 8GiB}",
     "model_type": "write version: 1 and tiers: at the top",
     "too_short": "add at least one tier, like - {type: cpu, capacity: 8GiB}",
     "too_long": f"keep {MAX_TIERS} tiers at most",
@@ -122,6 +123,8 @@ def _remedy(problem: Problem, document: Document) -> str:
         return f"write its settings, like {_example(model)}"
     if kind == "value_error" and "error" in context:
         return str(context["error"])
+    if kind == "dict_type" and document.model is None and problem["loc"][:1] == ("tiers",):
+        return _TIER_REMEDY if len(problem["loc"]) == 2 else _PLAIN_REMEDIES[kind]
     if kind in _CHAIN_REMEDIES and document.model is None:
         return _CHAIN_REMEDIES[kind]
     if kind in _PLAIN_REMEDIES:
