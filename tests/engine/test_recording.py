@@ -197,6 +197,21 @@ def test_a_folder_that_can_t_be_used_stops_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "no folder"
 
 
-def test_vllms_own_connector_hosts_no_recording(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="record"):
-        hosted_tiers(chain_of(cpu(), record={"path": str(tmp_path)}))
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"record": {"path": "/nowhere"}},
+        {"explain": {"folder": "/nowhere"}},
+        {"events": {"ownership": True}},
+        {"tenants": {"a": {}}},
+        {"max_wait": "1s"},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_vllms_own_connector_is_asked_for_nothing_that_it_does_not_do(
+    setting: dict[str, Any],
+) -> None:
+    (key,) = setting
+    with pytest.raises(ValueError, match=f"the chain has {key}, which vLLM's"):
+        hosted_tiers(chain_of(cpu(), **setting))
+    assert hosted_tiers(chain_of(cpu(), record=None, tenants={}))

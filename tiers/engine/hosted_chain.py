@@ -11,6 +11,8 @@ from tiers.connector.contract.pool_size import STAGING
 
 UNHOSTED = {"store_threshold", "max_inflight", "store_rate", "load_rate", "write_budget", "verify"}
 """Settings of a tier that decide about loads and stores: here vLLM decides about those."""
+UNHOSTED_OF_CHAIN = "tenants", "record", "ghosts", "explain", "events", "max_wait", "max_retained"
+"""Settings of a chain that vLLM's connector leaves nobody to obey."""
 
 
 def hosted_tiers(chain: ChainSpec) -> tuple[HostSpec, StoreSpec | None]:
@@ -24,11 +26,11 @@ def hosted_tiers(chain: ChainSpec) -> tuple[HostSpec, StoreSpec | None]:
             "vLLM's OffloadingConnector hosts at most one cpu tier and one store; the chain has "
             f"{', '.join(tier.tier_name for tier in chain.tiers)}. Use KVTiersConnector for all."
         )
-    said = chain.model_fields_set & {"max_wait", "max_retained"}
-    if chain.tenants or chain.record or chain.ghosts or said:
+    said = [key for key in UNHOSTED_OF_CHAIN if key in chain.model_fields_set]
+    if unheard := [key for key in said if getattr(chain, key) not in (None, (), {})]:
         raise ValueError(
-            "the chain has tenants, record, ghosts, max_wait or max_retained, which vLLM's "
-            "OffloadingConnector does not obey; leave them out, or use KVTiersConnector"
+            f"the chain has {', '.join(unheard)}, which vLLM's OffloadingConnector does not obey; "
+            "leave that out, or use KVTiersConnector"
         )
     if chain.on_reset != "forget":
         raise ValueError(
