@@ -14,6 +14,8 @@ MAX_FOLDER_BYTES = 84
 
 
 def _absolute(folder: Path) -> Path:
+    if "\0" in str(folder):
+        raise ValueError("a path can't hold a NUL character")
     if not folder.is_absolute():
         raise ValueError("write an absolute path: an engine's own folder is another")
     if len(str(folder).encode()) > MAX_FOLDER_BYTES:

@@ -59,6 +59,7 @@ BROKEN = [
     Broken("no path", tier("{type: disk, capacity: 1GiB}"), 4, "tiers[1].path", "nothing", "add path: /var/lib/kvtiers"),
     Broken("no capacity", tier("{type: cpu}"), 4, "tiers[1].capacity", "nothing", "add capacity: 8GiB"),
     Broken("tier that is text", tier("cpu"), 4, "tiers[1]", "'cpu'", "write a mapping, like {type: cpu, capacity: 8GiB}"),
+    Broken("a NUL in explain.folder", tier("{type: cpu, capacity: 1GiB}\nexplain: {folder: \"/run/a\\0b\"}"), 5, "explain.folder", "'/run/a\\x00b'", "a path can't hold a NUL character"),
     Broken("tenants without any", tier("{type: cpu, capacity: 1GiB}\ntenants:"), 5, "tenants", "nothing", "write a mapping, a line key: value for each"),
     Broken("no tiers", "version: 1\n", 1, "tiers", "nothing", "add at least one tier"),
     Broken("tiers empty", "version: 1\ntiers: []\n", 2, "tiers", "an empty list", "add at least one tier"),
