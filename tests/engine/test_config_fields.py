@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.needless_fields import NEEDLESS
 from tiers.engine.identity.config_fields import FIELDS, PARTS
@@ -216,6 +217,24 @@ def test_how_a_processor_packs_a_block_is_a_fact(monkeypatch: pytest.MonkeyPatch
         facts.append((attention_facts(layers("vec")), attention_facts(layers(None))))
     assert facts[0][0] == facts[1][0], "what a processor has and does not use tells nothing"
     assert facts[0][1] != facts[1][1], "unless no layer says what it uses"
+
+
+def test_how_a_recurrent_layer_lays_out_its_states_is_a_fact() -> None:
+    """vLLM registers a page of states as so many bytes, which are as many in either layout."""
+
+    def facts(conv: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+        layer = SimpleNamespace(
+            get_attn_backend=lambda: _Backend,
+            get_state_shape=lambda: (conv, (4, 8, 8)),
+            get_state_dtype=lambda: (dtype, torch.float32),
+        )
+        config = layers()
+        config.compilation_config.static_forward_context["layers.2"] = layer
+        return attention_facts(config)
+
+    assert facts((3, 64)) == facts((3, 64))
+    assert facts((3, 64)) != facts((64, 3))
+    assert facts((3, 64)) != facts((3, 64), torch.float16)
 
 
 def test_what_a_device_can_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,17 @@ def _attention(layer: Any) -> list[str]:
         type(getattr(layer, "impl", None)).__name__,
         str(getattr(layer, "isa", "")),
         str(getattr(layer, "kv_cache_dtype", "")),
+        *_states(layer),
     ]
+
+
+def _states(layer: Any) -> Iterator[str]:
+    """Yield how the states of a recurrent layer lie in its pages. The engine registers those as
+    plain bytes, and VLLM_SSM_CONV_STATE_LAYOUT, which vLLM may set itself, turns a state around
+    without changing how many there are."""
+    if hasattr(layer, "get_state_shape"):
+        yield text_of([list(shape) for shape in layer.get_state_shape()])
+        yield text_of(list(layer.get_state_dtype()))
 
 
 def _device(vllm_config: Any, layers: list[Any]) -> str:
