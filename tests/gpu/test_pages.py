@@ -95,6 +95,14 @@ def test_a_state_within_the_pages_of_another_layer_counts_once() -> None:
         assert [view.data_ptr() for view in views] == [pages.data_ptr(), beyond.data_ptr()]
 
 
+def test_as_many_tokens_as_blocks_are_no_blocks() -> None:
+    """FlashMLA's kernel has blocks of 64 tokens, two of which may be one of 64 of the engine's."""
+    cache = torch.zeros(BLOCKS * 2, BLOCKS, 10)
+    (page,) = block_pages({"layer": cache}, BLOCKS)
+    page[3] = 0xAB
+    assert sorted(set(cache.nonzero()[:, 0].tolist())) == [6, 7]
+
+
 def test_a_tensor_without_blocks_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'layer7'.*\(5, 4\).*6 blocks"):
         block_pages({"layer7": torch.zeros(5, 4)}, BLOCKS)

@@ -14,6 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+KEYS_AND_VALUES = 2
+"""What the first dimension of older engines' tensors has, where the second is that of blocks."""
+
 
 class PagedKV:
     """An engine's paged KV as bytes. `pages`: see `block_pages`; `layout`: see `layout_digest`;
@@ -78,15 +81,19 @@ def layout_digest(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> str
 def _blocks_first(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """Move the block dimension to the front; engines put it first or, older ones, second. A block
     of a kernel may be a fraction of the engine's."""
-    exact = [d for d in range(min(2, cache.dim())) if cache.shape[d] == num_blocks]
-    split = [d for d in range(min(2, cache.dim())) if cache.shape[d] % num_blocks == 0]
-    if not (exact or split) or cache.numel() == 0:
+    sizes = cache.shape[:2]
+    exact = [d for d, size in enumerate(sizes) if size == num_blocks]
+    split = [d for d, size in enumerate(sizes) if size % num_blocks == 0]
+    if not split or cache.numel() == 0:
         raise ValueError(
             f"layer {name!r}: no block dimension in shape {tuple(cache.shape)}; one of the first "
             f"two must be a multiple of {num_blocks} blocks"
         )
-    front = cache.movedim((exact or split)[0], 0)
-    return front if exact else front.unflatten(0, (num_blocks, -1))
+    # What stands before blocks is K and V. Behind a larger one, a dimension as long as there are
+    # blocks is one by chance: of tokens, or of heads.
+    front = exact[0] if exact and (exact[0] == 0 or sizes[0] == KEYS_AND_VALUES) else split[0]
+    whole = cache.movedim(front, 0)
+    return whole if sizes[front] == num_blocks else whole.unflatten(0, (num_blocks, -1))
 
 
 def _pages(name: str, cache: torch.Tensor, num_blocks: int) -> Iterator[torch.Tensor]:
