@@ -36,7 +36,9 @@ Each number was measured by a test of a real vLLM engine: tokens of KV that this
 every answer was that of an engine without kvtiers. The models are tiny, of random weights that make
 answers depend on all of a prompt, and run on the CPU. `refused` means that kvtiers says at start
 why it does not serve this; the reasons are [below](#refused). `vLLM refuses` means that this vLLM
-does not start it on the CPU without kvtiers either. `not run` is no claim.
+does not start it on the CPU without kvtiers either. `not run` is no claim. Latent attention on the
+CPU needs a processor with AMX: on others vLLM does not look at what a connector has loaded, so
+kvtiers refuses it there.
 
 `make compatibility` fills the table of the installed version, and `make compatibility VLLM=FILE`
 that of another: FILE is a CPU wheel, or a source archive, whose Python then runs over the installed

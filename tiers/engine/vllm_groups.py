@@ -39,6 +39,7 @@ def kv_groups(
 ) -> list[tuple[KVGroup, list[str]]]:
     """Return the KV cache groups and their layers. Raises ValueError for what can't be served."""
     refuse_model(vllm_config.model_config)
+    refuse_whole_prompts(vllm_config)
     if _has_mixed_precision(kv_cache_config):
         raise ValueError(
             "kvtiers does not serve KV of mixed precision: vLLM zeroes its blocks while they may "
@@ -114,6 +115,22 @@ def refuse_model(model: Any) -> None:
         raise ValueError(
             f"the KV of {model.model} can't be reused: its answers need every token of a prompt "
             "computed, or its KV depends on later tokens. Start vLLM without kvtiers."
+        )
+
+
+def refuse_whole_prompts(vllm_config: VllmConfig) -> None:
+    """Raise ValueError for latent attention on a processor without AMX: vLLM's kernel for a prompt
+    looks at nothing before it there, so that what follows loaded blocks would be computed wrongly.
+    vLLM turns chunked prefill and its own prefix cache off for that, but no connector."""
+    latent = getattr(vllm_config.model_config, "use_mla", False)
+    if not latent or vllm_config.device_config.device_type != "cpu":
+        return
+    if not vllm_config.scheduler_config.enable_chunked_prefill:
+        raise ValueError(
+            f"kvtiers can't serve {vllm_config.model_config.model} here: without chunked prefill, "
+            "which on the CPU needs AMX, vLLM's latent attention computes each prompt as a whole "
+            "and does not look at what was loaded. Use a processor with AMX and leave "
+            "--no-enable-chunked-prefill out, or start vLLM without kvtiers."
         )
 
 

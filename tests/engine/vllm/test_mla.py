@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.support.damage import keys_on
-from tests.support.tiny_vllm import DEEPSEEK, Run, documents
+from tests.support.tiny_vllm import DEEPSEEK, EngineFailed, Run, documents, hosted
 from tiers.block import NAMESPACE_BYTES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.timeout(600)]
@@ -21,6 +23,10 @@ BLOCKS = 18
 """Full blocks of a prompt."""
 
 
+HAS_AMX = torch.cpu._is_amx_tile_supported()
+
+
+@pytest.mark.skipif(not HAS_AMX, reason="this processor has no AMX")
 def test_two_ranks_keep_one_record_of_each_block(
     run_vllm: Callable[..., Run], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -46,3 +52,19 @@ def test_two_ranks_keep_one_record_of_each_block(
     keys = keys_on(tmp_path)
     assert len({key[:NAMESPACE_BYTES] for key in keys}) == 1
     assert len(keys) == 2 * BLOCKS
+
+
+CPU = {"type": "cpu", "capacity": "64MiB"}
+
+
+@pytest.mark.parametrize(
+    "chain", [{"tiers": [CPU]}, {"kv_transfer_config": hosted(CPU)}], ids=["ours", "hosted"]
+)
+def test_without_amx_it_is_refused(
+    run_vllm: Callable[..., Run], tiny_model: Callable[..., Path], chain: dict[str, Any]
+) -> None:
+    """vLLM would compute the end of a prompt as if nothing were before it."""
+    options = {"model": str(tiny_model(DEEPSEEK)), "max_model_len": 704, **chain}
+    options |= {"before": {"start": ["without_amx"]}, "num_gpu_blocks_override": 100}
+    with pytest.raises(EngineFailed, match="needs AMX"):
+        run_vllm([[(PROMPTS[0], 1)]], env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, **options)
