@@ -233,6 +233,33 @@ def test_a_folder_that_can_not_be_made_is_counted_and_nothing_else(
     assert "is not announced again after a restart" in caplog.text
 
 
+def test_a_disk_that_is_full_for_a_moment_costs_what_it_could_not_take(
+    opened: Callable[..., Inventory],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from tiers.connector.scheduler.inventory import journal as module
+
+    real, full = module._write, [True]
+
+    def write(file: int, data: bytes) -> None:
+        if full:
+            full.pop()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(file, data)
+
+    monkeypatch.setattr(module, "_write", write)
+    monkeypatch.setattr(inventory, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(inventory, "AUDIT_EVERY", 0.0)
+    made = opened(lambda keys: [False] * len(keys))
+    made.note(run_of(1))
+    wait_for(lambda: made.dropped == 3)
+    made.note(run_of(9))
+    (gone,) = due(made, 1)
+    assert (gone.run, gone.held, made.dropped) == (run_of(9), False, 3)
+    assert "tier 'disk': what is announced can't be kept" in caplog.text
+
+
 def test_what_is_due_waits_for_steps_which_take_a_bounded_part(
     opened: Callable[..., Inventory], monkeypatch: pytest.MonkeyPatch
 ) -> None:

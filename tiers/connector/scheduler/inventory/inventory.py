@@ -18,6 +18,7 @@ from typing import NamedTuple
 from tiers.concurrency.executors import in_background
 from tiers.concurrency.handoff import Handoff
 from tiers.concurrency.rate_limit import RateLimit
+from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.scheduler.inventory.journal import Journal, read
 from tiers.connector.scheduler.inventory.runs import Run
 
@@ -38,6 +39,8 @@ AUDIT_EVERY = 10.0
 """Seconds between two rounds, at least."""
 CLOSE_SECONDS = 2.0
 """How long the end of an engine waits for what it told last to be kept."""
+RETRY_SECONDS = 10.0
+"""After a file has failed."""
 STUCK_SECONDS = 1.0
 """After so long without progress an engine with nothing else to do need not step for us."""
 
@@ -75,6 +78,8 @@ class Inventory:
         self._moved = time.monotonic()
         self._audited = time.monotonic()
         self._round: list[Path] = []
+        what = "times what is announced could not be kept"
+        self._failures = RepeatedLog(logger, f"tier {tier!r}", what)
         self._ended = in_background(self._run, "inventory")
 
     # -- the scheduler's thread ----------------------------------------------------------------
@@ -115,12 +120,7 @@ class Inventory:
 
     def _run(self) -> None:
         try:
-            journal = self._open()
-            try:
-                self._serve(journal)
-            finally:
-                self._write(journal)
-                journal.close()
+            journal: Journal | None = self._open()
         except OSError as error:
             logger.warning(
                 "tier %r: what is announced can't be kept in %s (%s): it is not announced again "
@@ -129,6 +129,30 @@ class Inventory:
                 self._folder,
                 error,
             )
+            return
+        while not self._ends_well(journal):
+            journal = None
+
+    def _ends_well(self, journal: Journal | None) -> bool:
+        """Serve until the engine ends. False: a file failed, as where a disk is full for a while;
+        another journal is to take over what was kept."""
+        try:
+            journal = journal or self._open()
+            try:
+                self._serve(journal)
+                self._write(journal)
+            finally:
+                journal.close()
+        except OSError as error:
+            self._failures.log(
+                "tier %r: what is announced can't be kept in %s for now (%s)",
+                self._tier,
+                self._folder,
+                error,
+            )
+            self._round = []
+            return self._stop.wait(RETRY_SECONDS)
+        return True
 
     def _open(self) -> Journal:
         """Make the journal, once the folder that it is to lie in is there: a disk may come late."""
@@ -151,7 +175,11 @@ class Inventory:
 
     def _write(self, journal: Journal) -> None:
         while (run := self._noted.take()) is not None:
-            self.dropped += journal.append([run])
+            try:
+                self.dropped += journal.append([run])
+            except OSError:
+                self.dropped += len(run.keys)
+                raise
 
     def _adopt(self, journal: Journal) -> None:
         for file in journal.dead():
