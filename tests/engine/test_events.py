@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from spec.chain import ChainSpec
 from tests.support.clock import Clock, wait_for
 from tests.support.replay_chains import (
     MODEL,
@@ -127,16 +128,22 @@ def test_what_a_disk_holds_is_told_again_after_a_restart_parents_first(
     told(after, "disk")
 
 
+def left_by_another(engine: Callable[..., ReplayEngine], chain: ChainSpec, folder: Path) -> Path:
+    """What an engine that stored a prompt on the disk kept, at its end, of what it had told."""
+    before = engine(chain, kv_events=True)
+    before.generate(range(40), 1)
+    before.settle()
+    before.close()
+    (left,) = (folder / "events").rglob("*.runs")
+    return left
+
+
 def test_an_engine_that_is_long_in_starting_tells_what_its_disk_holds(
     engine: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first step comes long after all that there is to tell was found."""
     chain = chain_of(disk(tmp_path))
-    before = engine(chain, kv_events=True)
-    before.generate(range(40), 1)
-    before.settle()
-    before.close()
-    (left,) = (tmp_path / "events").rglob("*.runs")
+    left = left_by_another(engine, chain, tmp_path)
     clock = Clock()
     monkeypatch.setattr(inventory, "time", SimpleNamespace(monotonic=clock))
     after = engine(chain, kv_events=True)
@@ -245,11 +252,7 @@ def test_what_a_reset_outdated_is_not_told_again(
 ) -> None:
     """The reset comes before the first step of an engine that was started again."""
     chain = chain_of(disk(tmp_path))
-    before = engine(chain, kv_events=True)
-    before.generate(range(40), 1)
-    before.settle()
-    before.close()
-    (left,) = (tmp_path / "events").rglob("*.runs")
+    left = left_by_another(engine, chain, tmp_path)
     after = engine(chain, kv_events=True)
     wait_for(lambda: not left.exists())
     after.reset_cache()
