@@ -38,8 +38,7 @@ def kv_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> list[tuple[KVGroup, list[str]]]:
     """Return the KV cache groups and their layers. Raises ValueError for what can't be served."""
-    refuse_model(vllm_config.model_config)
-    refuse_whole_prompts(vllm_config)
+    refuse_model(vllm_config)
     if _has_mixed_precision(kv_cache_config):
         raise ValueError(
             "kvtiers does not serve KV of mixed precision: vLLM zeroes its blocks while they may "
@@ -108,17 +107,19 @@ def _refuse_states(vllm_config: VllmConfig, groups: list[tuple[KVGroup, list[str
         )
 
 
-def refuse_model(model: Any) -> None:
+def refuse_model(vllm_config: VllmConfig) -> None:
     """Raise ValueError for a model whose prefixes vLLM itself can't reuse."""
+    model = vllm_config.model_config
     supported = getattr(model, "is_prefix_caching_supported", True)
     if not supported or getattr(model, "is_diffusion", False):
         raise ValueError(
             f"the KV of {model.model} can't be reused: its answers need every token of a prompt "
             "computed, or its KV depends on later tokens. Start vLLM without kvtiers."
         )
+    _refuse_whole_prompts(vllm_config)
 
 
-def refuse_whole_prompts(vllm_config: VllmConfig) -> None:
+def _refuse_whole_prompts(vllm_config: VllmConfig) -> None:
     """Raise ValueError for latent attention on a processor without AMX: vLLM's kernel for a prompt
     looks at nothing before it there, so that what follows loaded blocks would be computed wrongly.
     vLLM turns chunked prefill and its own prefix cache off for that, but no connector."""

@@ -35,7 +35,7 @@ from tiers.connector.hosted.tier import HostedTier
 from tiers.engine.hosted_chain import hosted_tiers
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.media_identity import refuse_unmarked_media
-from tiers.engine.vllm_groups import STATES_ON_V2, refuse_model, refuse_whole_prompts
+from tiers.engine.vllm_groups import STATES_ON_V2, refuse_model
 from tiers.engine.vllm_hosted_manager import HostedManager
 from tiers.engine.vllm_hosted_worker import HostedWorker
 from tiers.engine.vllm_identity import late_facts
@@ -163,8 +163,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         """Return all facts that make KV interchangeable, except the late ones. Raises ValueError
         for an engine that can't be hosted."""
         vllm_config = get_current_vllm_config()
-        refuse_model(vllm_config.model_config)
-        refuse_whole_prompts(vllm_config)
+        refuse_model(vllm_config)
         refuse_unmarked_media(vllm_config, self._chain.trust_client_ids)
         if vllm_config.lora_config is not None:
             raise ValueError(
