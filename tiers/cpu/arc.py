@@ -27,8 +27,7 @@ class ArcResidency(SlotResidency):
         """Slots that blocks used once may have before they are the next to go."""
 
     def _used(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._queues.move(slot, AGAIN)
+        self._queues.move_all(slots, AGAIN)
 
     def _enter(self, key: bytes, slot: int, head: int | None) -> None:
         once, again = (max(1, len(gone)) for gone in self._gone.values())

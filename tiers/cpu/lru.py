@@ -17,8 +17,7 @@ class LruResidency(SlotResidency):
         super().__init__(pool, max_slots, queues=1)
 
     def _used(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._queues.move(slot, ALL)
+        self._queues.move_all(slots, ALL)
 
     def _enter(self, key: bytes, slot: int, head: int | None) -> None:
         if head is None:

@@ -80,8 +80,7 @@ class SlotResidency(ABC):
         return how many were not yet."""
         where, overdue = self._queues.where, self._overdue
         slots = [s for s in self.find_all(keys) if s is not None and where[s] != overdue]
-        for slot in reversed(slots):
-            self._queues.move(slot, overdue)
+        self._queues.move_all(slots[::-1], overdue)
         return len(slots)
 
     def discard(self, key: bytes) -> None:
