@@ -137,10 +137,10 @@ def test_what_runs_under_a_name_of_two_contents_is_offered_to_no_tier() -> None:
 
     red = state("red", RED)
     own = TierRequest(red)
-    assert len(new_offers(table, own, Scheduled(red, 0, 32, complete=2)).pairs) == 2 and red.stores
+    assert len(new_offers(table, own, Scheduled(red, 0, 32, complete=2)).keys) == 2 and red.stores
     blue = state("blue", BLUE)
     assert not red.stores and not blue.stores
-    assert new_offers(table, own, Scheduled(red, 32, 64, complete=4)).pairs == []
+    assert new_offers(table, own, Scheduled(red, 32, 64, complete=4)).keys == ()
 
 
 def test_a_name_of_content_that_was_not_seen_once_is_not_stored_with_it() -> None:

@@ -69,7 +69,7 @@ def test_a_write_budget_holds_over_days_and_lets_an_hour_s_worth_pass_at_once(
 
 
 def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
-    health, offers = TierHealth("tier"), Offers([7], [(b"key", 1)])
+    health, offers = TierHealth("tier"), Offers([7], [b"key"], [1])
     tier = OpenTier(TierManager(), SlotPool(1), block_bytes=1)
     context = cast(TierContext, SimpleNamespace(open=tier, health=health))
     reservations = StoreReservations(context, rules(clock))

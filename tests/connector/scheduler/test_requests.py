@@ -28,7 +28,7 @@ def test_a_token_that_was_computed_and_taken_back_completes_no_block() -> None:
     state.computed = 8
     request.num_tokens, request.num_computed_tokens = 10, 7
     request.block_hashes.append(b"other" * 6)
-    assert new_offers(table, own, table.ended(state, ([3, 4],))).pairs == []
+    assert new_offers(table, own, table.ended(state, ([3, 4],))).keys == ()
     request.num_computed_tokens = 8
     offers = new_offers(table, own, table.ended(state, ([3, 4],)))
-    assert [block for _, block in offers.pairs] == [4]
+    assert offers.paged == [4]

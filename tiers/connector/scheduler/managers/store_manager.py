@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import compress
+from operator import not_
 
 from tiers.connector.contract.generation import Generation
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
@@ -177,14 +179,14 @@ class StoreManager(TierManager):
         held = self._recent.known(keys)
         index = self._index
         if index is not None and not all(held):
-            unknown = [key for key, has in zip(keys, held, strict=True) if not has]
+            unknown = [*compress(keys, map(not_, held))]
             peeked = self._parts.peek(index, unknown)
-            found = {key for key, has in zip(unknown, peeked, strict=True) if has}
-            self._recent.add(found)
-            held = [has or key in found for key, has in zip(keys, held, strict=True)]
-        used = [key for key, has in zip(keys, held, strict=True) if has]
+            self._recent.add(compress(unknown, peeked))
+            of_unknown = iter(peeked)
+            held = [has or next(of_unknown) for has in held]
+        used = [*compress(keys, held)]
         self._uses.note(used, at_once=index is not None)
-        return [not has for has in held]
+        return [*map(not_, held)]
 
     def _held_now(self, keys: Sequence[bytes]) -> list[bytes]:
         """Which of these are held, as an index says; without one none."""

@@ -45,15 +45,24 @@ class TierRequest:
 
 
 class Offers(NamedTuple):
-    """Parts of a request's blocks to store: their numbers among its keys; (key, paged block)."""
+    """Parts of a request's blocks to store: of each its number among the request's keys, its key
+    and its paged block. In columns: 8,192 new tuples would call Python's garbage collector."""
 
     numbers: Sequence[int]
-    pairs: list[tuple[bytes, int]]
+    keys: Sequence[bytes]
+    paged: Sequence[int]
 
-    def without(self, paged: set[int]) -> Offers:
+    def without(self, overwritten: set[int]) -> Offers:
         """Those that are in none of these paged blocks."""
-        safe = [place for place, (_, block) in enumerate(self.pairs) if block not in paged]
-        return Offers([self.numbers[i] for i in safe], [self.pairs[i] for i in safe])
+        safe = [place for place, block in enumerate(self.paged) if block not in overwritten]
+        return Offers(
+            [self.numbers[i] for i in safe],
+            [self.keys[i] for i in safe],
+            [self.paged[i] for i in safe],
+        )
+
+
+NOTHING = Offers((), (), ())
 
 
 def new_offers(requests: RequestTable, own: TierRequest, scheduled: Scheduled) -> Offers:
@@ -61,24 +70,21 @@ def new_offers(requests: RequestTable, own: TierRequest, scheduled: Scheduled) -
     state, before, last = scheduled.state, scheduled.before, scheduled.complete
     first = own.offered
     if last <= first:  # most steps of an answer complete no block
-        return Offers((), [])
+        return NOTHING
     keys = requests.keys(state)
     if not state.media.shared:
-        return Offers((), [])
+        return NOTHING
     own.offered = last
     if requests.groups.is_plain:
         (table,) = state.tables
-        return Offers(
-            range(first, last), list(zip(keys[first:last], table[first:last], strict=True))
-        )
+        return Offers(range(first, last), keys[first:last], table[first:last])
     size = len(requests.groups)
     offers = _kept(requests, state, range(first * size, last * size), before)
     left = [one for one in scheduled.states if first * size <= one[0] < last * size]
     if not left:
         return offers
-    of_states = [(number, (keys[number], paged)) for number, paged in left]
-    numbers, pairs = zip(*sorted([*zip(*offers, strict=True), *of_states]), strict=True)
-    return Offers(numbers, list(pairs))
+    of_states = [(number, keys[number], paged) for number, paged in left]
+    return Offers(*zip(*sorted([*zip(*offers, strict=True), *of_states]), strict=True))
 
 
 def offers_again(
@@ -103,7 +109,7 @@ def _kept(
     """Those of these parts that the engine has not given away."""
     groups = requests.groups
     kept_numbers: list[int] = []
-    pairs: list[tuple[bytes, int]] = []
+    places: list[int] = []
     at, paged, kept = -1, [NULL_BLOCK], [False]
     for number in numbers:
         block, part = divmod(number, len(groups))
@@ -113,5 +119,5 @@ def _kept(
             paged = groups.paged(state.tables, block)
         if kept[part] and (paged[part] != NULL_BLOCK or not groups.window):
             kept_numbers.append(number)
-            pairs.append((state.keys[number], paged[part]))
-    return Offers(kept_numbers, pairs)
+            places.append(paged[part])
+    return Offers(kept_numbers, [state.keys[number] for number in kept_numbers], places)

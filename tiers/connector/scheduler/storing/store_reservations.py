@@ -48,7 +48,7 @@ class StoreReservations:
         refused: dict[int, str] = {}
         if not any(lacking):  # as of most prompts that come again
             return Claimed(items, refused)
-        for number, (key, paged), lacks in zip(offers.numbers, offers.pairs, lacking, strict=True):
+        for number, key, paged, lacks in zip(*offers, lacking, strict=True):
             if not lacks or key in self._keys:
                 continue
             reason = behind or self._refusal(key)

@@ -12,7 +12,13 @@ from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.hints.tier_hints import TierHints
 from tiers.connector.scheduler.jobs import PendingStore
 from tiers.connector.scheduler.storing.admission import Admission
-from tiers.connector.scheduler.storing.offers import Offers, TierRequest, new_offers, offers_again
+from tiers.connector.scheduler.storing.offers import (
+    NOTHING,
+    Offers,
+    TierRequest,
+    new_offers,
+    offers_again,
+)
 from tiers.connector.scheduler.storing.store_reservations import (
     FOR_ROOM,
     NOT_YET,
@@ -23,9 +29,6 @@ from tiers.store import batch_blocks
 
 RETRIES = 256
 """Blocks, of all requests, that a step offers again at most: half a millisecond's work."""
-
-
-NOTHING = Offers((), [])
 
 
 class TierStores:
@@ -72,7 +75,7 @@ class TierStores:
     def _lacking(self, offers: Sequence[Offers]) -> Iterator[bool]:
         """Which of these the tier lacks, one after the other. It is asked once for all requests,
         and nothing where no block is complete, as in most steps of an answer."""
-        keys = [key for one in offers for key, _ in one.pairs]
+        keys = [key for one in offers for key in one.keys]
         return iter(self._context.open.manager.missing(keys) if keys else ())
 
     def _offer(
@@ -86,9 +89,9 @@ class TierStores:
         self, own: TierRequest, offers: Offers, lacking: Iterator[bool]
     ) -> dict[int, StoreItem]:
         """Offer blocks for the first time. Those that find no room wait for a later step."""
-        if not offers.pairs:
+        if not offers.keys:
             return {}
-        lacks = [*islice(lacking, len(offers.pairs))]
+        lacks = [*islice(lacking, len(offers.keys))]
         items, refused = self.reservations.claim(offers, lacks, own.behind)
         if items or refused:
             self._intake.offered(len(items), Counter(refused.values()) if refused else {})
@@ -109,7 +112,7 @@ class TierStores:
         if most <= 0:
             return {}
         offers = offers_again(self._context.requests, own, scheduled, most)
-        self._retries -= len(offers.pairs)
+        self._retries -= len(offers.keys)
         items, refused = self.reservations.claim(offers, [*self._lacking([offers])], own.cut)
         over = [number for number in offers.numbers if refused.get(number) not in FOR_ROOM]
         before = {number: waiting.pop(number) for number in over}
@@ -196,7 +199,7 @@ class TierStores:
         requests = self._context.requests
         self._hints.ended(own)
         last = requests.ended(own.state, tables)
-        if self._may_store(own) and (offers := new_offers(requests, own, last)).pairs:
+        if self._may_store(own) and (offers := new_offers(requests, own, last)).keys:
             self._last_offers.append((own, offers))
         else:
             own.order.finished = True
