@@ -41,6 +41,8 @@ TOKENS = 16
 HASH_BYTES = 32
 NAMESPACE = b"n" * 32
 PAYLOAD = ALIGNMENT
+STEP = 0.02
+"""Seconds between two steps of the engine."""
 ON_DISK_ONLY = 20
 """Prompts that the CPU tier does not have; the rest of what is on disk it has too."""
 
@@ -101,12 +103,11 @@ class Halves:
         self._hear([OffloadingWorkerMetadata(handshakes={0: handshake}) for _ in tiers])
 
     def run(self, prompt: Prompt) -> dict[str, float]:
-        """Decide, load what is there, store the rest; seconds of each call, and tokens found."""
+        """Decide, load what is there, store the rest; seconds of each call, of the longest step
+        where a decision takes several, and tokens found."""
         times: dict[str, float] = {}
         chain = self.chain
-        decided = timed(times, "decide", lambda: chain.get_num_new_matched_tokens(prompt, 0))
-        assert isinstance(decided, tuple) and decided[0] is not None, "an index answers at once"
-        tokens = decided[0]
+        tokens = self._decide(prompt, times)
         if not self.promote:
             chain.disable_store(prompt)
         new = NewRequest(prompt.request_id, prompt.get_block_ids(), tokens)
@@ -119,6 +120,17 @@ class Halves:
         chain.request_finished(prompt, [])
         times["found"] = tokens
         return times
+
+    def _decide(self, prompt: Prompt, times: dict[str, float]) -> int:
+        longest, tokens = 0.0, None
+        while tokens is None:
+            began = time.thread_time()
+            tokens, _ = self.chain.get_num_new_matched_tokens(prompt, 0)
+            longest = max(longest, time.thread_time() - began)
+            if tokens is None:
+                time.sleep(STEP)
+        times["decide"] = longest
+        return tokens
 
     def _hear(self, children: Sequence[OffloadingWorkerMetadata]) -> None:
         self.chain.update_connector_output(Output(MultiWorkerMetadata(tuple(children))))
@@ -261,7 +273,7 @@ def _cases(size: Size, world: World, remote: Remote) -> Iterator[Case]:
         0.6,
     )
     yield one(
-        f"decide {prompt}, on disk, {resident}: p99",
+        f"decide {prompt}, on disk, {resident}: longest step, p99",
         "ms",
         lambda: p99(world.on_disk()["decide"]),
         5.0,

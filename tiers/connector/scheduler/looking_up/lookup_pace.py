@@ -9,23 +9,26 @@ from collections.abc import Callable
 class LookupPace:
     """Names that an index may be asked for now; used by the scheduler's thread.
 
-    A name costs that thread 0.2 to 0.4 us, so that a long prompt of many ranks would hold up all
-    requests that decode. It is looked up over several steps instead, while it waits for its turn.
-    A short question costs a step little, and is not held back by those of others.
+    A name costs that thread 0.2 to 0.4 us, and its block another microsecond, so that a long prompt
+    would hold up all requests that decode. It is looked up over several steps instead, while it
+    waits for its turn. A short question costs a step little, and is not held back by those of
+    others.
     """
 
+    OF_A_BLOCK = 3
+    """So many names cost what else a block does: its key, and the question to the tiers above."""
     AT_ONCE = 16_384
     """Names of a step, at most: about 5 ms."""
     A_SECOND = 1_600_000.0
     """For each second that is not spent on such a question: half of the thread's time or less, so
     that an idle engine answers about as soon."""
-    FEW = 1024
+    FEW = 4096
     """Names of a question that is never held back."""
 
     def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`ranks`: names of a block. `clock`: of the machine, since it is its time that is spent,
         in seconds."""
-        self._ranks = ranks
+        self._names = ranks + self.OF_A_BLOCK
         self._clock = clock
         self._left, self._at = float(self.AT_ONCE), clock()
 
@@ -34,11 +37,11 @@ class LookupPace:
         now = self._clock()
         self._left = min(self._left + (now - self._at) * self.A_SECOND, self.AT_ONCE)
         self._at = now
-        if blocks * self._ranks > self.FEW:
+        if blocks * self._names > self.FEW:
             # Not a few names for each that waits: a call costs as much as a hundred.
             may = int(self._left) if self._left >= self.FEW else 0
-            blocks = min(blocks, may // self._ranks)
-        self._left -= blocks * self._ranks
+            blocks = min(blocks, may // self._names)
+        self._left -= blocks * self._names
         return blocks
 
     def took(self) -> None:
