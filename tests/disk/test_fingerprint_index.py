@@ -330,6 +330,27 @@ def test_closing_waits_for_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(pieces) == 1
 
 
+def test_closing_is_not_forgotten_while_a_table_catches_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = settled(open_disk(tmp_path))
+    table = store._folder.fingerprints
+    follows: list[threading.Thread] = []
+
+    def follow() -> bool:
+        follows.append(threading.Thread(target=table.stop))
+        if len(follows) == 1:
+            follows[0].start()
+            follows[0].join(0.05)
+        return len(follows) > 200
+
+    monkeypatch.setattr(table, "_follow", follow)
+    table._renewing = True
+    table._renew()
+    assert len(follows) < 200, "it went on"
+    store.close()
+
+
 def test_a_crowded_table_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiers.disk.index.fingerprint_index._FILL_MAX", 0.7)
     with opened(tmp_path, slots=300) as store:

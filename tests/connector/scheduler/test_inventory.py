@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from tests.support.clock import wait_for
 from tiers.connector.contract.block_events import Origin
-from tiers.connector.scheduler.inventory import inventory
+from tiers.connector.scheduler.inventory import inventory, journal
 from tiers.connector.scheduler.inventory.inventory import Due, Inventory
 from tiers.connector.scheduler.inventory.journal import Journal, read
 from tiers.connector.scheduler.inventory.runs import Run, pack, unpack
@@ -59,9 +60,9 @@ def test_damage_costs_runs_and_changes_none() -> None:
 
 
 def test_only_the_user_can_read_what_is_kept(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "events" / "namespace")
-    journal.append([run_of(1)])
-    journal.close()
+    made = Journal(tmp_path / "events" / "namespace")
+    made.append([run_of(1)])
+    made.close()
     found = list((tmp_path / "events").rglob("*"))
     assert {p.stat().st_mode & 0o777 for p in found if p.is_dir()} == {0o700}
     assert {p.stat().st_mode & 0o777 for p in found if p.is_file()} == {0o600}
@@ -70,9 +71,7 @@ def test_only_the_user_can_read_what_is_kept(tmp_path: Path) -> None:
 def test_files_of_the_living_are_left_alone_and_those_of_the_dead_come_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tiers.connector.scheduler.inventory import journal as module
-
-    monkeypatch.setattr(module, "SEGMENT_BYTES", 1)  # a file for each run
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 1)  # a file for each run
     folder = tmp_path / "events" / "namespace"
     first, second = Journal(folder), Journal(folder)
     runs = [run_of(number) for number in (1, 5, 9)]
@@ -161,12 +160,12 @@ def test_a_folder_without_locks_says_so(
 
 
 def test_what_can_not_be_kept_is_counted(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "events" / "namespace")
-    assert journal.append([run_of(1, extra_keys=[(b"bytes",)] * 3), run_of(5)]) == 3
-    assert [read(file) for file in journal.closed()] == []
-    journal.rotate()
-    assert [read(file) for file in journal.closed()] == [[run_of(5)]]
-    journal.close()
+    made = Journal(tmp_path / "events" / "namespace")
+    assert made.append([run_of(1, extra_keys=[(b"bytes",)] * 3), run_of(5)]) == 3
+    assert [read(file) for file in made.closed()] == []
+    made.rotate()
+    assert [read(file) for file in made.closed()] == [[run_of(5)]]
+    made.close()
 
 
 class Held:
@@ -238,9 +237,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_what_it_could_not_take(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from tiers.connector.scheduler.inventory import journal as module
-
-    real, full = module._write, [True]
+    real, full = journal._write, [True]
 
     def write(file: int, data: bytes) -> None:
         if full:
@@ -248,7 +245,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_what_it_could_not_take(
             raise OSError(errno.ENOSPC, "No space left on device")
         real(file, data)
 
-    monkeypatch.setattr(module, "_write", write)
+    monkeypatch.setattr(journal, "_write", write)
     monkeypatch.setattr(inventory, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(inventory, "AUDIT_EVERY", 0.0)
     made = opened(lambda keys: [False] * len(keys))
@@ -258,6 +255,29 @@ def test_a_disk_that_is_full_for_a_moment_costs_what_it_could_not_take(
     (gone,) = due(made, 1)
     assert (gone.run, gone.held, made.dropped) == (run_of(9), False, 3)
     assert "tier 'disk': what is announced can't be kept" in caplog.text
+
+
+def test_an_engine_that_stores_little_keeps_few_files(
+    opened: Callable[..., Inventory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inventory, "AUDIT_EVERY", 0.0)
+    monkeypatch.setattr(inventory, "PAUSE", 0.001)
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 8 * len(pack(run_of(100))))
+    asked: set[bytes] = set()
+
+    def holds(keys: Sequence[bytes]) -> list[bool]:
+        asked.update(keys)
+        return [True] * len(keys)
+
+    of, runs = opened(holds), [run_of(100 + 10 * number) for number in range(20)]
+    for run in runs:
+        of.note(run)
+        wait_for(partial(asked.issuperset, run.keys))  # it is in a file that is closed
+    wait_for(lambda: len(list(tmp_path.glob("events/n/*/*.runs"))) <= 4)
+    of.close()
+    files = sorted(tmp_path.glob("events/n/*/*.runs"))
+    assert [run for file in files for run in read(file)] == runs, "each once, in order"
+    assert [one.run for one in due(opened(holds), 20)] == runs
 
 
 def test_what_is_due_waits_for_steps_which_take_a_bounded_part(

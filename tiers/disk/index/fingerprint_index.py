@@ -215,7 +215,8 @@ class FingerprintIndex:
 
     def stop(self) -> None:
         """Give up a table that is being made, for which nobody should wait."""
-        self._renewing = False
+        with self._lock:  # without it `_renew` could set the flag after us, and go on
+            self._renewing = False
 
     def close(self) -> None:
         """Wait until the index is not read any more; call `stop` before."""

@@ -78,6 +78,7 @@ class Inventory:
         self._moved = time.monotonic()
         self._audited = time.monotonic()
         self._round: list[Path] = []
+        self._before: Path | None = None
         what = "times what is announced could not be kept"
         self._failures = RepeatedLog(logger, f"tier {tier!r}", what)
         self._ended = in_background(self._run, "inventory")
@@ -150,7 +151,7 @@ class Inventory:
                 self._folder,
                 error,
             )
-            self._round = []
+            self._round, self._before = [], None
             return self._stop.wait(RETRY_SECONDS)
         return True
 
@@ -224,7 +225,7 @@ class Inventory:
                 return
             self._audited = time.monotonic()
             journal.rotate()
-            self._round = journal.closed()[::-1]
+            self._round, self._before = journal.closed()[::-1], None
             if not self._round:
                 self._told = set()
                 return
@@ -246,6 +247,8 @@ class Inventory:
             journal.rewrite(file, kept)
             for run in lost:
                 self._give(Due(run, held=False, but=but))
+        if file.exists():
+            self._before = journal.merge(self._before, file)
 
     def _nowhere(self, run: Run, held: Sequence[bool]) -> Iterator[Run]:
         """Those that are neither held here nor in another tier of the same medium."""
