@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, Literal
 from unittest import SkipTest
@@ -217,6 +218,17 @@ class HidesDamage(MemoryStore):
         return 0
 
 
+class LoadsOnAThread(MemoryStore):
+    """Leaves a load in its queue if there is no thread for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads = ThreadPoolExecutor(1)
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        return self.threads.submit(super().get, blocks).result()
+
+
 class PeeksLate(MemoryStore):
     """Has an index that is told of stores, and not of drops."""
 
@@ -255,6 +267,7 @@ class ClearsAll(MemoryStore):
         (TakesNothingWhenFull, "test_what_put_says_is_held_is_held"),
         (ForgetsWhatItHolds, "test_what_is_dropped_gives_its_room_back"),
         (KeepsTheCallersMemory, "test_the_callers_memory_is_not_kept"),
+        (LoadsOnAThread, "test_memory_is_left_alone_after_a_call_that_found_no_thread"),
         (ServesAnotherKey, "test_has_and_get_agree_on_a_mixed_batch"),
         (ForgetsToDrop, "test_what_is_dropped_is_gone_and_can_be_put_again"),
         (CutsKeys, "test_a_key_is_not_its_own_beginning"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from multiprocessing.connection import Connection
 
 import pytest
@@ -48,3 +49,29 @@ def test_what_an_operator_binds_a_whole_engine_to_holds_for_its_threads() -> Non
         assert cores_of_a_workers_thread(OMP_PROC_BIND="true") == {min(ALLOWED)}
     finally:
         os.sched_setaffinity(0, ALLOWED)
+
+
+@pytest.mark.parametrize("had", [0, 2])
+def test_threads_that_can_t_be_had_now_are_told_now(
+    had: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, begun = threading.Thread.start, list[threading.Thread]()
+
+    def start(thread: threading.Thread) -> None:
+        if len(begun) == had:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        io_executor(4, "test", start=True)
+    assert not any(thread.is_alive() for thread in begun)
+
+
+def test_threads_that_are_started_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with io_executor(4, "test", start=True) as pool:
+        monkeypatch.setattr(threading.Thread, "start", None)
+        together = threading.Barrier(4)
+        for place in [pool.submit(together.wait, 10) for _ in range(4)]:
+            place.result()

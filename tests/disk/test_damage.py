@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -127,6 +128,7 @@ def test_a_slab_cut_while_closed_empties_the_tier(tmp_path: Path, damage: str) -
         slab_path(tmp_path).unlink()
     with opened(tmp_path) as store:
         assert store.usage().blocks == 0
+        assert sum(thread.name.startswith("kvtiers-disk_") for thread in threading.enumerate()) == 4
         assert put(store, keys(0, 1)) == [True, True]
         assert get(store, keys(0, 1, 2)) == [True, True, False]
         audit(store)

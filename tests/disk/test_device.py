@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,35 @@ def test_a_load_overtaken_by_an_eviction(tmp_path: Path, monkeypatch: pytest.Mon
         assert slow.result(WAIT_S) == [False]
         assert get(store, keys(10, 11, 12, 13)) == [True] * 4
         audit(store)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="the process is ending, and its threads take no more calls",
+    outcome="no byte is moved after a load or store has failed so",
+)
+def test_a_load_that_was_refused_threads_leaves_none_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0, 1, 2))
+        stall, threads = Stall("read", monkeypatch), store._folder.threads
+        submit, taken = threads.submit, list[Future[None]]()
+
+        def one_is_taken(run: Callable[[], None]) -> Future[None]:
+            if taken:
+                threading.Timer(0.1, stall.over.set).start()
+                raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+            taken.append(submit(run))
+            return taken[0]
+
+        monkeypatch.setattr(threads, "submit", one_is_taken)
+        memory = Memory(keys(0, 1, 2), PAYLOAD)
+        with pytest.raises(RuntimeError, match="new futures"):
+            store.get(memory.blocks)
+        then = [bytes(block.payload) for block in memory.blocks]
+        taken[0].result(WAIT_S)
+        assert [bytes(block.payload) for block in memory.blocks] == then
 
 
 @pytest.mark.fault(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -238,8 +238,11 @@ class DiskStore(Capable):
                     return
                 outcomes[place] = job(item)
 
-        futures = [self._folder.threads.submit(run) for _ in range(lanes)]
-        wait(futures)
+        futures: list[Future[None]] = []
+        try:
+            futures.extend(self._folder.threads.submit(run) for _ in range(lanes))
+        finally:
+            wait(futures)  # a process that ends takes no more calls; none may outlive this one
         for future in futures:
             future.result()
         return [outcomes[place] for place in range(len(items))]

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from unittest import SkipTest
+from unittest.mock import patch
 
 from tiers.block import MAX_KEY_BYTES, NAMESPACE_BYTES
 from tiers.errors import TierUnusable
@@ -148,6 +149,22 @@ class StoreContract(ClaimTests):
             assert memory.holds(0)
             memory.blocks[0].payload[:] = bytes(self.payload_bytes)
             assert self.hits(store, [key]) == [True]
+
+    def test_memory_is_left_alone_after_a_call_that_found_no_thread(self) -> None:
+        """What such a call has begun must not go on later, when the memory is another block's."""
+        keys = [make_key() for _ in range(16)]
+        with self.opened() as store:
+            for key in keys:
+                self.put(store, [key])
+            memory = Memory(keys, self.payload_bytes)
+            error = RuntimeError("can't start new thread")
+            with patch.object(threading.Thread, "start", side_effect=error), suppress(Exception):
+                store.get(memory.blocks)
+            for block in memory.blocks:
+                block.payload[:] = bytes(self.payload_bytes)
+            for _ in range(4):
+                assert self.hits(store, keys) == [True] * 16
+            assert not any(any(block.payload) for block in memory.blocks), "written to later"
 
     def test_a_payload_of_another_length_is_never_served(self) -> None:
         key = make_key()

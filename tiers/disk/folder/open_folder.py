@@ -52,7 +52,9 @@ class OpenFolder:
         self.index = index
         self.slabs = slabs
         self.pid = os.getpid()
-        self.threads = io_executor(THREADS, "disk")
+        # Started now: a call left in the queue would move bytes after its verb, in memory that is
+        # another block's by then.
+        self.threads = io_executor(THREADS, "disk", start=True)
         self.fingerprints = FingerprintIndex(index)
         self.upkeep = Upkeep(
             self.path,

@@ -124,6 +124,7 @@ def _open_files(
         slabs = Slabs(folder.path, direct)
         undo.callback(slabs.close)
         opened = OpenFolder(folder, index, slabs, owner, access, release)
+        undo.callback(opened.threads.shutdown)
         if not owners.alive:
             clean_close.remove(folder)
         with opened.edit() as edit:
