@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tests.support.disk_audit import (
     put,
 )
 from tests.support.disk_mounts import refused, run_mounted
+from tiers.disk.folder import owner
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierUnusable
 
@@ -151,6 +153,26 @@ for where in (path, path / "below"):
     store = open_disk(tmp_path)
     assert get(store, keys(0)) == [True]
     store.close()
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="an error of the device while the tier is opened",
+    outcome="not opened for now; it joins when the device works",
+)
+def test_an_error_while_coming_in_is_no_owner_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    handles = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "sync_folder", broken)
+        refused(tmp_path, "Input/output error")
+    assert len(os.listdir("/proc/self/fd")) == handles
+    with opened(tmp_path) as store:
+        assert put(store, keys(0)) == [True]
 
 
 @pytest.mark.fault(

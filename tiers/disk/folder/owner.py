@@ -136,9 +136,14 @@ class Owner:
         self._file = owners / (f"{name}.synced" if synced else name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._handle = os.open(self._file, flags, 0o600)
-        try_lock(self._handle)
-        # Otherwise a power cut could lose the name but keep index pages written after it.
-        sync_folder(owners)
+        try:
+            try_lock(self._handle)
+            # Otherwise a power cut could lose the name but keep index pages written after it.
+            sync_folder(owners)
+        except BaseException:
+            # A handle that nobody knows would stay locked: an owner that lives until we end.
+            self.leave(clean=True)
+            raise
 
     def leave(self, clean: bool) -> None:
         """Free the lock, and remove the file if nothing is left to repair (`clean`)."""
