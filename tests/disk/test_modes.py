@@ -121,6 +121,43 @@ def test_a_file_system_without_direct_io(caplog: pytest.LogCaptureFixture, tmp_p
         choose_direct(tmp_path, probe, "direct", SLOT)
 
 
+WITHOUT_EXTENTS = """
+import os
+from tests.support.disk_audit import MODE
+from tiers.disk import direct_io
+mount = path / "mount"
+direct_io.spare_memory = lambda: 0
+try:
+    open_disk(mount / "tier")
+except TierUnusable as error:
+    assert "set io to auto or buffered" in str(error), error
+else:
+    raise SystemExit("opened")
+os.environ[MODE] = "auto none"
+store = open_disk(mount / "tier")
+for n in range(20):
+    assert put(store, keys(n)) == [True]
+assert get(store, keys(19, 18, 0)) == [True, True, False]
+audit(store)
+store.close()
+"""
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="ext2 or ext3, which allocate no space, and little memory to spare",
+    outcome="`io: auto` is buffered; `direct` is refused at open",
+)
+def test_a_file_system_that_allocates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MODE, "direct none")
+    (tmp_path / "mount").mkdir()
+    image, options = f'"{tmp_path}/image"', "^extent,^64bit,^has_journal"
+    script = f'truncate -s 32M {image} && mkfs.ext4 -q -O "{options}" {image}'
+    run_mounted(f'{script} && mount -o loop {image} "{tmp_path}/mount"', WITHOUT_EXTENTS, tmp_path)
+
+
 def test_one_process_opens_a_folder_in_one_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,8 @@ def choose_direct(path: Path, probe: Path, io: Io, capacity: int) -> bool:
 
 
 def supports_direct(probe: Path) -> bool:
-    """Say whether the file system of `probe` has direct I/O; empties the file. Raises OSError."""
+    """Say whether the file system of `probe` has direct I/O, and of space too, which the C library
+    writes where nothing can allocate it (ext2, ext3); empties the file. Raises OSError."""
     try:
         handle = os.open(probe, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
@@ -56,6 +57,7 @@ def supports_direct(probe: Path) -> bool:
             raise
         return False
     try:
+        os.posix_fallocate(handle, 0, PAGE)
         os.pwrite(handle, mmap.mmap(-1, PAGE), 0)
     except OSError as error:
         # A full disk refused the space, not the direct write.
