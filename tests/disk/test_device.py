@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +14,7 @@ import pytest
 from tests.support.disk_audit import MODE, PAYLOAD, audit, get, keys, open_disk, opened, put
 from tests.support.disk_mounts import run_mounted
 from tiers.disk.slab import Slab
+from tiers.errors import TierUnavailable
 from tiers.testing import Memory
 
 WAIT_S = 60.0
@@ -179,6 +182,55 @@ def test_a_slow_disk_holds_up_no_lookup(
         stall.over.set()
         assert slow.result(WAIT_S) == [True]
         audit(store)
+
+
+def reads_fail(monkeypatch: pytest.MonkeyPatch, slots: set[int], error: int) -> None:
+    """Let the device refuse to read these slots."""
+    original = Slab.read
+
+    def read(self: Slab, number: int, payload: memoryview) -> tuple[bytes, bytes]:
+        if number in slots:
+            raise OSError(error, os.strerror(error))
+        return original(self, number, payload)
+
+    monkeypatch.setattr(Slab, "read", read)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a bad sector: the device can't read a block any more",
+    outcome="a miss; the block is dropped and can be stored again",
+)
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EUCLEAN])
+def test_a_block_on_a_bad_sector_goes(
+    tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0, 1, 2, 3))
+        with monkeypatch.context() as patch:
+            reads_fail(patch, {1, 3}, error)
+            assert get(store, keys(0, 1, 2)) == [True, False, True]
+            assert store.has(keys(0, 1, 2, 3)) == [True, False, True, True]
+            with pytest.raises(TierUnavailable):  # or the device: the guard leaves it alone
+                get(store, keys(3))
+            assert store.has(keys(0, 1, 2, 3)) == [True, False, True, False]
+        assert store.damaged() == 2
+        audit(store)
+        assert put(store, keys(0, 1, 2, 3)) == [True] * 4
+        assert get(store, keys(0, 1, 2, 3)) == [True] * 4
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT])
+def test_an_error_that_may_pass_drops_no_block(
+    tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0, 1))
+        with monkeypatch.context() as patch:
+            reads_fail(patch, {1}, error)
+            assert get(store, keys(0, 1)) == [True, False]
+        assert get(store, keys(0, 1)) == [True, True]
+        assert store.damaged() == 0
 
 
 @pytest.mark.fault(

@@ -14,6 +14,9 @@ from tiers.errors import TierFull, TierUnavailable
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """The error numbers that mean that a file can't grow."""
 
+UNREADABLE = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EUCLEAN})
+"""The error numbers of a read from a place that the device has lost, until it is written again."""
+
 _FULL = (lmdb.MapFullError, lmdb.DiskError)
 _DAMAGE = (
     lmdb.CorruptedError,

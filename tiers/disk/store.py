@@ -15,6 +15,7 @@ from tiers.block import expect, pack_header, parse_header, verify
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.disk.access import DEFAULT_ACCESS, Access
+from tiers.disk.failures import UNREADABLE
 from tiers.disk.folder.open_folder import THREADS, OpenFolder, require_own
 from tiers.disk.folder.registry import open_folders
 from tiers.disk.index.rows import Entry, Slot, index_key, index_key_prefix
@@ -180,11 +181,11 @@ class DiskStore(Capable):
                 if entry is not None and entry.payload_bytes == len(block.payload)
             ]
             outcomes = self._spread(lambda job: _read(folder, job), jobs)
+            self._drop_damaged(folder, jobs, outcomes)
             failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
             if failed and len(failed) == len(outcomes):
                 raise failed[0]
             self._say_failed(self._failed_reads, "read(s)", failed)
-            self._drop_damaged(folder, jobs, outcomes)
             done = zip(jobs, outcomes, strict=True)
             loaded = {job.place for job, outcome in done if outcome is None}
             folder.uses.record([index_key(blocks[place].key) for place in sorted(loaded)])
@@ -201,9 +202,7 @@ class DiskStore(Capable):
         # A slot that was evicted and written again while we read looks damaged, but then its
         # entry has changed too. The other loads are good even if the index takes no edit now.
         done = zip(jobs, outcomes, strict=True)
-        damaged = {
-            index_key(job.block.key): job.entry for job, o in done if isinstance(o, RecordError)
-        }
+        damaged = {index_key(job.block.key): job.entry for job, o in done if _is_lost(o)}
         if not damaged:
             return
         try:
@@ -217,7 +216,7 @@ class DiskStore(Capable):
             self._damaged.count("record", dropped)
 
     def damaged(self) -> int:
-        """Number of records that were not those of the index, and were dropped."""
+        """Number of records that were not those of the index, or unreadable, and were dropped."""
         return self._damaged.total
 
     def _spread(self, job: Callable[[Item], Outcome], items: Sequence[Item]) -> list[Outcome]:
@@ -269,3 +268,9 @@ def _read(folder: OpenFolder, job: _Load) -> RecordError | OSError | None:
     except (RecordError, OSError) as error:
         return error
     return None
+
+
+def _is_lost(outcome: object) -> bool:
+    """Whether a block is gone for good. One on a bad sector would pass for held for ever."""
+    is_unreadable = isinstance(outcome, OSError) and outcome.errno in UNREADABLE
+    return is_unreadable or isinstance(outcome, RecordError)
