@@ -44,6 +44,7 @@ class Folder:
         self.index = path / "index.mdb"
         self.digest = path / "index.seal"
         self.owners = path / "owners"
+        self.index_lock = path / "index.mdb-lock"
         self.lock = path / "lock"
         self.one_host = False
         """Whether no other host can have the folder's file system mounted; set by `prepare`."""
@@ -106,10 +107,14 @@ class Folder:
                 )
 
     def _files(self) -> list[Path]:
-        index = (self.index, Path(f"{self.index}-lock"))
+        index = (self.index, self.index_lock)
         digest = (self.digest, self.digest.with_suffix(".draft"))
         fixed = (*index, *digest, self.owners, self.lock)
         return [f for f in (*fixed, *self.path.glob("slab-*.dat")) if os.path.lexists(f)]
+
+    def shared_files(self) -> list[Path]:
+        """The files that all processes use which have the folder open."""
+        return [self.index, self.index_lock, self.lock, *self.path.glob("slab-*.dat")]
 
     def _unwritable(self, error: OSError) -> TierNotOpen:
         return TierNotOpen(

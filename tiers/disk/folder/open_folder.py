@@ -16,6 +16,7 @@ from tiers.disk.access import Access
 from tiers.disk.failures import Damaged, translated
 from tiers.disk.folder import repair
 from tiers.disk.folder.folder import Folder
+from tiers.disk.folder.keeping import Keeping
 from tiers.disk.folder.owner import Owner, Owners
 from tiers.disk.folder.upkeep import Upkeep
 from tiers.disk.index import clean_close, slot_allocator
@@ -56,17 +57,9 @@ class OpenFolder:
         # another block's by then.
         self.threads = io_executor(THREADS, "disk", start=True)
         self.fingerprints = FingerprintIndex(index)
-        self.upkeep = Upkeep(
-            self.path,
-            self.in_use,
-            (
-                self._write_uses,
-                self.index.clear_readers,
-                self._shrink,
-                self._sweep,
-                self.fingerprints.follow,
-            ),
-        )
+        ours = (self._write_uses, self.index.clear_readers, self._shrink, self._sweep)
+        others = (self.fingerprints.follow, Keeping(folder, owner.file).look)
+        self.upkeep = Upkeep(self.path, self.in_use, (*ours, *others))
         self._owner = owner
         self._release = release
         self._swept: Slot | None = None

@@ -94,7 +94,9 @@ def _become_owner(
     owners = scan_owners(folder.owners, folder.one_host)
     if owners.refusal is not None:
         raise TierNotOpen(owners.refusal)
-    if not owners.alive:
+    if owners.alive:
+        _require_shared(folder)
+    else:
         if clean_close.state(folder) != compared.state:
             return None
         if owners.unsynced_crash:
@@ -109,6 +111,17 @@ def _become_owner(
             raise
         folder.wipe(str(error))
         return _open_files(folder, owners, access, direct, release)
+
+
+def _require_shared(folder: Folder) -> None:
+    """Raise TierNotOpen if the others have open what is not here any more: this process would make
+    an index of its own for their slabs, or a lock of its own for their index."""
+    gone = [file for file in folder.shared_files() if not file.exists()]
+    if gone:
+        raise TierNotOpen(
+            f"{gone[0]} was removed, which other processes have open; end them all, and then start "
+            f"again ({folder.owners} has a file for each)"
+        )
 
 
 def _open_files(

@@ -133,9 +133,9 @@ class Owner:
         self.id = secrets.token_bytes(OWNER_ID_BYTES)
         us = this_host()
         name = f"{us.boot}.{self.id.hex()}.{us.machine}.{os.getpid()}.{us.name}"
-        self._file = owners / (f"{name}.synced" if synced else name)
+        self.file = owners / (f"{name}.synced" if synced else name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._handle = os.open(self._file, flags, 0o600)
+        self._handle = os.open(self.file, flags, 0o600)
         try:
             try_lock(self._handle)
             # Otherwise a power cut could lose the name but keep index pages written after it.
@@ -150,5 +150,5 @@ class Owner:
         # If a read-only file system keeps the file, the next process repairs in vain.
         with suppress(OSError):
             if clean:
-                self._file.unlink(missing_ok=True)
+                self.file.unlink(missing_ok=True)
         os.close(self._handle)

@@ -1,0 +1,82 @@
+"""Files of the tier that somebody removes while it is open: told, and never half shared."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.disk_audit import Other, get, keys, opened, put
+from tests.support.disk_mounts import refused
+from tiers.disk.folder import keeping, upkeep
+
+SHORT_S = 0.02
+WAIT_S = 30.0
+OPEN = """
+store = open_disk(path)
+assert put(store, keys(0)) == [True]
+say("open")
+wait()
+assert get(store, keys(0)) == [True]
+assert put(store, keys(1)) == [True]
+audit(store)
+store.close()
+"""
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what is done in the background be done at once."""
+    monkeypatch.setattr(upkeep, "EVERY_S", SHORT_S)
+    monkeypatch.setattr(keeping, "EVERY_S", SHORT_S)
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="the index or its lock is removed while a process has it open",
+    outcome="no other process joins, by name and remedy; that one goes on",
+)
+@pytest.mark.parametrize("name", ["index.mdb", "index.mdb-lock"])
+def test_no_process_joins_where_a_file_was_removed(tmp_path: Path, name: str) -> None:
+    other = Other(OPEN, tmp_path)
+    assert other.hear() == "open"
+    (tmp_path / name).unlink()
+    refused(tmp_path, f"{name} was removed, which other processes have open; end them all")
+    assert not (tmp_path / name).exists()
+    other.tell()
+    other.end()
+    with opened(tmp_path) as store:
+        assert put(store, keys(3)) == [True]
+        assert get(store, keys(3)) == [True]
+
+
+@pytest.mark.usefixtures("often")
+def test_what_is_removed_under_an_open_tier_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+        (tmp_path / "index.mdb-lock").unlink()
+        end = time.monotonic() + WAIT_S
+        while "removed while" not in caplog.text and time.monotonic() < end:
+            time.sleep(SHORT_S)
+        time.sleep(5 * SHORT_S)
+        assert get(store, keys(0)) == [True]
+    assert caplog.text.count("removed while the tier is open: index.mdb-lock;") == 1
+
+
+@pytest.mark.usefixtures("often")
+def test_no_file_of_an_open_tier_looks_old(tmp_path: Path) -> None:
+    """What cleans /tmp would remove the owner's file and the lock, and let another process in."""
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+        files = [file for file in tmp_path.rglob("*") if file.is_file()]
+        assert {"index.mdb", "index.mdb-lock", "lock"} < {file.name for file in files}
+        for file in files:
+            os.utime(file, (0, 0))
+        end = time.monotonic() + WAIT_S
+        while any(file.stat().st_mtime < 1 for file in files) and time.monotonic() < end:
+            time.sleep(SHORT_S)
+        assert [file.name for file in files if min(file.stat()[7:9]) < 1] == []
