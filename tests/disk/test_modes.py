@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -18,7 +19,7 @@ from tiers.disk.direct_io import choose_direct
 from tiers.disk.slab import PAGE
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
-from tiers.errors import TierUnavailable, TierUnusable
+from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
 from tiers.host.spare_memory import spare_memory
 from tiers.store import Block, TierStore
 from tiers.testing import StoreContract, payload_of
@@ -119,6 +120,28 @@ def test_a_file_system_without_direct_io(caplog: pytest.LogCaptureFixture, tmp_p
     assert "no direct I/O on this file system" in caplog.text
     with pytest.raises(TierUnusable, match="set io to auto or buffered"):
         choose_direct(tmp_path, probe, "direct", SLOT)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOMEM])
+def test_an_error_that_may_pass_says_nothing_of_direct_io(
+    tmp_path: Path, call: str, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the tier is unusable, or buffered, until the engine is restarted."""
+
+    def fails(*_: object) -> int:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setenv(MODE, "direct none")
+    handles = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fails)
+        with pytest.raises(TierNotOpen, match=os.strerror(error)):
+            open_disk(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == handles
+    store = open_disk(tmp_path)
+    assert "io direct" in store.describe()
+    store.close()
 
 
 WITHOUT_EXTENTS = """

@@ -21,6 +21,8 @@ from tiers.disk.slab import PAGE
 from tiers.errors import TierUnusable
 from tiers.host.spare_memory import spare_memory
 
+_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
 logger = logging.getLogger(__name__)
 
 
@@ -53,17 +55,25 @@ def supports_direct(probe: Path) -> bool:
     try:
         handle = os.open(probe, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in _REFUSED:
             raise
         return False
+    try:
+        return _writes(handle)
+    finally:
+        os.close(handle)
+
+
+def _writes(handle: int) -> bool:
     try:
         os.posix_fallocate(handle, 0, PAGE)
         os.pwrite(handle, mmap.mmap(-1, PAGE), 0)
     except OSError as error:
         # A full disk refused the space, not the direct write.
+        if error.errno not in NO_SPACE | _REFUSED:
+            raise
         return error.errno in NO_SPACE
     else:
         return True
     finally:
         os.ftruncate(handle, 0)
-        os.close(handle)
