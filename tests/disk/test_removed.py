@@ -80,3 +80,30 @@ def test_no_file_of_an_open_tier_looks_old(tmp_path: Path) -> None:
         while any(file.stat().st_mtime < 1 for file in files) and time.monotonic() < end:
             time.sleep(SHORT_S)
         assert [file.name for file in files if min(file.stat()[7:9]) < 1] == []
+
+
+def test_a_link_above_the_folder_that_leads_elsewhere_keeps_nothing_open(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("old")
+    with opened(link / "tier") as store:
+        put(store, keys(0))
+        link.unlink()
+        link.symlink_to("new")
+        with opened(link / "tier") as other:
+            assert get(other, keys(0)) == [False]
+        assert get(store, keys(0)) == [True]
+    assert list((tmp_path / "old" / "tier" / "owners").iterdir()) == []
+    with opened(tmp_path / "old" / "tier") as store:
+        assert get(store, keys(0)) == [True]
+
+
+def test_a_folder_that_was_moved_is_closed(tmp_path: Path) -> None:
+    with opened(tmp_path / "tier") as store:
+        put(store, keys(0))
+        (tmp_path / "tier").rename(tmp_path / "moved")
+        (tmp_path / "tier").symlink_to("moved")
+    assert list((tmp_path / "moved" / "owners").iterdir()) == []
+    with opened(tmp_path / "moved") as store:
+        assert get(store, keys(0)) == [True]

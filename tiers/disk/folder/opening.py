@@ -8,6 +8,7 @@ owners, shrinking), in steps that hold nobody up.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,7 +48,8 @@ def open_folder(path: Path, capacity: int, access: Access, release: Release) -> 
     Raises TierUnusable, and TierNotOpen for what may pass: a lock that another process holds, a
     host or a container that has the folder, a disk that is full or not there.
     """
-    folder = Folder(path)
+    # A link above the folder may lead elsewhere while it is open.
+    folder = Folder(Path(os.path.realpath(path.parent), path.name))
     folder.prepare()
     try:
         with translated(path):

@@ -65,7 +65,7 @@ class _OpenFolders:
             folder.holders -= 1
             if folder.holders:
                 return
-        name = os.path.realpath(folder.path)
+        name = str(folder.path)
         with self._lock(name):
             if folder.holders or self._folders.get(name) is not folder:
                 return  # acquired again, or closed by another, before we had the lock
