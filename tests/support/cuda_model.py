@@ -97,6 +97,7 @@ class Event:
 
     def synchronize(self) -> None:
         assert self._sleeps, "a thread would take a core while it waits"
+        assert self._model.entered, "a context would be made on the first device"
         if self.mark is not None and not self._model.is_taken_away():
             self.mark.reach()
             self._model.run_eager()
@@ -112,6 +113,8 @@ class Model:
         self.taken_away: Site | None = None
         self.times_taken_away = 0
         self.fails: Callable[[], None] = lambda: None
+        self.entered = 0
+        """How often the device was set for the calling thread, and not yet put back."""
         self._names = iter(names)
         self._eager = eager
         self.compute = Stream(self, "compute")
@@ -183,6 +186,16 @@ class Model:
         finally:
             self._current.pop()
 
+    @contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        """As `torch.cuda.device`."""
+        self.entered += 1
+        try:
+            with Operations(self):
+                yield
+        finally:
+            self.entered -= 1
+
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Stand in for `torch.cuda`."""
         model = self
@@ -196,7 +209,7 @@ class Model:
         patch.setattr(torch.cuda, "current_stream", lambda device: model._current[-1])
         patch.setattr(torch.cuda, "synchronize", model.synchronize)
         patch.setattr(torch.cuda, "stream", model.on)
-        patch.setattr(torch.cuda, "device", lambda device: Operations(model))
+        patch.setattr(torch.cuda, "device", model.device)
 
 
 class Operations(TorchFunctionMode):

@@ -95,11 +95,12 @@ def _staging(rows: int, stride: int, device: torch.device) -> torch.Tensor:
 class _Queued:
     """A gather that the copier's thread queues on its streams."""
 
-    def __init__(self, queued: Future[torch.cuda.Event]) -> None:
+    def __init__(self, queued: Future[torch.cuda.Event], device: torch.device) -> None:
         self._queued = queued
+        self._device = device
 
     def wait(self) -> None:
-        self._queued.result().synchronize()
+        _wait_for([self._queued.result()], self._device)
 
 
 class CudaCopier:
@@ -136,7 +137,7 @@ class CudaCopier:
     def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> _Queued:
         """Begin copying behind the engine's work so far; the engine fences the blocks' reuse."""
         args = list(blocks), rows, list(slots), self.fence()
-        return _Queued(self._thread.submit(self._gather, *args))
+        return _Queued(self._thread.submit(self._gather, *args), self._device)
 
     def _gather(
         self, blocks: list[int], rows: torch.Tensor, slots: list[int], after: torch.cuda.Event
@@ -155,7 +156,7 @@ class CudaCopier:
                 )
             except RuntimeError:
                 # What was queued must not arrive when the slots are another's.
-                _wait_for(ring.marks())
+                _wait_for(ring.marks(), self._device)
                 raise
             return _mark(ring.emptying)
 
@@ -173,7 +174,7 @@ class CudaCopier:
                 # Of a failed load, too, nothing may arrive when the engine has its blocks back.
                 with self._loading:
                     marks = self._in.marks()
-                _wait_for(marks)
+                _wait_for(marks, self._device)
 
     def _scatter(
         self, rows: torch.Tensor, slots: list[int], blocks: list[int], after: torch.cuda.Event
@@ -199,7 +200,7 @@ class CudaCopier:
         their slots goes away."""
         self._thread.shutdown(wait=True)
         with suppress(RuntimeError):  # a device that has failed copies no more
-            _wait_for(self._out.marks())
+            _wait_for(self._out.marks(), self._device)
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -210,9 +211,12 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def _wait_for(marks: Sequence[torch.cuda.Event]) -> None:
-    for mark in marks:
-        mark.synchronize()
+def _wait_for(marks: Sequence[torch.cuda.Event], device: torch.device) -> None:
+    # A thread that no device was set for would make a context on the first one, of half a gigabyte,
+    # which is another rank's: seven ranks would take what that one has left.
+    with torch.cuda.device(device):
+        for mark in marks:
+            mark.synchronize()
 
 
 def _by_slot(slots: Sequence[int], blocks: Sequence[int]) -> tuple[list[int], list[int]]:
