@@ -93,18 +93,23 @@ def test_streams_may_be_late_or_early(
 # -- beginnings, ends and failures -----------------------------------------------------------
 
 
-class Copies:
-    """A copier over a paged KV of BLOCKS blocks, and as many rows."""
+BLOCKS = 7
 
-    def __init__(self, model: Model, patch: pytest.MonkeyPatch) -> None:
+
+class Copies:
+    """A copier over a paged KV, of so many pages a block, and as many rows as that has blocks."""
+
+    def __init__(
+        self, model: Model, patch: pytest.MonkeyPatch, blocks: int = BLOCKS, pages: int = 1
+    ) -> None:
         self.model, self.threads = model, LateThreads(model)
         model.install(patch)
         patch.setattr(cuda, "WAVE_BYTES", 2 * SLOT)
         patch.setattr(cuda, "open_copies", PageCopies)
         patch.setattr(cuda, "io_executor", self.threads.executor)
-        self.kv = torch.zeros(BLOCKS, 3, 16, dtype=torch.uint8)
-        self.rows = torch.zeros(BLOCKS, SLOT, dtype=torch.uint8)
-        self.copier = StreamedCopier({"layer": self.kv}, BLOCKS)
+        self.kv = torch.zeros(pages, blocks, 48 // pages, dtype=torch.uint8).transpose(0, 1)
+        self.rows = torch.zeros(blocks, SLOT, dtype=torch.uint8)
+        self.copier = StreamedCopier({"layer": self.kv}, blocks)
 
     def fail_after(self, operations: int) -> None:
         """Let the device take so many more operations."""
@@ -115,9 +120,6 @@ class Copies:
                 raise RuntimeError("the device failed")
 
         self.model.fails = take
-
-
-BLOCKS = 7
 
 
 def load_at_once(model: Model, patch: pytest.MonkeyPatch) -> None:
@@ -250,6 +252,23 @@ def test_launches_do_not_depend_on_the_slots(monkeypatch: pytest.MonkeyPatch) ->
     assert len(launches) == 1
 
 
+@pytest.mark.parametrize("pages", [1, 48])
+def test_a_stream_is_never_full(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that queues on a full stream, of a thousand operations, holds up every other that
+    launches anything: the engine's, until its own step is computed."""
+    model, count = Model(STREAMS), 1200
+    ours = Copies(model, monkeypatch, count, pages)
+    ours.kv.copy_(torch.randint(0, 256, ours.kv.shape))
+    before, size = ours.kv.clone(), ours.copier.payload_bytes
+    slots = random.Random(0).sample(range(count), count)
+    ours.copier.gather(range(count), ours.rows, slots).wait()
+    assert torch.equal(ours.rows[slots, :size], before.reshape(count, size))
+    ours.kv.zero_()
+    ours.copier.scatter(ours.rows, slots, range(count), ours.copier.fence())
+    assert torch.equal(ours.kv, before)
+    assert model.deepest < 1000
+
+
 def test_rows_may_be_longer_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Copies(Model(STREAMS), monkeypatch)
     ours.kv.copy_(torch.arange(ours.kv.numel()).view_as(ours.kv))
@@ -272,8 +291,11 @@ FILES = [
     "tiers/gpu/cuda.py",
     *(f"tiers/connector/worker/{name}.py" for name in ("worker", "host_slots", "checksums")),
 ]
-NO_COPIES = {"wait([*under_way, self._joining] if self._joining else under_way, self._drain)"}
-"""Waits for other things: a tier that closes gives its stores some time."""
+NO_COPIES = {
+    "wait([*under_way, self._joining] if self._joining else under_way, self._drain)",
+    "_wait_for([before], self._device)",
+}
+"""Waits for other things: a tier that closes gives its stores some time, streams are not filled."""
 
 
 def waits() -> Iterator[Any]:

@@ -44,6 +44,7 @@ class Stream:
         """Queue an operation, which waits for `behind` on another stream."""
         self._queue.append((behind, operation))
         self.queued += 1
+        self._model.deepest = max(self._model.deepest, self.queued - self.ran)
         self._model.run_eager()
 
     def wait_event(self, event: Event) -> None:
@@ -113,6 +114,8 @@ class Model:
         self.taken_away: Site | None = None
         self.times_taken_away = 0
         self.fails: Callable[[], None] = lambda: None
+        self.deepest = 0
+        """The most that any stream has had before it, which a device would not take without end."""
         self.entered = 0
         """How often the device was set for the calling thread, and not yet put back."""
         self._names = iter(names)

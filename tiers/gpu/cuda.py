@@ -30,6 +30,10 @@ WAVE_BYTES = 16 << 20
 """Staging of one wave, or a block's bytes if those are more."""
 WAVES = 2
 """Waves of a ring: one is filled while the other is emptied."""
+MOST_QUEUED = 256
+"""Operations of a ring from one mark to the next; the device is never two marks behind. A stream
+takes a thousand: queuing more holds up all threads that launch anything, the engine's too, until
+the step has been computed that a gather waits for."""
 
 _Move = Callable[[int, int, torch.Tensor], None]
 """Queues the copies of items first to last (exclusive) into, or out of, as many staged rows."""
@@ -48,10 +52,14 @@ class _Wave:
 class _Ring:
     """The waves of one direction. Called by one thread at a time."""
 
-    def __init__(self, device: torch.device, stride: int) -> None:
-        made = _staging(max(1, WAVE_BYTES // stride), stride, device)
+    def __init__(self, device: torch.device, stride: int, launches: int) -> None:
+        """`launches`: what gathers or scatters a wave on the device."""
+        made = _staging(min(MOST_QUEUED, max(1, WAVE_BYTES // stride)), stride, device)
+        self._device = device
+        self._launches = launches
         self._waves = [_Wave(made[i]) for i in range(WAVES)]
-        self._turn = 0
+        self._turn = self._queued = 0
+        self._last_mark = torch.cuda.Event(blocking=True)
         self.filling = torch.cuda.Stream(device)
         self.emptying = torch.cuda.Stream(device)
 
@@ -74,6 +82,14 @@ class _Ring:
                 finally:
                     # What failed midway may read the wave still.
                     wave.emptied.record(self.emptying)
+            self._keep_behind(max(last - first, self._launches) + 2)
+
+    def _keep_behind(self, operations: int) -> None:
+        """Count what a wave has queued on one stream at most; of much, wait for what precedes."""
+        self._queued += operations
+        if self._queued >= MOST_QUEUED:
+            before, self._last_mark, self._queued = self._last_mark, _mark(self.emptying), 0
+            _wait_for([before], self._device)
 
     def marks(self) -> list[torch.cuda.Event]:
         """Events after all that is queued on both streams."""
@@ -121,7 +137,9 @@ class CudaCopier:
         self._copies = open_copies(self._paged.pages)
         stride = slot_stride(self.payload_bytes)
         with torch.cuda.device(self._device):
-            self._out, self._in = (_Ring(self._device, stride) for _ in range(2))
+            self._out, self._in = (
+                _Ring(self._device, stride, self._copies.launches) for _ in range(2)
+            )
             # The engine's stream may still zero that memory, and use what it was before.
             torch.cuda.synchronize(self._device)
         # Two loaders between each other's waves would fill memory that the other has not emptied.

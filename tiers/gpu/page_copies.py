@@ -13,12 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 class Copies(Protocol):
-    """Queues copies on the current stream, and waits for nothing.
+    """Queues copies on the current stream, by `launches` kernels, and waits for nothing.
 
     `numbers`: what `numbers` made of all blocks of a copy, on the device. `first` and `last`
     (exclusive): which of them now. `rows`: as many staged rows, uint8, contiguous. It keeps nothing
     on the device: an engine that sleeps would take it away.
     """
+
+    launches: int
 
     def numbers(self, blocks: list[int]) -> torch.Tensor: ...
 
@@ -32,6 +34,7 @@ class PageCopies:
 
     def __init__(self, pages: Sequence[torch.Tensor]) -> None:
         self._pages = pages
+        self.launches = len(pages)
 
     def numbers(self, blocks: list[int]) -> torch.Tensor:
         """The blocks' numbers, for the device."""

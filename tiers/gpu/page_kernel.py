@@ -49,6 +49,8 @@ def _copy_pages(  # type: ignore[no-untyped-def]
 class KernelCopies:
     """As `PageCopies`, in one launch. `unit`: bytes that are copied at once, see `unit_of`."""
 
+    launches = 1
+
     def __init__(self, pages: Sequence[torch.Tensor], unit: int) -> None:
         self._unit, self._type = _UNITS[unit]
         self._bytes = unit
