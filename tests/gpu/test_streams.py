@@ -167,11 +167,12 @@ def fail_in_a_scatter(model: Model, patch: pytest.MonkeyPatch) -> None:
         assert not any((wave.rows == 2).any() for wave in ours.copier._in._waves)
 
 
-def verified(model: Model, patch: pytest.MonkeyPatch) -> StreamedEngine:
+def verified(model: Model, patch: pytest.MonkeyPatch, **options: Any) -> StreamedEngine:
     """An engine that has computed a prompt, and whose threads have not begun."""
     memory = CpuSpec(type="cpu", capacity=64 * SLOT, verify="always")
     chain = ChainSpec(version=1, staging=24 * SLOT, tiers=(memory,))
-    engine = StreamedEngine(chain, model, ORDERS["V1 and V2"], patch, num_blocks=20)
+    order = ORDERS["V1 and V2"]
+    engine = StreamedEngine(chain, model, order, patch, num_blocks=20, **options)
     engine.add(range(40), 1)
     while engine.scheduler.requests:
         engine.step()
@@ -195,6 +196,13 @@ def sleep_behind_a_gather(model: Model, patch: pytest.MonkeyPatch) -> None:
     load_again(engine)
 
 
+def sleep_without_a_word(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """So it is where the engine waits for its device alone, and tells nobody."""
+    engine = verified(model, patch, tells_of_sleep=False)
+    engine.sleep()
+    load_again(engine)
+
+
 def load_before_the_checksum(model: Model, patch: pytest.MonkeyPatch) -> None:
     """A block that is asked for before its checksum is known is not taken for damaged."""
     load_again(verified(model, patch), but="checksum")
@@ -212,6 +220,7 @@ ENDS = [
     load_before_the_checksum,
     load_at_once,
     sleep_behind_a_gather,
+    sleep_without_a_word,
     close_behind_a_gather,
     fail_in_a_gather,
     fail_in_a_scatter,

@@ -106,6 +106,7 @@ class StreamedEngine(ReplayEngine):
         model: Model,
         order: Sequence[str],
         patch: pytest.MonkeyPatch,
+        tells_of_sleep: bool = True,
         **options: Any,
     ) -> None:
         self.device, self.threads, self.clock = model, LateThreads(model), Clock()
@@ -116,10 +117,12 @@ class StreamedEngine(ReplayEngine):
         for module in (cuda, loads, worker, checksums):
             patch.setattr(module, "io_executor", self.threads.executor)
         patch.setattr(loads, "wait_a_moment", lambda futures: None)
-        for module in (loads, worker, checksums):
+        for module in (cuda, loads, worker, checksums):
             patch.setattr(module, "wait", self.threads.wait)
         patch.setattr(replay_engine, "LocalWorker", StreamedWorker)
-        super().__init__(chain, MODEL, open_copier=StreamedCopier, now=self.clock, **options)
+        self.tells_of_sleep = tells_of_sleep
+        opener = partial(StreamedCopier, in_step=not tells_of_sleep)
+        super().__init__(chain, MODEL, open_copier=opener, now=self.clock, **options)
         (only,) = self.workers
         assert isinstance(only, StreamedWorker) and only.connector is not None
         self.worker = only
@@ -143,9 +146,13 @@ class StreamedEngine(ReplayEngine):
                 self.threads.run()
         connector = self.worker.connector
         assert connector is not None
-        # Engines wait for the device before; what the copier has queued by then is of no account.
-        Mark(self.device.compute).reach()
-        connector.unregister_kv_caches()
+        if self.tells_of_sleep:
+            # Engines wait for the device before; what the copier has queued by then is of no
+            # account.
+            Mark(self.device.compute).reach()
+            connector.unregister_kv_caches()
+        else:
+            self.device.drain()
         for layer in self.worker.kv.values():
             layer.fill_(-7)
         # What was allocated beside it goes with it, as vLLM's pool of memory has it.
@@ -155,7 +162,8 @@ class StreamedEngine(ReplayEngine):
             for wave in ring._waves:
                 wave.rows.fill_(0xEE)
         self.scheduler.pool.forget_all()
-        connector.restore_kv_caches()
+        if self.tells_of_sleep:
+            connector.restore_kv_caches()
 
     def settle(self, but: str = "") -> None:
         """Let all threads, but those named so, end what they do."""

@@ -57,8 +57,8 @@ from tiers.engine.vllm_children import (
 from tiers.engine.vllm_events import AsVllm, describe, group_kinds
 from tiers.engine.vllm_groups import REPORTS_FAILED_REQUESTS, drops_last, hash_tokens, kv_groups
 from tiers.engine.vllm_identity import late_facts
+from tiers.engine.vllm_sleep import copier_of, tells_connectors
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
-from tiers.gpu.copier import open_copier
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -164,7 +164,8 @@ class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type
             if decides:
                 MultiScheduler.__init__(self, *scheduler_parts(chain, info))
             else:
-                MultiWorker.__init__(self, *worker_parts(chain, info, open_copier))
+                opener = copier_of(vllm_config, told=tells_connectors())
+                MultiWorker.__init__(self, *worker_parts(chain, info, opener))
             return
         listed = child_configs(vllm_config)
         refuse_groups(listed, kv_cache_config)

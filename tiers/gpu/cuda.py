@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 
 import torch
@@ -125,14 +125,20 @@ class CudaCopier:
     Gathers are queued by a thread of their own: the engine's thread records an event and goes on.
     What is queued for a gather does not depend on which slots it fills, but for the copies over the
     bus: those are one a run of neighbouring slots.
+
+    `in_step`: `gather` returns when all is queued, for an engine that gives its paged KV away as
+    soon as its device has nothing to do.
     """
 
     pin = True
 
-    def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+    def __init__(
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, in_step: bool = False
+    ) -> None:
         self._paged = PagedKV(kv_caches, num_blocks)
         self.layout = self._paged.layout
         self.payload_bytes = self._paged.payload_bytes
+        self._in_step = in_step
         self._device = self._paged.pages[0].device
         self._copies = open_copies(self._paged.pages)
         stride = slot_stride(self.payload_bytes)
@@ -155,7 +161,10 @@ class CudaCopier:
     def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> _Queued:
         """Begin copying behind the engine's work so far; the engine fences the blocks' reuse."""
         args = list(blocks), rows, list(slots), self.fence()
-        return _Queued(self._thread.submit(self._gather, *args), self._device)
+        queued = self._thread.submit(self._gather, *args)
+        if self._in_step:
+            wait([queued])
+        return _Queued(queued, self._device)
 
     def _gather(
         self, blocks: list[int], rows: torch.Tensor, slots: list[int], after: torch.cuda.Event

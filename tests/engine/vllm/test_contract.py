@@ -332,3 +332,21 @@ def test_metrics_are_registered_once_whatever_the_children() -> None:
         if sample.name == "vllm:nixl_bytes_transferred_count"
     ]
     assert transfers == [2.0], "both children of the class count"
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_an_engine_that_sleeps_and_tells_nobody_has_its_copies_queued_in_the_step(
+    sleeps: bool, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from tiers.engine.vllm_sleep import copier_of, tells_connectors
+
+    if told:
+        monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", print, raising=False)
+    else:
+        monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+    config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
+    opener: Any = copier_of(config, tells_connectors())
+    assert opener.keywords == {"in_step": sleeps and not told}
