@@ -132,6 +132,45 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return ranges
 
 
+@pytest.mark.parametrize("slots", [1, 3, 4, 10])
+def test_a_call_pins_so_many_whole_slots(
+    pinned: list[tuple[int, int]], slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drivers refuse to pin very much at once, and to copy from one such range into the next."""
+    stride = slot_memory.slot_stride(10_000)
+    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * stride + 5)
+    assert slot_memory.pinned_together(stride) == 3
+    memory = SlotMemory(slots, 10_000, pin=True)
+    first = memory.rows.data_ptr()
+    assert [address for address, _ in pinned] == [first + i * stride for i in range(0, slots, 3)]
+    assert sum(size for _, size in pinned) == slots * stride
+    assert all(size <= 3 * stride for _, size in pinned)
+    unpinned: list[int] = []
+    monkeypatch.setattr(slot_memory, "unregister", unpinned.append)
+    memory.close()
+    memory.close()
+    assert sorted(unpinned) == [address for address, _ in pinned]
+
+
+def test_what_is_pinned_is_unpinned_when_the_rest_can_not_be(
+    pinned: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranges: list[int] = []
+
+    def register(address: int, size: int) -> None:
+        if len(pinned) == 2:
+            raise TierUnusable("no more")
+        pinned.append((address, size))
+        ranges.append(address)
+
+    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 4096)
+    monkeypatch.setattr(slot_memory, "register", register)
+    monkeypatch.setattr(slot_memory, "unregister", ranges.remove)
+    with pytest.raises(TierUnusable, match="no more"):
+        SlotMemory(4, 4096, pin=True)
+    assert len(pinned) == 2 and not ranges
+
+
 def test_pinning_goes_in_steps_and_says_how_far_it_is(
     pinned: list[tuple[int, int]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,7 +236,7 @@ def test_memory_that_can_not_be_unpinned_keeps_nothing_else_from_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory = SlotMemory(2, 4096, pin=False)
-    memory._pinned = memory.rows
+    memory._pinned = [memory.rows.data_ptr()]
 
     def fails(address: int) -> None:
         raise TierUnusable("CUDA error 700")

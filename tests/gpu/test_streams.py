@@ -25,6 +25,7 @@ from tests.support.streamed_engine import ORDERS, STREAMS, StreamedCopier, Strea
 from tiers.cpu.spec import CpuSpec
 from tiers.gpu import cuda
 from tiers.gpu.page_copies import PageCopies
+from tiers.host import memory
 from tiers.testing import GivenSpec, MemoryStore
 
 ROOT = Path(__file__).parents[2]
@@ -276,6 +277,20 @@ def test_a_stream_is_never_full(pages: int, monkeypatch: pytest.MonkeyPatch) -> 
     ours.copier.scatter(ours.rows, slots, range(count), ours.copier.fence())
     assert torch.equal(ours.kv, before)
     assert model.deepest < 1000
+
+
+def test_no_copy_crosses_from_what_one_call_has_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "REGISTER_BYTES", 3 * SLOT)
+    ours = Copies(Model(STREAMS), monkeypatch, 12)
+    runs: list[tuple[int, int]] = []
+
+    def copy(rows: torch.Tensor, staged: torch.Tensor) -> None:
+        assert len(rows) == len(staged)
+        runs.append((int(rows.storage_offset()) // SLOT, len(rows)))
+
+    slots = [0, 1, 4, 5, 6, 7, 8, 9, 11]
+    cuda._cross(ours.rows, slots, torch.zeros(9, SLOT, dtype=torch.uint8), copy)
+    assert runs == [(0, 2), (4, 2), (6, 3), (9, 1), (11, 1)]
 
 
 def test_rows_may_be_longer_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

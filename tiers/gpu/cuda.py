@@ -24,7 +24,7 @@ import torch
 from tiers.concurrency.executors import io_executor
 from tiers.gpu.page_copies import open_copies
 from tiers.gpu.pages import PagedKV
-from tiers.host.memory import slot_stride
+from tiers.host.memory import pinned_together, slot_stride
 
 WAVE_BYTES = 16 << 20
 """Staging of one wave, or a block's bytes if those are more."""
@@ -266,15 +266,15 @@ def _cross(
     staged: torch.Tensor,
     copy: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> None:
-    """Call `copy` for each run of neighbouring rows and the staged ones, contiguous both: what is
-    not would pass through pageable memory, and wait."""
+    """Call `copy` for each run of neighbouring rows that are pinned together, and the staged ones,
+    contiguous both: what is not would pass through pageable memory, and wait."""
     if rows.stride(0) != staged.stride(0):  # rows that are longer than the block
         width = min(rows.shape[1], staged.shape[1])
         for i, slot in enumerate(slots):
             copy(rows[slot, :width], staged[i, :width])
         return
-    first = 0
+    first, together = 0, pinned_together(rows.stride(0))
     for last in range(1, len(slots) + 1):
-        if last == len(slots) or slots[last] != slots[last - 1] + 1:
+        if last == len(slots) or slots[last] != slots[last - 1] + 1 or slots[last] % together == 0:
             copy(rows[slots[first] : slots[last - 1] + 1], staged[first:last])
             first = last

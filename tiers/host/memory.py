@@ -14,6 +14,10 @@ from tiers.host.prefault import MADV_POPULATE_WRITE, provide
 ALIGNMENT = 4096
 """Slots start at multiples of this: what direct I/O asks of addresses, to be safe everywhere."""
 
+REGISTER_BYTES = 16 << 30
+"""Most bytes that are pinned by one call, but for a slot that is larger. Drivers refuse calls of
+512 GiB, and on some hosts of 96."""
+
 
 def slot_stride(payload_bytes: int) -> int:
     """Bytes from one slot to the next."""
@@ -23,6 +27,12 @@ def slot_stride(payload_bytes: int) -> int:
 def slots_within(budget: int, payload_bytes: int, world_size: int) -> int:
     """How many slots each of `world_size` ranks gets of a budget in bytes for all of them."""
     return budget // world_size // slot_stride(payload_bytes)
+
+
+def pinned_together(stride: int) -> int:
+    """How many slots are pinned by one call. A copy between a device and slots ends before the next
+    multiple of these: CUDA refuses one that crosses from one call's memory into another's."""
+    return max(1, REGISTER_BYTES // stride)
 
 
 class SlotMemory:
@@ -61,10 +71,19 @@ class SlotMemory:
         """All slots: uint8, shape (num_slots, slot_stride); a payload and then padding."""
         self._view = memoryview(self._map)
         self._stride = stride
-        self._pinned = flat if pin else None
+        self._pinned: list[int] = []
         if pin:
             provide(flat.data_ptr(), flat.nbytes, check)
-            register(flat.data_ptr(), flat.nbytes)
+            self._pin(flat.data_ptr(), flat.nbytes, pinned_together(stride) * stride)
+
+    def _pin(self, address: int, length: int, step: int) -> None:
+        for start in range(0, length, step):
+            try:
+                register(address + start, min(step, length - start))
+            except TierUnusable:
+                self.close()
+                raise
+            self._pinned.append(address + start)
 
     def payload(self, slot: int) -> memoryview:
         """The bytes of one slot, writable."""
@@ -73,11 +92,10 @@ class SlotMemory:
 
     def close(self) -> None:
         """Unpin. The memory goes back with the last view of it. Idempotent."""
-        if self._pinned is not None:
+        while self._pinned:
             # A device that has failed unpins nothing; what is closed next must be, all the same.
             with suppress(TierUnusable, RuntimeError):
-                unregister(self._pinned.data_ptr())
-            self._pinned = None
+                unregister(self._pinned.pop())
 
 
 def _prefer_huge_pages(memory: mmap.mmap, touch: bool) -> None:
