@@ -252,6 +252,16 @@ def test_a_number_out_of_range_reaches_no_device(
         ours.copier.gather([1, 2], ours.rows, [1]).wait()
 
 
+def test_a_copy_that_has_ended_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that lags has thousands of jobs, and the engine's thread waits for the copies of those
+    whose blocks it overwrites: in every step."""
+    ours = Copies(Model(STREAMS), monkeypatch)
+    copy = ours.copier.gather(range(BLOCKS), ours.rows, range(BLOCKS))
+    copy.wait()
+    monkeypatch.setattr(torch.cuda, "device", None)
+    copy.wait()
+
+
 def test_launches_do_not_depend_on_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = set()
     for slots in ([0, 1, 2, 3, 4], [6, 0, 4, 2, 5]):

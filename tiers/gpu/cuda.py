@@ -114,9 +114,12 @@ class _Queued:
     def __init__(self, queued: Future[torch.cuda.Event], device: torch.device) -> None:
         self._queued = queued
         self._device = device
+        self._has_ended = False
 
     def wait(self) -> None:
-        _wait_for([self._queued.result()], self._device)
+        if not self._has_ended:
+            _wait_for([self._queued.result()], self._device)
+            self._has_ended = True
 
 
 class CudaCopier:
