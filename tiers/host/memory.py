@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 
 from tiers.errors import TierUnusable
-from tiers.host.prefault import MADV_POPULATE_WRITE, provide
+from tiers.host.prefault import MADV_POPULATE_WRITE, PinningLog, provide
 
 ALIGNMENT = 4096
 """Slots start at multiples of this: what direct I/O asks of addresses, to be safe everywhere."""
@@ -73,17 +73,21 @@ class SlotMemory:
         self._stride = stride
         self._pinned: list[int] = []
         if pin:
-            provide(flat.data_ptr(), flat.nbytes, check)
-            self._pin(flat.data_ptr(), flat.nbytes, pinned_together(stride) * stride)
+            self._pin(flat.data_ptr(), flat.nbytes, pinned_together(stride) * stride, check)
 
-    def _pin(self, address: int, length: int, step: int) -> None:
+    def _pin(self, address: int, length: int, step: int, check: Callable[[int], None]) -> None:
+        log = PinningLog(length)
+        provide(address, length, check, log)
         for start in range(0, length, step):
+            size = min(step, length - start)
             try:
-                register(address + start, min(step, length - start))
+                register(address + start, size)
             except TierUnusable:
                 self.close()
                 raise
             self._pinned.append(address + start)
+            log.reached(start + size, "pinned")
+        log.ended()
 
     def payload(self, slot: int) -> memoryview:
         """The bytes of one slot, writable."""

@@ -29,34 +29,44 @@ MADV_POPULATE_WRITE = 23
 """Of Linux 5.14; Python has no name for it."""
 
 
-def provide(
-    address: int,
-    length: int,
-    check: Callable[[int], None],
-    now: Callable[[], float] = time.monotonic,
-) -> None:
+class PinningLog:
+    """Says how far pinning is: its begin, each five seconds and its end, from 1 GiB on."""
+
+    def __init__(self, length: int, now: Callable[[], float] = time.monotonic) -> None:
+        """`now`: a clock, in seconds."""
+        self._length = length
+        self._now = now
+        self._speaks = length >= STEP
+        self._began = self._said = now()
+        if self._speaks:
+            logger.info("pinning %s of host memory", format_size(length))
+
+    def reached(self, done: int, what: str) -> None:
+        """So many bytes are provided, or pinned."""
+        if self._speaks and self._now() - self._said >= SAY_SECONDS:
+            self._said = self._now()
+            sizes = format_size(done), format_size(self._length)
+            logger.info("pinning host memory: %s of %s are %s", *sizes, what)
+
+    def ended(self) -> None:
+        """All is pinned."""
+        if self._speaks:
+            logger.info("pinning host memory: done after %.1f s", self._now() - self._began)
+
+
+def provide(address: int, length: int, check: Callable[[int], None], log: PinningLog) -> None:
     """Make the system provide all pages of a fresh range, on several threads, in steps.
 
     Registering memory with CUDA would do it on one thread, for a minute without a log line.
-    `check(size)` is called before each step and may raise. From 1 GiB on, the begin, each five
-    seconds and the end are logged.
+    `check(size)` is called before each step and may raise.
     """
-    began = said = now()
-    speaks = length >= STEP
-    if speaks:
-        logger.info("pinning %s of host memory", format_size(length))
     with ThreadPoolExecutor(PROVIDERS, "kvtiers-provide") as pool:
         for start in range(0, length, STEP):
             size = min(STEP, length - start)
             check(size)
             pieces = range(start, start + size, PIECE)
             list(pool.map(lambda at: _populate(address + at, min(PIECE, length - at)), pieces))
-            if speaks and now() - said >= SAY_SECONDS:
-                said = now()
-                done, whole = format_size(start + size), format_size(length)
-                logger.info("pinning host memory: %s of %s are provided", done, whole)
-    if speaks:
-        logger.info("pinning host memory: done after %.1f s", now() - began)
+            log.reached(start + size, "provided")
 
 
 def _populate(address: int, size: int) -> None:
