@@ -16,3 +16,11 @@ class SpecError(KVTiersError, ValueError):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = tuple(problems)
+
+
+def told(error: BaseException) -> str:
+    """An error's class and text; the class alone if a plugin's error fails to tell its text."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - its own __str__
+        return type(error).__name__

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from spec.errors import KVTiersError
+from spec.errors import KVTiersError, told
 from spec.hints import did_you_mean, one_of
 from spec.offloading import HIT_SOURCES, OffloadingSpec, StoreSpec
 
@@ -135,7 +135,7 @@ def _import(entry: EntryPoint) -> object:
     if not wait([ended], IMPORT_SECONDS).done:
         raise _broken(entry, f"its import takes more than {IMPORT_SECONDS:g} s")
     if (error := ended.exception()) is not None:
-        raise _broken(entry, _told(error)) from error
+        raise _broken(entry, told(error)) from error
     return ended.result()
 
 
@@ -164,15 +164,8 @@ def _run(entry: EntryPoint, ask: Callable[[], T], what: str = "") -> T:
         raise
     # Broad on purpose: a plugin's code may raise anything, ArithmeticError as well, and may exit.
     except (Exception, SystemExit) as error:
-        reason = f"{what}: {_told(error)}" if what else _told(error)
+        reason = f"{what}: {told(error)}" if what else told(error)
         raise _broken(entry, reason) from error
-
-
-def _told(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - an error that can't even be told
-        return type(error).__name__
 
 
 def _broken(entry: EntryPoint, reason: str) -> BrokenTierType:

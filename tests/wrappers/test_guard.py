@@ -16,6 +16,8 @@ from tiers.errors import RecordError, TierFull, TierUnavailable, TierUnusable
 from tiers.remote.spec import RedisSpec
 from tiers.store import (
     Block,
+    Capability,
+    Capable,
     Clear,
     Described,
     LocalIndex,
@@ -408,6 +410,46 @@ def test_a_tier_that_flaps_and_damages_is_said_and_then_summed_up(
         "tier nearby: 2 more times reads went down or up in the last minute; they are up now",
         "tier nearby: 3 more blocks were damaged in the last minute",
     ]
+
+
+class Untold(Exception):
+    """An error that fails even when it is told of."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text either")
+
+
+class Incapable(Store, Capable):
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        assert self.error is not None
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(RuntimeError("no"), "RuntimeError: no"), (Untold(), "Untold")]
+)
+def test_a_store_that_cannot_tell_what_it_can_is_named_once(
+    caplog: pytest.LogCaptureFixture, error: Exception, told: str
+) -> None:
+    store = Incapable()
+    store.error = error
+    guarded = Guarded(store, "far (package acme)")
+    for _ in range(3):
+        assert [capability(guarded, kind) for kind in (Clear, Touch)] == [None, None]
+    assert guarded.failures.total == 6
+    assert caplog.messages == [
+        f"tier far (package acme): it can't tell whether it has Clear, and is used without ({told})"
+    ]
+    assert isinstance(caplog.records[0].exc_info, tuple)
+
+
+def test_an_error_that_fails_when_it_is_told_of_is_a_miss(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store()
+    store.error = Untold()
+    ask_all(Guarded(store, "t", clock=clock))
+    assert "tier t: reads are down (Untold); tried again every 1 s or more" in caplog.messages
 
 
 def test_close_reaches_a_store_that_is_down_and_only_once() -> None:

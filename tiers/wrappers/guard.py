@@ -14,10 +14,11 @@ from concurrent.futures import wait
 from functools import partial
 from typing import NamedTuple, cast
 
+from spec.errors import told
 from tiers.breaker import Breaker, Call
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import in_background
-from tiers.errors import KVTiersError, RecordError, TierError, TierFull
+from tiers.errors import RecordError, TierError, TierFull
 from tiers.store import (
     Block,
     Capability,
@@ -33,7 +34,7 @@ from tiers.store import (
     capability,
     each,
 )
-from tiers.wrappers.guard_log import GuardLog
+from tiers.wrappers.guard_log import GuardLog, trace_of
 
 RETRY_AFTER = 1.0
 """Seconds until a failed tier is tried again; doubled by each trial that fails."""
@@ -103,8 +104,11 @@ class Guarded(StoreWrapper):
         """As the store. A LocalIndex that may be slow is none: the scheduler then asks `has`."""
         if kind is LocalIndex and not self._is_prompt:
             return None
-        with _Attempt(self, self._looks, None):
+        attempt = _Attempt(self, self._looks, None)
+        with attempt:
             return None if capability(self._inner, kind) is None else cast(Capability, self)
+        if attempt.error is not None:
+            self._log.cannot_tell(kind.__name__, attempt.error)
         return None
 
     @property
@@ -234,9 +238,7 @@ class Guarded(StoreWrapper):
             return False
         self.failures.count(type(error).__name__)
         if call is not None and breaker.failed(call):
-            # An error of ours says enough; a defect's traceback is needed.
-            trace = None if isinstance(error, KVTiersError) else error
-            self._log.down(breaker, f"{type(error).__name__}: {error}", trace)
+            self._log.down(breaker, told(error), trace_of(error))
         return True
 
     def _notice_late(self) -> None:
@@ -251,15 +253,17 @@ class _Attempt:
     or not, to `Guarded.end`. A body that raised is left without a result: answer as for a miss.
     Adds no frame between the guard and the store."""
 
-    __slots__ = ("_breaker", "_call", "_guarded")
+    __slots__ = ("_breaker", "_call", "_guarded", "error")
 
     def __init__(self, guarded: Guarded, breaker: Breaker, call: Call | None) -> None:
         self._guarded = guarded
         self._breaker = breaker
         self._call = call
+        self.error: BaseException | None = None
 
     def __enter__(self) -> bool:
         return self._call is not None
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> bool:
+        self.error = error
         return self._guarded.end(self._breaker, self._call, error)

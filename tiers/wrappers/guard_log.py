@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from spec.errors import told
 from tiers.breaker import Breaker
 from tiers.concurrency.repeated_log import RepeatedLog
+from tiers.errors import KVTiersError
 
 # Operators know these lines as the guard's.
 _log = logging.getLogger("tiers.wrappers.guard")
@@ -20,6 +22,7 @@ class GuardLog:
         self._where = f"tier {tier_name}"
         self._names = dict(breakers)
         self._damage = RepeatedLog(_log, self._where, "blocks were damaged")
+        self._has_told = False
         self._changes = {breaker: self._changes_of(breaker) for breaker in breakers}
 
     def _changes_of(self, breaker: Breaker) -> RepeatedLog:
@@ -52,6 +55,13 @@ class GuardLog:
             line = "%s: %d block(s) were damaged; each is a miss and is computed again"
             self._damage.log(line, self._where, blocks, count=blocks)
 
+    def cannot_tell(self, what: str, error: BaseException) -> None:
+        """The store failed when it was asked for a capability; once, since it is asked often."""
+        if not self._has_told:
+            self._has_told = True
+            line = "%s: it can't tell whether it has %s, and is used without (%s)"
+            _log.warning(line, self._where, what, told(error), exc_info=trace_of(error))
+
     def hangs_in_close(self, seconds: float) -> None:
         """The store did not close in time."""
         _log.warning(
@@ -59,3 +69,8 @@ class GuardLog:
             self._where,
             seconds,
         )
+
+
+def trace_of(error: BaseException) -> BaseException | None:
+    """The error whose traceback is logged: one of ours says enough, a defect's is needed."""
+    return None if isinstance(error, KVTiersError) else error

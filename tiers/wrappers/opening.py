@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from spec.encryption import EncryptionSpec, others_can_read, read_keys
+from spec.errors import told
 from spec.offloading import OffloadingSpec, StoreContext, StoreSpec
 from tiers.concurrency.executors import in_background
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
@@ -56,7 +57,7 @@ def open_guarded(
     except TierUnusable:
         raise
     except Exception as error:
-        raise TierUnusable(f"{name}: open raised {type(error).__name__}: {error}") from error
+        raise TierUnusable(f"{name}: open raised {told(error)}") from error
     return Guarded(store, name, deadline=spec.deadline, is_prompt=spec.is_prompt)
 
 

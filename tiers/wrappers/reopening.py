@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
+from spec.errors import told
 from tiers.concurrency.executors import in_background
 from tiers.errors import TierNotOpen, TierUnusable
 from tiers.store import Capability, StoreWrapper, TierStore
@@ -23,7 +24,7 @@ def opened(opening: Future[TierStore], seconds: float) -> TierStore:
         raise TierNotOpen(f"open has not returned after {seconds:g} s; it joins when it does")
     error = opening.exception()
     if error is not None and not isinstance(error, Exception):
-        raise TierUnusable(f"open ended with {type(error).__name__}: {error}")
+        raise TierUnusable(f"open ended with {told(error)}")
     return opening.result()
 
 

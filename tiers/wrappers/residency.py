@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from spec.errors import told
 from spec.offloading import HostSpec
 from tiers.errors import TierError, TierUnusable
 from tiers.host.slots import Residency, SlotPool
@@ -95,9 +96,7 @@ class GuardedResidency:
             self._residency = spec.residency(self._slots, max_slots)
             self._residency.on_evict = self._evicted
         except Exception as error:
-            raise TierUnusable(
-                f"{self._name}: residency raised {type(error).__name__}: {error}"
-            ) from error
+            raise TierUnusable(f"{self._name}: residency raised {told(error)}") from error
 
     def find(self, key: bytes) -> int | None:
         return self._slots_of([key], lambda keys: [self._residency.find(keys[0])])[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from spec.chain import ChainSpec
+from spec.errors import told
 from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
 from tiers.store import Described, Measured, TierStore, capability
@@ -40,7 +41,7 @@ class Announcer:
         try:
             self._say(tier, _facts(store))
         except Exception as error:  # noqa: BLE001 - a plugin's: what it can't tell ends nothing
-            self._say(tier, [f"it can't tell what it holds: {type(error).__name__}: {error}"])
+            self._say(tier, [f"it can't tell what it holds: {told(error)}"])
 
     def _say(self, tier: OffloadingSpec, facts: list[str]) -> None:
         place = 1 + [one.tier_name for one in self._chain.tiers].index(tier.tier_name)

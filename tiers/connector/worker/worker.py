@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from spec.errors import told
 from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.concurrency.executors import io_executor
 from tiers.concurrency.rate_limit import RateLimit
@@ -132,7 +133,7 @@ class OffloadingWorker(WorkerConnector):
             self._joining = self._writer.submit(self._open, spec, handshake)
         elif self._joining.done() and (error := self._joining.exception()) is not None:
             # Else the scheduler would wait for this rank without a word.
-            self._unusable = f"it can't be opened: {type(error).__name__}: {error}"
+            self._unusable = f"it can't be opened: {told(error)}"
             self._handshake = handshake
 
     # -- loading -----------------------------------------------------------------------------
