@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -43,8 +44,24 @@ def refused(why: object, status: int = 2) -> typer.Exit:
     return typer.Exit(status)
 
 
-def check_places(*files: Path | None) -> None:
-    """Refuse files to write that have no folder, before the work is done."""
+def check_places(*files: Path | None, keep: Sequence[Path | None] = ()) -> None:
+    """Refuse, before the work is done, files that can't be written, and those that would take the
+    place of another result or of what is read (`keep`)."""
+    taken = {one.resolve() for one in keep if one is not None}
     for file in files:
-        if file is not None and not os.access(file.parent, os.W_OK):
+        if file is None:
+            continue
+        if file.is_dir():
+            raise refused(f"{file}: found a folder; write the path of a file")
+        is_device = file.exists() and not file.is_file()
+        if not os.access(file if is_device else file.resolve().parent, os.W_OK):
             raise refused(f"{file}: its folder is not there, or can't be written to")
+        if file.resolve() in taken and not is_device:
+            raise refused(f"{file}: it is written or read already; name another file")
+        taken.add(file.resolve())
+
+
+def check_folder(folder: Path | None) -> None:
+    """Refuse a folder to work in that is none, before the work is done."""
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise refused(f"{folder}: it is no folder that can be written to; make it, or name another")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tiers.cli.arguments import refused
+from tiers.cli.arguments import check_folder, check_places, refused
 
 Suites = Annotated[
     list[str], typer.Argument(help="Suites to run, or all; or tiers, for a chain's profile.")
@@ -105,6 +105,8 @@ def _run(
         raise refused(f"no suite {', '.join(unknown)}; there are all, {', '.join(main.SUITES)}")
     if plot is not None and find_spec("matplotlib") is None:
         raise refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
+    check_places(json_file, plot, keep=[compare])
+    check_folder(folder)
     try:
         before = None if compare is None else report.read_json(compare)[1]
     except (OSError, ValueError, TypeError, KeyError) as error:

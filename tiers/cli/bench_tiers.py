@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from tiers.cli.arguments import refused
+from tiers.cli.arguments import check_places, refused
 
 MACHINE = ("kv_bytes_per_token", "engine_cache", "prefill_rate")
 
@@ -24,6 +24,7 @@ def bench_tiers(
 
     if spec is None or save is None:
         raise refused("kvtiers bench tiers needs --spec CHAIN and --save PROFILE")
+    check_places(save, keep=[spec])
     chain = load_chain(spec)
     given = {key: value for key, value in facts.items() if value is not None}
     if save.exists():

@@ -57,7 +57,7 @@ def curve(
 
     if plot is not None and find_spec("matplotlib") is None:
         raise refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
-    check_places(plot, json_file)
+    check_places(plot, json_file, keep=[trace, spec])
     opened = open_trace(trace, skip_bad_lines, conversations)
     report = _measured(opened, spec, _token_bytes(opened, model, kv_bytes_per_token), largest)
     typer.echo(_facts(opened, report))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tiers.cli.arguments import refused
+from tiers.cli.arguments import check_places, refused
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +38,7 @@ def demo(
     from spec.errors import SpecError
     from tiers.errors import KVTiersError
 
+    check_places(json_file, keep=[spec])
     arguments = _engine_arguments(engine_args)
     try:
         faults = _demonstrate(Console(highlight=False), spec, model, arguments, json_file)

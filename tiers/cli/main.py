@@ -22,7 +22,7 @@ from tiers.cli.schema import schema
 from tiers.cli.soak import soak
 from tiers.cli.tune import tune
 from tiers.cli.validate import validate
-from tiers.errors import TraceError
+from tiers.errors import KVTiersError, TraceError
 
 COMMANDS = (validate, config, schema, explain, demo, bench, soak, curve, replay, tune)
 
@@ -56,9 +56,22 @@ def kvtiers(
 
 
 def main() -> None:
-    """Run the command line; a chain or trace that can't be used ends any command with status 2."""
+    """Run the command line; a chain or trace that can't be used ends any command with status 2, and
+    what can't be read or written with status 1."""
     try:
         app(prog_name="kvtiers")
     except (SpecError, TraceError) as error:
         typer.echo(str(error), err=True)
         sys.exit(2)
+    except KVTiersError as error:
+        typer.echo(str(error), err=True)
+        sys.exit(1)
+    except OSError as error:
+        _stopped(error)
+        sys.exit(1)
+
+
+def _stopped(error: OSError) -> None:
+    """Tell what could not be read or written."""
+    where = f"{error.filename}: " if error.filename else ""
+    typer.echo(f"{where}the command was stopped: {error.strerror or error}", err=True)

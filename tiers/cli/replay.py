@@ -13,6 +13,7 @@ from tiers.cli.arguments import (
     JsonFile,
     SkipBadLines,
     TraceFile,
+    check_folder,
     check_places,
     refused,
 )
@@ -39,6 +40,7 @@ Speed = Annotated[
     float | None,
     typer.Option(
         min=0.001,
+        max=1_000_000,
         help="With --real: seconds of the trace in one of this machine's. Unset: time stands "
         "while this machine works, so that only the profile's times count.",
     ),
@@ -82,7 +84,8 @@ def replay(
     """Replay a trace over a chain and report what it does to links, disks, GPUs and waiting."""
     if simulate == real:
         raise refused("say how: --simulate or --real")
-    check_places(json_file)
+    check_places(json_file, keep=[trace, spec, profile])
+    check_folder(folder)
     from spec.load import load_chain
     from tiers.cli.reading import say_skipped
     from tiers.errors import KVTiersError

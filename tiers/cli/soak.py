@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tiers.cli.arguments import refused
+from tiers.cli.arguments import check_places, refused
 
 if TYPE_CHECKING:
     from tiers.lab.soak.run import Soak
@@ -38,6 +38,7 @@ def soak(
 
     from tiers.errors import KVTiersError
 
+    check_places(json_file, keep=[trace])
     # The soak prints the faults that it injects; of the tiers' log only errors are news.
     logging.getLogger("tiers").setLevel(logging.ERROR)
     typer.echo(f"prompts: {trace or 'conversations made up; name a trace with --trace'}")

@@ -62,29 +62,25 @@ def tune(
     from tiers.traces.opening import open_trace
     from tiers.tuning.search.budget import load_budget
 
-    _check_files(out, json_file, plot)
+    _check_plot(plot)
+    check_places(out, json_file, plot, keep=[trace, budget])
     given = load_budget(budget)
     present = None if spec is None else load_chain(spec)
     try:
         opened = open_trace(trace, skip_bad_lines, conversations)
         found = _search(opened, given, present, chains, processes)
-        _tell(found, trace.name, out, json_file, plot)
     except KVTiersError as error:
         raise refused(error) from None
-    except OSError as error:
-        raise refused(
-            f"{error.filename}: found no place to write ({error.strerror})", status=1
-        ) from None
+    _tell(found, trace.name, out, json_file, plot)
     if found.broken:
         raise typer.Exit(1)
 
 
-def _check_files(out: Path | None, json_file: Path | None, plot: Path | None) -> None:
+def _check_plot(plot: Path | None) -> None:
     from importlib.util import find_spec
 
     if plot is not None and find_spec("matplotlib") is None:
         raise refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
-    check_places(out, json_file, plot)
 
 
 def _search(

@@ -30,7 +30,7 @@ def validate(file: ChainFile) -> None:
         (str(order), str(tier.name), tier.type, _settings(tier))
         for order, tier in enumerate(chain.tiers, 1)
     ]
-    print_table = _print_rich if sys.stdout.isatty() else _print_plain
+    print_table = _print_rich if sys.stdout is not None and sys.stdout.isatty() else _print_plain
     print_table(rows)
     typer.echo(_chain_settings(chain))
 

@@ -7,19 +7,33 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from tiers.errors import KVTiersError
+
+
+class CannotWrite(KVTiersError):
+    """A result found no place; names the file."""
+
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file beside `path`, which then takes its name; an error or an interrupt
-    leaves what was there. The other file keeps the suffix."""
-    other = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    leaves what was there. The other file keeps the suffix. Raises CannotWrite."""
     try:
-        write(other)
-        os.replace(other, path)
-    finally:
-        other.unlink(missing_ok=True)
+        if path.exists() and not path.is_file():
+            write(path)  # a device or a pipe: a file in its place would end it for all
+            return
+        place = path.resolve()  # what a link names is written, and the link stays
+        other = place.with_name(f".{place.stem}.{os.getpid()}{place.suffix}")
+        try:
+            write(other)
+            os.replace(other, place)
+        finally:
+            other.unlink(missing_ok=True)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise CannotWrite(f"{path}: it can't be written: {why}; name another place") from error
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write JSON to a file, whole or not at all."""
+    """Write JSON to a file, whole or not at all. Raises CannotWrite."""
     text = json.dumps(content, indent=1) + "\n"
     write_whole(path, lambda other: other.write_text(text, encoding="utf-8"))

@@ -73,4 +73,4 @@ def write_png(plot: Plot, file: Path) -> None:
     axes.yaxis.set_major_formatter(lambda y, _: plot.y_text(y))
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, format="png", dpi=110)

@@ -1,0 +1,112 @@
+"""Where results go: a file is written whole or not at all, and nothing else is lost for it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Ran
+from tiers.tuning.files import CannotWrite, write_json
+
+Kvtiers = Callable[..., Ran]
+KVTIERS = str(Path(sys.executable).parent / "kvtiers")
+CHAIN = "version: 1\ntiers:\n- {type: cpu, capacity: 1MiB}\n"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
+    )
+    return path
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    path = tmp_path / "chain.yaml"
+    path.write_text(CHAIN)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to it"])
+def test_what_is_no_file_is_written_and_stays(tmp_path: Path, kind: str) -> None:
+    """As root, `--json /dev/null` put a file in the place of the device."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    path = pipe
+    if kind != "pipe":
+        path = tmp_path / "link"
+        path.symlink_to(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_json(path, {"a": 1})
+        assert os.read(reader, 100) == b'{\n "a": 1\n}\n'
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_what_a_link_names_is_written_and_the_link_stays(tmp_path: Path) -> None:
+    link, place = tmp_path / "link.json", tmp_path / "folder" / "real.json"
+    place.parent.mkdir()
+    link.symlink_to(place)
+    write_json(link, 7)
+    assert link.is_symlink()
+    assert place.read_text() == "7\n"
+
+
+def test_a_disk_that_is_full_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    write_json(path, "before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(CannotWrite, match="it can't be written: File too large"):
+            write_json(path, "x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == '"before"\n'
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_place_that_takes_no_result_is_refused(
+    kvtiers: Kvtiers, trace: Path, chain: Path, tmp_path: Path
+) -> None:
+    before = trace.read_bytes()
+    for place, why in (
+        (tmp_path, "found a folder; write the path of a file"),
+        ("", "found a folder; write the path of a file"),
+        (tmp_path / "none" / "a.json", "its folder is not there, or can't be written to"),
+        (trace, "it is written or read already; name another file"),
+    ):
+        ran = kvtiers("curve", trace, "--json", place)
+        assert (ran.status, ran.out) == (2, "")
+        assert ran.err == f"{Path(place)}: {why}\n"
+    assert trace.read_bytes() == before
+    ran = kvtiers("bench", "tiers", "--spec", chain, "--save", chain)
+    assert (ran.status, chain.read_text()) == (2, CHAIN)
+    ran = kvtiers("soak", "--json", tmp_path)
+    assert (ran.status, ran.out) == (2, "")
+
+
+@pytest.mark.parametrize("command", ["validate", "config"])
+def test_an_output_that_is_full_or_closed_ends_without_a_traceback(
+    chain: Path, command: str
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [KVTIERS, command, chain], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.stderr == "the command was stopped: No space left on device\n"
+    assert done.returncode == 1
+    closed = f'exec "{KVTIERS}" {command} "{chain}" >&-'
+    done = subprocess.run(["sh", "-c", closed], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
