@@ -87,3 +87,18 @@ def test_a_real_replay_says_the_same(
     said = json.loads((tmp_path / "r.json").read_text())
     assert [tier["hit_tokens"] for tier in said["tiers"]] == [50 * 5 * 512, 0]
     assert said["computed_tokens"] == 50 * 7
+
+
+def test_what_this_machine_cannot_do_is_said(
+    kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path
+) -> None:
+    for folder in (tmp_path / "none", tmp_path / "trace.jsonl"):
+        ran = kvtiers("replay", *arguments, "--real", "--folder", folder)
+        assert (ran.status, ran.out) == (2, "")
+        assert ran.err.startswith(f"{folder}: it is no folder that can be written to")
+    ran = kvtiers("replay", *arguments, "--real", "--scale", 10**9)
+    assert (ran.status, ran.out) == (2, "")
+    assert "no memory for the engine's cache" in ran.err and "--scale" in ran.err
+    ran = kvtiers("replay", *arguments, "--real", "--speed", "inf")
+    assert (ran.status, ran.out) == (2, "")
+    assert "--speed" in ran.err

@@ -91,7 +91,7 @@ def _opened(
         small = scaled(chain, machine, info, scale, places)
         clock: Clock = CountedClock() if options.speed is None else PacedClock(options.speed)
         behind, links = linked(small, machine, scale, clock)
-        kv = PagedKV(num_blocks, words)
+        kv = _paged_kv(num_blocks, words)
         parts = scheduler_parts(behind, info, clock.now)
         scheduler = MultiScheduler(*parts)
         states = parts.settings.requests
@@ -109,6 +109,16 @@ def _opened(
             scheduler, states, worker, kv, num_blocks, block_tokens, machine, clock
         )
         yield Driver(engine, worker, clock, links)
+
+
+def _paged_kv(num_blocks: int, words: int) -> PagedKV:
+    try:
+        return PagedKV(num_blocks, words)
+    except RuntimeError as error:  # torch has no other class for this
+        raise CannotReplay(
+            f"there is no memory for the engine's cache of {num_blocks} blocks of {words * WORD} "
+            "bytes: take fewer bytes of KV a token, with --scale"
+        ) from error
 
 
 def _places(stack: ExitStack, options: ReplayOptions) -> Places:
