@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -78,7 +80,11 @@ def test_times_going_backwards_are_counted(tmp_path: Path) -> None:
     [
         (b"", "it is empty"),
         (b'{"a": 1}\n', "a.jsonl:1: its keys are those of no known format"),
-        (b"\x28\xb5\x2f\xfd", "a.jsonl:1: it is no JSON object"),
+        (b"\x28\xb5\x2f\xfd", "a.jsonl: it is cut off after byte 4"),
+        (
+            gzip.compress(line(), mtime=0),
+            "a.jsonl: it is compressed with gzip; unpack it with gunzip",
+        ),
         (b'{"format": "kvtiers-trace", "version": 2}\n', "its version is 2, and this release"),
     ],
 )
@@ -94,3 +100,11 @@ def test_no_such_file(tmp_path: Path) -> None:
         open_trace(tmp_path / "a")
     with pytest.raises(TraceError, match="has no file"):
         open_trace(tmp_path)
+
+
+def test_what_cannot_be_read_twice_is_refused(tmp_path: Path) -> None:
+    """A pipe had nothing to give the second time, or kept the command waiting for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(TraceError, match=f"{path}: it is no file; a trace is read twice"):
+            open_trace(path)

@@ -62,6 +62,40 @@ def test_a_file_cut_off_anywhere_is_read_up_to_there(tmp_path: Path, suffix: str
     assert read >= {0, 1, 2}
 
 
+@pytest.mark.parametrize("level", [-5, 1, 19])
+@pytest.mark.parametrize("has_sum", [True, False])
+def test_a_cut_off_frame_is_said(tmp_path: Path, level: int, has_sum: bool) -> None:
+    """Its requests are gone, and what precedes it ends with a whole line."""
+    compress = zstandard.ZstdCompressor(level=level, write_checksum=has_sum).compress
+    many = [TraceRequest(0.0, 16, 0, [7]) for _ in range(20_000)]
+    blank = b" " * 2**19 + b"\n"  # blocks of one byte repeated
+    lines = [encode_header(HEADER), b"".join(map(encode_request, many)), blank]
+    lines.append(encode_request(many[0]))
+    skipped = b"\x5a\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"abc"
+    parts = [skipped, *map(compress, lines)]
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"".join(parts))
+    trace = open_trace(path)
+    assert (len(list(trace)), trace.summary.skipped) == (20_001, {})
+    for cut in (1, len(parts[-1]) // 2, len(parts[-1]) - 1):
+        path.write_bytes(b"".join(parts)[:-cut])
+        trace = open_trace(path)
+        assert len(list(trace)) >= 20_000
+        at = path.stat().st_size
+        note = f"{path}: it is cut off after byte {at}; what precedes its last part was read"
+        assert trace.summary.skipped["cut off ends of files"] == 1
+        assert note in trace.summary.notes
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
+def test_the_content_says_how_a_file_is_packed(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    plain = written(*REQUESTS)
+    for content in (plain, b"\xef\xbb\xbf" + plain, frames(plain, 90)):
+        path.write_bytes(content)
+        assert list(open_trace(path)) == REQUESTS
+
+
 def test_a_cut_off_line_is_said(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(written(*REQUESTS)[:-9])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from tiers.errors import TraceError
 from tiers.traces.trace import TraceSummary
+from tiers.traces.zstd_frames import MAGIC, ends_whole
 
 MAX_LINE = 32 * 2**20
 """A line may be this long: a prompt of 4 million tokens in 16-token blocks has 6 MiB of ids."""
 _CHUNK = 2**18
+_PLAIN = b"{", BOM_UTF8
+_GZIP = b"\x1f\x8b"
 _MAX_WINDOW = 2**27
 """Memory that a zstd frame may ask for: what level 19 with long matching takes."""
 
@@ -82,9 +86,16 @@ def _shortened(text: bytes) -> str:
 def _chunks(path: Path, summary: TraceSummary) -> Iterator[bytes]:
     try:
         with path.open("rb") as file:
-            if path.suffix == ".zst":
+            start = file.read(4)
+            file.seek(0)
+            if start.startswith(_GZIP):
+                raise TraceError(f"{path}: it is compressed with gzip; unpack it with gunzip first")
+            # A file of another name may be zstd's, and one of zstd's name may be unpacked already.
+            if start == MAGIC or (path.suffix == ".zst" and not start.startswith(_PLAIN)):
                 yield from _decompressed(path, file, summary)
                 return
+            if start.startswith(BOM_UTF8):
+                file.seek(len(BOM_UTF8))
             while chunk := file.read(_CHUNK):
                 summary.bytes_read += len(chunk)
                 yield chunk
@@ -96,7 +107,7 @@ def _decompressed(path: Path, file: BinaryIO, summary: TraceSummary) -> Iterator
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
-    stream = decompressor.stream_reader(file, read_across_frames=True)
+    stream = decompressor.stream_reader(file, read_across_frames=True, closefd=False)
     before = 0
     while True:
         try:
@@ -108,5 +119,8 @@ def _decompressed(path: Path, file: BinaryIO, summary: TraceSummary) -> Iterator
         summary.bytes_read += file.tell() - before
         before = file.tell()
         if not chunk:
-            return
+            break
         yield chunk
+    if not ends_whole(file, before):
+        where = f"{path}: it is cut off after byte {before}; what precedes its last part was read"
+        summary.skip("cut off ends of files", where)

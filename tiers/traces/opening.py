@@ -28,6 +28,8 @@ def open_trace(path: Path, skip_bad_lines: bool = False, conversations: int = 16
         raise TraceError(f"{path}: there is no such file or folder")
     if path.is_dir():
         return _open_folder(path, skip_bad_lines, conversations)
+    if not path.is_file():
+        raise TraceError(f"{path}: it is no file; a trace is read twice, so write it to a file")
     if path.suffix == ".json":
         return open_weka([path], skip_bad_lines, conversations)
     first = _first_object(path)
@@ -56,9 +58,10 @@ def _open_folder(path: Path, skip_bad_lines: bool, conversations: int) -> Trace:
 
 
 def _first_object(path: Path) -> dict[str, Any]:
-    for line in read_lines(path, TraceSummary()):
+    summary = TraceSummary()
+    for line in read_lines(path, summary):
         try:
             return parse_object(line.text)
         except Malformed as error:
             raise place(error, path, line.number) from None
-    raise TraceError(f"{path}: it is empty")
+    raise TraceError(summary.notes[0] if summary.notes else f"{path}: it is empty")
