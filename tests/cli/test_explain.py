@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+
+import pytest
 
 from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk
 from tiers.engine.replay import ReplayEngine
@@ -36,6 +41,62 @@ def test_it_tells_of_requests_by_name_the_last_and_the_slowest(
     status, _, err = kvtiers("explain", "--last", "1", "--folder", str(folder))
     assert status == 1
     assert "no engine listens" in err
+
+
+@pytest.fixture
+def answering(tmp_path: Path) -> Iterator[Callable[[str, bytes], None]]:
+    """Sockets of engines that answer with some bytes each."""
+    with ExitStack() as stack:
+
+        def answer(name: str, said: bytes) -> None:
+            listening = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listening.bind(str(tmp_path / name))
+            listening.listen()
+
+            def serve() -> None:
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(1000)
+                    connection.sendall(said)
+
+            threading.Thread(target=serve, daemon=True).start()
+
+        yield answer
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b"[1]\n", "it says: [1]"),
+        (b"\xff\n", "can't decode byte 0xff"),
+        (b"[" * 100_000, "recursion"),
+        (b'{"request": "a"}\n', "engine a: its answer is another version's; ask with the kvtiers"),
+        (
+            b'{"request": "a", "state": "ended", "prompt_tokens": 1, "attempts": [5], "holds": 1}',
+            "engine a: its answer is another version's",
+        ),
+    ],
+)
+def test_an_answer_that_is_none_is_told_so(
+    kvtiers: Run, answering: Callable[[str, bytes], None], tmp_path: Path, said: bytes, why: str
+) -> None:
+    answering("a.sock", said)
+    status, out, err = kvtiers("explain", "--last", 1, "--folder", tmp_path)
+    assert (status, out) == (1, "")
+    assert why in err and err.count("\n") == 1
+
+
+def test_an_engine_that_does_not_answer_beside_one_that_does_is_told(
+    kvtiers: Run, answering: Callable[[str, bytes], None], tmp_path: Path
+) -> None:
+    """Its request may be the one that is asked for: to say that nobody knows it was wrong."""
+    answering("a.sock", b"")
+    answering("b.sock", b"nonsense\n")
+    (tmp_path / "c.sock").touch()
+    status, out, err = kvtiers("explain", "request-7", "--folder", tmp_path)
+    assert (status, out) == (1, "")
+    assert err.splitlines()[0].startswith(f"{tmp_path}/b.sock: Expecting value")
+    assert "no such request is known" in err and "c.sock" not in err
 
 
 def test_it_wants_one_question(kvtiers: Run, tmp_path: Path) -> None:

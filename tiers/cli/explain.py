@@ -39,7 +39,7 @@ def explain(
     if len(question) != 1:
         raise refused("give one of: a request, --last N, --slowest N")
     try:
-        told = ask(folder, question)
+        told = ask(folder, question, lambda problem: typer.echo(problem, err=True))
     except NoAnswer as error:
         raise refused(error, status=1) from None
     if not told:
@@ -47,5 +47,13 @@ def explain(
             f"no such request is known in {folder}; the oldest ones are dropped", status=1
         )
     for one in told:
-        for line in [json.dumps(one)] if as_json else lines(one):
+        try:
+            text = [json.dumps(one)] if as_json else [*lines(one)]
+        except (KeyError, TypeError, AttributeError):
+            raise refused(
+                f"engine {one['engine']}: its answer is another version's; ask with the kvtiers of "
+                "that engine, or write --json",
+                status=1,
+            ) from None
+        for line in text:
             typer.echo(line)

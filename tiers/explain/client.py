@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ class NoAnswer(KVTiersError):
     """No engine answered; says why, and what would do."""
 
 
-def ask(folder: Path, question: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the engines of a folder tell, each with the `engine` that told it. Raises NoAnswer."""
+def ask(
+    folder: Path, question: dict[str, Any], say: Callable[[str], None] = lambda problem: None
+) -> list[dict[str, Any]]:
+    """What the engines of a folder tell, each with the `engine` that told it; `say` is called with
+    why another did not. Raises NoAnswer where none did."""
     sockets = [folder] if folder.is_socket() else sorted(folder.glob("*.sock"))
     if not sockets:
         raise NoAnswer(
@@ -29,14 +33,19 @@ def ask(folder: Path, question: dict[str, Any]) -> list[dict[str, Any]]:
             "on the engine's host and as its user."
         )
     told: list[dict[str, Any]] = []
+    gone: list[str] = []
     problems: list[str] = []
     for path in sockets:
         try:
             told += [{"engine": path.stem, **one} for one in _ask(path, question)]
-        except (OSError, ValueError) as error:
+        except ConnectionRefusedError:
+            gone.append(f"{path}: its engine is gone")
+        except (OSError, ValueError, RecursionError) as error:
             problems.append(f"{path}: {error}")
-    if problems and len(problems) == len(sockets):
-        raise NoAnswer("no engine answered. " + "; ".join(problems))
+    if len(problems) + len(gone) == len(sockets):
+        raise NoAnswer("no engine answered. " + "; ".join([*problems, *gone]))
+    for problem in problems:
+        say(problem)
     return told
 
 
