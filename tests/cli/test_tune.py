@@ -50,6 +50,16 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def test_a_trace_may_have_any_name(kvtiers: Kvtiers, given: Path) -> None:
+    trace = given / os.fsdecode(b"\xff\nversion: 2.jsonl")
+    (given / "trace.jsonl").rename(trace)
+    name, _, *rest = arguments(given, out="chain.yaml", json="all.json")
+    assert kvtiers(name, trace, *rest).status == 0
+    assert kvtiers("validate", given / "chain.yaml").status == 0
+    assert r"as in \udcff\nversion: 2.jsonl and" in (given / "chain.yaml").read_text()
+    assert json.loads((given / "all.json").read_text())["trace"] == r"\udcff\nversion: 2.jsonl"
+
+
 def test_what_is_found_is_written_whole(kvtiers: Kvtiers, given: Path) -> None:
     ran = kvtiers(*arguments(given, out="chain.yaml", json="all.json"))
     assert ran.status == 0

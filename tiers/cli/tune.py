@@ -13,6 +13,7 @@ from tiers.cli.arguments import (
     SkipBadLines,
     TraceFile,
     check_places,
+    one_line,
     refused,
 )
 
@@ -71,7 +72,7 @@ def tune(
         found = _search(opened, given, present, chains, processes)
     except KVTiersError as error:
         raise refused(error) from None
-    _tell(found, trace.name, out, json_file, plot)
+    _tell(found, one_line(trace.name), out, json_file, plot)
     if found.broken:
         raise typer.Exit(1)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tiers.cli.arguments import ChainFile
+from tiers.cli.arguments import ChainFile, one_line
 
 if TYPE_CHECKING:
     from spec.chain import ChainSpec
@@ -43,7 +43,7 @@ def _settings(tier: OffloadingSpec) -> str:
     dumped = tier.model_dump(mode="json", exclude={"type", "name"}, exclude_none=True)
     # Its own settings first, then those that every tier has.
     keys = sorted(dumped, key=lambda key: key in StoreSpec.model_fields)
-    return _one_line(", ".join(f"{key} {mask_secrets(_text(dumped[key]))}" for key in keys))
+    return one_line(", ".join(f"{key} {mask_secrets(_text(dumped[key]))}" for key in keys))
 
 
 def _chain_settings(chain: ChainSpec) -> str:
@@ -62,10 +62,6 @@ def _text(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _print_plain(rows: Sequence[Sequence[str]]) -> None:
