@@ -46,6 +46,19 @@ def test_a_tier_that_cannot_be_measured_is_said(
     assert not profile.exists()
 
 
+def test_a_fact_that_no_machine_has_is_named_before_anything_is_measured(
+    kvtiers: Callable[..., Ran], tmp_path: Path
+) -> None:
+    chain, profile = tmp_path / "chain.yaml", tmp_path / "profile.json"
+    chain.write_text("version: 1\ntiers:\n- {type: cpu, capacity: 64MiB}\n")
+    facts = ("--kv-bytes-per-token", 4096, "--engine-cache", "8Gig", "--prefill-rate", -5)
+    ran = kvtiers("bench", "tiers", "--spec", chain, "--save", profile, *facts)
+    assert (ran.status, ran.out) == (2, "")
+    first, second = ran.err.splitlines()
+    assert first.startswith("options: engine_cache: found '8Gig'; use one of B, kB")
+    assert second.startswith("options: prefill_rate: found -5.0; input should be greater than 0")
+
+
 def test_a_result_that_is_none_is_refused_before_anything_is_measured(
     kvtiers: Callable[..., Ran], tmp_path: Path
 ) -> None:

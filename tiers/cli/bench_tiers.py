@@ -27,6 +27,7 @@ def bench_tiers(
     check_places(save, keep=[spec])
     chain = load_chain(spec)
     given = {key: value for key, value in facts.items() if value is not None}
+    _check_facts(given)
     if save.exists():
         machine = load_machine(save)
     elif missing := [key for key in MACHINE if key not in given]:
@@ -48,6 +49,22 @@ def bench_tiers(
         )
     whole = Machine.model_validate({**machine.model_dump(), **given, "tiers": kept})
     write_json(save, whole.model_dump(mode="json", exclude_none=True))
+
+
+def _check_facts(given: dict[str, Any]) -> None:
+    """Refuse facts that no machine has, each by its option."""
+    from pydantic import ValidationError
+
+    from spec.document import Document
+    from spec.problems import explain
+    from tiers.tuning.machine import Machine
+
+    try:
+        Machine.model_validate({**dict.fromkeys(MACHINE, 1), **given})
+    except ValidationError as error:
+        document = Document(given)
+        document.model = Machine
+        raise refused("\n".join(explain(error, document, "options"))) from None
 
 
 def _measure(chain: Any, block_bytes: int) -> Any:
