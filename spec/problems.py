@@ -19,6 +19,8 @@ MAX_LINES = 50
 
 _SHOWN = 80
 _PRIVATE = re.compile(r"pass|secret|token|auth|salt|credential", re.I)
+_COUNTS_TOKENS = re.compile(r"_per_token\b|\b(min|step|block)_tokens\b")
+"""Keys of ours whose tokens are those of a prompt."""
 _PLAIN_REMEDIES = {
     "string_type": "write text, in quotes if it looks like a number, a date, or yes and no",
     "path_type": "write a path, like /var/lib/kvtiers",
@@ -235,7 +237,7 @@ def _describe(loc: Loc, document: Document) -> str:
         return "a mapping" if value else "an empty mapping"
     if isinstance(value, list | tuple | set):
         return "a list" if value else "an empty list"
-    if any(_PRIVATE.search(str(part)) for part in loc):
+    if any(_PRIVATE.search(_COUNTS_TOKENS.sub("", str(part))) for part in loc):
         return "a value not shown here"
     text = document.text(loc)
     text = str(value) if text is None else text

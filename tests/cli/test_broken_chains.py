@@ -77,6 +77,7 @@ BROKEN = [
     Broken("unknown policy", f"{HEAD}{CPU}load_policy: fastest\n", 4, "load_policy", "'fastest'", "first"),
     Broken("promote neither way", f"{HEAD}{CPU}promote: perhaps\n", 4, "promote", "'perhaps'", "use true or false"),
     Broken("salt a number", f"{HEAD}{CPU}salt: 5\n", 4, "salt", "a value not shown here", "write text"),
+    Broken("tokens that are no secret", f"{HEAD}{CPU}load_policy: cheapest\ncheapest: {{min_tokens: many}}\n", 5, "cheapest.min_tokens", "'many'", "integer"),
     Broken("list at the top", CPU, 1, "", "a list", "write version: 1 and tiers: at the top"),
     Broken("text at the top", "cpu\n", 1, "", "'cpu'", "write version: 1 and tiers: at the top"),
     Broken("empty", "", 1, "", "nothing", "write version: 1 and tiers:"),

@@ -88,11 +88,23 @@ def test_the_machine_may_be_a_file_beside_it_and_a_medium_have_its_profile(tmp_p
             "    dosk: {",
             "budget.yaml:4: machine: found a mapping; add a profile of disk to tiers",
         ),
+        ("20000", "lots", "budget.yaml:7: machine.prefill_rate: found 'lots'; "),
+        ("131072", "10GB", "budget.yaml:5: machine.kv_bytes_per_token: found '10GB'; "),
+        (
+            "machine:",
+            "gpu_price_per_month: .inf\nmachine:",
+            "budget.yaml:4: gpu_price_per_month: found .inf; input should be a finite number",
+        ),
+        (
+            "    disk: {",
+            "    disk: {price_per_gb_month: .inf, ",
+            "budget.yaml:10: machine.tiers.disk.price_per_gb_month: found .inf; input should",
+        ),
         ("media:", "objective: best\nmedia:", "budget.yaml:1: objective: found 'best'; "),
         (
             "media:",
             "objective: cost\nmedia:",
-            "budget.yaml:1: found a mapping; add a price, or constraints",
+            "budget.yaml:1: found a mapping; add gpu_price_per_month, or a TTFT",
         ),
     ],
 )

@@ -47,6 +47,9 @@ Seconds = Annotated[
 ]
 """Seconds: a number, or text like "2ms"."""
 
+Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""In any currency, the same for all."""
+
 
 class TierProfile(BaseModel):
     """How fast a tier moves blocks, and what it costs. Frozen; unknown keys are refused."""
@@ -73,11 +76,11 @@ class TierProfile(BaseModel):
         le=2,
         description="Bytes stored and sent for each byte of KV, as the tier's codec leaves them.",
     )
-    price_per_gb_month: float | None = Field(
-        default=None, ge=0, description="Price of a gigabyte (1e9 bytes) of capacity for a month."
+    price_per_gb_month: Price | None = Field(
+        default=None, description="Price of a gigabyte (1e9 bytes) of capacity for a month."
     )
-    price_per_month: float | None = Field(
-        default=None, ge=0, description="Price of the device for a month, whatever is used of it."
+    price_per_month: Price | None = Field(
+        default=None, description="Price of the device for a month, whatever is used of it."
     )
     endurance: Size | None = Field(
         default=None, description="Bytes that may be written to the device in its life."

@@ -15,7 +15,7 @@ from spec.hints import one_of
 from spec.load import load_document
 from spec.offloading import HostSpec
 from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_class
-from tiers.tuning.machine import Machine, TierProfile, load_machine
+from tiers.tuning.machine import Machine, Price, TierProfile, load_machine
 
 Objective = Literal["mean_ttft", "p99_ttft", "saved_seconds", "cost"]
 
@@ -97,11 +97,14 @@ class Constraints(BaseModel):
 
     mean_ttft: Duration | None = Field(default=None, description="Mean TTFT at most, like 800ms.")
     p99_ttft: Duration | None = Field(default=None, description="99% of TTFTs at most, like 5s.")
-    price_per_month: float | None = Field(
-        default=None, ge=0, description="Price of the tiers for a month at most."
+    price_per_month: Price | None = Field(
+        default=None, description="Price of the tiers for a month at most."
     )
     life_years: float | None = Field(
-        default=None, gt=0, description="Years that each device with an endurance lasts at least."
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Years that each device with an endurance lasts at least.",
     )
 
 
@@ -125,8 +128,8 @@ class Budget(BaseModel):
     constraints: Constraints = Field(
         default=Constraints(), description="What the chain must keep within."
     )
-    gpu_price_per_month: float | None = Field(
-        default=None, ge=0, description="Price of a GPU for a month, for the objective cost."
+    gpu_price_per_month: Price | None = Field(
+        default=None, description="Price of a GPU for a month, for the objective cost."
     )
 
     @field_validator("machine", mode="before")
@@ -177,7 +180,9 @@ class Budget(BaseModel):
         limits = info.data.get("constraints")
         bound = limits is not None and (limits.mean_ttft or limits.p99_ttft)
         if price is None and info.data.get("objective") == "cost" and not bound:
-            raise ValueError("add a price, or constraints: else the cheapest chain is none at all")
+            raise ValueError(
+                "add gpu_price_per_month, or a TTFT to constraints: else no tiers cost least"
+            )
         return price
 
     def medium(self, kind: str) -> Medium:
