@@ -78,6 +78,16 @@ def test_what_is_wrong_is_said(
     assert ran.status == 2 and "trace.jsonl:1" in ran.err
 
 
+def test_rules_that_are_not_replayed_are_said(
+    kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path
+) -> None:
+    chain = tmp_path / "chain.yaml"
+    chain.write_text(chain.read_text() + "tenants: {a: {quota: 1MiB}}\n")
+    ran = kvtiers("replay", *arguments, "--simulate")
+    assert ran.status == 0
+    assert ran.err == "rules of tenants are not replayed: a trace has no names of tenants\n"
+
+
 def test_a_real_replay_says_the_same(
     kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path
 ) -> None:

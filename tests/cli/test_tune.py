@@ -111,6 +111,27 @@ def test_a_bad_trace(kvtiers: Kvtiers, given: Path, text: str | None, why: str) 
     assert not (given / "chain.yaml").exists()
 
 
+def test_what_no_search_chooses_of_the_present_chain_is_named(
+    kvtiers: Kvtiers, given: Path
+) -> None:
+    """A chain that was taken as it is lost its salt, its tenants and a tier's own keys."""
+    (given / "present.yaml").write_text(
+        "version: 1\nload_policy: first\nmax_wait: 3s\nsalt: ours\ntenants: {a: {quota: 1GB}}\n"
+        "tiers: [{type: cpu, name: ram, capacity: 1GB, eviction: arc, verify: always}]\n"
+    )
+    ran = kvtiers(*arguments(given, out="chain.yaml", spec="present.yaml"))
+    keys = "max_wait, tenants, salt, verify of ram"
+    said = f"The present chain has more, which no search chooses: {keys}. Add it"
+    assert (ran.status, ran.err) == (0, "")
+    assert f"{said} there.\n" in ran.out
+    written = (given / "chain.yaml").read_text()
+    assert f"{said} here." in " ".join(written.replace("\n#", "").split())
+    assert kvtiers("validate", given / "chain.yaml").status == 0
+    (given / "present.yaml").write_text("version: 1\ntiers: [{type: cpu, capacity: 1GB}]\n")
+    ran = kvtiers(*arguments(given, out="chain.yaml", spec="present.yaml"))
+    assert "no search chooses" not in ran.out + (given / "chain.yaml").read_text()
+
+
 def test_a_bad_present_chain(kvtiers: Kvtiers, given: Path) -> None:
     (given / "present.yaml").write_text("version: 1\ntiers: [{type: disk, capacity: 1GB}]\n")
     ran = kvtiers(*arguments(given, spec="present.yaml"))

@@ -101,6 +101,8 @@ def replay(
     except KVTiersError as error:
         raise refused(error) from None
     say_skipped(opened.summary)
+    if asked.chain.tenants:
+        typer.echo("rules of tenants are not replayed: a trace has no names of tenants", err=True)
     typer.echo(table(report))
     if json_file is not None:
         write_json(json_file, report.to_json())

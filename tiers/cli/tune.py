@@ -72,7 +72,7 @@ def tune(
         found = _search(opened, given, present, chains, processes)
     except KVTiersError as error:
         raise refused(error) from None
-    _tell(found, one_line(trace.name), out, json_file, plot)
+    _tell(found, one_line(trace.name), present, out, json_file, plot)
     if found.broken:
         raise typer.Exit(1)
 
@@ -119,13 +119,18 @@ def _search(
 
 
 def _tell(
-    found: Tuned, trace: str, out: Path | None, json_file: Path | None, plot: Path | None
+    found: Tuned,
+    trace: str,
+    present: ChainSpec | None,
+    out: Path | None,
+    json_file: Path | None,
+    plot: Path | None,
 ) -> None:
     from tiers.tuning.files import write_json, write_whole
     from tiers.tuning.search.picture import draw
-    from tiers.tuning.search.result import as_json, as_text, as_yaml
+    from tiers.tuning.search.result import as_json, as_text, as_yaml, lacking
 
-    chain = as_yaml(found, trace)
+    chain = as_yaml(found, trace, present)
     typer.echo(as_text(found))
     if chain is None:
         typer.echo("\nNo tier pays: there is no chain to write.")
@@ -134,6 +139,8 @@ def _tell(
     else:
         write_whole(out, lambda file: file.write_text(chain, encoding="utf-8"))
         typer.echo(f"\nThe chain is in {out}.")
+        if lacks := lacking(found, present):
+            typer.echo(lacks.replace("here", "there"))
     if json_file is not None:
         write_json(json_file, as_json(found, trace))
     if plot is not None:

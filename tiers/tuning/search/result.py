@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from spec.chain import ChainSpec
 from tiers.tuning.search.chain_file import chain_yaml, reasons
 from tiers.tuning.search.score import cost
 from tiers.tuning.search.search import Tried
 from tiers.tuning.search.show import frontier, has_prices, notes, plot, price_of, table
 from tiers.tuning.search.tune import Tuned
+from tiers.tuning.search.unsearched import unsearched
 from tiers.tuning.search.verdict import Judged
 from tiers.tuning.search.words import name, percent, seconds
 
@@ -29,8 +31,8 @@ def as_text(tuned: Tuned) -> str:
     )
 
 
-def as_yaml(tuned: Tuned, trace: str) -> str | None:
-    """The chosen chain's YAML; None if it has no tiers."""
+def as_yaml(tuned: Tuned, trace: str, present: ChainSpec | None = None) -> str | None:
+    """The chosen chain's YAML, with what it lacks of the present one; None if it has no tiers."""
     verdict, budget = tuned.verdict, tuned.budget
     chosen = verdict.chosen
     if not chosen.chain.tiers:
@@ -45,8 +47,19 @@ def as_yaml(tuned: Tuned, trace: str) -> str | None:
         f"{seconds(none)} without tiers, and the objective is {said} than with all media, fastest "
         "first:",
     ]
+    if lacks := lacking(tuned, present):
+        head.insert(0, lacks)
     why = reasons(chosen.chain, tuned.space, tuned.found)
     return chain_yaml(chosen.chain, chosen.report, budget, why, head)
+
+
+def lacking(tuned: Tuned, present: ChainSpec | None) -> str | None:
+    """What the present chain has beyond what the search chose, in words."""
+    chosen = tuned.verdict.chosen.chain
+    keys = unsearched(present, chosen, tuned.budget) if present is not None else []
+    if not keys:
+        return None
+    return f"The present chain has more, which no search chooses: {', '.join(keys)}. Add it here."
 
 
 def as_json(tuned: Tuned, trace: str) -> dict[str, Any]:
