@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,7 +32,6 @@ def explain(
     and how long it took. The engine's chain must have `explain`.
     """
     from tiers.explain.client import NoAnswer, ask
-    from tiers.explain.text import lines
 
     asked = {"request": request, "last": last, "slowest": slowest}
     question = {name: value for name, value in asked.items() if value is not None}
@@ -47,13 +46,19 @@ def explain(
             f"no such request is known in {folder}; the oldest ones are dropped", status=1
         )
     for one in told:
-        try:
-            text = [json.dumps(one)] if as_json else [*lines(one)]
-        except (KeyError, TypeError, AttributeError):
-            raise refused(
-                f"engine {one['engine']}: its answer is another version's; ask with the kvtiers of "
-                "that engine, or write --json",
-                status=1,
-            ) from None
-        for line in text:
+        for line in _told(one, as_json):
             typer.echo(line)
+
+
+def _told(one: dict[str, Any], as_json: bool) -> list[str]:
+    """The lines of one request."""
+    from tiers.explain.text import lines
+
+    try:
+        return [json.dumps(one)] if as_json else [*lines(one)]
+    except (KeyError, TypeError, AttributeError):
+        raise refused(
+            f"engine {one['engine']}: its answer is another version's; ask with the kvtiers of "
+            "that engine, or write --json",
+            status=1,
+        ) from None

@@ -87,7 +87,6 @@ def replay(
     check_places(json_file, keep=[trace, spec, profile])
     check_folder(folder)
     from spec.load import load_chain
-    from tiers.cli.reading import say_skipped
     from tiers.errors import KVTiersError
     from tiers.traces.opening import open_trace
     from tiers.tuning.files import write_json
@@ -100,12 +99,18 @@ def replay(
         report = _simulated(asked) if simulate else _real(asked, speed, scale, folder)
     except KVTiersError as error:
         raise refused(error) from None
-    say_skipped(opened.summary)
-    if asked.chain.tenants:
-        typer.echo("rules of tenants are not replayed: a trace has no names of tenants", err=True)
+    _say_left_out(asked)
     typer.echo(table(report))
     if json_file is not None:
         write_json(json_file, report.to_json())
+
+
+def _say_left_out(asked: _Asked) -> None:
+    from tiers.cli.reading import say_skipped
+
+    say_skipped(asked.trace.summary)
+    if asked.chain.tenants:
+        typer.echo("rules of tenants are not replayed: a trace has no names of tenants", err=True)
 
 
 def _simulated(asked: _Asked) -> Report:
