@@ -145,8 +145,8 @@ class Damages(Protocol):
     """Capability: the store counts the damaged blocks that it found."""
 
     def damaged(self) -> int:
-        """Blocks found so far that were not what had been put; none of them is served again. Asked
-        after each `get`, from its thread."""
+        """Blocks found so far that were not what had been put; none of them is served again. It
+        never falls. Asked after each `get`, from its thread."""
 
 
 @dataclass(frozen=True)
@@ -264,5 +264,8 @@ def each(verb: str, answers: object, count: int) -> list[bool]:
         raise TierError(f"{verb} gave {len(answers)} answers for {count}")
     strange = set(map(type, answers)) - {bool}
     if strange:
-        raise TierError(f"{verb} answered a {strange.pop().__name__} where a boolean belongs")
+        kind = strange.pop()
+        # numpy's is a bool by name as well.
+        name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+        raise TierError(f"{verb} answered a {name} where a boolean belongs")
     return answers

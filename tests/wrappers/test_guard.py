@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 
 from spec.offloading import StoreContext
 from tests.support.clock import Clock
 from tests.support.health import is_up
 from tests.support.servers import RedisServer
-from tiers.errors import RecordError, TierFull, TierUnavailable, TierUnusable
+from tiers.errors import RecordError, TierError, TierFull, TierUnavailable, TierUnusable
 from tiers.remote.spec import RedisSpec
 from tiers.store import (
     Block,
@@ -26,6 +28,7 @@ from tiers.store import (
     Touch,
     Usage,
     capability,
+    each,
 )
 from tiers.testing import Memory, make_key
 from tiers.wrappers.guard import Guarded, Health
@@ -410,6 +413,49 @@ def test_a_tier_that_flaps_and_damages_is_said_and_then_summed_up(
         "tier nearby: 2 more times reads went down or up in the last minute; they are up now",
         "tier nearby: 3 more blocks were damaged in the last minute",
     ]
+
+
+def test_the_count_of_damage_never_falls() -> None:
+    """vLLM counts it in a counter of Prometheus, which raises where it is told of less, and that
+    ended the engine's output."""
+    asked, answer = threading.Event(), threading.Event()
+
+    class Slow(Damaging):
+        def damaged(self) -> int:
+            found = self.found
+            if threading.current_thread() is not threading.main_thread():
+                asked.set()
+                assert answer.wait(10)
+            return found
+
+    store = Slow()
+    store.found = 5
+    guarded = Guarded(store, "t")
+    slow = threading.Thread(target=guarded.get, args=(Memory([KEY], 8).blocks,))
+    slow.start()
+    assert asked.wait(10)
+    store.found = 6
+    guarded.get(Memory([KEY], 8).blocks)
+    answer.set()
+    slow.join()
+    assert guarded.damaged() == 6
+    store.found = 0  # it has begun anew
+    assert guarded.get(Memory([KEY], 8).blocks) == [True]
+    assert guarded.damaged() == 6
+
+
+@pytest.mark.parametrize("found", [-3, 2**63, 10**400, "3", True, None])
+def test_what_is_no_count_of_damage_is_a_miss(clock: Clock, found: Any) -> None:
+    store = Damaging()
+    store.found = found
+    guarded = Guarded(store, "t", clock=clock)
+    assert guarded.get(Memory([KEY], 8).blocks) == [False]
+    assert (guarded.damaged(), guarded.failures.by_kind()) == (0, {"TierError": 1})
+
+
+def test_a_boolean_of_numpy_is_named_apart() -> None:
+    with pytest.raises(TierError, match=r"has answered a numpy\.bool_? where a boolean belongs"):
+        each("has", [True, np.bool_(True)], 2)
 
 
 class Untold(Exception):

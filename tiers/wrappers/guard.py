@@ -45,6 +45,9 @@ RETRY_AFTER_MAX = 30.0
 DEADLINE = 10.0
 """Seconds after which a verb that has not returned counts as failed."""
 
+MAX_COUNT = 2**63
+"""No store has met so many blocks, and what is larger fits no metric."""
+
 CLOSE_SECONDS = 30.0
 """Seconds to wait for a store to close; it goes on in the background until the process ends."""
 
@@ -98,6 +101,9 @@ class Guarded(StoreWrapper):
         names = {self._reads: "reads", self._writes: "writes", self._looks: "lookups"}
         self._log = GuardLog(tier_name, names)
         self._damaged = 0
+        # Without it two loads that end at once could let the count fall, and vLLM's thread of
+        # metrics ends at a counter that falls.
+        self._counting = threading.Lock()
         self._closed = False
 
     def capability(self, kind: type[Capability]) -> Capability | None:
@@ -149,10 +155,12 @@ class Guarded(StoreWrapper):
         damages = capability(self._inner, Damages)
         if damages is not None:
             found: object = damages.damaged()
-            if type(found) is not int:
-                raise TierError(f"damaged answered a {type(found).__name__}")
-            self._log.damaged(found - self._damaged)
-            self._damaged = found
+            if type(found) is not int or not 0 <= found < MAX_COUNT:
+                raise TierError(f"damaged answered {found!r:.80}, not a number of blocks")
+            with self._counting:
+                more = max(0, found - self._damaged)
+                self._damaged += more
+            self._log.damaged(more)
 
     def drop(self, keys: Sequence[bytes]) -> None:
         with self._enter(self._writes) as allowed:
