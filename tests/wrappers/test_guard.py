@@ -508,6 +508,43 @@ def test_close_reaches_a_store_that_is_down_and_only_once() -> None:
     assert store.asked == ["has", "close"]
 
 
+@pytest.mark.parametrize("verb", ["has", "put"])
+def test_a_verb_that_its_closing_ends_is_no_news(
+    caplog: pytest.LogCaptureFixture, verb: str
+) -> None:
+    """An engine that ended told of a tier that is down, with a traceback."""
+    asked = threading.Event()
+
+    class Ended(Store):
+        def _answer(self, verb: str, count: int) -> list[bool]:
+            if verb == "close":
+                self.error = AttributeError("no connection")
+                return []
+            asked.set()
+            while self.error is None:
+                pass
+            raise self.error
+
+    guarded = Guarded(Ended(), "t")
+    asking = {"has": lambda: guarded.has([KEY]), "put": lambda: guarded.put([])}
+    under_way = threading.Thread(target=asking[verb])
+    under_way.start()
+    assert asked.wait(10)
+    guarded.close()
+    under_way.join()
+    assert guarded.failures.by_kind() == {"AttributeError": 1}
+    assert caplog.messages == []
+
+
+def test_a_store_that_fails_to_close_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    store = Store()
+    store.error = OSError("bad")
+    Guarded(store, "t").close()
+    assert caplog.messages == [
+        "tier t: writes are down (OSError: bad); tried again every 1 s or more"
+    ]
+
+
 def test_failures_of_many_threads_are_all_counted(clock: Clock) -> None:
     store = Store()
     store.error = TierFull("full")

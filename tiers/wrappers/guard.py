@@ -105,6 +105,7 @@ class Guarded(StoreWrapper):
         # metrics ends at a counter that falls.
         self._counting = threading.Lock()
         self._closed = False
+        self._closing: Call | None = None
 
     def capability(self, kind: type[Capability]) -> Capability | None:
         """As the store. A LocalIndex that may be slow is none: the scheduler then asks `has`."""
@@ -172,7 +173,8 @@ class Guarded(StoreWrapper):
         if self._closed:
             return
         self._closed = True
-        attempt = _Attempt(self, self._writes, self._writes.enter())
+        self._closing = self._writes.enter()
+        attempt = _Attempt(self, self._writes, self._closing)
         if not wait([in_background(partial(self._close, attempt), "close")], CLOSE_SECONDS).done:
             self.failures.count("Late")
             self._log.hangs_in_close(CLOSE_SECONDS)
@@ -245,7 +247,9 @@ class Guarded(StoreWrapper):
             breaker.leave(call)
             return False
         self.failures.count(type(error).__name__)
-        if call is not None and breaker.failed(call):
+        # What was under way when the store was closed may end anyhow; the engine is ending as well.
+        is_news = not self._closed or call is self._closing
+        if call is not None and breaker.failed(call) and is_news:
             self._log.down(breaker, told(error), trace_of(error))
         return True
 
