@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from spec.record import MIN_BYTES, RecordSpec
-from tests.support.clock import wait_for
+from tests.support.clock import Clock, wait_for
 from tests.support.disk_mounts import run_mounted
 from tiers.errors import RecordingError
 from tiers.traces import recorder
@@ -378,6 +378,26 @@ def test_a_fork_leaves_the_file_to_its_parent(tmp_path: Path) -> None:
     one.close()
     assert len(files(path)) == 2 and len(read(path)) == 3
     assert {len(list(open_trace(file))) for file in files(path)} == {1, 2}
+
+
+def test_what_came_before_a_fork_has_its_time_in_the_childs_file(tmp_path: Path) -> None:
+    """It had a time below 0, for which the whole trace was refused."""
+    path, clock = tmp_path / "trace", Clock(100.0)
+    spec = RecordSpec.model_validate({"path": path})
+    one = Recorder(Recording(spec, BLOCK, BLOCK, now=clock))
+    clock.now = 107.0
+    child = os.fork()
+    if child == 0:
+        try:
+            one.put(ended(at=103.0))
+            one.put(ended(at=109.0))
+            one.close(20)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    one.put(ended(at=101.0))
+    one.close()
+    assert [request.timestamp for request in read(path)] == [0.0, 2000.0, 8000.0]
 
 
 def test_a_child_that_lives_on_keeps_no_file_locked(tmp_path: Path) -> None:

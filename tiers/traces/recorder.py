@@ -8,7 +8,7 @@ import threading
 
 from tiers.concurrency.handoff import Handoff
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.traces.recorder_writer import Ended, Recording, RecordWriter
+from tiers.traces.recorder_writer import Began, Ended, Recording, RecordWriter
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Recorder:
         if os.getpid() != self._process:
             # A fork leaves the thread and the files to the parent.
             self._writer.leave()
-            self._start()
+            self._start(self._writer.began)  # requests came before the fork
         if not self._handoff.give(ended, len(ended.hashes)):
             self._dropped += 1
             self._late.log("record: requests come faster than they are recorded; some are dropped")
@@ -57,11 +57,11 @@ class Recorder:
         if os.getpid() == self._process:
             self._thread.join(seconds)
 
-    def _start(self) -> None:
+    def _start(self, began: Began | None = None) -> None:
         self._process = os.getpid()
         self._handoff: Handoff[Ended] = Handoff(MAX_REQUESTS, MAX_BLOCKS)
         self._stop = threading.Event()
-        self._writer = RecordWriter(self._recording)
+        self._writer = RecordWriter(self._recording, began)
         self._dropped = 0
         self._told = (0, 0)
         run = (self._writer, self._handoff, self._stop)

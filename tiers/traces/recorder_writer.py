@@ -51,6 +51,13 @@ class Ended(NamedTuple):
     from the first on, each with one mark; none: there is nothing."""
 
 
+class Began(NamedTuple):
+    """When a recording began: by its own clock in seconds, and in milliseconds of Unix time."""
+
+    at: float
+    started: float
+
+
 @dataclass(frozen=True)
 class Recording:
     """What is recorded. `block_tokens`, `hash_tokens`: see `EngineInfo`. `facts`: see `KeyedIds`.
@@ -70,12 +77,12 @@ class RecordWriter:
     """Writes lines into the folder of a recording, as long as that works. A folder that fails is
     tried again later; meanwhile requests are dropped."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, began: Began | None = None) -> None:
+        """`began`: of the recording that this one goes on with; None: it begins now."""
         self.recorded = self.dropped = 0
         """Requests that were written, and requests that were not."""
         self._recording = recording
-        self._zero = recording.now()
-        self._started = time.time() * 1000
+        self.began = began or Began(recording.now(), time.time() * 1000)
         host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:64]
         self._name = f"{host}-{os.getpid()}"
         spec = recording.spec
@@ -148,8 +155,8 @@ class RecordWriter:
         return encode_header(
             FileHeader(
                 recording.block_tokens,
-                self._started,
-                f"{self._name}-{self._started:.0f}",
+                self.began.started,
+                f"{self._name}-{self.began.started:.0f}",
                 recording.kv_bytes_per_token(),
             )
         )
@@ -173,7 +180,7 @@ class RecordWriter:
         return encode_request(request, self._milliseconds(ended.since))
 
     def _milliseconds(self, time: float) -> float:
-        return (time - self._zero) * 1000
+        return (time - self.began.at) * 1000
 
     def _block_ids(self, ended: Ended, blocks: int) -> list[int]:
         step = self._recording.block_tokens // self._recording.hash_tokens
