@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tiers.errors import TierUnusable
-from tiers.gpu import cuda
-from tiers.gpu.copier import open_copier
+from tiers.gpu import staging
+from tiers.gpu.copier import open_copier, open_copiers
 from tiers.gpu.cuda import CudaCopier
 from tiers.host.memory import SlotMemory, register
 
@@ -65,7 +65,7 @@ def test_staging_is_less_where_the_engine_has_left_less(monkeypatch: pytest.Monk
         return made(waves, rows, stride, **more)
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    assert cuda._staging(13, 64, torch.device("cpu")).shape == (cuda.WAVES, 3, 64)
+    assert staging._memory(13, 64, torch.device("cpu")).shape == (staging.WAVES, 3, 64)
 
 
 def test_a_device_we_do_not_know_is_refused() -> None:
@@ -98,4 +98,23 @@ def test_memory_that_can_not_be_pinned_fails_no_kernel_of_the_engine() -> None:
     with pytest.raises(TierUnusable):
         register(memory.rows.data_ptr(), 4096)
     assert (torch.ones(8, device="cuda") + 1).sum().item() == 16
+    memory.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_groups_have_a_copier_each(device: str) -> None:
+    groups = [{name: cache} for name, cache in paged(device).items()]
+    copiers = open_copiers(groups, BLOCKS)
+    assert [copier.payload_bytes for copier in copiers] == [48, 32]
+    memory = SlotMemory(2, 48, copiers[0].pin)
+    for copier, group in zip(copiers, groups, strict=True):
+        (cache,) = group.values()
+        before = cache.clone()
+        copier.gather([3, 7], memory.rows, [1, 0]).wait()
+        cache.zero_()
+        copier.scatter(memory.rows, [0, 1], [7, 3], copier.fence())
+        blocked = (cache, before) if cache.shape[0] == BLOCKS else (cache[0], before[0])
+        assert torch.equal(blocked[0][[3, 7]], blocked[1][[3, 7]])
+    for copier in copiers:
+        copier.close()
     memory.close()

@@ -19,7 +19,7 @@ from tiers.engine.replay import engine as replay_engine
 from tiers.engine.replay.model import kv_of, states
 from tiers.engine.replay.requests import ReplayRequest, Step, StepOutput, Work
 from tiers.engine.replay.worker import LocalWorker
-from tiers.gpu import cuda
+from tiers.gpu import cuda, staging
 from tiers.gpu.page_copies import PageCopies
 
 ORDERS: dict[str, Sequence[str]] = {
@@ -111,10 +111,10 @@ class StreamedEngine(ReplayEngine):
     ) -> None:
         self.device, self.threads, self.clock = model, LateThreads(model), Clock()
         model.install(patch)
-        patch.setattr(cuda, "WAVE_BYTES", WAVE_ROWS * 4096)
+        patch.setattr(staging, "WAVE_BYTES", WAVE_ROWS * 4096)
         patch.setattr(cuda, "open_copies", PageCopies)
         patch.setattr(loads, "WAVE_BYTES", 2 * WAVE_ROWS * 4096)
-        for module in (cuda, loads, worker, checksums):
+        for module in (staging, loads, worker, checksums):
             patch.setattr(module, "io_executor", self.threads.executor)
         patch.setattr(loads, "wait_a_moment", lambda futures: None)
         for module in (cuda, loads, worker, checksums):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,8 +58,9 @@ from tiers.engine.vllm_children import (
 from tiers.engine.vllm_events import AsVllm, describe, group_kinds
 from tiers.engine.vllm_groups import REPORTS_FAILED_REQUESTS, drops_last, hash_tokens, kv_groups
 from tiers.engine.vllm_identity import late_facts
-from tiers.engine.vllm_sleep import copier_of, tells_connectors
+from tiers.engine.vllm_sleep import copies_in_step, tells_connectors
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
+from tiers.gpu.copier import open_copier
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -164,7 +166,8 @@ class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type
             if decides:
                 MultiScheduler.__init__(self, *scheduler_parts(chain, info))
             else:
-                opener = copier_of(vllm_config, told=tells_connectors())
+                in_step = copies_in_step(vllm_config, told=tells_connectors())
+                opener = partial(open_copier, in_step=in_step)
                 MultiWorker.__init__(self, *worker_parts(chain, info, opener))
             return
         listed = child_configs(vllm_config)

@@ -26,7 +26,7 @@ from spec.fields import format_size
 from spec.load import load_chain
 from spec.offloading import StoreContext, StoreSpec
 from tiers.block import namespace
-from tiers.connector.contract.copier import Copier, OpenCopier
+from tiers.connector.contract.copier import Copier
 from tiers.connector.contract.engine import MOMENT
 from tiers.connector.contract.messages import WorkerHandshake
 from tiers.connector.contract.pool_size import PoolSize
@@ -39,9 +39,9 @@ from tiers.engine.vllm_groups import STATES_ON_V2, refuse_model
 from tiers.engine.vllm_hosted_manager import HostedManager
 from tiers.engine.vllm_hosted_worker import HostedWorker
 from tiers.engine.vllm_identity import late_facts
-from tiers.engine.vllm_sleep import copier_of
+from tiers.engine.vllm_sleep import copies_in_step
 from tiers.errors import TierUnusable
-from tiers.gpu.copier import open_copier
+from tiers.gpu.copier import open_copiers
 from tiers.host.memory import slot_stride
 from tiers.host.spare_memory import spare_memory
 from tiers.wrappers.guard import Guarded
@@ -99,7 +99,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> HostedWorker:
         """Make a worker's side. Raises TierUnusable without room for one block."""
-        copiers = open_copiers(kv_caches, copier_of(get_current_vllm_config(), told=False))
+        copiers = copiers_of(kv_caches, copies_in_step(get_current_vllm_config(), told=False))
         payload = max(copier.payload_bytes for copier in copiers)
         handshake = WorkerHandshake(self.config.parallel.rank, b"", payload)
         slots = self._num_slots(payload)
@@ -206,18 +206,14 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             )
 
 
-def open_copiers(
-    kv_caches: CanonicalKVCaches, open_copier: OpenCopier = open_copier
-) -> list[Copier]:
+def copiers_of(kv_caches: CanonicalKVCaches, in_step: bool = False) -> Sequence[Copier]:
     """Make the copier of each KV cache group, which the caller closes.
 
     Pages of states are padded to the length of others, and only a part of each is theirs.
     """
     tensors = [one.tensor for one in kv_caches.tensors]
-    return [
-        open_copier(
-            {str(r.tensor_idx): tensors[r.tensor_idx][:, : r.page_size_bytes] for r in refs},
-            tensors[0].shape[0],
-        )
+    groups = [
+        {str(r.tensor_idx): tensors[r.tensor_idx][:, : r.page_size_bytes] for r in refs}
         for refs in kv_caches.group_data_refs
     ]
+    return open_copiers(groups, tensors[0].shape[0], in_step)

@@ -11,6 +11,8 @@ import torch
 from tiers.concurrency.executors import io_executor
 from tiers.gpu.cuda import CudaCopier
 from tiers.gpu.pages import PagedKV
+from tiers.gpu.staging import Staging
+from tiers.host.memory import slot_stride
 
 
 class _Done:
@@ -85,3 +87,15 @@ def open_copier(
     if device.type == "cpu":
         return CpuCopier(kv_caches, num_blocks)
     raise ValueError(f"KV on device {device.type!r}; cpu and cuda are supported")
+
+
+def open_copiers(
+    groups: Sequence[Mapping[str, torch.Tensor]], num_blocks: int, in_step: bool = False
+) -> Sequence[CpuCopier | CudaCopier]:
+    """The copiers of KV cache groups of one device, which share staging there."""
+    device = next(iter(groups[0].values())).device
+    if device.type != "cuda":
+        return [CpuCopier(group, num_blocks) for group in groups]
+    largest = max(PagedKV(group, num_blocks).payload_bytes for group in groups)
+    staging = Staging(device, slot_stride(largest))
+    return [CudaCopier(group, num_blocks, in_step, staging) for group in groups]

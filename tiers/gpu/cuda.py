@@ -14,98 +14,19 @@ together while the last crosses the bus, and the device memory taken is known at
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
 import torch
 
-from tiers.concurrency.executors import io_executor
 from tiers.gpu.page_copies import open_copies
 from tiers.gpu.pages import PagedKV
+from tiers.gpu.staging import Staging, mark, wait_for
 from tiers.host.memory import pinned_together, slot_stride
 
-WAVE_BYTES = 16 << 20
-"""Staging of one wave, or a block's bytes if those are more."""
-WAVES = 2
-"""Waves of a ring: one is filled while the other is emptied."""
-MOST_QUEUED = 256
-"""Operations of a ring from one mark to the next; the device is never two marks behind. A stream
-takes a thousand: queuing more holds up all threads that launch anything, the engine's too, until
-the step has been computed that a gather waits for."""
-
-_Move = Callable[[int, int, torch.Tensor], None]
-"""Queues the copies of items first to last (exclusive) into, or out of, as many staged rows."""
-
-
-class _Wave:
-    """Staging memory, and the last events at which it was filled and emptied. An event that was
-    never recorded holds nobody back."""
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = rows
-        self.filled = torch.cuda.Event()
-        self.emptied = torch.cuda.Event()
-
-
-class _Ring:
-    """The waves of one direction. Called by one thread at a time."""
-
-    def __init__(self, device: torch.device, stride: int, launches: int) -> None:
-        """`launches`: what gathers or scatters a wave on the device."""
-        made = _staging(min(MOST_QUEUED, max(1, WAVE_BYTES // stride)), stride, device)
-        self._device = device
-        self._launches = launches
-        self._waves = [_Wave(made[i]) for i in range(WAVES)]
-        self._turn = self._queued = 0
-        self._last_mark = torch.cuda.Event(blocking=True)
-        self.filling = torch.cuda.Stream(device)
-        self.emptying = torch.cuda.Stream(device)
-
-    def pass_through(self, count: int, fill: _Move, empty: _Move) -> None:
-        """Queue `fill` on the one stream and `empty` on the other, for waves of `count` items."""
-        step = len(self._waves[0].rows)
-        for first in range(0, count, step):
-            last = min(first + step, count)
-            wave = self._waves[self._turn]
-            self._turn = (self._turn + 1) % WAVES
-            rows = wave.rows[: last - first]
-            with torch.cuda.stream(self.filling):
-                self.filling.wait_event(wave.emptied)
-                fill(first, last, rows)
-                wave.filled.record(self.filling)
-            with torch.cuda.stream(self.emptying):
-                self.emptying.wait_event(wave.filled)
-                try:
-                    empty(first, last, rows)
-                finally:
-                    # What failed midway may read the wave still.
-                    wave.emptied.record(self.emptying)
-            self._keep_behind(max(last - first, self._launches) + 2)
-
-    def _keep_behind(self, operations: int) -> None:
-        """Count what a wave has queued on one stream at most; of much, wait for what precedes."""
-        self._queued += operations
-        if self._queued >= MOST_QUEUED:
-            before, self._last_mark, self._queued = self._last_mark, _mark(self.emptying), 0
-            _wait_for([before], self._device)
-
-    def marks(self) -> list[torch.cuda.Event]:
-        """Events after all that is queued on both streams."""
-        return [_mark(self.filling), _mark(self.emptying)]
-
-
-def _staging(rows: int, stride: int, device: torch.device) -> torch.Tensor:
-    """Memory for the waves of a ring, of `rows` each, or fewer where the engine has left less."""
-    with torch.inference_mode(False):  # else other threads may not write it
-        while True:
-            try:
-                return torch.zeros(WAVES, rows, stride, dtype=torch.uint8, device=device)
-            except torch.OutOfMemoryError:
-                if rows == 1:
-                    raise
-                rows //= 2
+_Copy = Callable[[torch.Tensor, torch.Tensor], None]
+"""Queues a copy between rows and staged ones."""
 
 
 class _Queued:
@@ -118,7 +39,7 @@ class _Queued:
 
     def wait(self) -> None:
         if not self._has_ended:
-            _wait_for([self._queued.result()], self._device)
+            wait_for([self._queued.result()], self._device)
             self._has_ended = True
 
 
@@ -130,13 +51,17 @@ class CudaCopier:
     bus: those are one a run of neighbouring slots.
 
     `in_step`: `gather` returns when all is queued, for an engine that gives its paged KV away as
-    soon as its device has nothing to do.
+    soon as its device has nothing to do. `staging`: what it shares with other copiers.
     """
 
     pin = True
 
     def __init__(
-        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, in_step: bool = False
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        num_blocks: int,
+        in_step: bool = False,
+        staging: Staging | None = None,
     ) -> None:
         self._paged = PagedKV(kv_caches, num_blocks)
         self.layout = self._paged.layout
@@ -144,16 +69,10 @@ class CudaCopier:
         self._in_step = in_step
         self._device = self._paged.pages[0].device
         self._copies = open_copies(self._paged.pages)
-        stride = slot_stride(self.payload_bytes)
-        with torch.cuda.device(self._device):
-            self._out, self._in = (
-                _Ring(self._device, stride, self._copies.launches) for _ in range(2)
-            )
-            # The engine's stream may still zero that memory, and use what it was before.
-            torch.cuda.synchronize(self._device)
-        # Two loaders between each other's waves would fill memory that the other has not emptied.
-        self._loading = threading.Lock()
-        self._thread = io_executor(1, "gather")
+        self._stride = slot_stride(self.payload_bytes)
+        shared = staging or Staging(self._device, self._stride)
+        self._out, self._in = shared.out, shared.into
+        self._loading, self._thread = shared.loading, shared.thread
 
     def fence(self) -> torch.cuda.Event:
         """An event after all that the engine queued on its stream."""
@@ -174,21 +93,24 @@ class CudaCopier:
     ) -> torch.cuda.Event:
         self._paged.require_in_range(blocks, rows, slots)
         slots, blocks = _by_slot(slots, blocks)
-        ring = self._out
+        ring, size = self._out, self._stride
         with torch.cuda.device(self._device):
             ring.filling.wait_event(after)
             numbers = self._send(blocks, ring.filling)
             try:
                 ring.pass_through(
                     len(blocks),
+                    self._copies.launches,
                     lambda first, last, staged: self._copies.gather(numbers, first, last, staged),
-                    lambda first, last, staged: _cross(rows, slots[first:last], staged, _leave),
+                    lambda first, last, staged: cross(
+                        rows, slots[first:last], staged, _leave, size
+                    ),
                 )
             except RuntimeError:
                 # What was queued must not arrive when the slots are another's.
-                _wait_for(ring.marks(), self._device)
+                wait_for(ring.marks(), self._device)
                 raise
-            return _mark(ring.emptying)
+            return mark(ring.emptying)
 
     def scatter(
         self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
@@ -204,17 +126,18 @@ class CudaCopier:
                 # Of a failed load, too, nothing may arrive when the engine has its blocks back.
                 with self._loading:
                     marks = self._in.marks()
-                _wait_for(marks, self._device)
+                wait_for(marks, self._device)
 
     def _scatter(
         self, rows: torch.Tensor, slots: list[int], blocks: list[int], after: torch.cuda.Event
     ) -> None:
-        ring = self._in
+        ring, size = self._in, self._stride
         ring.emptying.wait_event(after)
         numbers = self._send(blocks, ring.emptying)
         ring.pass_through(
             len(blocks),
-            lambda first, last, staged: _cross(rows, slots[first:last], staged, _arrive),
+            self._copies.launches,
+            lambda first, last, staged: cross(rows, slots[first:last], staged, _arrive, size),
             lambda first, last, staged: self._copies.scatter(numbers, first, last, staged),
         )
 
@@ -230,23 +153,7 @@ class CudaCopier:
         their slots goes away."""
         self._thread.shutdown(wait=True)
         with suppress(RuntimeError):  # a device that has failed copies no more
-            _wait_for(self._out.marks(), self._device)
-
-
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event after all that is queued on a stream. Whoever waits for it sleeps, rather than take
-    a core from the engine."""
-    event = torch.cuda.Event(blocking=True)
-    event.record(stream)
-    return event
-
-
-def _wait_for(marks: Sequence[torch.cuda.Event], device: torch.device) -> None:
-    # A thread that no device was set for would make a context on the first one, of half a gigabyte,
-    # which is another rank's: seven ranks would take what that one has left.
-    with torch.cuda.device(device):
-        for mark in marks:
-            mark.synchronize()
+            wait_for(self._out.marks(), self._device)
 
 
 def _by_slot(slots: Sequence[int], blocks: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -263,16 +170,14 @@ def _arrive(row: torch.Tensor, staged: torch.Tensor) -> None:
     staged.copy_(row, non_blocking=True)
 
 
-def _cross(
-    rows: torch.Tensor,
-    slots: Sequence[int],
-    staged: torch.Tensor,
-    copy: Callable[[torch.Tensor, torch.Tensor], None],
+def cross(
+    rows: torch.Tensor, slots: Sequence[int], staged: torch.Tensor, copy: _Copy, width: int
 ) -> None:
     """Call `copy` for each run of neighbouring rows that are pinned together, and the staged ones,
-    contiguous both: what is not would pass through pageable memory, and wait."""
-    if rows.stride(0) != staged.stride(0):  # rows that are longer than the block
-        width = min(rows.shape[1], staged.shape[1])
+    contiguous both: what is not would pass through pageable memory, and wait. `width`: bytes of a
+    row that are copied."""
+    if not width == rows.stride(0) == staged.stride(0):  # rows that are longer than the block
+        width = min(width, rows.shape[1])
         for i, slot in enumerate(slots):
             copy(rows[slot, :width], staged[i, :width])
         return

@@ -260,11 +260,11 @@ def test_a_page_is_as_long_as_its_layers_say_and_not_its_tensor(tmp_path: Path) 
     )
 
     from tiers.engine.vllm_hosted_worker import HostedWorker, SlotsSpec
-    from tiers.engine.vllm_offloading import open_copiers
+    from tiers.engine.vllm_offloading import copiers_of
 
     tensor = torch.arange(4, dtype=torch.int8).repeat_interleave(4096).reshape(4, 4096).clone()
     refs = [[CanonicalKVCacheRef(0, 4096)], [CanonicalKVCacheRef(0, 2560)]]
-    copiers = open_copiers(CanonicalKVCaches([CanonicalKVCacheTensor(tensor, 4096)], refs))
+    copiers = copiers_of(CanonicalKVCaches([CanonicalKVCacheTensor(tensor, 4096)], refs))
     assert [copier.payload_bytes for copier in copiers] == [4096, 2560]
 
     handshake = WorkerHandshake(0, b"", 4096)
