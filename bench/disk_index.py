@@ -138,11 +138,11 @@ def _pages(folder: OpenFolder) -> int:
     """Bytes of the pages that the index's tables are on."""
     index = folder.index
     with index._env.begin() as txn:
-        stats = [txn.stat(table) for table in index._tables.values()]
+        stats = [txn.stat(table) for table in index._env.tables.values()]
     pages = sum(
         stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats
     )
-    return pages * int(stats[0]["psize"])
+    return int(pages * stats[0]["psize"])
 
 
 class _Dict:

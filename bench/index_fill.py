@@ -47,11 +47,11 @@ def fill(path: Path, count: int) -> None:
         _append_uses(index, range(start, min(count, start + _AT_ONCE)), ranges)
     while ranges:
         with index._env.begin(write=True) as txn:
-            txn.cursor(index._tables["blocks"]).putmulti(_rows(ranges.pop()))
+            txn.cursor(index._env.tables["blocks"]).putmulti(_rows(ranges.pop()))
     with index._env.begin(write=True) as txn:
-        txn.put(SIZE_ROW.pack(SIZE), SIZE_ROW.pack(count), db=index._tables["lengths"])
+        txn.put(SIZE_ROW.pack(SIZE), SIZE_ROW.pack(count), db=index._env.tables["lengths"])
         state = STATE.pack(count * SIZE, count * SIZE, count)
-        txn.put(b"state", state, db=index._tables["meta"])
+        txn.put(b"state", state, db=index._env.tables["meta"])
     folder.slabs[SIZE]  # makes the file
     os.truncate(path / f"slab-{SIZE}.dat", count * SIZE)
     open_folders.release(folder)
@@ -61,7 +61,7 @@ def _append_uses(index: Index, numbers: range, ranges: list[bytearray]) -> None:
     keys = [index_key(block_key(number)) for number in numbers]
     uses = [(STAMP.pack(number), key) for number, key in zip(numbers, keys, strict=True)]
     with index._env.begin(write=True) as txn:
-        txn.cursor(index._tables["recency"]).putmulti(uses, append=True)
+        txn.cursor(index._env.tables["recency"]).putmulti(uses, append=True)
     for number, key in zip(numbers, keys, strict=True):
         ranges[key[DIGEST_WORD.start]] += _ROW.pack(key[DIGEST_WORD.start :], number)
 

@@ -126,7 +126,7 @@ def test_damage_found_while_open_is_not_kept(tmp_path: Path) -> None:
         put(store, keys(0, 1, 2))
         index = store._folder.index
         with index._env.begin(write=True) as txn:
-            txn.put(index_key(key(1)), b"a row of another length", db=index._tables["blocks"])
+            txn.put(index_key(key(1)), b"a row of another length", db=index._env.tables["blocks"])
         for _ in range(2):
             with pytest.raises(TierUnavailable, match="damaged"):
                 get(store, keys(0, 1))

@@ -278,7 +278,7 @@ def test_damage_that_shows_after_the_lock_is_let_go(tmp_path: Path) -> None:
         put(store, keys(0, 1))
         index = store._folder.index
         with index._env.begin(write=True) as txn:
-            txn.put(b"no slot", b"", db=index._tables["free"])
+            txn.put(b"no slot", b"", db=index._env.tables["free"])
     with opened(tmp_path) as store:
         assert get(store, keys(0)) == [False]
         assert put(store, keys(0)) == [True]

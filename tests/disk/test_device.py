@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.support.disk_audit import MODE, PAYLOAD, audit, get, keys, open_disk, opened, put
 from tests.support.disk_mounts import run_mounted
+from tiers.disk.folder import upkeep
 from tiers.disk.slab import Slab
-from tiers.errors import TierUnavailable
+from tiers.disk.store import DiskStore
+from tiers.errors import TierFull, TierUnavailable
 from tiers.testing import Memory
 
 WAIT_S = 60.0
@@ -135,6 +140,46 @@ def test_a_path_that_turns_read_only(
     monkeypatch.setenv(MODE, mode)
     image = f'"{tmp_path}/image"'
     run_mounted(f"truncate -s 32M {image} && mkfs.ext4 -q {image}", READ_ONLY, tmp_path)
+
+
+def commits_end_at(store: DiskStore) -> int:
+    """The handle by which LMDB writes the end of a commit; of one that is synced one of its own."""
+    index = f"{store._folder.path}/index.mdb"
+    handles = [int(name) for name in os.listdir("/proc/self/fd")]
+    ours = [one for one in handles if os.path.realpath(f"/proc/self/fd/{one}") == index]
+    (found,) = (one for one in ours if fcntl.fcntl(one, fcntl.F_GETFL) & os.O_DSYNC)
+    return found
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="an error of the device in the write that ends a commit, `durability: sync`",
+    outcome="misses for a second or two; then the index is opened anew, with all that was stored",
+)
+def test_an_index_that_lmdb_gave_up_is_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(MODE, "buffered sync")
+    monkeypatch.setattr(upkeep, "EVERY_S", 0.02)
+    with opened(tmp_path) as store, opened(tmp_path) as scheduler:
+        put(store, keys(0, 1))
+        handle = commits_end_at(store)
+        kept, broken = os.dup(handle), os.open("/dev/full", os.O_RDWR)
+        os.dup2(broken, handle)
+        with pytest.raises(TierFull):
+            put(store, keys(2))
+        os.dup2(kept, handle)
+        os.close(kept)
+        os.close(broken)
+        end = time.monotonic() + WAIT_S
+        while "opened anew" not in caplog.text and time.monotonic() < end:
+            with suppress(TierUnavailable):
+                get(scheduler, keys(0))
+        assert get(store, keys(0, 1, 2)) == [True, True, False]
+        assert put(store, keys(2, 3)) == [True, True]
+        assert scheduler.peek(keys(0, 1, 2, 3, 4)) == [True, True, True, True, False]
+        assert get(scheduler, keys(0, 1, 2, 3)) == [True] * 4
+        audit(store)
 
 
 class Stall:

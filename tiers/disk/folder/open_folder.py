@@ -59,7 +59,7 @@ class OpenFolder:
         self.fingerprints = FingerprintIndex(index)
         ours = (self._write_uses, self.index.clear_readers, self._shrink, self._sweep)
         others = (self.fingerprints.follow, Keeping(folder, owner.file).look)
-        self.upkeep = Upkeep(self.path, self.in_use, (*ours, *others))
+        self.upkeep = Upkeep(self.path, self.in_use, (self.index.reopen, *ours, *others))
         self._owner = owner
         self._release = release
         self._swept: Slot | None = None

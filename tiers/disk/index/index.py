@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import lmdb
 
 from tiers.block import FORMAT_VERSION
-from tiers.disk.failures import Damaged
 from tiers.disk.index.edit import Edit
+from tiers.disk.index.environment import Environment
 from tiers.disk.index.rows import (
     INDEX_KEY_BYTES,
     ROW,
@@ -100,8 +100,9 @@ class Index:
         self._pages = 0
         self._checked = -math.inf
         _allocate_readers(path)
-        self._env = lmdb.open(
-            str(path),
+        self._env = Environment(
+            path,
+            _TABLES,
             subdir=False,
             map_size=map_bytes,
             mode=0o600,
@@ -111,21 +112,12 @@ class Index:
             max_readers=_MAX_READERS,
         )
         try:
-            self._require_whole_file()
             self.clear_readers()
             self._require_format()
-            self._tables = {name: self._env.open_db(name.encode()) for name in _TABLES}
+            self._env.open_tables()
         except BaseException:
             self._env.close()
             raise
-
-    def _require_whole_file(self) -> None:
-        # Reading a mapped page behind the end of a cut file would kill the process by SIGBUS.
-        with self._env.begin() as txn:
-            page = txn.stat(self._env.open_db(None, txn))["psize"]
-        need, size = (self._env.info()["last_pgno"] + 1) * page, os.stat(self._path).st_size
-        if size < need:
-            raise Damaged(f"{self._path} has {size} bytes, {need} expected")
 
     def _require_format(self) -> None:
         with self._env.begin(write=True) as txn:
@@ -149,19 +141,19 @@ class Index:
 
     def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """Return each key's live block, or None."""
-        with self._env.begin(db=self._tables["blocks"]) as txn:
+        with self._env.begin("blocks") as txn:
             found = [txn.get(key) for key in keys]
         return [None if data is None else parse_entry(data) for data in found]
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Say for each key whether it is live. Reads mapped memory and takes no lock."""
-        with self._env.begin(db=self._tables["blocks"]) as txn:
+        with self._env.begin("blocks") as txn:
             return [txn.get(key) is not None for key in keys]
 
     def starting_with(self, beginning: bytes, most: int) -> list[bytes]:
         """The first `most` live keys that begin with these bytes."""
         keys: list[bytes] = []
-        with self._env.begin(db=self._tables["blocks"]) as txn:
+        with self._env.begin("blocks") as txn:
             cursor = txn.cursor()
             more = cursor.set_range(beginning)
             while more and len(keys) < most and cursor.key().startswith(beginning):
@@ -173,12 +165,12 @@ class Index:
         """Return the first `limit` live keys after key `after`, and the log's rows after row `row`,
         from one reading. None if the log no longer goes back to row `row`."""
         with self._env.begin() as txn:
-            log = txn.cursor(self._tables["changes"])
+            log = txn.cursor(self._env.tables["changes"])
             last = fields(ROW, log.key())[0] if log.last() else 0
             changes = _changes(log, last, last if row is None else row, None)
             if changes is None:
                 return None
-            blocks = txn.cursor(self._tables["blocks"])
+            blocks = txn.cursor(self._env.tables["blocks"])
             more = blocks.set_range(after + b"\0")
             found = list(islice(blocks.iternext(values=False), limit)) if more else []
         keys = b"".join(found)
@@ -189,7 +181,7 @@ class Index:
     def changes(self, after: int, limit: int) -> list[array[int]] | None:
         """Return the log's rows after row `after`, `limit` at most: fingerprints in the order of
         their changes. None if the log no longer goes back to row `after`."""
-        with self._env.begin(db=self._tables["changes"]) as txn:
+        with self._env.begin("changes") as txn:
             log = txn.cursor()
             last = fields(ROW, log.key())[0] if log.last() else 0
             return _changes(log, last, after, limit)
@@ -197,8 +189,8 @@ class Index:
     def usage(self) -> Usage:
         """Count live blocks, and the bytes of live and reserved slots."""
         with self._env.begin() as txn:
-            blocks = txn.stat(self._tables["blocks"])["entries"]
-            data = txn.get(b"state", db=self._tables["meta"])
+            blocks = txn.stat(self._env.tables["blocks"])["entries"]
+            data = txn.get(b"state", db=self._env.tables["meta"])
         capacity, used, _ = fields(STATE, data) if data else (0, 0, 0)
         return Usage(blocks=blocks, used=used, capacity=capacity)
 
@@ -206,9 +198,13 @@ class Index:
     def edit(self, owner: bytes) -> Iterator[Edit]:
         """One write transaction: applies all of the body's changes, or none if the body raises."""
         with self._env.begin(write=True) as txn:
-            edit = Edit(txn, self._tables, owner)
+            edit = Edit(txn, self._env.tables, owner)
             yield edit
             edit.save_state()
+
+    def reopen(self) -> None:
+        """Open the index anew if LMDB refuses all (see `environment`)."""
+        self._env.reopen()
 
     def clear_readers(self) -> None:
         """Remove dead processes from LMDB's table of readers, every minute and when the file grew:
@@ -220,7 +216,7 @@ class Index:
 
     def sync(self) -> None:
         """Sync all commits to the device."""
-        self._env.sync(True)
+        self._env.sync()
 
     def close(self) -> None:
         """Unmap. Not while another thread is in a method."""
