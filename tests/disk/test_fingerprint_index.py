@@ -282,7 +282,14 @@ def test_a_table_takes_no_thread_of_reads_and_writes(
         over.set()
 
 
-@pytest.mark.parametrize("error", [lmdb.ReadersFullError("readers"), OSError(ENOMEM, "memory")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        lmdb.ReadersFullError("readers"),
+        OSError(ENOMEM, "memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
 def test_where_no_other_table_can_be_made_the_index_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

@@ -250,7 +250,7 @@ class FingerprintIndex:
                     self._renewing = self._renewing and not self._follow()
                 if self._renewing:
                     time.sleep(_PAUSE_S)
-        except (lmdb.Error, OSError, MemoryError) as error:
+        except (lmdb.Error, OSError, MemoryError, RuntimeError) as error:  # the last is of torch
             # `_renewing` stays set: there is no memory for another, or the index can't be read, and
             # lookups that ask it will say so. The one there is may have lost the log.
             self._table = None
