@@ -545,6 +545,24 @@ def test_a_store_that_fails_to_close_is_told(caplog: pytest.LogCaptureFixture) -
     ]
 
 
+@pytest.mark.parametrize("error", [None, OSError("bad")])
+def test_close_reaches_a_store_when_no_thread_can_be_had(
+    error: OSError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python 3.12 on none can while the interpreter ends, when an engine may close us."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    store = Store()
+    store.error = error
+    guarded = Guarded(store, "t")
+    monkeypatch.setattr(threading.Thread, "start", start)
+    guarded.close()
+    guarded.close()
+    assert store.asked == ["close"]
+
+
 def test_failures_of_many_threads_are_all_counted(clock: Clock) -> None:
     store = Store()
     store.error = TierFull("full")

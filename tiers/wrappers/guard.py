@@ -175,7 +175,12 @@ class Guarded(StoreWrapper):
         self._closed = True
         self._closing = self._writes.enter()
         attempt = _Attempt(self, self._writes, self._closing)
-        if not wait([in_background(partial(self._close, attempt), "close")], CLOSE_SECONDS).done:
+        try:
+            closing = in_background(partial(self._close, attempt), "close")
+        except RuntimeError:  # no thread can be had, as while the interpreter ends
+            self._close(attempt)
+            return
+        if not wait([closing], CLOSE_SECONDS).done:
             self.failures.count("Late")
             self._log.hangs_in_close(CLOSE_SECONDS)
 
