@@ -65,12 +65,12 @@ def test_threads_that_can_t_be_had_now_are_told_now(
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="new thread"):
-        io_executor(4, "test", start=True)
+        io_executor(4, "test")
     assert not any(thread.is_alive() for thread in begun)
 
 
 def test_threads_that_are_started_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with io_executor(4, "test", start=True) as pool:
+    with io_executor(4, "test") as pool:
         monkeypatch.setattr(threading.Thread, "start", None)
         together = threading.Barrier(4)
         for place in [pool.submit(together.wait, 10) for _ in range(4)]:

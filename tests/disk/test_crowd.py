@@ -283,3 +283,4 @@ def test_damage_that_shows_after_the_lock_is_let_go(tmp_path: Path) -> None:
         assert get(store, keys(0)) == [False]
         assert put(store, keys(0)) == [True]
         audit(store)
+        assert sum("disk-table" in thread.name for thread in threading.enumerate()) == 1

@@ -22,24 +22,24 @@ environment tells whether it does."""
 _BINDS_NOT = {"", "false", "none", "disabled"}
 
 
-def io_executor(count: int, name: str, start: bool = False) -> ThreadPoolExecutor:
-    """Make an executor of at most `count` threads, named `kvtiers-NAME_N`, by `widen_affinity`.
+def io_executor(count: int, name: str) -> ThreadPoolExecutor:
+    """Make an executor of `count` threads, named `kvtiers-NAME_N`, by `widen_affinity`. They begin
+    now: raises RuntimeError if they can't be had.
 
-    With `start` the threads begin now, and RuntimeError is raised if they can't be had. Otherwise a
-    `submit` raises it, and yet leaves its call in the queue, for a thread that begins later.
+    Otherwise a `submit`, on the engine's thread perhaps, would raise it, and yet leave its call in
+    the queue, for a thread that begins later.
     """
     executor = ThreadPoolExecutor(
         count, thread_name_prefix=f"kvtiers-{name}", initializer=widen_affinity
     )
-    if start:
-        all_here = threading.Barrier(count)
-        try:
-            for _ in range(count):
-                executor.submit(all_here.wait)
-        except RuntimeError:
-            all_here.abort()
-            executor.shutdown()
-            raise
+    all_here = threading.Barrier(count)
+    try:
+        for _ in range(count):
+            executor.submit(all_here.wait)
+    except RuntimeError:
+        all_here.abort()
+        executor.shutdown()
+        raise
     return executor
 
 

@@ -53,9 +53,7 @@ class OpenFolder:
         self.index = index
         self.slabs = slabs
         self.pid = os.getpid()
-        # Started now: a call left in the queue would move bytes after its verb, in memory that is
-        # another block's by then.
-        self.threads = io_executor(THREADS, "disk", start=True)
+        self.threads = io_executor(THREADS, "disk")
         self.fingerprints = FingerprintIndex(index)
         ours = (self._write_uses, self.index.clear_readers, self._shrink, self._sweep)
         others = (self.fingerprints.follow, Keeping(folder, owner.file).look)
@@ -234,6 +232,7 @@ class OpenFolder:
     def abandon(self) -> None:
         """Close a folder that could not be started; the owner file stays and asks for repair."""
         self.threads.shutdown()
+        self.fingerprints.close()
         self.index.close()
         self.slabs.close()
         self._owner.leave(clean=False)

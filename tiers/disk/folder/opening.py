@@ -140,6 +140,7 @@ def _open_files(
         undo.callback(slabs.close)
         opened = OpenFolder(folder, index, slabs, owner, access, release)
         undo.callback(opened.threads.shutdown)
+        undo.callback(opened.fingerprints.close)
         if not owners.alive:
             clean_close.remove(folder)
         with opened.edit() as edit:
