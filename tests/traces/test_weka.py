@@ -65,6 +65,11 @@ def test_conversations_run_so_many_at_a_time(tmp_path: Path) -> None:
     assert starts == {1: [0, 2000, 4000], 2: [0, 0, 2000], 3: [0, 0, 0]}
 
 
+def test_more_at_a_time_than_there_are_takes_no_time(tmp_path: Path) -> None:
+    folder = written(tmp_path, *[conversation(call(5, 1))] * 3)
+    assert [r.timestamp for r in open_trace(folder, conversations=10**15)] == [0, 0, 0]
+
+
 def test_a_conversation_a_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f"{json.dumps(conversation(call(0, 1)))}\n" for _ in range(3)))

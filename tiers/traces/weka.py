@@ -73,15 +73,17 @@ def _interleaved(found: Iterator[_Conversation], at_a_time: int) -> Iterator[Tra
     """The requests of all conversations by time, where so many run at a time."""
     running: list[tuple[float, int, float, int, _Conversation]] = []
 
-    def start(number: int, time: float) -> None:
+    def start(number: int, time: float) -> bool:
         for one in found:
             if one.calls:
                 began = time - one.calls[0].seconds
                 heapq.heappush(running, (time, number, began, 0, one))
-                return
+                return True
+        return False
 
     for number in range(at_a_time):
-        start(number, 0.0)
+        if not start(number, 0.0):
+            break
     while running:
         time, number, began, position, one = running[0]
         call = one.calls[position]
