@@ -118,6 +118,16 @@ def test_config_prints_one_line_for_vllm_that_names_the_file(
     }
 
 
+def test_config_names_no_pipe(chain: Any) -> None:
+    """Its name was handed to vLLM, which finds nothing there."""
+    command = f'"{KVTIERS}" config /dev/stdin'
+    done = subprocess.run(
+        ["sh", "-c", f'cat "{chain(README)}" | {command}'], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("/dev/stdin: found no file; vLLM opens it again")
+
+
 def test_config_of_a_broken_chain_prints_no_json(kvtiers: Run, chain: Any) -> None:
     status, out, err = kvtiers("config", chain("version: 1\n"))
     assert (status, out) == (2, "") and "tiers: found nothing" in err

@@ -6,7 +6,7 @@ import json
 
 import typer
 
-from tiers.cli.arguments import ChainFile
+from tiers.cli.arguments import ChainFile, refused
 
 
 def config(file: ChainFile) -> None:
@@ -18,4 +18,6 @@ def config(file: ChainFile) -> None:
     from tiers.engine.plugin import transfer_config
 
     load_chain(file)
+    if not file.is_file():
+        raise refused(f"{file}: found no file; vLLM opens it again, so write the chain to a file")
     typer.echo(json.dumps(transfer_config(file), separators=(",", ":")))
