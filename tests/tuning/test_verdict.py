@@ -87,7 +87,17 @@ def test_no_size_beyond_what_serves_all() -> None:
     given = budget({"cpu": (100, {}), "disk": (10_000, {})})
     sizes = worth_trying(given, lambda size: min(size / BLOCK, 500) / 500)
     assert [size / BLOCK for size in sizes["cpu"]] == pytest.approx([100, 50, 25, 12.5, 6.25])
-    assert sizes["disk"][0] / BLOCK == pytest.approx(500 * 1.1, rel=0.4)
+    assert sizes["disk"][0] / BLOCK == pytest.approx(500 * 1.1, rel=0.06)
+
+
+@pytest.mark.parametrize("limit", [1_000, 10_000, 10**7, 2**62 // BLOCK])
+def test_a_limit_far_beyond_what_serves_all_changes_no_size(limit: int) -> None:
+    """It was found to a part of the limit, so that all sizes were too large and broke a price."""
+    given = budget({"disk": (limit, {})})
+    (sizes,) = worth_trying(given, lambda size: min(size / BLOCK, 500) / 500).values()
+    assert [size / BLOCK for size in sizes] == pytest.approx([550, 275, 137, 69, 34], rel=0.06)
+    (nothing,) = worth_trying(given, lambda size: 0.0).values()
+    assert nothing == (1,)
 
 
 @pytest.fixture(scope="module")

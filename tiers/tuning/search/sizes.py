@@ -43,7 +43,8 @@ def _sizes(limit: int, stored_share: float, hit_ratio: Callable[[int], float]) -
 def _least(limit: int, ratio: Callable[[int], float]) -> int:
     """The least size that serves all that can be served, or the limit if that does not."""
     low, high, enough = 0, limit, ratio(ALL) - FLAT
-    while high - low > limit / 64:
+    # To a part of what suffices, not of the limit, which may be thousands of times as much.
+    while high - low > max(1, high / 64):
         middle = (low + high) // 2
         low, high = (low, middle) if ratio(middle) >= enough else (middle, high)
     return high
