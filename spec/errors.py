@@ -24,3 +24,9 @@ def told(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 - its own __str__
         return type(error).__name__
+
+
+def one_line(text: str) -> str:
+    """The text without what moves a cursor, begins a line or is no Unicode, as names may have it
+    that a client, a plugin or a file chose."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from spec.chain import FORMAT_VERSION, MAX_TIERS, ChainSpec, name_clashes
 from spec.document import Document, Loc
+from spec.errors import one_line
 from spec.fields import mask_secrets
 from spec.hints import RENAMED, closest, did_you_mean, one_of
 from spec.registry import BrokenTierType, UnknownTierType, tier_class, tier_types
@@ -90,8 +91,7 @@ def problem_line(source: str, number: int | None, loc: Loc, found: str, remedy: 
     """Format one problem as one line, without control characters."""
     place = source if number is None else f"{source}:{number}"
     key = f"{_key(loc)}: " if loc else ""
-    text = f"{place}: {key}found {found}; {remedy}"
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return one_line(f"{place}: {key}found {found}; {remedy}")
 
 
 def _line(problem: Problem, document: Document, source: str, slips: Mapping[Loc, Loc]) -> str:

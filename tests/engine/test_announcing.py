@@ -83,3 +83,19 @@ def test_a_store_that_can_not_tell_is_used_all_the_same(
     ask(made, LONG[:40])
     made.settle()
     assert mute.blocks
+
+
+class _Forging(MemoryStore):
+    def describe(self) -> str:
+        return "here\nERROR the engine\x1b[2J"
+
+
+def test_what_a_store_tells_is_one_line(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(SlowSpec, "open", lambda spec, site: _Forging())
+    engine(chain_of(cpu(20)).model_copy(update={"tiers": (SlowSpec(type="slow"),)}))
+    assert said(caplog)[1] == (
+        r"tier 'slow' is open, load priority 1 of 1: here\nERROR the engine\x1b[2J"
+    )

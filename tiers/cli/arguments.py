@@ -38,11 +38,6 @@ JsonFile = Annotated[
 ]
 
 
-def one_line(text: str) -> str:
-    """The text without what moves a cursor or is no Unicode, as names of files may have it."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def refused(why: object, status: int = 2) -> typer.Exit:
     """Print why there is no result, and return the exit with that status."""
     typer.echo(str(why), err=True)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spec.errors import one_line
 from tiers.cli.arguments import (
     Conversations,
     JsonFile,
     SkipBadLines,
     TraceFile,
     check_places,
-    one_line,
     refused,
 )
 

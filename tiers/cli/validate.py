@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tiers.cli.arguments import ChainFile, one_line
+from spec.errors import one_line
+from tiers.cli.arguments import ChainFile
 
 if TYPE_CHECKING:
     from spec.chain import ChainSpec

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from spec.errors import one_line
 from tiers.explain.accounts import REASONS
 
 PARTS = ("queue", "load", "check", "copy")
@@ -14,7 +15,7 @@ Told = Mapping[str, Any]
 
 def lines(told: Told) -> Iterator[str]:
     """The lines that tell of one request."""
-    name = _clean(told["request"])
+    name = one_line(str(told["request"]))
     yield f"request {name}: {told['state']}, {told['prompt_tokens']} prompt tokens"
     attempts = told["attempts"]
     for number, attempt in enumerate(attempts, 1):
@@ -29,17 +30,17 @@ def lines(told: Told) -> Iterator[str]:
 def _attempt(one: Told) -> Iterator[str]:
     yield f"  {_sources(one)}"
     for tier in one["tiers"]:
-        yield f"    {_clean(tier['tier'])}: {_tier(tier)}"
+        yield f"    {one_line(str(tier['tier']))}: {_tier(tier)}"
     times = {name.replace("_", " "): ms for name, ms in one["milliseconds"].items() if ms}
     if times:
         yield "    ms: " + ", ".join(f"{name} {ms:g}" for name, ms in times.items())
     if "waited_for" in one:
-        yield f"    waited for the load of request {_clean(one['waited_for'])}"
+        yield f"    waited for the load of request {one_line(str(one['waited_for']))}"
 
 
 def _sources(one: Told) -> str:
     parts = [(one["own_cache"], "own cache")]
-    parts += [(tokens, _clean(name)) for name, tokens in one["loaded"].items()]
+    parts += [(tokens, one_line(str(name))) for name, tokens in one["loaded"].items()]
     if one["elsewhere"]:
         parts.append((one["elsewhere"], "elsewhere (another connector, or part of a block)"))
     parts.append((one["computed"], "computed"))
@@ -63,8 +64,3 @@ def _tier(tier: Told) -> str:
         parts = ", ".join(f"{name} {tier[f'{name}_ms']:g}" for name in PARTS)
         said += f"; {tier['wait_ms']:g} ms ({parts})"
     return said
-
-
-def _clean(name: object) -> str:
-    """A name that a client chose, without what a terminal would obey."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from spec.chain import ChainSpec
-from spec.errors import told
+from spec.errors import one_line, told
 from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
 from tiers.store import Described, Measured, TierStore, capability
@@ -50,7 +50,7 @@ class Announcer:
             tier.tier_name,
             place,
             len(self._chain.tiers),
-            ", ".join(facts) or f"type {tier.type}",
+            one_line(", ".join(facts)) or f"type {tier.type}",
         )
 
 
