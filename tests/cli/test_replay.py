@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cli.conftest import Ran
 
@@ -76,6 +77,18 @@ def test_what_is_wrong_is_said(
     (tmp_path / "trace.jsonl").write_text("{}\n")
     ran = kvtiers("replay", *arguments, "--simulate")
     assert ran.status == 2 and "trace.jsonl:1" in ran.err
+
+
+def test_prompts_that_no_engine_serves_are_said(
+    kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path
+) -> None:
+    """A replay for real refuses them; the simulation waited for room, and gave its times."""
+    profile = tmp_path / "profile.yaml"
+    for cache, warned in (("64MB", True), (0, False), ("2GiB", False)):
+        profile.write_text(yaml.safe_dump(yaml.safe_load(PROFILE) | {"engine_cache": cache}))
+        ran = kvtiers("replay", *arguments, "--simulate")
+        assert ran.status == 0
+        assert ("100 prompts are longer than the engine's cache" in ran.out) is warned, cache
 
 
 def test_rules_that_are_not_replayed_are_said(

@@ -70,6 +70,8 @@ class Report:
     ttft_quarters: tuple[tuple[float, float], ...] = ()
     """Mean and p99 of each quarter of the counted prompts, in the order in which they ended: how
     much they vary over time."""
+    too_long: int = 0
+    """Counted prompts that the engine's own cache can't hold, so that no engine serves them."""
 
     @property
     def hit_tokens(self) -> Mapping[str, int]:
@@ -100,18 +102,23 @@ class Report:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Why times are not to be trusted, where they are not."""
+        """Why figures are not to be trusted, where they are not."""
+        long = (
+            f"{self.too_long:,} prompts are longer than the engine's cache, and no engine serves "
+            "such: give the machine more engine_cache"
+        )
         busy = [
             ("the GPUs", self.gpu_load),
             *((f"{t.name}'s loads", t.load_busy) for t in self.tiers),
         ]
-        return tuple(
+        busy_ones = (
             f"{what} are busy for {share:.0%} of the time: beyond {TRUSTED_LOAD:.0%} a rate that "
             "is a few percent wrong changes waiting times many times over, so trust hit tokens and "
             "shares here, and not times"
             for what, share in busy
             if share > TRUSTED_LOAD
         )
+        return (*([long] if self.too_long else []), *busy_ones)
 
     def to_json(self) -> dict[str, Any]:
         """All of it, for `json.dumps`."""

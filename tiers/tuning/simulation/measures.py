@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.report import DAY, Report, TierUse, quantile, quarters
@@ -44,7 +45,15 @@ def report_of(engine: Engine, chain: SimChain, machine: Machine) -> Report:
         ttft_p99=quantile(waits, 0.99),
         prefill_seconds_saved=tier_hits / machine.prefill_rate,
         ttft_quarters=quarters(engine.waits),
+        too_long=_too_long(workload.tokens[engine.warm :], size, machine),
     )
+
+
+def _too_long(prompts: Sequence[int], size: int, machine: Machine) -> int:
+    """How many prompts the engine's cache can't hold; one of 0 bytes is that of an engine without a
+    prefix cache, which never lacks room here."""
+    blocks = machine.engine_cache // (machine.kv_bytes_per_token * size)
+    return sum(-(-tokens // size) > blocks for tokens in prompts) if machine.engine_cache else 0
 
 
 def _use(
