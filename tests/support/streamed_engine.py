@@ -114,6 +114,7 @@ class StreamedEngine(ReplayEngine):
         patch.setattr(staging, "WAVE_BYTES", WAVE_ROWS * 4096)
         patch.setattr(cuda, "open_copies", PageCopies)
         patch.setattr(loads, "WAVE_BYTES", 2 * WAVE_ROWS * 4096)
+        patch.setattr(loads, "READ_BYTES", 2 * WAVE_ROWS * 4096)
         for module in (staging, loads, worker, checksums):
             patch.setattr(module, "io_executor", self.threads.executor)
         patch.setattr(loads, "wait_a_moment", lambda futures: None)

@@ -90,7 +90,7 @@ def test_a_prefix_loaded_in_waves_is_evicted_from_its_tail(
     engine: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where what was loaded is not offered to the tiers, which would count it as used once more."""
-    monkeypatch.setattr(loads, "WAVE_BYTES", 4 * SLOT)
+    monkeypatch.setattr(loads, "READ_BYTES", 4 * SLOT)
     chain = chain_of(tier("disk", tmp_path), promote=False)
     made = engine(chain, num_blocks=24, prefix_caching=False)
     tokens = store(made, range(BLOCKS * SIZE))

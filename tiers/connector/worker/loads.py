@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from itertools import chain
 from typing import NamedTuple
 
 from tiers.concurrency.executors import io_executor, wait_a_moment
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.contract.generation import space_of
-from tiers.connector.contract.messages import JobResult, LoadItem, LoadJob, LoadTimes
+from tiers.connector.contract.messages import JobResult, LoadJob
 from tiers.connector.worker.host_slots import HostSlots
+from tiers.connector.worker.load import Load, Numbered
 from tiers.errors import TierUnusable
 from tiers.host.memory import SlotMemory, slot_stride
 from tiers.store import Block
@@ -25,8 +26,12 @@ logger = logging.getLogger(__name__)
 LOADERS = 2
 """Loads under way at once."""
 WAVE_BYTES = 32 << 20
-"""Bytes that a loader copies at once, and the memory through which it passes stores' blocks."""
-_Numbered = list[tuple[int, LoadItem]]
+"""Bytes that a loader copies at once from the host pool."""
+BOUNCES = 2
+"""Pieces of memory through which a loader passes a store's blocks: one is read into while the other
+is copied."""
+READ_BYTES = 16 << 20
+"""Bytes of one of them."""
 
 
 class Ended(NamedTuple):
@@ -38,63 +43,12 @@ class Ended(NamedTuple):
     damaged: int
 
 
-class _Laps:
-    """What a load spends its time on, from one lap to the next. Used by the load's thread."""
+class _Read(NamedTuple):
+    """What came of reading a wave from a store: which items are `held`, None if there was no time;
+    seconds `waited` for `load_rate` before."""
 
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self._spent = dict.fromkeys(LoadTimes._fields, 0.0)
-
-    def lap(self, part: str) -> None:
-        """All since the last lap was spent on `part`, a field of LoadTimes."""
-        now = time.perf_counter()
-        self._spent[part] += now - self._last
-        self._last = now
-
-    @property
-    def times(self) -> LoadTimes:
-        """What has been spent so far."""
-        return LoadTimes(**self._spent)
-
-
-class _Load:
-    """A load under way. Nothing is copied after `end`."""
-
-    def __init__(self, job: LoadJob, now: float) -> None:
-        self.job = job
-        self.until = now + job.seconds
-        self.seconds = job.seconds
-        """What moving the blocks took, once that is known."""
-        self.damaged = 0
-        self.laps = _Laps()
-        self._lost: set[int] = set()
-        self._arrived: set[int] = set()
-        self._is_over = False
-        # Held during copies into the engine's memory. The engine may reuse a load's blocks after
-        # `end`, which without the lock could come between the check of `_is_over` and the copy.
-        self._lock = threading.Lock()
-
-    def record_missing(self, wave: _Numbered, held: Sequence[bool]) -> None:
-        """Record the items of a wave that the tier does not have."""
-        with self._lock:
-            self._lost.update(i for (i, _), ok in zip(wave, held, strict=True) if not ok)
-
-    def copy_in(self, indexes: Sequence[int], copy: Callable[[], None]) -> bool:
-        """Call `copy` for these items, unless the load is over; return whether it was not."""
-        with self._lock:
-            if self._is_over:
-                return False
-            copy()
-            self._arrived.update(indexes)
-            return True
-
-    def end(self) -> tuple[set[int], set[int]]:
-        """End the load; return the items that did not arrive, and those of them that the tier does
-        not have. Waits for the copy under way at most."""
-        with self._lock:
-            self._is_over = True
-            failed = set(range(len(self.job.items))) - self._arrived
-            return failed, self._lost & failed
+    held: list[bool] | None
+    waited: float
 
 
 class Loading:
@@ -115,20 +69,23 @@ class Loading:
             logger, where, "loads failed on this worker", logging.ERROR
         )
         self._damage_log = RepeatedLog(logger, where, "blocks were damaged in host memory")
-        self._loads: list[tuple[_Load, Future[None]]] = []
-        self._bounce: list[SlotMemory] = []
+        self._loads: list[tuple[Load, Future[None]]] = []
+        self._bounces: list[list[SlotMemory]] = []
         self._threads = io_executor(LOADERS, f"load-{tier}")
+        self._readers = io_executor(LOADERS, f"read-{tier}")
 
     def open(self) -> None:
         """Allocate the memory through which stores' blocks pass; the paged KV is registered. Raises
         TierUnusable if memory is short."""
         payload, copier = self._host.payload_bytes, self._host.copier
-        rows = min(64, max(1, WAVE_BYTES // slot_stride(payload)))
+        rows = min(64, max(1, READ_BYTES // slot_stride(payload)))
         # Touched now: a first load would take twice as long otherwise.
-        self._bounce = []
+        self._bounces = []
         try:
             for _ in range(LOADERS):
-                self._bounce.append(SlotMemory(rows, payload, copier.pin, touch=True))
+                self._bounces.append(
+                    [SlotMemory(rows, payload, copier.pin, touch=True) for _ in range(BOUNCES)]
+                )
         except (TierUnusable, OSError) as error:
             raise TierUnusable(f"there is no memory to load its blocks through: {error}") from error
 
@@ -140,16 +97,16 @@ class Loading:
     def begin(self, jobs: Sequence[LoadJob]) -> None:
         """Begin loads; each copies after the work queued on the engine's device so far."""
         for job in jobs:
-            load, fence = _Load(job, self._host.now()), self._host.copier.fence()
+            load, fence = Load(job, self._host.now()), self._host.copier.fence()
             self._loads.append((load, self._threads.submit(self._run, load, fence)))
 
-    def _run(self, load: _Load, fence: object) -> None:
+    def _run(self, load: Load, fence: object) -> None:
         began = self._host.now()
         load.laps.lap("queue")
         self._load_items(load, fence)
         load.seconds = self._host.now() - began
 
-    def _load_items(self, load: _Load, fence: object) -> None:
+    def _load_items(self, load: Load, fence: object) -> None:
         numbered = list(enumerate(load.job.items))
         resident = [pair for pair in numbered if pair[1].slot is not None]
         stored = [pair for pair in numbered if pair[1].slot is None]
@@ -157,14 +114,14 @@ class Loading:
             self._load_resident(load, resident, fence)
         if not stored or self._store is None:
             return
-        # A thread runs one load at a time, so there is a bounce for each.
-        bounce = self._bounce.pop()
+        # A thread runs one load at a time, so there are bounces for each.
+        bounces = self._bounces.pop()
         try:
-            self._load_stored(load, self._store, bounce, stored, fence)
+            self._load_stored(load, self._store, bounces, stored, fence)
         finally:
-            self._bounce.append(bounce)
+            self._bounces.append(bounces)
 
-    def _load_resident(self, load: _Load, items: _Numbered, fence: object) -> None:
+    def _load_resident(self, load: Load, items: Numbered, fence: object) -> None:
         memory = self._host.memory
         # In waves: `end` waits for the copy under way.
         step = max(1, WAVE_BYTES // memory.rows.stride(0))
@@ -177,7 +134,7 @@ class Loading:
             if not self._copy_wave(load, memory, slots, wave, held, fence):
                 return
 
-    def _held(self, load: _Load, items: _Numbered, slots: Sequence[int]) -> list[bool]:
+    def _held(self, load: Load, items: Numbered, slots: Sequence[int]) -> list[bool]:
         held = self._host.wait_and_verify(slots, [item.key for _, item in items])
         if not self._verify:
             return held
@@ -186,33 +143,57 @@ class Loading:
         return intact
 
     def _load_stored(
-        self, load: _Load, store: Guarded, bounce: SlotMemory, items: _Numbered, fence: object
+        self,
+        load: Load,
+        store: Guarded,
+        bounces: Sequence[SlotMemory],
+        items: Numbered,
+        fence: object,
     ) -> None:
-        step = bounce.rows.shape[0]
+        """Read wave by wave; a wave is copied while the next one is read."""
+        step = bounces[0].rows.shape[0]
+        waves = [items[start : start + step] for start in range(0, len(items), step)]
+        ahead: Future[_Read] | None = None
+        try:
+            for number, wave in enumerate(waves):
+                bounce = bounces[number % BOUNCES]
+                read = ahead.result() if ahead else self._read(load, store, wave, bounce)
+                load.laps.lap("load", read.waited)
+                if read.held is None:
+                    return
+                if number + 1 < len(waves) and all(read.held):
+                    after = waves[number + 1], bounces[(number + 1) % BOUNCES]
+                    ahead = self._readers.submit(self._read, load, store, *after)
+                if not self._copy_wave(load, bounce, range(len(wave)), wave, read.held, fence):
+                    return
+        finally:
+            if ahead is not None:
+                wait([ahead])  # else another load could be given the memory that it reads into
+
+    def _read(self, load: Load, store: Guarded, wave: Numbered, bounce: SlotMemory) -> _Read:
+        """Read a wave from the store into a bounce."""
+        began = time.perf_counter()
+        in_time = self._rate_limit.take(len(wave) * self._host.payload_bytes, load.until)
+        waited = time.perf_counter() - began
+        if not in_time:
+            return _Read(None, waited)
         space = space_of(self._namespace, load.job.generation)
-        for start in range(0, len(items), step):
-            wave = items[start : start + step]
-            if not self._rate_limit.take(len(wave) * self._host.payload_bytes, load.until):
-                return
-            load.laps.lap("queue")
-            blocks = [
-                Block(space + item.key, bounce.payload(row)) for row, (_, item) in enumerate(wave)
-            ]
-            was_up = store.health.reads
-            got = store.get(blocks)
-            load.laps.lap("load")
-            # A tier that failed or was not asked may have them still.
-            if was_up and store.health.reads:
-                load.record_missing(wave, got)
-            if not self._copy_wave(load, bounce, range(len(wave)), wave, got, fence):
-                return
+        blocks = [
+            Block(space + item.key, bounce.payload(row)) for row, (_, item) in enumerate(wave)
+        ]
+        was_up = store.health.reads
+        held = store.get(blocks)
+        # A tier that failed or was not asked may have them still.
+        if was_up and store.health.reads:
+            load.record_missing(wave, held)
+        return _Read(held, waited)
 
     def _copy_wave(
         self,
-        load: _Load,
+        load: Load,
         memory: SlotMemory,
         rows: Sequence[int],
-        wave: _Numbered,
+        wave: Numbered,
         held: Sequence[bool],
         fence: object,
     ) -> bool:
@@ -238,8 +219,8 @@ class Loading:
         if idle:
             wait_a_moment([future for _, future in self._loads])
         now = self._host.now()
-        over: list[tuple[_Load, Future[None]]] = []
-        under_way: list[tuple[_Load, Future[None]]] = []
+        over: list[tuple[Load, Future[None]]] = []
+        under_way: list[tuple[Load, Future[None]]] = []
         for load, future in self._loads:
             is_over = future.done() or now >= load.until
             (over if is_over else under_way).append((load, future))
@@ -251,7 +232,7 @@ class Loading:
         for load, _ in self._loads:
             load.end()
 
-    def _end(self, load: _Load, future: Future[None]) -> Ended:
+    def _end(self, load: Load, future: Future[None]) -> Ended:
         in_time = future.done()
         if not in_time:
             future.cancel()
@@ -288,5 +269,6 @@ class Loading:
             future.cancel()
         wait([future for _, future in self._loads], drain)
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for bounce in self._bounce:
+        self._readers.shutdown(wait=False)
+        for bounce in chain.from_iterable(self._bounces):
             bounce.close()

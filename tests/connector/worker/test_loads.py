@@ -1,0 +1,168 @@
+"""A store's blocks: each wave is copied while the next is read, and no memory has two readers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import pytest
+import torch
+
+from tests.support.clock import wait_for
+from tiers.concurrency.rate_limit import RateLimit
+from tiers.connector.contract.messages import LoadItem, LoadJob
+from tiers.connector.worker import loads
+from tiers.connector.worker.host_slots import HostSlots
+from tiers.connector.worker.loads import Ended, Loading
+from tiers.host.memory import slot_stride
+from tiers.store import Block
+from tiers.wrappers.guard import HEALTHY, Guarded
+
+PAYLOAD = 4096
+ROWS = 2
+"""Blocks of a wave."""
+WAIT_S = 10.0
+
+
+class Host:
+    """An engine whose paged KV is one number for each block."""
+
+    payload_bytes = PAYLOAD
+    pin = False
+
+    def __init__(self) -> None:
+        self.paged: dict[int, int] = {}
+        self.before_copy: Callable[[], object] = int
+
+    @property
+    def copier(self) -> Host:
+        return self
+
+    def now(self) -> float:
+        return 0.0
+
+    def fence(self) -> object:
+        return None
+
+    def scatter(
+        self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
+    ) -> None:
+        self.before_copy()
+        self.paged.update({block: int(rows[s, 0]) for s, block in zip(slots, blocks, strict=True)})
+
+
+class Store:
+    """Each block is its key's number. Lacks the keys in `lacks`; reads of those in `gates` wait
+    until these are open."""
+
+    health = HEALTHY
+
+    def __init__(self) -> None:
+        self.lacks: set[bytes] = set()
+        self.gates: dict[bytes, threading.Event] = {}
+        self.reads: list[list[bytes]] = []
+        self._filling: set[int] = set()
+        self._lock = threading.Lock()
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        keys = [block.key[-3:] for block in blocks]
+        memory = {id(block.payload.obj) for block in blocks}
+        with self._lock:
+            assert not self._filling & memory, "another read fills the same memory"
+            self._filling |= memory
+            self.reads.append(keys)
+        for key in self.gates.keys() & set(keys):
+            assert self.gates[key].wait(WAIT_S)
+        for block, key in zip(blocks, keys, strict=True):
+            if key not in self.lacks:
+                block.payload[:1] = bytes([int(key)])
+        with self._lock:
+            self._filling -= memory
+        return [key not in self.lacks for key in keys]
+
+
+def job(number: int, *keys: bytes) -> LoadJob:
+    return LoadJob(number, f"{number}", [LoadItem(key, int(key), None) for key in keys])
+
+
+def keys(first: int, count: int) -> list[bytes]:
+    return [b"%03d" % number for number in range(first, first + count)]
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def loading(host: Host, store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loading]:
+    monkeypatch.setattr(loads, "READ_BYTES", ROWS * slot_stride(PAYLOAD))
+    made = Loading("test", cast(HostSlots, host), RateLimit(None), verify=False)
+    made.open()
+    made.serve(cast(Guarded, store), b"namespace-16-byt")
+    yield made
+    for gate in store.gates.values():
+        gate.set()
+    made.close(WAIT_S)
+
+
+def ended(loading: Loading, count: int) -> list[Ended]:
+    found: list[Ended] = []
+
+    def are_ended() -> bool:
+        found.extend(loading.ended(idle=True))
+        return len(found) >= count
+
+    wait_for(are_ended)
+    return found
+
+
+def test_a_wave_is_copied_while_the_next_is_read(
+    loading: Loading, host: Host, store: Store
+) -> None:
+    store.gates = {b"002": threading.Event()}
+
+    def while_the_next_is_read() -> None:
+        wait_for(lambda: keys(2, 2) in store.reads)
+        store.gates[b"002"].set()
+
+    host.before_copy = while_the_next_is_read
+    loading.begin([job(0, *keys(0, 7))])
+    (load,) = ended(loading, 1)
+    assert load.result.failed == set() and host.paged == {n: n for n in range(7)}
+    assert store.reads == [keys(0, 2), keys(2, 2), keys(4, 2), keys(6, 1)]
+
+
+def test_nothing_behind_a_wave_that_lacks_a_block_is_copied(
+    loading: Loading, host: Host, store: Store
+) -> None:
+    store.lacks = {b"003"}
+    loading.begin([job(0, *keys(0, 8))])
+    (load,) = ended(loading, 1)
+    assert load.result.failed == {3, 4, 5, 6, 7} and load.result.lost == {3}
+    assert host.paged == {n: n for n in range(3)}
+    assert store.reads == [keys(0, 2), keys(2, 2)]
+
+
+def test_the_memory_of_a_load_that_ended_early_is_nobodys_while_it_is_read_into(
+    loading: Loading, host: Host, store: Store
+) -> None:
+    first, second = store.gates[b"000"], store.gates[b"002"] = threading.Event(), threading.Event()
+    loading.begin([job(0, *keys(0, 4))])
+    wait_for(lambda: keys(0, 2) in store.reads)
+    loading.halt()
+    first.set()
+    wait_for(lambda: keys(2, 2) in store.reads)
+    others = [job(1 + n, *keys(100 + 10 * n, 5)) for n in range(4)]
+    loading.begin(others)
+    wait_for(lambda: loading._loads[-1][1].done())
+    second.set()
+    results = {load.job.job_id: load.result for load in ended(loading, 5)}
+    assert {number for number, result in results.items() if result.failed} == {0}
+    assert all(host.paged[item.target] == item.target for one in others for item in one.items)
