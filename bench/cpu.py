@@ -16,11 +16,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from bench.blocks import both_ways, sizes
-from bench.cpu_load import CpuLoads
+from bench.chain_load import ChainLoads
 from bench.main import Scale
 from bench.report import Case, Measure
+from tiers.cpu.spec import CpuSpec
 from tiers.gpu.copier import open_copier
-from tiers.host.memory import SlotMemory
+from tiers.host.memory import SlotMemory, slot_stride
 
 LAYERS = 32
 BLOCKS = 64
@@ -94,7 +95,8 @@ def cases(scale: Scale) -> Iterator[Iterator[Case]]:
 def _all(scale: Scale, stack: ExitStack) -> Iterator[Case]:
     block_bytes = 64 << 10 if scale.smoke else 2 << 20
     batch = Batch(BLOCKS, block_bytes, stack)
-    loads = CpuLoads(batch.paged, batch.blocks, block_bytes)
+    room = 2 * BLOCKS * slot_stride(block_bytes)
+    loads = ChainLoads(CpuSpec(capacity=room), batch.paged, batch.blocks, block_bytes)
     stack.callback(loads.close)
     of = f"64 blocks of {block_bytes >> 10} KiB, 32 layers"
     copy, gather = memcpy(batch.num_bytes), batch.rate(batch.gather)

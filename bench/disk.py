@@ -15,7 +15,8 @@ from functools import partial
 
 from bench import lmcache
 from bench.blocks import both_ways, sizes
-from bench.cpu import memcpy
+from bench.chain_load import ChainLoads
+from bench.cpu import Batch, memcpy
 from bench.disk_batch import Bench, chill
 from bench.disk_index import index_cases
 from bench.disk_peers import VllmFiles
@@ -24,8 +25,11 @@ from bench.report import Case, Measure
 from bench.squeezed import BATCHES, Squeezed
 from tiers.disk.access import Io
 from tiers.disk.direct_io import supports_direct
+from tiers.disk.slab import slot_bytes
+from tiers.disk.spec import DiskSpec
 
 FILES = "file per block"
+IOS: tuple[Io, ...] = "buffered", "direct"
 
 
 @contextmanager
@@ -42,6 +46,7 @@ def _all(scale: Scale) -> Generator[Case, None, None]:
     direct = supports_direct(probe)
     parts: list[Callable[[Bench], Iterator[Case]]] = [_buffered, _others, _synced, _cold]
     parts += [_direct] if direct else []
+    parts += [partial(_through_a_chain, io=io) for io in (IOS if direct else IOS[:1])]
     parts += [partial(_more_than_memory, direct=direct)]
     for part in parts:
         with _bench(scale, count, size, BATCHES) as bench:
@@ -174,8 +179,7 @@ def _more_than_memory(bench: Bench, direct: bool) -> Iterator[Case]:
 def _by_block_size(scale: Scale, direct: bool) -> Iterator[Case]:
     """Few batches: only steady state is asked for."""
     for size, count in sizes(scale):
-        ways: tuple[Io, ...] = ("buffered", "direct") if direct else ("buffered",)
-        for io in ways:
+        for io in IOS if direct else IOS[:1]:
             with _bench(scale, count, size, 4) as bench:
                 tier = bench.tier(io)
                 store, load = bench.rate(tier.store), bench.rate(tier.load)
@@ -195,6 +199,20 @@ def _synced(bench: Bench, io: Io = "buffered") -> Iterator[Case]:
     tier, raw = bench.tier(io, "sync"), bench.raw(direct=io == "direct")
     limit = bench.rate(lambda: raw.store(bench.payloads, sync=True))
     yield _case(bench, f"synced store, {io}", 0.9, bench.rate(tier.store), limit)
+
+
+def _through_a_chain(bench: Bench, io: Io) -> Iterator[Case]:
+    """A whole load, copy into the paged KV included, beside what the store does."""
+    with ExitStack() as stack:
+        batch = Batch(bench.count, bench.payload_bytes, stack)
+        capacity = 2 * bench.count * slot_bytes(bench.payload_bytes)
+        spec = DiskSpec(path=bench.place(), capacity=capacity, io=io)
+        chain = ChainLoads(spec, batch.paged, batch.blocks, bench.payload_bytes)
+        stack.callback(chain.close)
+        name = f"load end to end, {io} (limit: the store's)"
+        # From the page cache the one waits for memory as the other does.
+        target = 0.9 if io == "direct" else None
+        yield _case(bench, name, target, bench.rate(chain.load), bench.rate(bench.tier(io).load))
 
 
 def _cold(bench: Bench) -> Iterator[Case]:

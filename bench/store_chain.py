@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from bench.cpu_load import TOKENS, Prompt
+from bench.chain_load import TOKENS, Prompt
 from bench.policies import Output, Step
 from spec.load import load_chain
 from tiers.connector.chain import open_scheduler, open_worker

@@ -1,4 +1,4 @@
-"""A load from the CPU tier as a request sees it: from the lookup to blocks in the paged KV."""
+"""A load from a tier as a request sees it: from the lookup to blocks in the paged KV."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from bench.policies import Output, Step
 from spec.chain import ChainSpec
+from spec.offloading import OffloadingSpec
 from tiers.connector.chain import open_scheduler, open_worker
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.multi.metadata import MultiWorkerMetadata
-from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay.requests import NewRequest
 from tiers.gpu.copier import open_copier
 from tiers.host.memory import slot_stride
@@ -44,13 +44,20 @@ class Prompt:
         return (self.table,)
 
 
-class CpuLoads:
-    """Both halves of a chain of one CPU tier that holds a prompt."""
+class ChainLoads:
+    """Both halves of a chain of one tier that holds a prompt, of blocks of `payload` bytes."""
 
-    def __init__(self, paged: Mapping[str, torch.Tensor], table: Sequence[int], payload: int):
+    def __init__(
+        self,
+        tier: OffloadingSpec,
+        paged: Mapping[str, torch.Tensor],
+        table: Sequence[int],
+        payload: int,
+    ) -> None:
+        """The prompt's blocks are `table`. Returns once the tier has them all."""
         num_blocks = next(iter(paged.values())).shape[0]
         room = 2 * len(table) * slot_stride(payload)
-        chain = ChainSpec(version=1, staging=room, tiers=(CpuSpec(capacity=room),))
+        chain = ChainSpec(version=1, staging=room, tiers=(tier,))
         engine = EngineInfo({}, TOKENS, TOKENS, num_blocks)
         self._scheduler = open_scheduler(chain, engine)
         self._worker = open_worker(chain, engine, open_copier)
@@ -71,6 +78,17 @@ class CpuLoads:
         while self._scheduler.has_pending_push_work():
             self._hear()
         self._scheduler.request_finished(prompt, [])
+        while self._held("is it there") < len(self._table) * TOKENS:
+            self._step(Step([], {}))
+            self._worker.get_finished(set())
+            self._hear()
+
+    def _held(self, name: str) -> int:
+        prompt = Prompt(name, self._hashes, self._table)
+        tokens = self._scheduler.get_num_new_matched_tokens(prompt, 0)[0]
+        self._scheduler.update_state_after_alloc(prompt, prompt, 0)
+        self._scheduler.request_finished(prompt, [])
+        return tokens or 0
 
     def load(self) -> None:
         """Look the prompt up, load it whole, and return when its blocks are in the paged KV."""
