@@ -74,6 +74,7 @@ def test_eviction_restart_and_replica(
     """Each tier serves in turn; two of them are of one type. What is asked is recorded."""
     trace = tmp_path / "trace"
     redis = {"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path), "ttl": "1h"}
+    redis["timeout"] = "30s"  # what a busy machine takes longer for is a miss otherwise
     disks = [disk(tmp_path / name, name=name) for name in ("fast", "slow")]
 
     first = run_vllm(ONE_BY_ONE * 2, [CPU, *disks, redis], record=trace)
@@ -125,6 +126,7 @@ def test_hundreds_of_requests_with_aborts_in_too_little_kv(
 ) -> None:
     requests = CONCURRENT * 19
     redis = {"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path)}
+    redis["timeout"] = "30s"
     tiers = [{"type": "cpu", "capacity": "2MiB"}, disk(tmp_path / "disk"), redis]
     few = {"num_gpu_blocks_override": 34, "abort": 100, **IN_PROCESS}
     run = run_vllm([requests], tiers, load_policy="cheapest", **few)
