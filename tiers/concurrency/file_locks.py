@@ -1,8 +1,9 @@
-"""Locks on open files, between processes; closing a file frees its lock."""
+"""Locks on open files, between processes; `release` or the end of the process frees them."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 
 _POLL_S = 0.02
@@ -25,3 +26,14 @@ def acquire(handle: int, seconds: float) -> bool:
             return False
         time.sleep(_POLL_S)
     return True
+
+
+def release(handle: int) -> None:
+    """Unlock a file and close it. Raises OSError.
+
+    Closing alone frees no lock as long as a child that was forked meanwhile has the file open.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    finally:
+        os.close(handle)

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tiers.concurrency.file_locks import acquire, try_lock
+from tiers.concurrency.file_locks import acquire, release, try_lock
 from tiers.errors import RecordingError
 
 KEY_BYTES = 32
@@ -131,7 +131,7 @@ class RecordFolder:
                 )
             yield
         finally:
-            os.close(lock)
+            release(lock)
 
     def _key(self) -> bytes:
         """The key, made by whoever comes first. Only under the lock."""

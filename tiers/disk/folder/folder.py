@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiers.concurrency.file_locks import acquire
+from tiers.concurrency.file_locks import acquire, release
 from tiers.disk.folder.mounts import MEMORY, ONE_HOST, file_system, require_suitable
 from tiers.disk.slab import punch
 from tiers.errors import TierNotOpen, TierUnusable
@@ -140,7 +140,7 @@ class Folder:
                 )
             yield
         finally:
-            os.close(lock)
+            release(lock)
 
     def _require_holes(self, lock: int) -> None:
         try:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from tiers.concurrency.file_locks import acquire
+from tiers.concurrency.file_locks import acquire, release
 from tiers.disk.folder.folder import Folder
 from tiers.disk.folder.owner import Owner, scan_owners
 from tiers.disk.slab import sync_folder
@@ -79,7 +79,7 @@ def compared(folder: Folder) -> Iterator[Compared]:
         found = state(folder)
         yield Compared(found, _wrong(folder.index, found))
     finally:
-        os.close(handle)
+        release(handle)
 
 
 def _wrong(index: Path, found: State) -> str | None:
