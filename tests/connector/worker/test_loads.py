@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from tiers.connector.contract.messages import LoadItem, LoadJob
 from tiers.connector.worker import loads
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loads import Ended, Loading
-from tiers.host.memory import slot_stride
+from tiers.errors import TierUnusable
+from tiers.host.memory import SlotMemory, slot_stride
 from tiers.store import Block
 from tiers.wrappers.guard import HEALTHY, Guarded
 
@@ -166,3 +167,29 @@ def test_the_memory_of_a_load_that_ended_early_is_nobodys_while_it_is_read_into(
     results = {load.job.job_id: load.result for load in ended(loading, 5)}
     assert {number for number, result in results.items() if result.failed} == {0}
     assert all(host.paged[item.target] == item.target for one in others for item in one.items)
+
+
+def test_memory_that_is_had_before_it_is_short_is_given_back(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stays pinned is another's to pin no more."""
+    made: list[SlotMemory] = []
+    closed: list[SlotMemory] = []
+
+    class Short(SlotMemory):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if len(made) == loads.BOUNCES + 1:
+                raise TierUnusable("short")
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr(loads, "SlotMemory", Short)
+    loading = Loading("test", cast(HostSlots, host), RateLimit(None), verify=False)
+    with pytest.raises(TierUnusable, match="no memory to load its blocks through: short"):
+        loading.open()
+    loading.close(WAIT_S)
+    assert closed == made != []

@@ -122,7 +122,7 @@ class OffloadingConnectorMetadata:
 class LoadTimes(NamedTuple):
     """Parts of a load on one rank, in seconds: waiting for a thread and for `load_rate`, reading
     from a store, checking host memory, and copying into the engine. A store checks each piece as
-    it reads it, so that its checks are part of `load`."""
+    it reads it, so that its checks are part of `load`; what it reads during a copy is not."""
 
     queue: float = 0.0
     load: float = 0.0

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from itertools import chain
 from typing import NamedTuple
 
 from tiers.concurrency.executors import io_executor, wait_a_moment
@@ -70,7 +69,7 @@ class Loading:
         )
         self._damage_log = RepeatedLog(logger, where, "blocks were damaged in host memory")
         self._loads: list[tuple[Load, Future[None]]] = []
-        self._bounces: list[list[SlotMemory]] = []
+        self._bounces: list[SlotMemory] = []
         self._threads = io_executor(LOADERS, f"load-{tier}")
         self._readers = io_executor(LOADERS, f"read-{tier}")
 
@@ -82,10 +81,8 @@ class Loading:
         # Touched now: a first load would take twice as long otherwise.
         self._bounces = []
         try:
-            for _ in range(LOADERS):
-                self._bounces.append(
-                    [SlotMemory(rows, payload, copier.pin, touch=True) for _ in range(BOUNCES)]
-                )
+            for _ in range(LOADERS * BOUNCES):
+                self._bounces.append(SlotMemory(rows, payload, copier.pin, touch=True))
         except (TierUnusable, OSError) as error:
             raise TierUnusable(f"there is no memory to load its blocks through: {error}") from error
 
@@ -115,11 +112,11 @@ class Loading:
         if not stored or self._store is None:
             return
         # A thread runs one load at a time, so there are bounces for each.
-        bounces = self._bounces.pop()
+        bounces = [self._bounces.pop() for _ in range(BOUNCES)]
         try:
             self._load_stored(load, self._store, bounces, stored, fence)
         finally:
-            self._bounces.append(bounces)
+            self._bounces += bounces
 
     def _load_resident(self, load: Load, items: Numbered, fence: object) -> None:
         memory = self._host.memory
@@ -270,5 +267,5 @@ class Loading:
         wait([future for _, future in self._loads], drain)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._readers.shutdown(wait=False)
-        for bounce in chain.from_iterable(self._bounces):
+        for bounce in self._bounces:
             bounce.close()
