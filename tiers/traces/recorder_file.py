@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from tiers.concurrency.file_locks import release
 from tiers.errors import RecordingError
 from tiers.traces.recorder_folder import RecordFolder
 
@@ -73,11 +73,7 @@ class RecordedFiles:
         """End the current file."""
         file, self._file = self._file, -1
         if file >= 0:
-            try:
-                # Closing is not enough: a child that was forked meanwhile has the file open, too.
-                fcntl.flock(file, fcntl.LOCK_UN)
-            finally:
-                os.close(file)
+            release(file)
 
     def leave(self) -> None:
         """Close the current file, which another process goes on writing."""

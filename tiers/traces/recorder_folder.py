@@ -217,4 +217,4 @@ class RecordFolder:
         try:
             return not try_lock(file)
         finally:
-            os.close(file)
+            release(file)

@@ -55,9 +55,10 @@ class OpenFolder:
         self.pid = os.getpid()
         self.threads = io_executor(THREADS, "disk")
         self.fingerprints = FingerprintIndex(index)
-        ours = (self._write_uses, self.index.clear_readers, self._shrink, self._sweep)
-        others = (self.fingerprints.follow, Keeping(folder, owner.file).look)
-        self.upkeep = Upkeep(self.path, self.in_use, (self.index.reopen, *ours, *others))
+        of_index = (index.reopen, self._write_uses, index.clear_readers)
+        of_slots = (self._shrink, self._sweep)
+        rest = (self.fingerprints.follow, Keeping(folder, owner.file).look)
+        self.upkeep = Upkeep(self.path, self.in_use, (*of_index, *of_slots, *rest))
         self._owner = owner
         self._release = release
         self._swept: Slot | None = None

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tiers.concurrency.file_locks import try_lock
+from tiers.concurrency.file_locks import release, try_lock
 from tiers.disk.slab import sync_folder
 
 OWNER_ID_BYTES = 16
@@ -122,7 +122,7 @@ def _is_locked(file: Path) -> bool:
     try:
         return not try_lock(handle)
     finally:
-        os.close(handle)
+        release(handle)
 
 
 class Owner:
@@ -151,4 +151,4 @@ class Owner:
         with suppress(OSError):
             if clean:
                 self.file.unlink(missing_ok=True)
-        os.close(self._handle)
+        release(self._handle)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from tiers.concurrency.file_locks import release
 from tiers.errors import KVTiersError
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class Digests:
             yield path if lock is not None else None
         finally:
             if lock is not None:
-                os.close(lock)
+                release(lock)
 
 
 def _locked(path: Path) -> int | None:

@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tiers.concurrency.file_locks import release
 from tiers.connector.scheduler.inventory.runs import MAX_RUN_BYTES, Run, pack, unpack
 
 SEGMENT_BYTES = 1 << 20
@@ -88,7 +89,7 @@ class Journal:
                     (folder / "lock").unlink()
                     folder.rmdir()
             finally:
-                os.close(lock)
+                release(lock)
 
     def rewrite(self, file: Path, runs: list[Run]) -> None:
         """Keep these runs of a closed file alone."""
@@ -124,7 +125,7 @@ class Journal:
         """Leave the files to the next engine."""
         self.rotate()
         for lock in self._locks:
-            os.close(lock)
+            release(lock)
         self._locks.clear()
 
 
