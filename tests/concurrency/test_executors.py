@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import weakref
 from multiprocessing.connection import Connection
 
 import pytest
@@ -75,3 +76,47 @@ def test_threads_that_are_started_are_all_there(monkeypatch: pytest.MonkeyPatch)
         together = threading.Barrier(4)
         for place in [pool.submit(together.wait, 10) for _ in range(4)]:
             place.result()
+
+
+def test_what_is_left_of_an_executor_ends() -> None:
+    pool = io_executor(2, "test")
+    done = pool.submit(threading.get_ident)
+    del pool
+    for thread in [one for one in threading.enumerate() if one.ident == done.result()]:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_shut_executor_cancels_what_waits_and_takes_no_more() -> None:
+    go_on, begun = threading.Event(), threading.Barrier(2)
+    pool = io_executor(1, "test")
+    first = pool.submit(lambda: begun.wait(60) >= 0 and go_on.wait(60))
+    second = pool.submit(int)
+    begun.wait(60)
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert second.cancelled()
+    assert not first.done()
+    with pytest.raises(RuntimeError, match="shut down"):
+        pool.submit(int)
+    go_on.set()
+    pool.shutdown()
+    assert first.result()
+
+
+def test_an_error_that_is_read_and_gone_keeps_no_memory() -> None:
+    class Memory:
+        pass
+
+    memory = Memory()
+    gone = weakref.ref(memory)
+
+    def fail(_: Memory) -> None:
+        raise SystemExit("of a store")
+
+    with io_executor(1, "test") as pool:
+        failed = pool.submit(fail, memory)
+        del memory
+        assert isinstance(failed.exception(), SystemExit)
+        assert pool.submit(int).result() == 0  # the thread is through with it
+        del failed
+    assert gone() is None

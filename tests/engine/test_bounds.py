@@ -154,7 +154,7 @@ def test_lookups_of_requests_that_are_gone_take_no_memory() -> None:
             manager.prefetch_lookup(lookup, [bytes(34)] * 100)
             lookup.cancel()
             time.sleep(0.0002)
-        assert manager._queue.threads._work_queue.qsize() < 500
+        assert manager._queue.threads._calls.qsize() < 500
     finally:
         remote.pace.resume()
         manager.close()

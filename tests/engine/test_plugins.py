@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierNotOpen
 from tiers.store import Block
 from tiers.wrappers import guard as guarding
+
+ROOT = Path(__file__).parents[2]
 
 HANG = threading.Event()
 """Set when the test is over."""
@@ -156,3 +161,40 @@ def test_a_verb_that_hangs_or_exits_stops_nobody(
     ask(made)
     served = sum(measured(made, "loaded_tokens", tier) for tier in ("plugin", "cpu"))
     assert served >= 100, "something serves"
+
+
+HUNG = """
+from tests.engine import test_plugins as plugins
+plugins.hang_in_each_verb()
+print("ends", flush=True)
+"""
+
+
+def hang_in_each_verb() -> None:
+    """For a process of its own: engines whose store hangs in one verb, which nobody closes."""
+    for verb in ("has", "get", "put", "touch"):
+        begun = threading.Event()
+
+        def hang(*args: object, begun: threading.Event = begun) -> Any:
+            begun.set()
+            HANG.wait()
+
+        MAKE[:] = [type("Hung", (Store,), {"touch": lambda *_: None, verb: hang})]
+        shared()
+        made = ReplayEngine(chain(), MODEL, num_blocks=120, prefix_caching=False)
+        while not begun.is_set():
+            ask(made)
+        print(verb, flush=True)
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin's has, get, put or touch hangs when the process is to end",
+    outcome="it ends a second later",
+)
+def test_a_process_ends_though_verbs_hang() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HUNG], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["has", "get", "put", "touch", "ends"], done.stderr
+    assert done.returncode == 0, done.stderr

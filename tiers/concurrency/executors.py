@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Collection
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+_Call = tuple[Future[Any], Callable[[], Any]]
+
+EXIT_SECONDS = 1.0
+"""How long a process that ends waits for calls of its executors."""
+
+_queues: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Call | None]]
+_queues = weakref.WeakKeyDictionary()
+"""What each thread of an executor is given."""
 
 IDLE_WAIT = 0.002
 """Seconds that a step with nothing to compute may wait for other threads, rather than spin."""
@@ -22,25 +38,94 @@ environment tells whether it does."""
 _BINDS_NOT = {"", "false", "none", "disabled"}
 
 
-def io_executor(count: int, name: str) -> ThreadPoolExecutor:
+def io_executor(count: int, name: str) -> IoExecutor:
     """Make an executor of `count` threads, named `kvtiers-NAME_N`, by `widen_affinity`. They begin
     now: raises RuntimeError if they can't be had.
 
     Otherwise a `submit`, on the engine's thread perhaps, would raise it, and yet leave its call in
     the queue, for a thread that begins later.
     """
-    executor = ThreadPoolExecutor(
-        count, thread_name_prefix=f"kvtiers-{name}", initializer=widen_affinity
-    )
-    all_here = threading.Barrier(count)
+    executor = IoExecutor()
     try:
-        for _ in range(count):
-            executor.submit(all_here.wait)
+        for number in range(count):
+            executor.add_thread(f"kvtiers-{name}_{number}")
     except RuntimeError:
-        all_here.abort()
         executor.shutdown()
         raise
     return executor
+
+
+class IoExecutor(Executor):
+    """An Executor whose threads are daemons: a call that hangs does not keep the process from its
+    end. A process that ends waits `EXIT_SECONDS` for all calls of all executors, and leaves those
+    that have not returned. The threads of an executor that nobody holds end with their calls."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._is_shut = False
+        # Without it a call could be put behind the None that ends the threads, and never run.
+        self._lock = threading.Lock()
+        weakref.finalize(self, self._calls.put, None).atexit = False
+
+    def add_thread(self, name: str) -> None:
+        """Begin one more thread. Raises RuntimeError if it can't be had."""
+        thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        _queues[thread] = self._calls
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queue a call for the first thread that is free. Raises RuntimeError after `shutdown`."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._is_shut:
+                raise RuntimeError("the executor has been shut down")
+            self._calls.put((future, partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more calls; cancel those that have not begun, or let them end. `wait` for all."""
+        with self._lock:
+            self._is_shut = True
+            waiting = _drained(self._calls) if cancel_futures else []
+            self._calls.put(None)
+        for future, _ in waiting:
+            future.cancel()
+        if wait:
+            for thread in self._threads:
+                thread.join()
+
+
+def _serve(calls: SimpleQueue[_Call | None]) -> None:
+    widen_affinity()
+    while (call := calls.get()) is not None:
+        future, run = call
+        if future.set_running_or_notify_cancel():
+            _settle(future, run)
+        del call, future, run  # an idle thread keeps nobody's memory
+    calls.put(None)  # for the next thread
+
+
+def _drained(calls: SimpleQueue[_Call | None]) -> list[_Call]:
+    found: list[_Call] = []
+    with suppress(Empty):
+        while True:
+            if (call := calls.get_nowait()) is not None:
+                found.append(call)
+    return found
+
+
+@atexit.register
+def _leave_threads() -> None:
+    """Let the threads end, and wait for them: one that is killed within a library that is being
+    taken down could end the process by a signal."""
+    until = time.monotonic() + EXIT_SECONDS
+    threads = list(_queues.items())
+    for _, calls in threads:
+        calls.put(None)
+    for thread, _ in threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def wait_a_moment(under_way: Collection[Future[Any]]) -> None:
@@ -61,13 +146,19 @@ def in_background(call: Callable[[], T], name: str) -> Future[T]:
 
     def run() -> None:
         widen_affinity()
-        try:
-            ended.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-            ended.set_exception(error)
+        _settle(ended, call)
 
     threading.Thread(target=run, name=f"kvtiers-{name}", daemon=True).start()
     return ended
+
+
+def _settle(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        future.set_exception(error)
+    finally:
+        del future, call  # or the error, whose traceback holds this frame, would keep their memory
 
 
 def widen_affinity() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import NamedTuple
 
 from tiers.concurrency.rate_limit import RateLimit
@@ -38,7 +38,7 @@ class Puts:
     """
 
     def __init__(
-        self, host: HostSlots, rate_limit: RateLimit, writer: ThreadPoolExecutor, in_host: bool
+        self, host: HostSlots, rate_limit: RateLimit, writer: Executor, in_host: bool
     ) -> None:
         """`in_host`: the tier is in host memory, where gathered blocks are stored."""
         self._host = host
