@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.png is not None:
             write_png(rows, options.png)
     except ModuleNotFoundError as error:
-        print(f"{error}: the PNG needs the extra: pip install 'kvtiers[bench]'", file=sys.stderr)
+        print(f"{error}: the PNG needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 2
     except (OSError, ValueError, TypeError, KeyError) as error:
         print(f"{options.result}: {error}", file=sys.stderr)

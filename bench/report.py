@@ -168,9 +168,13 @@ def _cpu_name() -> str:
 
 
 def write_json(path: Path, rows: Iterable[Row]) -> None:
+    """Write the rows for `read_json`."""
+    path.write_text(json.dumps(as_json(rows), indent=1) + "\n")
+
+
+def as_json(rows: Iterable[Row]) -> dict[str, Any]:
     """`{"machine": {...}, "rows": [...]}`."""
-    whole = {"machine": machine(), "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    return {"machine": machine(), "rows": [asdict(row) for row in rows]}
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:

@@ -16,7 +16,7 @@ def test_a_profile_is_made_and_made_anew(kvtiers: Callable[..., Ran], tmp_path: 
         "version: 1\ntiers:\n- {type: cpu, capacity: 64MiB}\n"
         f"- {{type: disk, capacity: 64MiB, path: {folder}}}\n"
     )
-    arguments = ("bench", "tiers", "--spec", chain, "--save", profile, "--block-tokens", 32)
+    arguments = ("bench", "tiers", "--chain", chain, "--save", profile, "--block-tokens", 32)
     ran = kvtiers(*arguments)
     assert ran.status == 2 and "--engine-cache" in ran.err
     facts = ("--kv-bytes-per-token", 65536, "--engine-cache", "8GiB", "--prefill-rate", 20000)
@@ -41,7 +41,7 @@ def test_a_tier_that_cannot_be_measured_is_said(
         "version: 1\ntiers:\n- {type: redis, url: 'redis://127.0.0.1:1', timeout: 50ms}\n"
     )
     facts = ("--kv-bytes-per-token", 4096, "--engine-cache", "8GiB", "--prefill-rate", 20000)
-    ran = kvtiers("bench", "tiers", "--spec", chain, "--save", profile, *facts)
+    ran = kvtiers("bench", "tiers", "--chain", chain, "--save", profile, *facts)
     assert ran.status == 1 and "tier redis" in ran.err
     assert not profile.exists()
 
@@ -52,7 +52,7 @@ def test_a_fact_that_no_machine_has_is_named_before_anything_is_measured(
     chain, profile = tmp_path / "chain.yaml", tmp_path / "profile.json"
     chain.write_text("version: 1\ntiers:\n- {type: cpu, capacity: 64MiB}\n")
     facts = ("--kv-bytes-per-token", 4096, "--engine-cache", "8Gig", "--prefill-rate", -5)
-    ran = kvtiers("bench", "tiers", "--spec", chain, "--save", profile, *facts)
+    ran = kvtiers("bench", "tiers", "--chain", chain, "--save", profile, *facts)
     assert (ran.status, ran.out) == (2, "")
     first, second = ran.err.splitlines()
     assert first.startswith("options: engine_cache: found '8Gig'; use one of B, kB")

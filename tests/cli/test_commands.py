@@ -118,14 +118,35 @@ def test_config_prints_one_line_for_vllm_that_names_the_file(
     }
 
 
-def test_config_names_no_pipe(chain: Any) -> None:
-    """Its name was handed to vLLM, which finds nothing there."""
-    command = f'"{KVTIERS}" config /dev/stdin'
-    done = subprocess.run(
-        ["sh", "-c", f'cat "{chain(README)}" | {command}'], capture_output=True, text=True
-    )
+@pytest.mark.parametrize("place", ["-", "/dev/stdin"])
+@pytest.mark.parametrize("given", ["pipe", "file"])
+def test_config_names_no_standard_input(chain: Any, place: str, given: str) -> None:
+    """Its name was handed to vLLM, which finds nothing there, or something else."""
+    command = f'"{KVTIERS}" config {place}'
+    path = chain(README)
+    line = f'cat "{path}" | {command}' if given == "pipe" else f'{command} < "{path}"'
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("/dev/stdin: found no file; vLLM opens it again")
+
+
+def test_validate_reads_standard_input_and_answers_in_json(chain: Any) -> None:
+    def validated(text: str) -> tuple[int, Any, str]:
+        command = [KVTIERS, "validate", "-", "--json"]
+        done = subprocess.run(command, input=text, capture_output=True, text=True)
+        return done.returncode, json.loads(done.stdout), done.stderr
+
+    status, told, err = validated(README)
+    assert (status, err, told["chain"]["tiers"][1]["path"]) == (0, "", "/var/lib/kvtiers")
+    assert told["chain"]["max_wait"] == "10s"
+    status, told, err = validated(README.replace("8GiB", "8XB"))
+    assert (status, err, len(told["problems"])) == (2, "", 1)
+    assert told["problems"][0].startswith("/dev/stdin:3: tiers[0].capacity: found '8XB'; use one")
+
+
+def test_validates_json_shows_no_secret(kvtiers: Run, chain: Any) -> None:
+    status, out, err = kvtiers("validate", chain(ALL_SET), "--json")
+    assert status == 0 and "hunter2" not in out + err and "team-a" not in out + err
 
 
 def test_config_of_a_broken_chain_prints_no_json(kvtiers: Run, chain: Any) -> None:

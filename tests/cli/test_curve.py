@@ -72,13 +72,13 @@ tiers:
 def test_a_chains_tiers_are_marked(kvtiers: Kvtiers, trace: Path, tmp_path: Path) -> None:
     chain = tmp_path / "chain.yaml"
     chain.write_text(CHAIN)
-    ran = kvtiers("curve", trace, "--spec", chain)
+    ran = kvtiers("curve", trace, "--chain", chain)
     marked = [line for line in ran.out.splitlines() if "<-" in line]
     assert [line.split("<- ")[1] for line in marked] == ["cpu", "disk (2nd use)"]
     assert marked[0].split()[:2] == ["2MiB", "2"]
     assert "| cpu 2MiB  | disk 1GiB" in ran.out
     assert ran.err == "redis is not marked: its YAML has no capacity\n"
-    ran = kvtiers("curve", trace, "--spec", chain, "--largest", "8MiB")
+    ran = kvtiers("curve", trace, "--chain", chain, "--largest", "8MiB")
     assert "disk is not marked: its capacity is beyond --largest" in ran.err
 
 
@@ -89,7 +89,7 @@ def test_without_kv_bytes_sizes_are_blocks(kvtiers: Kvtiers, tmp_path: Path) -> 
     ran = kvtiers("curve", path)
     assert "blocks of 512 tokens\n" in ran.out
     assert kvtiers("curve", path, "--model", "llama-3.1-8b").out.count("131,072 KV bytes") == 1
-    ran = kvtiers("curve", path, "--spec", path)
+    ran = kvtiers("curve", path, "--chain", path)
     assert ran.status == 2
 
 

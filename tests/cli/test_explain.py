@@ -37,6 +37,18 @@ def test_it_tells_of_requests_by_name_the_last_and_the_slowest(
     status, out, _ = kvtiers("explain", "--slowest", "1", "--folder", str(folder))
     assert (status, out.split()[1]) == (0, "request-1:")
     assert kvtiers("explain", "nobody", "--folder", str(folder))[0] == 1
+    path = tmp_path / "chain.yaml"
+    written = "version: 1\ntiers: [{type: cpu, capacity: 1MiB}]\n"
+    path.write_text(f"{written}explain: {{folder: {folder}}}\n")
+    status, out, _ = kvtiers("explain", "--slowest", "1", "--chain", path)
+    assert (status, out.split()[1]) == (0, "request-1:")
+    assert kvtiers("explain", "--last", "1", "--chain", path, "--folder", folder)[0] == 2
+    path.write_text(written)
+    status, _, err = kvtiers("explain", "--last", "1", "--chain", path)
+    assert (status, err) == (
+        2,
+        f"{path}: it has no explain; add explain: {{folder: /run/kvtiers}}\n",
+    )
     close(made)
     status, _, err = kvtiers("explain", "--last", "1", "--folder", str(folder))
     assert status == 1

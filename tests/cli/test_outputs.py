@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import stat
@@ -91,10 +92,27 @@ def test_a_place_that_takes_no_result_is_refused(
         assert (ran.status, ran.out) == (2, "")
         assert ran.err == f"{Path(place)}: {why}\n"
     assert trace.read_bytes() == before
-    ran = kvtiers("bench", "tiers", "--spec", chain, "--save", chain)
+    ran = kvtiers("bench", "tiers", "--chain", chain, "--save", chain)
     assert (ran.status, chain.read_text()) == (2, CHAIN)
     ran = kvtiers("soak", "--json", tmp_path)
     assert (ran.status, ran.out) == (2, "")
+
+
+def test_a_result_on_standard_output_is_alone_there(
+    kvtiers: Kvtiers, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It made a file called -."""
+    monkeypatch.chdir(tmp_path)
+    ran = kvtiers("curve", trace, "--json", "-")
+    assert (ran.status, json.loads(ran.out)["trace"]) == (0, str(trace))
+    assert "1 requests, 1,024 prompt tokens" in ran.err
+    ran = kvtiers("bench", "codec", "--smoke", "--json", "-")
+    assert (ran.status, {row["suite"] for row in json.loads(ran.out)["rows"]}) == (0, {"codec"})
+    ran = kvtiers("curve", trace, "--plot", "-")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith("-: --json alone writes to standard output")
+    assert [*tmp_path.iterdir()] == [trace]
+    assert "1 requests" in kvtiers("curve", trace).out
 
 
 @pytest.mark.parametrize("command", ["validate", "config"])

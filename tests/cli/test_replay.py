@@ -47,7 +47,7 @@ def arguments(tmp_path: Path) -> list[object]:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     trace, chain, profile = (tmp_path / name for name in files)
-    return [trace, "--spec", chain, "--profile", profile]
+    return [trace, "--chain", chain, "--profile", profile]
 
 
 def test_the_report_is_printed_and_written(

@@ -119,7 +119,7 @@ def test_what_no_search_chooses_of_the_present_chain_is_named(
         "version: 1\nload_policy: first\nmax_wait: 3s\nsalt: ours\ntenants: {a: {quota: 1GB}}\n"
         "tiers: [{type: cpu, name: ram, capacity: 1GB, eviction: arc, verify: always}]\n"
     )
-    ran = kvtiers(*arguments(given, out="chain.yaml", spec="present.yaml"))
+    ran = kvtiers(*arguments(given, out="chain.yaml", chain="present.yaml"))
     keys = "max_wait, tenants, salt, verify of ram"
     said = f"The present chain has more, which no search chooses: {keys}. Add it"
     assert (ran.status, ran.err) == (0, "")
@@ -128,13 +128,13 @@ def test_what_no_search_chooses_of_the_present_chain_is_named(
     assert f"{said} here." in " ".join(written.replace("\n#", "").split())
     assert kvtiers("validate", given / "chain.yaml").status == 0
     (given / "present.yaml").write_text("version: 1\ntiers: [{type: cpu, capacity: 1GB}]\n")
-    ran = kvtiers(*arguments(given, out="chain.yaml", spec="present.yaml"))
+    ran = kvtiers(*arguments(given, out="chain.yaml", chain="present.yaml"))
     assert "no search chooses" not in ran.out + (given / "chain.yaml").read_text()
 
 
 def test_a_bad_present_chain(kvtiers: Kvtiers, given: Path) -> None:
     (given / "present.yaml").write_text("version: 1\ntiers: [{type: disk, capacity: 1GB}]\n")
-    ran = kvtiers(*arguments(given, spec="present.yaml"))
+    ran = kvtiers(*arguments(given, chain="present.yaml"))
     assert (ran.status, ran.out) == (2, "")
     assert "present.yaml:2: tiers[0].path" in ran.err
 

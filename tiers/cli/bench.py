@@ -7,12 +7,30 @@ from typing import Annotated, Any
 
 import typer
 
-from tiers.cli.arguments import check_folder, check_places, refused
+from tiers.cli.arguments import (
+    DASH,
+    ChainOption,
+    JsonFile,
+    check_folder,
+    check_places,
+    check_plot,
+    refused,
+    write_result,
+)
+
+CHECKOUT = Path(__file__).parents[2]
+IS_CHECKOUT = (CHECKOUT / "bench" / "main.py").exists()
+"""Whether bench/, which is not installed, is beside us; its suites are offered only then."""
 
 Suites = Annotated[
-    list[str], typer.Argument(help="Suites to run, or all; or tiers, for a chain's profile.")
+    list[str],
+    typer.Argument(
+        metavar="SUITE",
+        show_default=False,
+        help="tiers, for a chain's profile"
+        + ("; or all, or names of the suites in bench/." if IS_CHECKOUT else "."),
+    ),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
 Plot = Annotated[Path | None, typer.Option(help="Write a picture of the curves to this PNG file.")]
 Compare = Annotated[
     Path | None, typer.Option(help="Show the rows beside those of this file, of an earlier --json.")
@@ -25,7 +43,6 @@ Smoke = Annotated[bool, typer.Option("--smoke", help="Check only that every suit
 Blocks = Annotated[
     int | None, typer.Option(min=1, help="disk: measure only its index, one of so many blocks.")
 ]
-Spec = Annotated[Path | None, typer.Option(help="tiers: the chain's YAML.")]
 Save = Annotated[Path | None, typer.Option(help="tiers: write the profile here.")]
 BlockTokens = Annotated[int, typer.Option(min=1, help="tiers: tokens of a block.")]
 KVBytes = Annotated[
@@ -48,7 +65,7 @@ def bench(
     rounds: Rounds = 5,
     smoke: Smoke = False,
     blocks: Blocks = None,
-    spec: Spec = None,
+    chain_file: ChainOption = None,
     save: Save = None,
     block_tokens: BlockTokens = 16,
     kv_bytes_per_token: KVBytes = None,
@@ -58,7 +75,10 @@ def bench(
     """Measure tiers and what the hardware can do.
 
     `kvtiers bench tiers` measures the tiers of a chain once, for replays and tuning. All other
-    suites run from a checkout; bench/ is not installed.
+    suites run from a checkout, whose bench/ is not installed.
+
+    \b
+    kvtiers bench tiers --chain chain.yaml --save machine.json
     """
     if suites == ["tiers"]:
         from tiers.cli.bench_tiers import bench_tiers
@@ -68,7 +88,7 @@ def bench(
             "engine_cache": engine_cache,
             "prefill_rate": prefill_rate,
         }
-        bench_tiers(spec, save, block_tokens, facts)
+        bench_tiers(chain_file, save, block_tokens, facts)
         return
     _run(
         suites,
@@ -89,23 +109,23 @@ def _run(
     scale: dict[str, Any],
 ) -> None:
     import sys
-    from importlib.util import find_spec
     from tempfile import TemporaryDirectory
 
-    checkout = Path(__file__).parents[2]
-    if not (checkout / "bench" / "main.py").exists():
-        raise refused(f"there is no bench/ beside {checkout / 'tiers'}: run from a checkout")
+    if not IS_CHECKOUT:
+        raise refused(
+            f"no suite {', '.join(suites)}: an installation has tiers alone, like kvtiers bench "
+            "tiers --chain FILE --save PROFILE; a checkout has the others"
+        )
     # bench/ is no part of the wheel, so the installed command finds it by its checkout's path.
-    sys.path.insert(0, str(checkout))
+    sys.path.insert(0, str(CHECKOUT))
     from bench import main, report
 
     wanted = list(main.SUITES) if suites == ["all"] else list(dict.fromkeys(suites))
     unknown = [name for name in wanted if name not in main.SUITES]
     if unknown:
         raise refused(f"no suite {', '.join(unknown)}; there are all, {', '.join(main.SUITES)}")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
-    check_places(json_file, plot, keep=[compare])
+    check_plot(plot)
+    check_places(plot, json_file=json_file, keep=[compare])
     check_folder(folder)
     try:
         before = None if compare is None else report.read_json(compare)[1]
@@ -113,5 +133,8 @@ def _run(
         raise refused(f"--compare {compare}: no result of kvtiers bench --json: {error}") from error
     with TemporaryDirectory(prefix="kvtiers-bench-", dir=folder) as made:
         whole = main.Scale(folder=Path(made), **scale)
-        rows = main.run(wanted, whole, lambda line: typer.echo(line, err=True), json_file)
+        each_suite = None if json_file == DASH else json_file
+        rows = main.run(wanted, whole, lambda line: typer.echo(line, err=True), each_suite)
     main.show(rows, plot, before)
+    if json_file == DASH:
+        write_result(json_file, report.as_json(rows))

@@ -13,7 +13,7 @@ MACHINE = ("kv_bytes_per_token", "engine_cache", "prefill_rate")
 
 
 def bench_tiers(
-    spec: Path | None, save: Path | None, block_tokens: int, facts: dict[str, Any]
+    chain_file: Path | None, save: Path | None, block_tokens: int, facts: dict[str, Any]
 ) -> None:
     """Write the profile of each tier; a profile that is there already keeps all else."""
     from spec.errors import SpecError
@@ -22,10 +22,10 @@ def bench_tiers(
     from tiers.tuning.files import write_json
     from tiers.tuning.machine import Machine, load_machine
 
-    if spec is None or save is None:
-        raise refused("kvtiers bench tiers needs --spec CHAIN and --save PROFILE")
-    check_places(save, keep=[spec])
-    chain = load_chain(spec)
+    if chain_file is None or save is None:
+        raise refused("kvtiers bench tiers needs --chain FILE and --save PROFILE")
+    check_places(save, keep=[chain_file])
+    chain = load_chain(chain_file)
     given = {key: value for key, value in facts.items() if value is not None}
     _check_facts(given)
     if save.exists():

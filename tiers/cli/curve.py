@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tiers.cli.arguments import (
+    ChainOption,
     Conversations,
     JsonFile,
     SkipBadLines,
     TraceFile,
     check_places,
+    check_plot,
     refused,
+    write_result,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ Largest = Annotated[
 
 def curve(
     trace: TraceFile,
-    spec: Annotated[Path | None, typer.Option(help="Mark the tiers of this chain's YAML.")] = None,
+    chain_file: ChainOption = None,
     model: Annotated[str | None, typer.Option(help="Take KV bytes from this model.")] = None,
     kv_bytes_per_token: Annotated[
         int | None, typer.Option(min=1, help="KV bytes of a token, over all layers and ranks.")
@@ -47,30 +50,30 @@ def curve(
 ) -> None:
     """Measure which part of a trace's blocks a cache would have served, for every size.
 
-    Exact for LRU. All tiers of a chain together serve what the largest would.
-    """
-    from importlib.util import find_spec
+    Exact for LRU. All tiers of a chain together serve what the largest would; --chain marks them.
 
+    \b
+    kvtiers curve traffic.jsonl --chain chain.yaml
+    kvtiers curve traffic.jsonl --json - | jq .
+    """
     from tiers.traces.opening import open_trace
-    from tiers.tuning.files import write_json, write_whole
+    from tiers.tuning.files import write_whole
     from tiers.tuning.plot import in_terminal, write_png
 
-    if plot is not None and find_spec("matplotlib") is None:
-        raise refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
-    check_places(plot, json_file, keep=[trace, spec])
+    check_plot(plot)
+    check_places(plot, json_file=json_file, keep=[trace, chain_file])
     opened = open_trace(trace, skip_bad_lines, conversations)
-    report = _measured(opened, spec, _token_bytes(opened, model, kv_bytes_per_token), largest)
+    report = _measured(opened, chain_file, _token_bytes(opened, model, kv_bytes_per_token), largest)
     typer.echo(_facts(opened, report))
     typer.echo(report.table())
     typer.echo(f"\n{in_terminal(report.plot())}")
-    if json_file is not None:
-        write_json(json_file, {"trace": str(trace), **report.to_json()})
+    write_result(json_file, {"trace": str(trace), **report.to_json()})
     if plot is not None:
         write_whole(plot, lambda path: write_png(report.plot(), path))
 
 
 def _measured(
-    trace: Trace, spec: Path | None, token_bytes: int | None, largest: str | None
+    trace: Trace, chain_file: Path | None, token_bytes: int | None, largest: str | None
 ) -> CurveReport:
     from spec.load import load_chain
     from tiers.cli.reading import say_skipped, with_bar
@@ -78,9 +81,9 @@ def _measured(
     from tiers.tuning.curve_report import CurveReport, marks_of
 
     block_tokens = trace.header.block_tokens
-    chain = None if spec is None else load_chain(spec)
+    chain = None if chain_file is None else load_chain(chain_file)
     if chain is not None and token_bytes is None:
-        raise refused("--spec has sizes in bytes: say what a token takes, with --model NAME")
+        raise refused("--chain has sizes in bytes: say what a token takes, with --model NAME")
     bound = None if largest is None else _blocks(largest, block_tokens, token_bytes)
     curves = measure(with_bar(trace), block_tokens, bound)
     say_skipped(trace.summary)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tiers.cli.arguments import check_places, refused
+from tiers.cli.arguments import ChainOption, JsonFile, check_places, refused, write_result
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,30 +18,31 @@ if TYPE_CHECKING:
 
 
 def demo(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results to this file.")
-    ] = None,
+    json_file: JsonFile = None,
     model: Annotated[
         str | None, typer.Option(help="Serve this model; by default SmolLM2-135M-Instruct.")
     ] = None,
-    spec: Annotated[
-        Path | None,
-        typer.Option(help="Use this chain; by default CPU, disk and an embedded Valkey."),
-    ] = None,
+    chain_file: ChainOption = None,
     engine_args: Annotated[
         str, typer.Option(metavar="JSON", help="Arguments of vllm.LLM, over the demo's own.")
     ] = "{}",
 ) -> None:
-    """Serve real prompts cold, then from CPU memory, from disk and from Redis, and compare."""
+    """Serve real prompts cold, then from CPU memory, from disk and from Redis, and compare.
+
+    Without --chain the tiers are the CPU, a disk and an embedded Valkey.
+
+    \b
+    kvtiers demo --model Qwen/Qwen3-0.6B --chain chain.yaml
+    """
     from rich.console import Console
 
     from spec.errors import SpecError
     from tiers.errors import KVTiersError
 
-    check_places(json_file, keep=[spec])
+    check_places(json_file=json_file, keep=[chain_file])
     arguments = _engine_arguments(engine_args)
     try:
-        faults = _demonstrate(Console(highlight=False), spec, model, arguments, json_file)
+        faults = _demonstrate(Console(highlight=False), chain_file, model, arguments, json_file)
     except SpecError:
         raise  # as for any command: status 2
     except KVTiersError as error:
@@ -52,7 +53,7 @@ def demo(
 
 def _demonstrate(
     console: Console,
-    spec: Path | None,
+    chain_file: Path | None,
     model: str | None,
     arguments: dict[str, Any],
     json_file: Path | None,
@@ -66,7 +67,7 @@ def _demonstrate(
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvtiers-demo-")))
-        chain = spec or stack.enter_context(phases.embedded_chain(folder))
+        chain = chain_file or stack.enter_context(phases.embedded_chain(folder))
         plan = make_plan(chain, folder)
         asked = _run(plan, model, arguments, folder)
         faults = _show(console, plan, asked, json_file)
@@ -107,8 +108,7 @@ def _show(
     from tiers.lab.demo import report
 
     results = report.summarise(asked)
-    if json_file is not None:
-        json_file.write_text(report.to_json(results), encoding="utf-8")
+    write_result(json_file, report.to_json(results))
     console.print(report.table(results))
     console.print("TTFT: time to first token, median over the prompts, asked one at a time.")
     for phase, why in plan.skipped.items():

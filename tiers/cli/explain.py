@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tiers.cli.arguments import refused
+from tiers.cli.arguments import ChainOption, refused
+
+FOLDER = Path("/run/kvtiers")
 
 
 def explain(
@@ -16,10 +18,14 @@ def explain(
         str | None,
         typer.Argument(help="The request, by the engine's name or its beginning."),
     ] = None,
+    chain_file: ChainOption = None,
     folder: Annotated[
-        Path,
-        typer.Option(help="The folder of explain in the chain, or one engine's socket in it."),
-    ] = Path("/run/kvtiers"),
+        Path | None,
+        typer.Option(
+            help="In place of --chain: the folder of its explain, or one engine's socket in it. "
+            f"Without both: {FOLDER}."
+        ),
+    ] = None,
     last: Annotated[int | None, typer.Option(min=1, help="The last N requests.")] = None,
     slowest: Annotated[
         int | None, typer.Option(min=1, help="The N requests that waited longest for tiers.")
@@ -30,6 +36,10 @@ def explain(
 
     For each: its tokens by where they came from, what each tier answered and why it did not serve,
     and how long it took. The engine's chain must have `explain`.
+
+    \b
+    kvtiers explain --chain chain.yaml --last 5
+    kvtiers explain --chain chain.yaml chatcmpl-81f
     """
     from tiers.explain.client import NoAnswer, ask
 
@@ -37,6 +47,9 @@ def explain(
     question = {name: value for name, value in asked.items() if value is not None}
     if len(question) != 1:
         raise refused("give one of: a request, --last N, --slowest N")
+    if chain_file is not None and folder is not None:
+        raise refused("give one of: --chain, --folder")
+    folder = folder or (FOLDER if chain_file is None else _folder_of(chain_file))
     try:
         told = ask(folder, question, lambda problem: typer.echo(problem, err=True))
     except NoAnswer as error:
@@ -48,6 +61,16 @@ def explain(
     for one in told:
         for line in _told(one, as_json):
             typer.echo(line)
+
+
+def _folder_of(chain_file: Path) -> Path:
+    """The folder in which the engines of a chain listen."""
+    from spec.load import load_chain
+
+    chain = load_chain(chain_file)
+    if chain.explain is None:
+        raise refused(f"{chain_file}: it has no explain; add explain: {{folder: {FOLDER}}}")
+    return chain.explain.folder
 
 
 def _told(one: dict[str, Any], as_json: bool) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from tiers.cli.arguments import (
+    CHAIN,
     Conversations,
     JsonFile,
     SkipBadLines,
@@ -16,6 +17,7 @@ from tiers.cli.arguments import (
     check_folder,
     check_places,
     refused,
+    write_result,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ class _Asked(NamedTuple):
 
 def replay(
     trace: TraceFile,
-    spec: Annotated[Path, typer.Option(help="The chain's YAML.")],
+    chain_file: Annotated[Path, CHAIN],
     profile: Profile,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Simulate the chain's decisions and their time.")
@@ -81,28 +83,30 @@ def replay(
     skip_bad_lines: SkipBadLines = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Replay a trace over a chain and report what it does to links, disks, GPUs and waiting."""
+    """Replay a trace over a chain and report what it does to links, disks, GPUs and waiting.
+
+    \b
+    kvtiers replay traffic.jsonl --chain chain.yaml --profile machine.json --simulate
+    """
     if simulate == real:
         raise refused("say how: --simulate or --real")
-    check_places(json_file, keep=[trace, spec, profile])
+    check_places(json_file=json_file, keep=[trace, chain_file, profile])
     check_folder(folder)
     from spec.load import load_chain
     from tiers.errors import KVTiersError
     from tiers.traces.opening import open_trace
-    from tiers.tuning.files import write_json
     from tiers.tuning.machine import load_machine
     from tiers.tuning.table import table
 
     try:
         opened = open_trace(trace, skip_bad_lines, conversations)
-        asked = _Asked(opened, load_chain(spec), load_machine(profile), warm, requests)
+        asked = _Asked(opened, load_chain(chain_file), load_machine(profile), warm, requests)
         report = _simulated(asked) if simulate else _real(asked, speed, scale, folder)
     except KVTiersError as error:
         raise refused(error) from None
     _say_left_out(asked)
     typer.echo(table(report))
-    if json_file is not None:
-        write_json(json_file, report.to_json())
+    write_result(json_file, report.to_json())
 
 
 def _say_left_out(asked: _Asked) -> None:

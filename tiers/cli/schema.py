@@ -11,6 +11,9 @@ def schema() -> None:
     """Print the JSON Schema of a chain's YAML.
 
     Tiers are of the types installed here; those of a broken package are named and left out.
+
+    \b
+    kvtiers schema > chain.schema.json
     """
     from spec.schema import chain_schema
 

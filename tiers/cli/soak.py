@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tiers.cli.arguments import check_places, refused
+from tiers.cli.arguments import JsonFile, check_places, refused, write_result
 
 if TYPE_CHECKING:
     from tiers.lab.soak.run import Soak
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 def soak(
     minutes: Annotated[float, typer.Option(min=0.01, help="Minutes to run.")] = 10.0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the report to this file.")
-    ] = None,
+    json_file: JsonFile = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -32,13 +30,16 @@ def soak(
     """Break disk and Redis again and again under an engine whose answers show a wrong byte.
 
     Ends with status 1 if an answer was wrong, a request stuck, or a slot or descriptor leaked.
+
+    \b
+    kvtiers soak --minutes 60 --seed 7
     """
     import logging
     from dataclasses import asdict
 
     from tiers.errors import KVTiersError
 
-    check_places(json_file, keep=[trace])
+    check_places(json_file=json_file, keep=[trace])
     # The soak prints the faults that it injects; of the tiers' log only errors are news.
     logging.getLogger("tiers").setLevel(logging.ERROR)
     typer.echo(f"prompts: {trace or 'conversations made up; name a trace with --trace'}")
@@ -47,10 +48,9 @@ def soak(
     except KVTiersError as error:
         raise refused(error, status=1) from error
     typer.echo(", ".join(f"{name}: {count}" for name, count in run.chance.counts.most_common()))
-    text = json.dumps(asdict(run.report))
-    typer.echo(text)
-    if json_file is not None:
-        json_file.write_text(text + "\n", encoding="utf-8")
+    report = asdict(run.report)
+    typer.echo(json.dumps(report))
+    write_result(json_file, report)
     if not run.report.is_clean():
         raise typer.Exit(1)
 

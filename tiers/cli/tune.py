@@ -9,12 +9,15 @@ import typer
 
 from spec.errors import one_line
 from tiers.cli.arguments import (
+    ChainOption,
     Conversations,
     JsonFile,
     SkipBadLines,
     TraceFile,
     check_places,
+    check_plot,
     refused,
+    write_result,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
 BudgetFile = Annotated[
     Path, typer.Option(help="The budget's YAML: media, machine, objective, constraints.")
 ]
-Present = Annotated[Path | None, typer.Option(help="The present chain's YAML, to compare with.")]
 Out = Annotated[Path | None, typer.Option(help="Write the chosen chain to this file.")]
 Plot = Annotated[
     Path | None, typer.Option(help="Draw waiting times against prices; needs matplotlib.")
@@ -44,7 +46,7 @@ FEW = 8
 def tune(
     trace: TraceFile,
     budget: BudgetFile,
-    spec: Present = None,
+    chain_file: ChainOption = None,
     out: Out = None,
     json_file: JsonFile = None,
     plot: Plot = None,
@@ -55,18 +57,22 @@ def tune(
 ) -> None:
     """Search the chain that serves a trace best within a budget, and write its YAML.
 
-    Simulation chooses tiers, order, sizes and policies. The first quarter of the trace only warms;
+    Simulation chooses tiers, order, sizes and policies, and compares them with the present chain
+    (--chain). The first quarter of the trace only warms;
     the second half judges what the search found in the second quarter.
+
+    \b
+    kvtiers tune traffic.jsonl --budget budget.yaml --chain present.yaml --out chain.yaml
     """
     from spec.load import load_chain
     from tiers.errors import KVTiersError
     from tiers.traces.opening import open_trace
     from tiers.tuning.search.budget import load_budget
 
-    _check_plot(plot)
-    check_places(out, json_file, plot, keep=[trace, budget])
+    check_plot(plot)
+    check_places(out, plot, json_file=json_file, keep=[trace, budget])
     given = load_budget(budget)
-    present = None if spec is None else load_chain(spec)
+    present = None if chain_file is None else load_chain(chain_file)
     try:
         opened = open_trace(trace, skip_bad_lines, conversations)
         found = _search(opened, given, present, chains, processes)
@@ -75,13 +81,6 @@ def tune(
     _tell(found, one_line(trace.name), present, out, json_file, plot)
     if found.broken:
         raise typer.Exit(1)
-
-
-def _check_plot(plot: Path | None) -> None:
-    from importlib.util import find_spec
-
-    if plot is not None and find_spec("matplotlib") is None:
-        raise refused("--plot needs matplotlib: pip install 'kvtiers[bench]'")
 
 
 def _search(
@@ -126,7 +125,7 @@ def _tell(
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
-    from tiers.tuning.files import write_json, write_whole
+    from tiers.tuning.files import write_whole
     from tiers.tuning.search.picture import draw
     from tiers.tuning.search.result import as_json, as_text, as_yaml, lacking
 
@@ -141,7 +140,6 @@ def _tell(
         typer.echo(f"\nThe chain is in {out}.")
         if lacks := lacking(found, present):
             typer.echo(lacks.replace("here", "there"))
-    if json_file is not None:
-        write_json(json_file, as_json(found, trace))
+    write_result(json_file, as_json(found, trace))
     if plot is not None:
         write_whole(plot, lambda file: draw(found, file))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spec.errors import one_line
+from spec.errors import SpecError, one_line
 from tiers.cli.arguments import ChainFile
 
 if TYPE_CHECKING:
@@ -19,14 +20,32 @@ COLUMNS = ("order", "name", "type", "settings")
 _HIDDEN = "***"
 
 
-def validate(file: ChainFile) -> None:
+def validate(
+    file: ChainFile,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print it, or what is wrong with it, as JSON.")
+    ] = False,
+) -> None:
     """Check a chain and print it.
 
     Names and defaults are filled in; nothing is opened or connected to.
+
+    \b
+    kvtiers validate chain.yaml
+    kvtiers validate --json - < chain.yaml
     """
     from spec.load import load_chain
 
-    chain = load_chain(file)
+    try:
+        chain = load_chain(file)
+    except SpecError as error:
+        if not as_json:
+            raise
+        typer.echo(json.dumps({"problems": error.problems}, indent=1))
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps({"chain": _masked(_resolved(chain))}, indent=1))
+        return
     rows = [
         (str(order), str(tier.name), tier.type, _settings(tier))
         for order, tier in enumerate(chain.tiers, 1)
@@ -47,11 +66,29 @@ def _settings(tier: OffloadingSpec) -> str:
     return one_line(", ".join(f"{key} {mask_secrets(_text(dumped[key]))}" for key in keys))
 
 
-def _chain_settings(chain: ChainSpec) -> str:
-    dumped = chain.model_dump(mode="json", exclude={"tiers"}, exclude_none=True)
+def _resolved(chain: ChainSpec) -> dict[str, Any]:
+    """The chain with its defaults, as it is written; nobody's salt is in it."""
+    dumped = chain.model_dump(mode="json", exclude_none=True)
     dumped["salt"] = _HIDDEN if chain.salt else "none"
     # Cache salts keep tenants apart: whoever knows one can ask for that tenant's blocks.
     dumped["tenants"] = len(chain.tenants) or "none"
+    return dumped
+
+
+def _masked(value: Any) -> Any:
+    """The value without secrets that a plugin's settings might show."""
+    from spec.fields import mask_secrets
+
+    if isinstance(value, dict):
+        return {key: _masked(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_masked(one) for one in value]
+    return mask_secrets(value) if isinstance(value, str) else value
+
+
+def _chain_settings(chain: ChainSpec) -> str:
+    dumped = _resolved(chain)
+    del dumped["tiers"]
     if not dumped["ghosts"]:
         del dumped["ghosts"]
     return ", ".join(f"{key} {_text(value)}" for key, value in dumped.items())

@@ -55,7 +55,7 @@ def replayed(trace: Path, folder: Path, chain: dict[str, Any], how: str) -> dict
     files = [folder / name for name in ("chain.yaml", "machine.yaml", "told.json")]
     files[0].write_text(yaml.safe_dump(chain))
     files[1].write_text(yaml.safe_dump(machine))
-    options = ["--spec", files[0], "--profile", files[1], how, "--json", files[2]]
+    options = ["--chain", files[0], "--profile", files[1], how, "--json", files[2]]
     done = CliRunner().invoke(app, ["replay", str(trace), *map(str, options)])
     assert done.exit_code == 0, done.output
     return dict(json.loads(files[2].read_text()))

@@ -24,7 +24,7 @@ def test_engine_arguments_that_are_no_json_object_are_refused(engine_args: str) 
 
 
 def test_a_chain_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    done = demo("--spec", str(tmp_path / "none.yaml"))
+    done = demo("--chain", str(tmp_path / "none.yaml"))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "none.yaml" in line

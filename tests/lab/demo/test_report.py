@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from rich.console import Console
 
 from tiers.lab.demo import report
@@ -38,7 +36,7 @@ def test_a_phase_sums_tokens_and_compares_with_cold() -> None:
         "disk", 300, 288, {"nvme": 224, "redis": 64}, 0.3, 10.0, True
     )
     assert report.faults(results, SERVING) == {}
-    assert json.loads(report.to_json(results))["phases"][1] == {
+    assert report.to_json(results)["phases"][1] == {
         "name": "disk",
         "prompt_tokens": 300,
         "loaded_tokens": 288,

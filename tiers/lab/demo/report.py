@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from statistics import median
+from typing import Any
 
 from rich.table import Table
 
@@ -68,9 +68,9 @@ def faults(results: Sequence[PhaseResult], serving: Mapping[str, frozenset[str]]
     return found
 
 
-def to_json(results: Sequence[PhaseResult]) -> str:
+def to_json(results: Sequence[PhaseResult]) -> dict[str, Any]:
     """The results as the JSON document of `--json`."""
-    return json.dumps({"phases": [asdict(result) for result in results]}, indent=2) + "\n"
+    return {"phases": [asdict(result) for result in results]}
 
 
 def table(results: Sequence[PhaseResult]) -> Table:
