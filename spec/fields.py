@@ -90,8 +90,12 @@ def format_rate(rate: float) -> str:
 
 
 def exact_size(size: int) -> str:
-    """Format a size in bytes, exact and as short as possible."""
-    exact = [f"{size // scale}{unit}" for unit, scale in _SIZE_UNITS.items() if size % scale == 0]
+    """Format a size in bytes, exact and as short as possible, with three decimals at most."""
+    exact = [
+        f"{Decimal(size * 1000 // int(scale)).scaleb(-3).normalize():f}{unit}"
+        for unit, scale in _SIZE_UNITS.items()
+        if size >= scale and not size * 1000 % int(scale)
+    ]
     return min(exact, key=len)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +27,8 @@ def test_a_profile_is_made_and_made_anew(kvtiers: Callable[..., Ran], tmp_path: 
     machine = load_machine(profile)
     assert machine.tiers.keys() == {"cpu", "disk"}
     assert all(one.load_bandwidth > 1e6 < one.store_bandwidth for one in machine.tiers.values())
+    rates = [tier["load_bandwidth"] for tier in json.loads(profile.read_text())["tiers"].values()]
+    assert all(re.fullmatch(r"[\d.]{1,5}[kMGT]B/s", rate) for rate in rates), rates
     priced = machine.tiers["disk"].model_copy(update={"price_per_month": 7.0})
     whole = machine.model_copy(update={"tiers": {**machine.tiers, "disk": priced}, "gpus": 3})
     profile.write_text(whole.model_dump_json())

@@ -128,3 +128,19 @@ def test_an_output_that_is_full_or_closed_ends_without_a_traceback(
     closed = f'exec "{KVTIERS}" {command} "{chain}" >&-'
     done = subprocess.run(["sh", "-c", closed], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_has_read_enough_spoils_nothing(trace: Path, tmp_path: Path) -> None:
+    """`kvtiers curve | head -1` ended with 1, and wrote no JSON."""
+    result = tmp_path / "out.json"
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as unread:
+        done = subprocess.run(
+            [KVTIERS, "curve", trace, "--json", result],
+            stdout=unread,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert result.exists()

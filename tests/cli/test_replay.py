@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from tests.cli.conftest import Ran
+from tiers.traces.recorded import FileHeader, encode_header, encode_request
+from tiers.traces.trace import TraceRequest
 
 CHAIN = """
 version: 1
@@ -125,3 +127,21 @@ def test_what_this_machine_cannot_do_is_said(
     ran = kvtiers("replay", *arguments, "--real", "--speed", "inf")
     assert (ran.status, ran.out) == (2, "")
     assert "--speed" in ran.err
+
+
+def test_a_trace_of_another_model_is_said(
+    kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path
+) -> None:
+    trace = tmp_path / "recorded.jsonl"
+    told = []
+    for token_bytes in (23_040, 131_072, None):
+        header = encode_header(FileHeader(512, 0.0, kv_bytes_per_token=token_bytes))
+        trace.write_bytes(header + encode_request(TraceRequest(0.0, 1024, 1, [1, 2])))
+        ran = kvtiers("replay", trace, *arguments[1:], "--simulate")
+        assert ran.status == 0
+        told.append(ran.err)
+    assert told[1:] == ["", ""]
+    assert told[0].startswith(
+        "the profile says 131,072 KV bytes a token, and the engine that recorded the trace had "
+        "23,040: "
+    )

@@ -74,7 +74,7 @@ def test_a_duration_reads_back(seconds: float) -> None:
 
 
 def test_sizes_are_written_in_the_unit_they_were_meant_in() -> None:
-    sizes = ("8GiB", "200GB", "1500B", "1kB", "512MiB", "1B")
+    sizes = ("8GiB", "200GB", "1500B", "1kB", "512MiB", "1B", "1.5GiB", "734.9MB")
     assert [exact_size(parse_size(size)) for size in sizes] == list(sizes)
 
 

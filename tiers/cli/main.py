@@ -6,8 +6,10 @@ The module is imported for `kvtiers --help`, so it imports what it needs inside 
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
+from contextlib import redirect_stdout
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -58,8 +60,10 @@ def kvtiers(
 def main() -> None:
     """Run the command line; a chain or trace that can't be used ends any command with status 2, and
     what can't be read or written with status 1."""
+    stdout: Any = None if sys.stdout is None else _UntilUnread(sys.stdout)  # None: it is closed
     try:
-        app(prog_name="kvtiers")
+        with redirect_stdout(stdout):
+            app(prog_name="kvtiers")
     except (SpecError, TraceError) as error:
         typer.echo(str(error), err=True)
         sys.exit(2)
@@ -69,6 +73,35 @@ def main() -> None:
     except OSError as error:
         _stopped(error)
         sys.exit(1)
+
+
+class _UntilUnread:
+    """Standard output whose reader may leave, as `head -1` does: then nothing more is told, and
+    the command goes on with what it writes to files."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._unread()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._unread()
+
+    def _unread(self) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
 
 
 def _stopped(error: OSError) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from tiers.traces.trace import Trace, TraceRequest, TraceSummary
+    from tiers.tuning.machine import Machine
 
 
 def bars(auto_refresh: bool = True) -> Progress:
@@ -48,3 +49,15 @@ def say_skipped(summary: TraceSummary) -> None:
         typer.echo(f"{count} {what}", err=True)
     for note in summary.notes:
         typer.echo(f"  {note}", err=True)
+
+
+def say_other_model(trace: Trace, machine: Machine) -> None:
+    """Print that the machine's tokens are not as large as those of the engine that recorded."""
+    recorded = trace.header.kv_bytes_per_token
+    if recorded is not None and recorded != machine.kv_bytes_per_token:
+        typer.echo(
+            f"the profile says {machine.kv_bytes_per_token:,} KV bytes a token, and the engine "
+            f"that recorded the trace had {recorded:,}: unless it is meant for another model, "
+            "correct kv_bytes_per_token",
+            err=True,
+        )

@@ -110,9 +110,10 @@ def replay(
 
 
 def _say_left_out(asked: _Asked) -> None:
-    from tiers.cli.reading import say_skipped
+    from tiers.cli.reading import say_other_model, say_skipped
 
     say_skipped(asked.trace.summary)
+    say_other_model(asked.trace, asked.machine)
     if asked.chain.tenants:
         typer.echo("rules of tenants are not replayed: a trace has no names of tenants", err=True)
 

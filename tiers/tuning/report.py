@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 TRUSTED_LOAD = 0.65
 """GPU load or link use beyond which waiting times are not to be trusted: a rate that is 5% wrong
 moves the median by 5 to 12% below it, and by some hundred percent near 1."""
+SHORT_LIFE = 1.0
+"""Years below which a device's life is warned of."""
 DAY = 86400.0
 YEAR = 365.25 * DAY
 MONTH = YEAR / 12
@@ -103,22 +105,44 @@ class Report:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Why figures are not to be trusted, where they are not."""
-        long = (
-            f"{self.too_long:,} prompts are longer than the engine's cache, and no engine serves "
-            "such: give the machine more engine_cache"
-        )
+        return (*self._long_prompts(), *self._short_lives(), *self._busy_waits(), *self._dropping())
+
+    def _long_prompts(self) -> Iterator[str]:
+        if self.too_long:
+            yield (
+                f"{self.too_long:,} prompts are longer than the engine's cache, and no engine "
+                "serves such: give the machine more engine_cache"
+            )
+
+    def _short_lives(self) -> Iterator[str]:
+        for tier in self.tiers:
+            if tier.life_years is not None and tier.life_years < SHORT_LIFE:
+                yield (
+                    f"{tier.name} is written to death in {tier.life_years * 365.25:.0f} days: give "
+                    "it a write_budget or a store_threshold, or life_years to the search"
+                )
+
+    def _busy_waits(self) -> Iterator[str]:
         busy = [
             ("the GPUs", self.gpu_load),
             *((f"{t.name}'s loads", t.load_busy) for t in self.tiers),
         ]
-        busy_ones = (
-            f"{what} are busy for {share:.0%} of the time: beyond {TRUSTED_LOAD:.0%} a rate that "
-            "is a few percent wrong changes waiting times many times over, so trust hit tokens and "
-            "shares here, and not times"
-            for what, share in busy
-            if share > TRUSTED_LOAD
-        )
-        return (*([long] if self.too_long else []), *busy_ones)
+        for what, share in busy:
+            if share > TRUSTED_LOAD:
+                yield (
+                    f"{what} are busy for {share:.0%} of the time: beyond {TRUSTED_LOAD:.0%} a "
+                    "rate that is a few percent wrong changes waiting times many times over, so "
+                    "trust hit tokens and shares here, and not times"
+                )
+
+    def _dropping(self) -> Iterator[str]:
+        for tier in self.tiers:
+            if tier.store_busy > TRUSTED_LOAD:
+                yield (
+                    f"{tier.name}'s stores are busy for {tier.store_busy:.0%} of the time: beyond "
+                    f"{TRUSTED_LOAD:.0%} they lag, and it drops what finds no room "
+                    f"({tier.dropped_share:.0%} here)"
+                )
 
     def to_json(self) -> dict[str, Any]:
         """All of it, for `json.dumps`."""

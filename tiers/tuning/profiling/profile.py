@@ -73,10 +73,10 @@ def _store_profile(spec: StoreSpec, block_bytes: int, count: int) -> TierProfile
             together = size / (time.perf_counter() - began)
     load_rate = max(alone, together)
     return TierProfile(
-        load_bandwidth=load_rate,
-        store_bandwidth=store_rate,
-        load_latency=max(0.0, single_load - block_bytes / alone),
-        store_latency=max(0.0, single_store - block_bytes / store_rate),
+        load_bandwidth=_read(load_rate),
+        store_bandwidth=_read(store_rate),
+        load_latency=_read(max(0.0, single_load - block_bytes / alone)),
+        store_latency=_read(max(0.0, single_store - block_bytes / store_rate)),
         concurrency=LOADERS,
     )
 
@@ -98,6 +98,11 @@ def _opened(
     finally:
         store.close()
         memory.close()
+
+
+def _read(figure: float) -> float:
+    """A measured figure as people read it: no other digits come again in the next measurement."""
+    return float(f"{figure:.4g}")
 
 
 def _checked(
@@ -136,4 +141,6 @@ def _host_profile(block_bytes: int, count: int) -> TierProfile:
             torch.cuda.synchronize()
         return host.numel() / max(1e-9, time.perf_counter() - began)
 
-    return TierProfile(load_bandwidth=rate(device, host), store_bandwidth=rate(host, device))
+    return TierProfile(
+        load_bandwidth=_read(rate(device, host)), store_bandwidth=_read(rate(host, device))
+    )
