@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+import warnings
 
 import pytest
 import torch
@@ -26,6 +27,14 @@ def bf16(elements: int = 4096) -> memoryview:
 
 def noise(length: int) -> memoryview:
     return memoryview(bytearray(random.Random(1).randbytes(length)))
+
+
+def test_what_is_read_only_is_encoded_without_a_warning() -> None:
+    payload = bf16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encoded = Encoder("byteplanes").encode(payload.toreadonly())
+    assert encoded == Encoder("byteplanes").encode(payload)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ import redis as redis_client
 from spec.encryption import KEY_BYTES
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.servers import RedisServer
-from tiers.block import HEADER_BYTES, digest
+from tiers.block import HEADER_BYTES, address_of, digest
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierError
 from tiers.remote.spec import RedisSpec
@@ -151,6 +152,24 @@ class KeepsTheCallersMemory(MemoryStore):
         return [True] * len(blocks)
 
 
+class Scribbles(MemoryStore):
+    """Encrypts in place, say."""
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        for block in blocks:
+            block.payload[0] ^= 1
+        return super().put(blocks)
+
+
+class ScribblesByAddress(MemoryStore):
+    """As a library does that is handed an address."""
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        for block in blocks:
+            ctypes.memset(address_of(block.payload), 0, 1)
+        return super().put(blocks)
+
+
 class ServesAnotherKey(MemoryStore):
     def get(self, blocks: Sequence[Block]) -> list[bool]:
         for block in blocks:
@@ -267,6 +286,8 @@ class ClearsAll(MemoryStore):
         (TakesNothingWhenFull, "test_what_put_says_is_held_is_held"),
         (ForgetsWhatItHolds, "test_what_is_dropped_gives_its_room_back"),
         (KeepsTheCallersMemory, "test_the_callers_memory_is_not_kept"),
+        (Scribbles, "test_what_was_put_is_got"),
+        (ScribblesByAddress, "test_what_was_put_is_got"),
         (LoadsOnAThread, "test_memory_is_left_alone_after_a_call_that_found_no_thread"),
         (ServesAnotherKey, "test_has_and_get_agree_on_a_mixed_batch"),
         (ForgetsToDrop, "test_what_is_dropped_is_gone_and_can_be_put_again"),
@@ -282,7 +303,7 @@ def test_the_kit_finds_a_broken_store(broken: type[MemoryStore], test: str) -> N
 
         def damage(self, keys: Sequence[bytes]) -> None: ...
 
-    with pytest.raises((AssertionError, TierError)):
+    with pytest.raises((AssertionError, TierError, TypeError)):
         getattr(Kit(), test)()
 
 

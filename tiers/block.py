@@ -8,6 +8,7 @@ was found. The checksum is xxh3: it finds accidents (14 GB/s against 8.4 for a c
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import struct
@@ -34,6 +35,29 @@ _PADDING = bytes(HEADER_BYTES - _CHECKED_BYTES)
 _CHECKSUM_XXH3_128 = 1
 
 Buffer = bytes | bytearray | memoryview
+
+
+class _PyBuffer(ctypes.Structure):
+    """CPython's `Py_buffer`."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("others", ctypes.c_void_p * 5),
+    )
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a contiguous view begin, also of one that is read-only, which ctypes and
+    torch take for writable only. Owns nothing: keep the view as long as the address is used."""
+    found = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(found), 0)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))
+    return found.buf or 0
 
 
 class Header(NamedTuple):

@@ -9,6 +9,7 @@ per GB (measured on SmolLM2-135M in bfloat16). That pays for a link or device sl
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from typing import Literal
 import torch
 import zstandard
 
-from tiers.block import Buffer
+from tiers.block import Buffer, address_of
 from tiers.errors import RecordError
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,9 @@ def _pieces(
     pairs = len(planes) // 2
     if not pairs:
         return
-    elements = torch.frombuffer(payload, dtype=torch.int16, count=pairs)
+    # torch warns of a payload that is read-only, as one to encode is.
+    memory = (ctypes.c_char * len(payload)).from_address(address_of(payload))
+    elements = torch.frombuffer(memory, dtype=torch.int16, count=pairs)
     upper, lower = torch.frombuffer(planes, dtype=torch.uint8).view(2, pairs)
     for start in range(0, pairs, PIECE):
         piece = slice(start, start + PIECE)

@@ -19,8 +19,9 @@ Capability = TypeVar("Capability")
 class Block(NamedTuple):
     """One block's key and bytes.
 
-    `payload` is a writable, contiguous, flat view of unsigned bytes (format "B") of the length
-    the store was opened with; its address is aligned to 4096 bytes when it lies in the host pool.
+    `payload` is a contiguous, flat view of unsigned bytes (format "B") of the length the store was
+    opened with; its address is aligned to 4096 bytes when it lies in the host pool. `get` is given
+    a writable one, `put` one that is read-only: other tiers serve the same bytes.
     The caller owns it: a store never keeps it after the call.
     """
 
@@ -32,6 +33,10 @@ class Block(NamedTuple):
         """The `digest` of the payload as it left the engine, where that is known. A record under it
         shows what has changed since, and costs no second pass."""
         return None
+
+    def readonly(self) -> Block:
+        """This block, whose payload can't be written to."""
+        return Block(self.key, self.payload.toreadonly())
 
     def has_changed(self) -> bool:
         """Whether the payload is known to be another than it was when it left the engine."""
@@ -47,6 +52,9 @@ class GatheredBlock(Block):
         self = super().__new__(cls, key, payload)
         self.checksum = checksum
         return self
+
+    def readonly(self) -> GatheredBlock:
+        return GatheredBlock(self.key, self.payload.toreadonly(), self.checksum)
 
 
 class TierStore(Protocol):
@@ -75,7 +83,7 @@ class TierStore(Protocol):
         """Say for each key whether the store holds its block now."""
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """Store blocks; True for each that the store holds afterwards.
+        """Store blocks, whose payloads are read-only; True for each that the store holds afterwards.
 
         A key that is held already is True, and its block may be skipped. False: this one block was
         not stored, for want of room, say; the others may be.

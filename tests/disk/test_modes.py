@@ -17,7 +17,7 @@ from spec.offloading import StoreContext
 from tests.support.disk_audit import MODE, SLOT, audit, key, keys, open_disk, put, slab_path
 from tests.support.disk_mounts import run_mounted
 from tiers.disk.direct_io import choose_direct
-from tiers.disk.slab import PAGE
+from tiers.disk.slab import PAGE, Slab
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
@@ -96,6 +96,20 @@ def cached_pages(path: Path) -> int:
         del start
     assert wrong == 0
     return sum(page & 1 for page in pages)
+
+
+@pytest.mark.parametrize("shift", [0, 512])
+def test_what_is_read_only_and_on_pages_is_written_without_a_copy(
+    tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    slab = Slab(tmp_path / "slab-1.dat", 2 * PAGE, direct=True)
+    monkeypatch.setattr(slab, "_write", lambda _, parts: written.extend(map(len, parts)))
+    with mmap.mmap(-1, 2 * PAGE) as memory, memoryview(memory) as whole:
+        with whole[shift : shift + PAGE] as part, part.toreadonly() as payload:
+            slab.write(0, b"header", payload)
+    slab.close()
+    assert written == ([2 * PAGE] if shift else [PAGE, PAGE])
 
 
 def test_auto_is_direct_where_memory_is_short(

@@ -22,6 +22,7 @@ from tiers.store import (
     Capable,
     Clear,
     Described,
+    GatheredBlock,
     LocalIndex,
     Measured,
     TierStore,
@@ -609,3 +610,22 @@ def test_a_real_server_goes_and_comes_back(
     assert guarded_redis.get(memory.blocks) == [True, True]
     assert memory.holds(0) and memory.holds(1)
     assert is_up(guarded_redis)
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin's put writes into the payload it is given",
+    outcome="the put fails; what other tiers serve is unchanged",
+)
+def test_a_put_can_t_change_what_it_is_given() -> None:
+    class Scribbles(Store):
+        def put(self, blocks: Sequence[Block]) -> list[bool]:
+            for block in blocks:
+                assert block.checksum == b"known"
+                block.payload[0] ^= 1
+            return super().put(blocks)
+
+    guarded, memory = Guarded(Scribbles(), "plugin"), Memory([KEY], 4096).fill()
+    assert guarded.put([GatheredBlock(*memory.blocks[0], b"known")]) == [False]
+    assert memory.holds(0)
+    assert guarded.failures.by_kind() == {"TypeError": 1}

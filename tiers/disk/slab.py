@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from tiers.block import HEADER_BYTES, Checksum, digest
+from tiers.block import HEADER_BYTES, Checksum, address_of, digest
 from tiers.errors import RecordError
 from tiers.host.scratch import Scratch
 
@@ -164,9 +164,7 @@ class Slab:
 
 
 def _on_pages(payload: memoryview) -> bool:
-    if payload.readonly or len(payload) % PAGE or not payload:
-        return False
-    return ctypes.addressof(ctypes.c_char.from_buffer(payload)) % PAGE == 0
+    return bool(payload) and len(payload) % PAGE == 0 and address_of(payload) % PAGE == 0
 
 
 def _after(parts: list[memoryview], done: int) -> list[memoryview]:

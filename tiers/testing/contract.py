@@ -117,7 +117,7 @@ class StoreContract(ClaimTests):
             for shift in (0, 1, 3, 4095):
                 key = make_key()
                 memory = Memory([key], self.payload_bytes, shift).fill()
-                assert list(store.put(memory.blocks)) == [True]
+                assert self.stored(store, memory) == [True]
                 memory = Memory([key], self.payload_bytes, shift)
                 assert list(store.get(memory.blocks)) == [True]
                 assert memory.holds(0)
@@ -130,7 +130,7 @@ class StoreContract(ClaimTests):
             try:
                 with self.opened(payload_bytes) as store:
                     memory = Memory(keys, payload_bytes).fill()
-                    assert list(store.put(memory.blocks)) == [True] * 3
+                    assert self.stored(store, memory) == [True] * 3
                     memory = Memory(keys, payload_bytes)
                     assert list(store.get(memory.blocks)) == [True] * 3
                     assert all(memory.holds(index) for index in range(3))
@@ -143,7 +143,7 @@ class StoreContract(ClaimTests):
         key = make_key()
         memory = Memory([key], self.payload_bytes).fill()
         with self.opened() as store:
-            assert list(store.put(memory.blocks)) == [True]
+            assert self.stored(store, memory) == [True]
             memory.blocks[0].payload[:] = bytes(self.payload_bytes)
             assert list(store.get(memory.blocks)) == [True]
             assert memory.holds(0)
@@ -211,7 +211,7 @@ class StoreContract(ClaimTests):
             some, others = chance.sample(kept, 4), chance.sample(dropped, 4)
             memory = Memory(some + others, self.payload_bytes).fill()
             # Of the others, False is honest: someone may have dropped them meanwhile.
-            assert list(store.put(memory.blocks))[:4] == [True] * 4, "a block was not stored"
+            assert self.stored(store, memory)[:4] == [True] * 4, "a block was not stored"
             self.hits(store, others + some)
             store.drop(others[:2])
             assert listed(store.has(some + others))[:4] == [True] * 4, "a block was lost"

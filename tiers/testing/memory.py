@@ -47,6 +47,14 @@ class Memory:
             payload[:] = payload_of(key, len(payload), version)
         return self
 
+    def readonly(self) -> list[Block]:
+        """The blocks as `put` is given them."""
+        return [block.readonly() for block in self.blocks]
+
+    def copy(self) -> bytes:
+        """All bytes, those between the payloads too."""
+        return bytes(self._bytes)
+
     def holds(self, index: int, version: int = 0) -> bool:
         """Whether a payload holds what belongs to its key."""
         key, payload = self.blocks[index]

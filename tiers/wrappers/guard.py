@@ -141,7 +141,8 @@ class Guarded(StoreWrapper):
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         with self._enter(self._writes) as allowed:
             if allowed:
-                return each("put", self._inner.put(blocks), len(blocks))
+                given = [block.readonly() for block in blocks]
+                return each("put", self._inner.put(given), len(blocks))
         return [False] * len(blocks)
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:

@@ -57,7 +57,7 @@ class StagedStore(StoreWrapper, ABC):
         """Pack and store the blocks, a few at a time."""
         stored: list[bool] = []
         for part, forms in self._parts(blocks):
-            packed = self._pack(part, forms)
+            packed = [block.readonly() for block in self._pack(part, forms)]
             try:
                 stored += each("put", self._inner.put(packed), len(packed))
             except TierError:
