@@ -11,10 +11,15 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
+import re
+import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
-from importlib.metadata import EntryPoint, entry_points
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from importlib.metadata import EntryPoint, entry_points, version
+from types import ModuleType
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -28,7 +33,13 @@ GROUP = "kvtiers.tiers"
 IMPORT_SECONDS = 30.0
 """Limit for the import of a plugin."""
 
+ASK_SECONDS = 10.0
+"""Limit for a plugin's validators, its serializers and `host_local`."""
+
 _OURS = "tiers."
+_API = {"spec", "tiers"}
+"""What plugins import of ours."""
+_NO_NAME = re.compile(r"cannot import name '(\w+)'")
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -90,14 +101,14 @@ def make_tier(tier_type: str, written: Mapping[object, object]) -> OffloadingSpe
             _ = made.host_local  # as an engine that serves asks for it
         return made
 
-    return _run(entry, make, "its settings can't be made")
+    return _run(entry, make, "making its settings")
 
 
 def tier_parts(tier_type: str, make: Callable[[type[OffloadingSpec]], T]) -> T:
     """Return `make(class)` for a type's class. Raises UnknownTierType and BrokenTierType."""
     entry = _entry(tier_type)
     spec = _load(entry)
-    return _run(entry, lambda: make(spec), "its settings can't be described")
+    return _run(entry, lambda: make(spec), "describing its settings")
 
 
 def _entry(tier_type: str) -> EntryPoint:
@@ -114,29 +125,11 @@ def _entry(tier_type: str) -> EntryPoint:
 
 
 def _load(entry: EntryPoint) -> type[OffloadingSpec]:
-    loaded = _run(entry, entry.load if entry.value.startswith(_OURS) else lambda: _import(entry))
+    loaded = _run(entry, entry.load, "its import", IMPORT_SECONDS)
     if not (isinstance(loaded, type) and issubclass(loaded, OffloadingSpec)):
         raise _broken(entry, "it is not an OffloadingSpec")
-    _run(entry, lambda: _check(entry, loaded))
+    _run(entry, lambda: _check(entry, loaded), "what its class says")
     return loaded
-
-
-def _import(entry: EntryPoint) -> object:
-    """Import a class on another thread, since the import may hang."""
-    ended: Future[object] = Future()
-
-    def load() -> None:
-        try:
-            ended.set_result(entry.load())
-        except BaseException as error:  # noqa: BLE001 - raised where it was asked for
-            ended.set_exception(error)
-
-    threading.Thread(target=load, name=f"import {entry.value}", daemon=True).start()
-    if not wait([ended], IMPORT_SECONDS).done:
-        raise _broken(entry, f"its import takes more than {IMPORT_SECONDS:g} s")
-    if (error := ended.exception()) is not None:
-        raise _broken(entry, told(error)) from error
-    return ended.result()
 
 
 def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
@@ -146,7 +139,7 @@ def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
         raise _broken(entry, f"its class is of type {own}")
     if inspect.isabstract(spec):
         missing = ", ".join(sorted(spec.__abstractmethods__))
-        raise _broken(entry, f"it does not implement {missing}")
+        raise _unfit(entry, f"its class does not implement {missing}")
     if spec.hit_source not in HIT_SOURCES:
         raise _broken(entry, f"its hit_source is {spec.hit_source!r}; use {one_of(HIT_SOURCES)}")
     if isinstance(spec.identity, str):
@@ -156,16 +149,73 @@ def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
             raise _broken(entry, f"its identity has {field!r}, which is none of its fields")
 
 
-def _run(entry: EntryPoint, ask: Callable[[], T], what: str = "") -> T:
-    """Run a plugin's code. Raises ValidationError, and BrokenTierType for any other exception."""
-    try:
+def _run(entry: EntryPoint, ask: Callable[[], T], what: str, seconds: float = 0) -> T:
+    """Run a tier type's code: a plugin's on another thread, since it may hang, for `seconds` at
+    most (0: `ASK_SECONDS`). Raises ValidationError, and BrokenTierType for all else that goes wrong
+    in `what`. What a plugin prints goes to stderr."""
+    if entry.value.startswith(_OURS):
         return ask()
-    except (BrokenTierType, ValidationError):
-        raise
-    # Broad on purpose: a plugin's code may raise anything, ArithmeticError as well, and may exit.
-    except (Exception, SystemExit) as error:
-        reason = f"{what}: {told(error)}" if what else told(error)
-        raise _broken(entry, reason) from error
+    ended: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            ended.set_result(ask())
+        except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+            ended.set_exception(error)
+
+    limit = seconds or ASK_SECONDS
+    with stdout_to_stderr():
+        threading.Thread(target=call, name=f"ask {entry.value}", daemon=True).start()
+        if not wait([ended], limit).done:
+            raise _broken(entry, f"{what} takes more than {limit:g} s")
+    error = ended.exception()
+    if error is None or isinstance(error, BrokenTierType | ValidationError):
+        return ended.result()
+    if (missing := _missing_of_ours(error)) is not None:
+        raise _unfit(entry, f"it needs {missing}") from error
+    raise _broken(entry, f"{what} raised {told(error)}") from error
+
+
+# Without it the one of two threads that leaves last would leave stdout at stderr.
+_printing = threading.RLock()
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Meanwhile, what anybody prints goes to stderr, what libraries and children print, too: the
+    output of a command may be another's input. Also for other threads."""
+    stdout = sys.stdout
+    if stdout is None or sys.stderr is None:  # as in a process without a terminal
+        yield
+        return
+    with _printing, redirect_stdout(sys.stderr), ExitStack() as stack:
+        with suppress(OSError, ValueError):  # one of them may be closed
+            stdout.flush()
+            kept = os.dup(1)
+            stack.callback(os.close, kept)
+            os.dup2(2, 1)
+            stack.callback(os.dup2, kept, 1)
+            stack.callback(stdout.flush)
+        yield
+
+
+def _missing_of_ours(error: BaseException) -> str | None:
+    """What of ours a plugin's import has not found; None: it failed otherwise."""
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _API:
+        found = _NO_NAME.match(str(error))
+        return f"{error.name}.{found[1]}" if found else error.name
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        module = error.obj.__name__
+        return f"{module}.{error.name}" if module.partition(".")[0] in _API else None
+    return None
+
+
+def _unfit(entry: EntryPoint, reason: str) -> BrokenTierType:
+    ours = f"kvtiers {version('kvtiers')}"
+    return BrokenTierType(
+        f"its package {_owner(entry)} was made for another version than {ours}: {reason}; install "
+        f"a version of it that fits ({entry.value})"
+    )
 
 
 def _broken(entry: EntryPoint, reason: str) -> BrokenTierType:
@@ -174,6 +224,21 @@ def _broken(entry: EntryPoint, reason: str) -> BrokenTierType:
     )
 
 
+def package_of(spec: OffloadingSpec) -> str | None:
+    """The distribution and version that a tier's class is from, or its top module where none is
+    known; None: the class is ours."""
+    top = type(spec).__module__.partition(".")[0]
+    if f"{top}." == _OURS:
+        return None
+    entries = [entry for entry in entry_points(group=GROUP) if _top(entry) == top]
+    entries.sort(key=lambda entry: entry.name != spec.type)
+    return _owner(entries[0]) if entries else top
+
+
+def _top(entry: EntryPoint) -> str:
+    return entry.value.partition(":")[0].partition(".")[0]
+
+
 def _owner(entry: EntryPoint) -> str:
-    name = entry.dist.name if entry.dist is not None else None
-    return name or entry.value
+    found = entry.dist
+    return f"{found.name} {found.version}" if found is not None else entry.value

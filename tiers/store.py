@@ -83,7 +83,7 @@ class TierStore(Protocol):
         """Say for each key whether the store holds its block now."""
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """Store blocks, whose payloads are read-only; True for each that the store holds afterwards.
+        """Store blocks, from payloads that are read-only; True for each that is held afterwards.
 
         A key that is held already is True, and its block may be skipped. False: this one block was
         not stored, for want of room, say; the others may be.

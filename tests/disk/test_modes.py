@@ -105,9 +105,13 @@ def test_what_is_read_only_and_on_pages_is_written_without_a_copy(
     written: list[int] = []
     slab = Slab(tmp_path / "slab-1.dat", 2 * PAGE, direct=True)
     monkeypatch.setattr(slab, "_write", lambda _, parts: written.extend(map(len, parts)))
-    with mmap.mmap(-1, 2 * PAGE) as memory, memoryview(memory) as whole:
-        with whole[shift : shift + PAGE] as part, part.toreadonly() as payload:
-            slab.write(0, b"header", payload)
+    with (
+        mmap.mmap(-1, 2 * PAGE) as memory,
+        memoryview(memory) as whole,
+        whole[shift : shift + PAGE] as part,
+        part.toreadonly() as payload,
+    ):
+        slab.write(0, b"header", payload)
     slab.close()
     assert written == ([2 * PAGE] if shift else [PAGE, PAGE])
 

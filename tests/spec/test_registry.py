@@ -79,7 +79,6 @@ def test_a_plugins_type_works_like_ours(plugin: Install) -> None:
         ("", "has no attribute 'TapeSpec'"),
         ("TapeSpec = 3", "not an OffloadingSpec"),
         ("class TapeSpec: ...", "not an OffloadingSpec"),
-        (GOOD.replace("def open", "def opened"), "does not implement open"),
     ],
 )
 def test_a_broken_plugin_troubles_only_those_who_use_it(
@@ -93,14 +92,88 @@ def test_a_broken_plugin_troubles_only_those_who_use_it(
     assert chain(type="cpu", capacity="1GiB") == ""
     assert "tape" not in chain_schema()["$defs"]
     told = chain(type="tape")
-    assert told.startswith(f"chain: tiers[0].type: found 'tape'; its package {module} is broken")
+    assert told.startswith(
+        f"chain: tiers[0].type: found 'tape'; its package {module} 1.0 is broken"
+    )
     assert says in told and "\n" not in told
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin was made for another version of kvtiers",
+    outcome="one line says what of ours it misses, with both versions",
+)
+@pytest.mark.parametrize(
+    ("source", "needs"),
+    [
+        ("from spec.offloading import StoreSite", "it needs spec.offloading.StoreSite"),
+        ("import tiers.pool", "it needs tiers.pool"),
+        ("import spec.offloading as api\napi.StoreSite", "it needs spec.offloading.StoreSite"),
+        (GOOD.replace("def open", "def opened"), "its class does not implement open"),
+    ],
+)
+def test_a_plugin_of_another_version_is_told_what_it_misses(
+    plugin: Install, source: str, needs: str, request: pytest.FixtureRequest
+) -> None:
+    module = f"older{request.node.callspec.indices['source']}"
+    plugin(module, source, tape="TapeSpec")
+    told = chain(type="tape")
+    assert f"its package {module} 1.0 was made for another version than kvtiers" in told
+    assert needs in told and "reinstall" not in told and "\n" not in told
+
+
+HANGS = "import time\nfrom pydantic import field_serializer, field_validator\n" + GOOD
+SLEEPS = "        time.sleep(3600)\n"
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin's validator, serializer or host_local hangs",
+    outcome="after ten seconds the chain's error names its package, at an engine's start too",
+)
+@pytest.mark.parametrize(
+    "member",
+    [
+        "    @field_validator('reel')\n    def _check(cls, value):\n",
+        "    @field_serializer('reel')\n    def _write(self, value):\n",
+        "    @property\n    def host_local(self):\n",
+    ],
+)
+def test_a_plugin_that_hangs_in_its_settings_is_named(
+    plugin: Install, member: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "ASK_SECONDS", 0.3)
+    module = f"slow{request.node.callspec.indices['member']}"
+    plugin(module, HANGS + member + SLEEPS, tape="TapeSpec")
+    told = chain(type="tape", reel="1GB")
+    assert f"its package {module} 1.0 is broken" in told
+    assert "making its settings takes more than 0.3 s" in told
+
+
+PRINTS = "import os\nprint('by print')\nos.write(1, b'by a library\\n')\n" + GOOD
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin prints while it is imported",
+    outcome="it goes to stderr: the output of a command stays what it is",
+)
+def test_what_a_plugin_prints_goes_to_stderr(
+    plugin: Install, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plugin("prints", PRINTS, tape="TapeSpec")
+    print("before")
+    assert chain(type="tape", reel="1GB") == ""
+    print("after")
+    out, err = capfd.readouterr()
+    assert out.split("\n") == ["before", "after", ""]
+    assert "by print\n" in err and "by a library\n" in err
 
 
 def test_a_type_that_two_packages_provide_is_nobodys(plugin: Install) -> None:
     plugin("onetape", GOOD, tape="TapeSpec")
     plugin("twotapes", GOOD, tape="TapeSpec")
-    assert "several packages provide it: onetape, twotapes" in chain(type="tape")
+    assert "several packages provide it: onetape 1.0, twotapes 1.0" in chain(type="tape")
     assert chain(type="cpu", capacity=1) == ""
 
 
@@ -113,9 +186,11 @@ def test_a_name_of_ours_is_nobody_else_s(plugin: Install, caplog: pytest.LogCapt
     plugin("mydisk", GOOD, disk="TapeSpec", cpu="TapeSpec")
     for _ in range(2):
         assert chain(type="disk", capacity=1 << 20, path="/somewhere") == ""
-    assert [line for line in caplog.messages if "type disk" in line] == [
-        "the tier type disk is kvtiers' own; the one that the package mydisk provides is not used"
-    ]
+    (line,) = [line for line in caplog.messages if "type disk" in line]
+    assert line == (
+        "the tier type disk is kvtiers' own; the one that the package mydisk 1.0 provides is not "
+        "used"
+    )
 
 
 BROKEN = GOOD.replace("reel: ByteSize", "reel: ByteSize\n    rails: list[int] = []")
@@ -149,15 +224,15 @@ def checked(error: str) -> str:
             "Mute",
         ),
         ("import time\ntime.sleep(3600)", "its import takes more than 0.3 s"),
-        (checked("KeyError('x')"), "its settings can't be made: KeyError: 'x'"),
-        (checked("decimal.InvalidOperation()"), "its settings can't be made: InvalidOperation"),
-        (checked("SystemExit(1)"), "its settings can't be made: SystemExit: 1"),
+        (checked("KeyError('x')"), "making its settings raised KeyError: 'x'"),
+        (checked("decimal.InvalidOperation()"), "making its settings raised InvalidOperation"),
+        (checked("SystemExit(1)"), "making its settings raised SystemExit: 1"),
         (BROKEN + "    identity = ('rails', 'reels')", "identity has 'reels', which is none of"),
         (BROKEN + "    identity = 'reel'", "identity is a text; write ('reel',)"),
         (BROKEN + "    identity = 7", "TypeError"),
         (
             BROKEN + "    @property\n    def host_local(self): return self.no",
-            "its settings can't be made: AttributeError",
+            "making its settings raised AttributeError",
         ),
         (BROKEN + "    hit_source = 'sqlite'", "its hit_source is 'sqlite'; use one of device, h"),
         (BROKEN + "    hit_source = ['disk']", "its hit_source is ['disk']"),
@@ -180,7 +255,7 @@ def test_whatever_a_plugin_does_its_package_is_named(
     module = f"odd{request.node.callspec.indices['source']}"
     plugin(module, source, tape="TapeSpec")
     told = chain(type="tape", reel="1GB")
-    assert f"tiers[0].type: found 'tape'; its package {module} is broken" in told
+    assert f"tiers[0].type: found 'tape'; its package {module} 1.0 is broken" in told
     assert says in told and "\n" not in told
     assert chain(type="cpu", capacity="1GiB") == ""
     left_out: list[str] = []
@@ -192,7 +267,7 @@ def test_a_schema_tells_what_it_leaves_out(plugin: Install) -> None:
     plugin("nolicence", "raise RuntimeError('no licence')", tape="TapeSpec")
     said: list[str] = []
     chain_schema(said.append)
-    assert len(said) == 1 and "tape is left out: its package nolicence is broken" in said[0]
+    assert len(said) == 1 and "tape is left out: its package nolicence 1.0 is broken" in said[0]
 
 
 def test_settings_that_no_schema_describes_are_left_out_and_can_be_used(plugin: Install) -> None:

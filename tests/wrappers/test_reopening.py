@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from spec.offloading import StoreContext, StoreSpec
+from spec.registry import tier_class
 from tests.support.lookups import look_up
+from tests.support.plugin_packages import Install
 from tiers.block import NAMESPACE_BYTES
 from tiers.connector.contract.generation import Generation, space_of
 from tiers.connector.scheduler.looking_up.lookups import Lookup
@@ -264,3 +266,36 @@ def test_a_process_that_has_no_thread_left_finds_the_tier_unusable(
     monkeypatch.setattr(threading.Thread, "start", fails)
     with pytest.raises(TierUnusable, match="can't start new thread"):
         open_guarded(DiskSpec(path=tmp_path, capacity=1 << 20), SITE)
+
+
+ODD = """
+from spec.offloading import StoreSpec
+
+class NoneSpec(StoreSpec):
+    def open(self, site): pass
+
+class ExitsSpec(StoreSpec):
+    def open(self, site): raise SystemExit(3)
+
+class RefusesSpec(StoreSpec):
+    def open(self, site):
+        from tiers.errors import TierUnusable
+        raise TierUnusable("no tape in the drive")
+"""
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin's open returns None, exits, or says that it can't be used",
+    outcome="the chain goes on without it; the line names the package and its version",
+)
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("none", "open returned a NoneType"), ("exits", "SystemExit: 3"), ("refuses", "no tape in")],
+)
+def test_an_open_that_is_none_names_its_package(plugin: Install, kind: str, says: str) -> None:
+    plugin("oddopen", ODD, none="NoneSpec", exits="ExitsSpec", refuses="RefusesSpec")
+    spec = tier_class(kind).model_validate({"type": kind})
+    assert isinstance(spec, StoreSpec)
+    with pytest.raises(TierUnusable, match=rf"{kind} \(package oddopen 1.0\): .*{says}"):
+        open_guarded(spec, SITE)

@@ -35,6 +35,7 @@ def validate(
     kvtiers validate --json - < chain.yaml
     """
     from spec.load import load_chain
+    from spec.registry import stdout_to_stderr
 
     try:
         chain = load_chain(file)
@@ -43,13 +44,15 @@ def validate(
             raise
         typer.echo(json.dumps({"problems": error.problems}, indent=1))
         raise typer.Exit(2) from None
+    with stdout_to_stderr():  # plugins' serializers run
+        whole = _masked(_resolved(chain)) if as_json else None
+        rows = [
+            (str(order), str(tier.name), tier.type, _settings(tier))
+            for order, tier in enumerate(chain.tiers, 1)
+        ]
     if as_json:
-        typer.echo(json.dumps({"chain": _masked(_resolved(chain))}, indent=1))
+        typer.echo(json.dumps({"chain": whole}, indent=1))
         return
-    rows = [
-        (str(order), str(tier.name), tier.type, _settings(tier))
-        for order, tier in enumerate(chain.tiers, 1)
-    ]
     print_table = _print_rich if sys.stdout is not None and sys.stdout.isatty() else _print_plain
     print_table(rows)
     typer.echo(_chain_settings(chain))

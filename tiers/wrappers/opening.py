@@ -9,6 +9,7 @@ from dataclasses import replace
 from spec.encryption import EncryptionSpec, others_can_read, read_keys
 from spec.errors import told
 from spec.offloading import OffloadingSpec, StoreContext, StoreSpec
+from spec.registry import package_of
 from tiers.concurrency.executors import in_background
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
 from tiers.store import TierStore
@@ -54,17 +55,19 @@ def open_guarded(
     except (TierNotOpen, TierUnavailable, OSError) as error:
         logger.error("tier %s is unusable for now, and tried again: %s", name, error)
         store = Reopening(open_store, opening)
-    except TierUnusable:
-        raise
+    except TierUnusable as error:
+        if package_of(spec) is None:
+            raise
+        raise TierUnusable(f"{name}: {error}") from error
     except Exception as error:
         raise TierUnusable(f"{name}: open raised {told(error)}") from error
     return Guarded(store, name, deadline=spec.deadline, is_prompt=spec.is_prompt)
 
 
 def log_name(spec: OffloadingSpec) -> str:
-    """What logs call a tier: its name, and of a plugin's the package too."""
-    package = type(spec).__module__.partition(".")[0]
-    return spec.tier_name if package == "tiers" else f"{spec.tier_name} (package {package})"
+    """What logs call a tier: its name, and of a plugin's the package and its version too."""
+    package = package_of(spec)
+    return spec.tier_name if package is None else f"{spec.tier_name} (package {package})"
 
 
 def _open(spec: StoreSpec, site: StoreContext) -> TierStore:

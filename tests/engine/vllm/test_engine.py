@@ -244,7 +244,7 @@ def test_plugins_that_lie_and_raise(
     assert run.tokens == answers * 2
     assert run.loaded() == {"cpu": COMPLETE}
     assert run.count("liar", "damaged_blocks") > 0
-    assert "raiser (package oddtapes): open raised ArithmeticError: no such tape" in run.log
+    assert "raiser (package oddtapes 1.0): open raised ArithmeticError: no such tape" in run.log
 
 
 @pytest.mark.faults
