@@ -15,7 +15,7 @@ import yaml
 from docs import compatibility
 from spec.offloading import OffloadingSpec, StoreSpec
 from spec.schema import chain_schema
-from tiers.connector.contract.stats import COUNTERS, GAUGES, HISTOGRAMS
+from tiers.connector.contract.stats import COUNTERS, GAUGES, HISTOGRAMS, STATE, STATE_MEANS
 
 Schema = Mapping[str, Any]
 
@@ -44,9 +44,13 @@ METRICS = f"""\
 
 {GENERATED}
 
-vLLM's `/metrics` shows these metrics for every tier. Their labels are `tier`, the tier's name, and
-vLLM's own `model_name` and `engine`. vLLM's log line of each interval shows the same measures as
-`<tier>.<measure>`, durations by mean and maximum.
+vLLM's `/metrics` shows these metrics for every tier of the chain from the first scrape on, also for
+one that never opens: a counter begins at 0, so that the first incident is an increase, and a gauge
+of what is not measured yet is 0. Their labels are `tier`, the tier's name, and vLLM's own
+`model_name` and `engine`; `tier_state` has also `state`, one of opening, open, degraded, down and
+refused. A gauge is as of the engine's last step. vLLM's log line of each interval has one short
+text of them: what each tier loaded, stored, evicted, dropped and failed to do, and its state where
+that is not open.
 """
 
 
@@ -81,6 +85,7 @@ def metrics() -> str:
     """Return the page of all metrics: name as Prometheus shows it, type and meaning."""
     rows = [
         *((f"{name}_total", "counter", what) for name, what in COUNTERS.items()),
+        (STATE, "gauge", STATE_MEANS),
         *((name, "gauge", what) for name, what in GAUGES.items()),
         *((name, "histogram", what) for name, (what, _) in HISTOGRAMS.items()),
     ]

@@ -152,11 +152,15 @@ class VllmServer:
                 return
             assert time.monotonic() < deadline, "transfers do not end"
 
+    def page(self) -> str:
+        """`/metrics` as it is."""
+        return self._get("/metrics")
+
     def metrics(self) -> dict[str, dict[str, float]]:
         """All of `/metrics` but the buckets of histograms, of all replicas together: name, tier (or
         nothing) to value."""
         found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for line in self._get("/metrics").splitlines():
+        for line in self.page().splitlines():
             sample = SAMPLE.match(line)
             if sample and not sample[1].endswith("_bucket"):
                 tier = re.search(r'tier="(.*?)"', sample[2])

@@ -14,7 +14,8 @@ from tiers.connector.scheduler.looking_up.lookups import Lookup
 from tiers.connector.scheduler.managers.host_manager import HostManager
 from tiers.errors import TierUnusable
 from tiers.host.slots import SlotPool, Slots
-from tiers.wrappers.residency import FAILED, GuardedResidency
+from tiers.wrappers.guard import FAILED
+from tiers.wrappers.residency import GuardedResidency
 
 
 class Fifo:

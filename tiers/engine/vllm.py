@@ -33,7 +33,7 @@ from vllm.logger import init_logger
 
 from spec.chain import ChainSpec
 from spec.events import EventsSpec
-from spec.load import load_chain
+from spec.load import SpecError, load_chain
 from tiers.connector.chain import scheduler_parts, worker_parts
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.multi.metadata import (
@@ -147,6 +147,22 @@ def configured_chain(vllm_config: VllmConfig) -> ChainSpec | None:
     return load_chain(extra["chain"])
 
 
+def configured_tiers(vllm_config: VllmConfig) -> list[str]:
+    """The names that metrics have of all tiers of an engine, open or not. None where its chain is
+    not to be read here: the process that shows the metrics may be on another host."""
+    try:
+        chain = configured_chain(vllm_config)
+        if chain is not None:
+            return [tier.tier_name for tier in chain.tiers]
+        ours = [
+            c for c in child_configs(vllm_config) if c.cls.__name__ == KVTiersConnector.__name__
+        ]
+        return [f"{one.name}/{tier}" for one in ours for tier in configured_tiers(one.vllm_config)]
+    except (SpecError, ValueError) as error:
+        logger.warning("metrics of tiers begin with the first step: %s", error)
+        return []
+
+
 class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type: ignore[misc]
     """A chain of tiers, or a list of any connectors, as a vLLM connector. vLLM calls the members of
     its role alone."""
@@ -252,7 +268,9 @@ class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVTiersPromMetrics:
-        return KVTiersPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        tiers = configured_tiers(vllm_config)
+        args = (vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return KVTiersPromMetrics(*args, tiers)
 
 
 if REPORTS_FAILED_REQUESTS:

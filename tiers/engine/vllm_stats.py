@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from tiers.connector.contract.observer import CHAIN
 from tiers.connector.contract.stats import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
     MEASURES,
+    OF_CHAIN,
+    STATE,
+    STATE_MEANS,
+    STATES,
     Measures,
     TierStats,
     merge,
@@ -66,8 +71,8 @@ class MultiKVConnectorStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, Any]:
-        """Return what a log line shows: `{"disk.loaded_tokens": 896, ...}`, and the stats of other
-        connectors by their name."""
+        """Return what a log line shows: one text of all tiers, and the stats of other connectors by
+        their name."""
         line: dict[str, Any] = dict(TierStats(self._tiers()).reduce())
         line.update({name: stats.reduce() for name, stats in self._others()})
         return line
@@ -116,7 +121,8 @@ def rebuild(data: Mapping[str, Any] | None) -> MultiKVConnectorStats:
 
 
 class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`vllm:kvtiers_<measure>{tier="<name>"}` beside vLLM's own metrics, registered once.
+    """`vllm:kvtiers_<measure>{tier="<name>"}` beside vLLM's own metrics, registered once. Each is
+    there from the start, at 0: what comes first must be an increase, too.
 
     The prefix is vLLM's because its offline `get_metrics` shows no others. Other connectors'
     metrics are made by their classes; children that make one of the same name share it, also
@@ -129,7 +135,9 @@ class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
+        tiers: Sequence[str] = (),
     ) -> None:
+        """`tiers`: the names of all that are configured, whether or not they ever open."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         once = _once(metric_types)
         self._metrics = _register(once, [*labelnames, "tier"])
@@ -140,6 +148,24 @@ class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             for child in child_configs(vllm_config)
             if child.cls.__name__ != "KVTiersConnector"
         }
+        for labels in per_engine_labelvalues.values():
+            for tier in (*tiers, CHAIN) if tiers else ():
+                self._begin([*labels, tier], of_chain=tier == CHAIN)
+
+    def _begin(self, labels: Sequence[object], of_chain: bool) -> None:
+        for name, metric in self._metrics.items():
+            if (name in OF_CHAIN) == of_chain and name != STATE:
+                child = metric.labels(*labels)
+                if name in COUNTERS:
+                    child.inc(0)
+                elif name in GAUGES:
+                    child.set(0)
+        if not of_chain:
+            self._set_state(labels, STATES.index("opening"))
+
+    def _set_state(self, labels: Sequence[object], state: float) -> None:
+        for place, name in enumerate(STATES):
+            self._metrics[STATE].labels(*labels, name).set(float(place == state))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
@@ -150,6 +176,9 @@ class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     other.observe(value["stats"], engine_idx)
                 continue
             for measure, measured in value.items():
+                if measure == STATE:
+                    self._set_state([*labels, name], measured)
+                    continue
                 metric = self._metrics[measure].labels(*labels, name)
                 if measure in COUNTERS:
                     metric.inc(measured)
@@ -180,15 +209,19 @@ def _register(metric_types: Mapping[Any, Any], labelnames: list[str]) -> dict[st
     """A metric for each measure, by its name."""
     metrics = {}
 
-    def register(kind: Any, name: str, what: str, **more: Any) -> None:
+    def register(kind: Any, name: str, what: str, label: Sequence[str] = (), **more: Any) -> None:
         metrics[name] = metric_types[kind](
-            name=f"vllm:kvtiers_{name}", documentation=what, labelnames=labelnames, **more
+            name=f"vllm:kvtiers_{name}",
+            documentation=what,
+            labelnames=[*labelnames, *label],
+            **more,
         )
 
     for name, what in COUNTERS.items():
         register(Counter, name, what)
     for name, what in GAUGES.items():
         register(Gauge, name, what, multiprocess_mode="mostrecent")
+    register(Gauge, STATE, STATE_MEANS, ["state"], multiprocess_mode="mostrecent")
     for name, (what, buckets) in HISTOGRAMS.items():
         register(Histogram, name, what, buckets=buckets)
     return metrics

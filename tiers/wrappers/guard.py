@@ -54,15 +54,19 @@ CLOSE_SECONDS = 30.0
 
 class Health(NamedTuple):
     """How a tier does. `reads`, `writes`: calls go through now. `reads_up`, `writes_up`: the last
-    one worked. When a retry is due, calls go through although the last one failed."""
+    one worked. When a retry is due, calls go through although the last one failed. `opening`: it
+    has yet to open for the first time. `lacks`: it works, and can't hold what it is set to."""
 
     reads: bool
     writes: bool
     reads_up: bool
     writes_up: bool
+    opening: bool = False
+    lacks: bool = False
 
 
 HEALTHY = Health(reads=True, writes=True, reads_up=True, writes_up=True)
+FAILED = Health(reads=False, writes=False, reads_up=False, writes_up=False)
 
 
 class Guarded(StoreWrapper):

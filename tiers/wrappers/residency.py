@@ -16,14 +16,12 @@ from spec.errors import told
 from spec.offloading import HostSpec
 from tiers.errors import TierError, TierUnusable
 from tiers.host.slots import Residency, SlotPool
-from tiers.wrappers.guard import HEALTHY, Health
+from tiers.wrappers.guard import FAILED, HEALTHY, Health
 from tiers.wrappers.opening import log_name
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-FAILED = Health(reads=False, writes=False, reads_up=False, writes_up=False)
 
 
 class TierSlots:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.metrics import Samples
 from tests.support.tiny_vllm import documents
 from tests.support.vllm_server import VllmServer
 from tiers.host.memory import slot_stride
@@ -19,6 +20,10 @@ PROMPTS = documents(4, 600)
 """Of 18 full blocks each; the engine's own 40 blocks keep two of them."""
 BLOCK_BYTES = 4 * 2 * 2 * 32 * 32 * 4
 """Layers, K and V, heads, their size, tokens per block, float32."""
+REFUSED = "everybodys"
+"""A tier whose folder others may write to."""
+FIRST: list[Samples] = []
+"""The metrics before the first request."""
 PATIENCE = 60.0
 """Seconds after which what does not come is missing: protection from hanging."""
 
@@ -33,9 +38,14 @@ def served(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         {"type": "cpu", "capacity": 3 * 18 * slot_stride(BLOCK_BYTES)},
         {"type": "disk", "capacity": "64MiB", "path": str(folder / "disk"), "name": "ssd"},
     ]
+    everybodys = folder / "everybodys"
+    everybodys.mkdir()
+    everybodys.chmod(0o777)
+    tiers += [{"type": "disk", "capacity": "64MiB", "path": str(everybodys), "name": REFUSED}]
     chain.write_text(yaml.safe_dump({"version": 1, "staging": "64MiB", "tiers": tiers}))
     server = VllmServer(tiny_llama, chain, folder / "log")
     try:
+        FIRST[:] = [_opened(server)]
         answers = [server.complete(prompt, 8) for prompt in PROMPTS]
         assert len(set(map(tuple, answers))) == 4, "the prompts must matter"
         assert [server.complete(PROMPTS[i], 8) for i in (1, 0)] == [answers[1], answers[0]]
@@ -45,11 +55,32 @@ def served(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         server.close()
 
 
+def _opened(server: VllmServer) -> Samples:
+    """What is shown once the tiers have opened, before the first request."""
+    deadline = time.monotonic() + PATIENCE
+    while (found := Samples(server.page())).state("ssd") == "opening":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+def test_how_each_tier_opened_is_shown_before_the_first_request(served: VllmServer) -> None:
+    (first,) = FIRST
+    states = {tier: first.state(tier) for tier in ("cpu", "ssd", REFUSED)}
+    assert states == {"cpu": "open", "ssd": "open", REFUSED: "refused"}
+    assert first.value("lookups_total", tier="ssd") == 0
+    assert first.value("reads_up", tier="ssd") == 1 and first.value("reads_up", tier=REFUSED) == 0
+    assert first.value("capacity_bytes", tier="ssd") == 64 << 20
+    (line,) = [one for one in served.log.read_text().splitlines() if "is unusable" in one]
+    assert REFUSED in line and "chmod it to 0700" in line
+
+
 def test_metrics_agree_with_what_was_done(served: VllmServer) -> None:
     metrics = served.metrics()
 
     def ours(name: str) -> dict[str, float]:
-        return metrics[f"vllm:kvtiers_{name}"]
+        found = metrics[f"vllm:kvtiers_{name}"]
+        return {tier: value for tier, value in found.items() if tier != REFUSED}
 
     loaded = ours("loaded_tokens_total")
     assert 0 < loaded["cpu"] <= 18 * 32 and loaded["ssd"] == 18 * 32
@@ -65,7 +96,8 @@ def test_histograms_agree_with_the_counters(served: VllmServer) -> None:
     metrics = served.metrics()
 
     def ours(name: str) -> dict[str, float]:
-        return metrics[f"vllm:kvtiers_{name}"]
+        found = metrics[f"vllm:kvtiers_{name}"]
+        return {tier: value for tier, value in found.items() if tier != REFUSED}
 
     assert ours("lookup_seconds_count") == ours("lookups_total")
     assert ours("load_seconds_count") == ours("load_size_bytes_count") == {"cpu": 1, "ssd": 1}
@@ -79,7 +111,7 @@ def test_histograms_agree_with_the_counters(served: VllmServer) -> None:
 
 
 def test_the_engines_log_line_names_the_tiers(served: VllmServer) -> None:
-    expected = f"ssd.loaded_tokens={18 * 32}"
+    expected = f"ssd: {18 * 32} tokens loaded"
     deadline = time.monotonic() + PATIENCE
     while True:
         lines = [li for li in served.log.read_text().splitlines() if "KV Transfer metrics" in li]
@@ -87,7 +119,8 @@ def test_the_engines_log_line_names_the_tiers(served: VllmServer) -> None:
             break
         assert time.monotonic() < deadline, lines
         time.sleep(0.2)
-    assert any("cpu.load_seconds_mean=" in line for line in lines)
+    assert any("blocks evicted" in line for line in lines), lines
+    assert all(line.count("=") == 1 + line.count("pid=") for line in lines), lines
 
 
 def test_a_subscriber_learns_which_tier_holds_what(served: VllmServer) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from spec.fields import format_size
 
 Measures = dict[str, float | list[float]]
 """The measures of an interval: a counter's sum, a gauge's last value, a histogram's samples."""
@@ -54,6 +56,8 @@ GAUGES = {
     "loading_bytes": "Bytes of the loads in flight, over all ranks.",
     "storing_jobs": "Stores in flight, waiting ones included, after the last step.",
     "storing_bytes": "Bytes of the stores in flight, over all ranks.",
+    "capacity_bytes": "Bytes that the tier may hold; 0: it has no bound of ours.",
+    "used_bytes": "Bytes that its blocks take in host memory.",
     "retained_blocks": "Blocks that hints keep from eviction.",
     "ghost_hit_ratio": "Part of the prompts' blocks that the tier would have, as ghosts estimate; "
     "its tier is a tier as it is, or with other settings: cpu (capacity: 2x).",
@@ -77,7 +81,25 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
 }
 """Every histogram of a tier: what is sampled, and the upper bounds of its buckets."""
 
-MEASURES = COUNTERS.keys() | GAUGES.keys() | HISTOGRAMS.keys()
+STATES = ("opening", "open", "degraded", "down", "refused")
+"""The states of a tier; its measure `STATE` is the place of one of them here."""
+
+STATE = "tier_state"
+
+STATE_MEANS = (
+    "1 for the state of the tier, 0 for the others. opening: its first opening has not ended. "
+    "open: it works. degraded: it works in part: reads or writes are down, on some rank perhaps, "
+    "or it can't hold its capacity. down: it does not work now and is tried again. refused: it "
+    "can't be used as it is configured."
+)
+
+OF_CHAIN = frozenset({"hints_ignored", "recorded_requests", "record_dropped"})
+"""Measures of the chain itself, under the tier name of `observer.CHAIN`."""
+
+LAST = GAUGES.keys() | {STATE}
+"""Measures of which the last value counts."""
+
+MEASURES = COUNTERS.keys() | LAST | HISTOGRAMS.keys()
 """All their names."""
 
 
@@ -90,7 +112,7 @@ def merge(into: Measures, later: Mapping[str, float | list[float]]) -> None:
                 before += value  # `into` owns it; thousands of stores may end in one step
             else:
                 into[name] = list(value)
-        elif isinstance(before, int | float) and name not in GAUGES:
+        elif isinstance(before, int | float) and name not in LAST:
             into[name] = before + value
         else:
             into[name] = value
@@ -112,26 +134,19 @@ class TierStats:
             self.add(tier, **measures)
         return self
 
-    def reduce(self) -> dict[str, int | float]:
-        """The interval in one flat line for a log: `{"disk.loaded_tokens": 896, ...}`.
+    def reduce(self) -> dict[str, str]:
+        """The interval for a log line, as one short text: `{"kvtiers": "disk: 896 tokens loaded"}`.
 
-        Of durations it has the mean and the longest; sizes it leaves to the metrics.
+        A tier that moved nothing is left out, unless it does not work.
         """
-        line: dict[str, int | float] = {}
-        for tier, measures in self.data.items():
-            for name, value in measures.items():
-                if isinstance(value, list):
-                    if value and name.endswith("_seconds"):
-                        line[f"{tier}.{name}_mean"] = round(sum(value) / len(value), 6)
-                        line[f"{tier}.{name}_max"] = round(max(value), 6)
-                elif value:
-                    line[f"{tier}.{name}"] = round(value, 6)
-        return line
+        said = {tier: ", ".join(_told(measures)) for tier, measures in self.data.items()}
+        tiers = [f"{tier}: {what}" for tier, what in said.items() if what]
+        return {"kvtiers": "; ".join(tiers) or "quiet"} if self.data else {}
 
     def is_empty(self) -> bool:
         """Whether nothing was measured; a gauge that fell to zero was."""
         return not any(
-            value or name in GAUGES
+            value or name in LAST
             for measures in self.data.values()
             for name, value in measures.items()
         )
@@ -146,3 +161,24 @@ class TierStats:
 
     def __getitem__(self, tier: str) -> Measures:
         return self.data[tier]
+
+
+def _told(measures: Measures) -> Iterator[str]:
+    """What a log line tells of one tier."""
+    sums = {name: value for name, value in measures.items() if not isinstance(value, list)}
+    state = STATES[int(sums.get(STATE, STATES.index("open")))]
+    if state != "open":
+        yield state
+    if tokens := sums.get("loaded_tokens"):
+        yield f"{tokens:,.0f} tokens loaded"
+    if blocks := sums.get("stored_blocks"):
+        yield f"{blocks:,.0f} blocks stored ({format_size(int(sums.get('stored_bytes', 0)))})"
+    dropped = sum(value for name, value in sums.items() if name.startswith("store_dropped_"))
+    failed = sum(sums.get(name, 0) for name in ("load_failures", "store_failures"))
+    for count, what in (
+        (dropped, "dropped"),
+        (failed, "failed"),
+        (sums.get("evictions"), "evicted"),
+    ):
+        if count:
+            yield f"{count:,.0f} blocks {what}"

@@ -35,9 +35,9 @@ OpenManager = Callable[[Sequence[WorkerHandshake], bool, OnEvict], "OpenTier"]
 
 class OpenTier(NamedTuple):
     """An open tier. `pool`: the chain's slots. `block_bytes`: of a block, over all ranks that store
-    a part of it. `inventory`: keeps what events tell of it; None: nothing is kept. `one_writer`:
-    several ranks have the same part, which one stores. `max_blocks`: that it has room for; 0: it
-    has no bound that is known here."""
+    a part of it. `slot_bytes`: of its slots in the pool, over all ranks. `inventory`: keeps what
+    events tell of it; None: nothing is kept. `one_writer`: several ranks have the same part, which
+    one stores. `max_blocks`: that it has room for; 0: it has no bound that is known here."""
 
     manager: TierManager
     pool: SlotPool
@@ -45,6 +45,7 @@ class OpenTier(NamedTuple):
     inventory: Inventory | None = None
     one_writer: bool = False
     max_blocks: int = 0
+    slot_bytes: int = 0
 
 
 NOT_OPEN = OpenTier(TierManager(), SlotPool(0), block_bytes=0)
@@ -125,7 +126,8 @@ class TierOpener:
         stored = handshakes[:1] if one_writer else handshakes
         block_bytes = sum(handshake.payload_bytes for handshake in stored)
         max_blocks = _max_blocks(tier, payload, len(stored))
-        return OpenTier(manager, pool, block_bytes, inventory, one_writer, max_blocks)
+        slot_bytes = self._pool.slot_bytes
+        return OpenTier(manager, pool, block_bytes, inventory, one_writer, max_blocks, slot_bytes)
 
     def _host_manager(
         self,

@@ -78,7 +78,10 @@ class OffloadingScheduler(SchedulerConnector):
         self._stores = TierStores(context, admission, self._hints)
         self._handshakes: dict[int, WorkerHandshake] = {}
         self.why_nothing = partial(why_nothing, context)
+        capacity = getattr(spec, "capacity", None)
+        self._capacity = capacity if isinstance(capacity, int) else 0
         self._told: dict[str, float] = {}
+        self._is_news = False
 
     # -- opening -----------------------------------------------------------------------------
 
@@ -106,6 +109,8 @@ class OffloadingScheduler(SchedulerConnector):
         else:
             self._context.kv_events.keep_in(self._context.open.inventory)
             self._health.opened()
+        # The metrics learn of it by a step, which an engine without requests makes for that.
+        self._is_news = not in_step
 
     def _evicted(self, key: bytes) -> None:
         self._context.kv_events.evicted(key)
@@ -153,17 +158,26 @@ class OffloadingScheduler(SchedulerConnector):
             stats.add(self.tier, **measures)
         tier = self._context.open
         gauges = self._jobs.gauges(tier.block_bytes) | self._health.gauges(tier.manager.health())
-        gauges["retained_blocks"] = len(self._hints)
-        if gauges != self._told:
+        gauges |= self._room() | {"retained_blocks": len(self._hints)}
+        # A log line of anything says also how the tier does.
+        if gauges != self._told or not stats.is_empty():
             self._told = gauges
             stats.add(self.tier, **gauges)
         return None if stats.is_empty() else stats
 
+    def _room(self) -> dict[str, float]:
+        tier = self._context.open
+        usage = tier.manager.usage()
+        capacity = self._capacity if usage.capacity is None else usage.capacity
+        used = usage.used + tier.manager.slots_kept() * tier.slot_bytes
+        return {"capacity_bytes": float(capacity), "used_bytes": float(used)}
+
     def has_pending_push_work(self) -> bool:
         """Whether a transfer will end soon whose end only a step can tell us of, or events of
-        before a restart are to be told."""
+        before a restart are to be told, or how the tier opened."""
         ends_soon = self._context.open.manager.completes_on_gather or self._jobs.any_loading
-        return (bool(self._jobs) and ends_soon) or self._context.kv_events.is_announcing
+        to_tell = self._is_news or self._context.kv_events.is_announcing
+        return (bool(self._jobs) and ends_soon) or to_tell
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -210,6 +224,7 @@ class OffloadingScheduler(SchedulerConnector):
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput
     ) -> OffloadingConnectorMetadata:
+        self._is_news = False
         self.load_cost.stepped()
         stores, flush = self._stores.orders(self._requests.step)
         loads = self._loads.take_orders()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from tiers.wrappers.guard import Health
+from tiers.connector.contract.stats import STATE, STATES
+from tiers.wrappers.guard import FAILED, Health
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +59,20 @@ class TierHealth:
         return all(one.writes for one in self._workers.values())
 
     def gauges(self, here: Health) -> dict[str, float]:
-        """What `stats` tells of it, once the tier is open. `here`: how this process finds it."""
-        if not self._is_open:
-            return {}
-        each = [here, *self._workers.values()]
+        """What `stats` tells of it. `here`: how this process finds it."""
+        each = [here, *self._workers.values()] if self.usable else [FAILED]
         return {
+            STATE: float(STATES.index(self._state(each))),
             "reads_up": float(all(one.reads_up for one in each)),
             "writes_up": float(all(one.writes_up for one in each)),
         }
+
+    def _state(self, each: Sequence[Health]) -> str:
+        if self._has_failed:
+            return "refused"
+        if not self._is_open or any(one.opening for one in each):
+            return "opening"
+        reads, writes = all(one.reads_up for one in each), all(one.writes_up for one in each)
+        if not reads and not writes:
+            return "down"
+        return "open" if reads and writes and not any(one.lacks for one in each) else "degraded"

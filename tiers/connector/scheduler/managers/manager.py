@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from tiers.connector.scheduler.hints.retaining import Retaining
 from tiers.connector.scheduler.looking_up.lookups import Lookup
+from tiers.store import Usage
 from tiers.wrappers.guard import HEALTHY, Health
+
+NOTHING_USED = Usage(0, 0, None)
 
 DOWN = -1
 """The version of what a tier says that may not be looked up: it has nothing."""
@@ -95,6 +98,10 @@ class TierManager:
     def health(self) -> Health:
         """Whether the tier works, as far as this process knows."""
         return HEALTHY
+
+    def usage(self) -> Usage:
+        """What the tier holds elsewhere than in the host pool, as of a moment ago."""
+        return NOTHING_USED
 
     def slots_kept(self) -> int:
         """Slots of the host pool that the tier keeps blocks in."""

@@ -1,0 +1,102 @@
+"""What /metrics shows of a chain before its engine has served anything."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from tests.support.metrics import Samples
+from tiers.connector.contract.stats import COUNTERS, GAUGES, HISTOGRAMS, OF_CHAIN, STATES, TierStats
+
+CHAIN = {
+    "version": 1,
+    "tiers": [
+        {"type": "cpu", "capacity": "1MiB"},
+        {"type": "disk", "capacity": "1MiB", "path": "/nowhere", "name": "ssd"},
+    ],
+}
+
+
+class Scraped:
+    """The metrics of an engine with these extra settings of its connector."""
+
+    def __init__(self, extra: dict[str, Any]) -> None:
+        from tiers.engine.vllm import KVTiersConnector
+        from tiers.engine.vllm_stats import MultiKVConnectorStats
+
+        registry = CollectorRegistry()
+        kinds: dict[Any, Any] = {
+            k: partial(k, registry=registry) for k in (Counter, Gauge, Histogram)
+        }
+        transfer = SimpleNamespace(
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+            engine_id="one",
+            kv_role="kv_both",
+        )
+        labels: dict[int, list[object]] = {0: ["model", "0"], 1: ["model", "1"]}
+        config: Any = SimpleNamespace(kv_transfer_config=transfer)
+        self._registry = registry
+        self._stats = MultiKVConnectorStats
+        self._metrics = KVTiersConnector.build_prom_metrics(
+            config, kinds, ["model_name", "engine"], labels
+        )
+
+    def observe(self, tier: str, **measures: float) -> None:
+        stats = TierStats()
+        stats.add(tier, **measures)
+        whole = self._stats()
+        whole.add("", stats, None)
+        self._metrics.observe(whole.to_dict(), 1)
+
+    def samples(self) -> Samples:
+        return Samples(generate_latest(self._registry).decode())
+
+
+def test_every_metric_of_every_tier_is_there_at_zero_before_the_first_request() -> None:
+    found = Scraped({"chain": CHAIN}).samples()
+    names = [f"{name}_total" for name in COUNTERS if name not in OF_CHAIN]
+    names += [*GAUGES, *(f"{name}_count" for name in HISTOGRAMS)]
+    for engine in ("0", "1"):
+        for tier in ("cpu", "ssd"):
+            at = {"engine": engine, "tier": tier}
+            assert {name: found.value(name, **at) for name in names} == dict.fromkeys(names, 0.0)
+            for state in STATES:
+                assert found.value("tier_state", state=state, **at) == (state == "opening")
+        for name in OF_CHAIN:
+            assert found.value(f"{name}_total", engine=engine, tier="(chain)") == 0
+
+
+def test_a_state_is_one_of_all() -> None:
+    scraped = Scraped({"chain": CHAIN})
+    for state in STATES:
+        scraped.observe("ssd", tier_state=STATES.index(state), hits=2)
+        found = scraped.samples()
+        shown = {s: found.value("tier_state", state=s, engine="1", tier="ssd") for s in STATES}
+        assert shown == {s: float(s == state) for s in STATES}
+        assert found.value("tier_state", state="opening", engine="0", tier="ssd") == 1
+    assert found.value("hits_total", engine="1", tier="ssd") == 2 * len(STATES)
+
+
+def test_tiers_of_a_listed_chain_are_there_by_its_name() -> None:
+    ours = {
+        "kv_connector": "KVTiersConnector",
+        "kv_connector_module_path": "tiers.engine.vllm",
+        "kv_connector_extra_config": {"chain": CHAIN},
+        "name": "ours",
+    }
+    found = Scraped({"connectors": [ours]}).samples()
+    assert found.value("tier_state", state="opening", engine="0", tier="ours/ssd") == 1
+
+
+def test_a_chain_that_is_not_on_this_host_keeps_nobody_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scraped = Scraped({"chain": str(tmp_path / "elsewhere.yaml")})
+    scraped.observe("ssd", tier_state=1)
+    assert scraped.samples().value("tier_state", state="open", engine="1", tier="ssd") == 1
