@@ -34,7 +34,9 @@ A chain is one YAML file. `kvtiers validate FILE` prints it as it was understood
 file, line, key and remedy. `kvtiers schema` prints its JSON Schema, for an editor's completion.
 
 - Write sizes like `8GiB` or `500MB`, durations like `250ms`, `30s` or `1d`, rates like `200MB/s` or
-  `2TB/day`.
+  `2TB/day`. A number alone is bytes, and below a mebibyte it is refused: `8` is no capacity.
+- `~` in a folder stands for the home folder, as `validate` shows it; `$NAME` is refused, since
+  nobody replaces it.
 - Sizes and rates hold for all ranks of an engine together.
 - Unknown keys are refused.
 - [spec/examples](../spec/examples) has chains for six situations, each with its reasons.

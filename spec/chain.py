@@ -41,7 +41,7 @@ class Clash(NamedTuple):
     remedy: str
 
 
-def _as_spec(value: object) -> object:
+def _as_spec(value: object, info: ValidationInfo) -> object:
     """Make the spec of an entry of `tiers:`, whose class is chosen by its type."""
     if isinstance(value, OffloadingSpec):
         return value
@@ -53,7 +53,7 @@ def _as_spec(value: object) -> object:
     try:
         if not isinstance(found, str):
             raise UnknownTierType(f"use {one_of(tier_types())}")
-        return make_tier(found, value)
+        return make_tier(found, value, info.context)
     except (UnknownTierType, BrokenTierType) as error:
         reason = PydanticCustomError("tier_type", "{reason}", {"reason": str(error)})
         problem = InitErrorDetails(type=reason, loc=("type",), input=found)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from spec.fields import ByteSize
+from spec.fields import ByteSize, refuse_variables
 
 MAX_FOLDER_BYTES = 84
 """A Unix socket's path has 107 bytes at most, and names in the folder have up to 20."""
@@ -16,6 +16,7 @@ MAX_FOLDER_BYTES = 84
 def _absolute(folder: Path) -> Path:
     if "\0" in str(folder):
         raise ValueError("a path can't hold a NUL character")
+    refuse_variables(folder)
     if not folder.is_absolute():
         raise ValueError("write an absolute path: an engine's own folder is another")
     if len(str(folder).encode()) > MAX_FOLDER_BYTES:

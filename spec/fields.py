@@ -10,7 +10,13 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    PlainSerializer,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
 _SIZE_UNITS = {
     "B": Decimal(1),
@@ -26,6 +32,10 @@ _SECONDS = {
     "d": Decimal(86400),
 }
 _MAX_SIZE = 2**63 - 1
+_MIN_BARE = 1 << 20
+"""A smaller number without a unit is refused where an operator wrote it: GiB was meant, or MB."""
+WRITTEN = {"written": True}
+"""The context in which specs are validated that an operator wrote, not a program."""
 _MAX_SECONDS = 36500 * 86400
 """A century, which sockets, locks and servers accept as a timeout."""
 _NUMBER = re.compile(r"\s*([-+]?[0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
@@ -68,6 +78,22 @@ def parse_duration(value: object) -> float:
     return seconds
 
 
+def _need_unit(value: object, size: int) -> None:
+    """Raise ValueError if `value` is a number without a unit, and few bytes."""
+    text = str(value).strip()
+    if size < _MIN_BARE and text[-1:].isdecimal():
+        unit = "GiB" if size < 1024 else "MiB"
+        raise ValueError(f"a number alone is bytes; write its unit, like {text}{unit}")
+
+
+def _written_size(value: object, info: ValidationInfo) -> int:
+    """Parse a size, which an operator may not have meant as bytes."""
+    size = parse_size(value)
+    if (info.context or {}).get("written"):
+        _need_unit(value, size)
+    return size
+
+
 _RATE_SECONDS = {unit: _SECONDS[unit] for unit in ("s", "m", "h", "d")} | {"day": _SECONDS["d"]}
 _PER = rf"/\s*({'|'.join(_RATE_SECONDS)})\s*"
 _RATE = re.compile(rf"([^/]+){_PER}")
@@ -78,7 +104,9 @@ def parse_rate(value: object) -> float:
     match = _RATE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError("write a size per s, m, h or day, like 200MB/s or 2TB/day")
-    return parse_size(match[1]) / float(_RATE_SECONDS[match[2]])
+    size = parse_size(match[1])
+    _need_unit(match[1], size)
+    return size / float(_RATE_SECONDS[match[2]])
 
 
 def format_rate(rate: float) -> str:
@@ -118,26 +146,25 @@ def format_duration(seconds: float) -> str:
     return f"{(exact / _SECONDS[unit]).normalize():f}{unit}"
 
 
-def _pattern(units: Mapping[str, Decimal], unit_needed: bool) -> str:
-    unit = f"({'|'.join(units)})" + ("" if unit_needed else "?")
-    return rf"^\s*\+?(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?\s*{unit}\s*$"
+def _pattern(units: Mapping[str, Decimal]) -> str:
+    return rf"^\s*\+?(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?\s*({'|'.join(units)})\s*$"
 
 
 ByteSize = Annotated[
     int,
-    BeforeValidator(parse_size),
+    BeforeValidator(_written_size),
     PlainSerializer(exact_size, return_type=str, when_used="json"),
     WithJsonSchema(
         {
             "anyOf": [
-                {"type": "string", "pattern": _pattern(_SIZE_UNITS, unit_needed=False)},
-                {"type": "integer", "minimum": 1},
+                {"type": "string", "pattern": _pattern(_SIZE_UNITS)},
+                {"type": "integer", "minimum": _MIN_BARE},
             ],
             "examples": ["8GiB", "500MB"],
         }
     ),
 ]
-"""A size in bytes, above zero."""
+"""A size in bytes, above zero; an operator writes fewer than a mebibyte with their unit."""
 
 Duration = Annotated[
     float,
@@ -146,7 +173,7 @@ Duration = Annotated[
     WithJsonSchema(
         {
             "type": "string",
-            "pattern": _pattern(_SECONDS, unit_needed=True),
+            "pattern": _pattern(_SECONDS),
             "examples": ["250ms", "30s", "1d"],
         }
     ),
@@ -160,7 +187,7 @@ ByteRate = Annotated[
     WithJsonSchema(
         {
             "type": "string",
-            "pattern": _pattern(_SIZE_UNITS, unit_needed=False)[:-1] + _PER + "$",
+            "pattern": _pattern(_SIZE_UNITS)[:-1] + _PER + "$",
             "examples": ["200MB/s", "2TB/day"],
         }
     ),
@@ -173,7 +200,18 @@ def _named(value: object) -> object:
         raise ValueError("no path; write it like /var/lib/kvtiers")
     if isinstance(value, str) and "\0" in value:
         raise ValueError("a path can't hold a NUL character")
+    refuse_variables(value)
     return value
+
+
+def refuse_variables(value: object) -> None:
+    """Raise ValueError if the text holds a shell's variable, which nobody would replace."""
+    found = _VARIABLE.search(str(value))
+    if found is not None:
+        raise ValueError(f"write what {found[0]} stands for: variables are not replaced here")
+
+
+_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\}?|\([^)]*\)?)")
 
 
 def _absolute(path: Path) -> Path:

@@ -23,7 +23,8 @@ def _size_or_factor(value: str) -> str:
     if factor is not None and float(factor[1]) > 0:
         return value
     try:
-        parse_size(value)
+        if parse_size(value) < 1 << 20 and value.strip().isdecimal():
+            raise ValueError("a number alone is bytes")
     except ValueError as error:
         raise ValueError("write a size like 64GiB, or a factor like 2x") from error
     return value

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from spec.chain import ChainSpec
 from spec.document import Document, NotYaml, read_yaml
 from spec.errors import SpecError as SpecError
+from spec.fields import WRITTEN
 from spec.problems import explain, first_lines, problem_line
 
 MAX_BYTES = 1 << 20
@@ -25,11 +26,12 @@ _EXAMPLE = "write version: 1 and tiers: like - {type: cpu, capacity: 8GiB}"
 def load_chain(chain: str | Path | Mapping[str, object]) -> ChainSpec:
     """Make a chain from the YAML file at a path, or from a mapping with the same content.
 
+    In a file a number of bytes below a mebibyte needs its unit; a program's mapping may have any.
     Raises SpecError. Opens and connects to nothing that the chain names.
     """
     if isinstance(chain, str | Path):
         document, source = _read(Path(chain), "write the path of a chain's YAML")
-        return _validate(document, source, ChainSpec, _EXAMPLE)
+        return _validate(document, source, ChainSpec, _EXAMPLE, WRITTEN)
     if isinstance(chain, Mapping):
         return _validate(Document(dict(chain)), "chain", ChainSpec, _EXAMPLE)
     raise SpecError(
@@ -45,7 +47,7 @@ def load_document(
     each problem as for a chain."""
     document, source = _read(path, "write the path of a YAML file")
     document.model = model
-    return _validate(document, source, model, example, context)
+    return _validate(document, source, model, example, {**WRITTEN, **(context or {})})
 
 
 def _validate(

@@ -86,8 +86,12 @@ def tier_class(tier_type: str) -> type[OffloadingSpec]:
     return _load(_entry(tier_type))
 
 
-def make_tier(tier_type: str, written: Mapping[object, object]) -> OffloadingSpec:
-    """Make a tier's spec from an entry of the YAML.
+def make_tier(
+    tier_type: str,
+    written: Mapping[object, object],
+    context: Mapping[str, object] | None = None,
+) -> OffloadingSpec:
+    """Make a tier's spec from an entry of the YAML; `context` is for its validators.
 
     Raises UnknownTierType and BrokenTierType, and ValidationError for what is wrong with them.
     """
@@ -95,7 +99,7 @@ def make_tier(tier_type: str, written: Mapping[object, object]) -> OffloadingSpe
     spec = _load(entry)
 
     def make() -> OffloadingSpec:
-        made = spec.model_validate(dict(written))
+        made = spec.model_validate(dict(written), context=dict(context or {}))
         made.model_dump(mode="json")  # as commands print it
         if isinstance(made, StoreSpec):
             _ = made.host_local  # as an engine that serves asks for it

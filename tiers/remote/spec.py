@@ -65,15 +65,12 @@ class RedisSpec(StoreSpec):
         "byteplanes: for bfloat16 and float16. auto: byteplanes where it pays.",
     )
 
-    @field_validator("username", "password", mode="after")
+    @field_validator("password", mode="after")
     @classmethod
-    def _one_login(cls, value: str | Secret | None, info: ValidationInfo) -> str | Secret | None:
-        url = info.data.get("url")
-        if value is not None and isinstance(url, RedisUrl) and (url.username or url.password):
-            raise ValueError("the URL names a user or password, too; keep one of them")
-        if info.field_name == "password" and value is None and info.data.get("username"):
+    def _whole_login(cls, password: Secret | None, info: ValidationInfo) -> Secret | None:
+        if password is None and info.data.get("username"):
             raise ValueError("add password, like {file: /run/secrets/redis}, to the username")
-        return value
+        return password
 
     @field_validator("tls", mode="after")
     @classmethod

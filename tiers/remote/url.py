@@ -11,18 +11,20 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from pydantic import PlainSerializer, PlainValidator, SecretStr, ValidationError, WithJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from spec.fields import mask_secrets
+from spec.fields import mask_secrets, refuse_variables
 
 WHAT_WORKS = (
-    "redis://[user:password@]host[:port][/db], unix://[user:password@]/path[?db=n], "
-    "redis+cluster://[user:password@]host[:port][,host[:port]...] or "
-    "redis+sentinel://[user:password@]host[:port][,host[:port]...]/service[/db]; over TLS, rediss "
-    "in place of redis"
+    "redis://host[:port][/db], unix:///path[?db=n], redis+cluster://host[:port][,host[:port]...] "
+    "or redis+sentinel://host[:port][,host[:port]...]/service[/db]; over TLS, rediss in place of "
+    "redis"
 )
 DEFAULT_PORT = 6379
 DEFAULT_SENTINEL_PORT = 26379
 _TLS = "rediss"
-_ESCAPE = "write / ? # and @ in a user name or password as %2F %3F %23 and %40"
+LOGIN = (
+    "write the user as username: NAME and the place of the password as password: {file: "
+    "/run/secrets/redis} or {env: NAME}, and the URL without them and their @"
+)
 
 
 class Endpoint(NamedTuple):
@@ -47,9 +49,9 @@ class RedisUrl:
     """A server on TCP or on a unix socket (`path`), a Cluster, or a master that Sentinel names.
 
     `endpoints`: the server, some nodes of the cluster, or the sentinels; none for a unix socket.
-    `service`: what the sentinels call the master. User and password are the servers' own, not
-    the sentinels'; `is_tls` holds for the sentinels too. str, repr and JSON show *** for the
-    password; it is never part of an error message.
+    `service`: what the sentinels call the master. User and password, which no written URL has,
+    are the servers' own, not the sentinels'; `is_tls` holds for the sentinels too. str, repr and
+    JSON show *** for the password; it is never part of an error message.
     """
 
     endpoints: tuple[Endpoint, ...] = ()
@@ -95,9 +97,7 @@ def parse_url(value: object) -> RedisUrl:
     read = _READERS.get(f"redis{plus}{kind}" if is_tls else scheme)
     if read is None:
         raise ValueError(f"unknown scheme {scheme}://; what works is {WHAT_WORKS}")
-    parts = _split(value)
-    username, password = _userinfo(parts)
-    return RedisUrl(username=username, password=password, is_tls=is_tls, **read(parts))
+    return RedisUrl(is_tls=is_tls, **read(_split(value)))
 
 
 def _split(value: str) -> SplitResult:
@@ -106,25 +106,13 @@ def _split(value: str) -> SplitResult:
         parts = urlsplit(value)
     except ValueError:
         raise ValueError(f"not a URL; write it like {WHAT_WORKS}") from None
-    if parts.fragment or "@" in parts.path or "@" in parts.query:
-        raise ValueError(_ESCAPE)
+    if "@" in value:
+        # Files are read by more people than servers are, and end up in version control.
+        raise ValueError(LOGIN)
+    if parts.fragment:
+        raise ValueError(f"not a URL; write it like {WHAT_WORKS}")
+    refuse_variables(value)
     return parts
-
-
-def _userinfo(parts: SplitResult) -> tuple[str | None, SecretStr | None]:
-    userinfo, at, _ = parts.netloc.rpartition("@")
-    if not at:
-        return None, None
-    username, colon, password = userinfo.partition(":")
-    if "@" in userinfo:
-        raise ValueError(_ESCAPE)
-    if password == "***":
-        raise ValueError("the password is masked (***); write the password itself")
-    if not colon:
-        raise ValueError(
-            "no password after the user name; write user:password@ or :password@, or both as keys"
-        )
-    return unquote(username) or None, SecretStr(unquote(password)) if password else None
 
 
 def _server(parts: SplitResult) -> dict[str, Any]:
@@ -171,8 +159,7 @@ def _path_db(parts: SplitResult, path: str) -> int:
 
 
 def _endpoints(parts: SplitResult, port: int) -> tuple[Endpoint, ...]:
-    where = parts.netloc.rpartition("@")[2]
-    return tuple(_endpoint(one, port) for one in where.split(","))
+    return tuple(_endpoint(one, port) for one in parts.netloc.split(","))
 
 
 def _endpoint(text: str, default_port: int) -> Endpoint:
@@ -202,7 +189,7 @@ def _host(host: str | None) -> str:
 
 
 def _socket(parts: SplitResult) -> str:
-    if parts.netloc.rpartition("@")[2]:
+    if parts.netloc:
         raise ValueError("a unix socket needs an absolute path; write it like unix:///path")
     path = unquote(parts.path)
     if not path.strip("/") or "\0" in path:
@@ -214,7 +201,7 @@ def _query(parts: SplitResult) -> int | None:
     query = parse_qsl(parts.query, keep_blank_values=True)
     unknown = sorted({name for name, _ in query} - {"db"})
     if any("pass" in name or "user" in name for name in unknown):
-        raise ValueError("write the user and password before the host, like user:password@")
+        raise ValueError(LOGIN)
     if unknown:
         raise ValueError(f"unknown URL parameter {unknown[0]!r}; only db is known")
     return _db(query[-1][1]) if query else None
