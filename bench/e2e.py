@@ -213,7 +213,7 @@ def _throughput(engine: Engine, connector: str, store: bool = True) -> Measure:
 def _chain(scale: Scale, *tiers: dict[str, Any]) -> dict[str, Any]:
     """What makes an engine have these tiers."""
     chain = scale.folder / "chain.yaml"
-    chain.write_text(yaml.safe_dump({"version": 1, "tiers": list(tiers)}))
+    chain.write_text(yaml.safe_dump({"version": 1, "on_reset": "keep", "tiers": list(tiers)}))
     return transfer_config(chain)
 
 

@@ -151,9 +151,9 @@ class ChainSpec(BaseModel):
     )
     on_reset: OnReset = Field(
         default="forget",
-        description="What a reset of the engine's caches does, as vLLM's sleep, pause and release "
-        "of memory do one. forget: never again serve blocks stored before it. keep: serve them. "
-        "Write keep only if the weights never change while the engine runs.",
+        description="What a reset of the engine's caches does, as vLLM's reset_prefix_cache, "
+        "sleep, pause and release of memory do one. forget: never again serve blocks stored before "
+        "it. keep: serve them. Write keep only if the weights never change while the engine runs.",
     )
     trust_client_ids: bool = Field(
         default=False,

@@ -102,7 +102,7 @@ def run_vllm(
     def run(batches: Sequence[Batch], tiers: Sequence[Any] | None = None, **options: Any) -> Run:
         name = folder / f"run-{next(runs)}"
         env = options.pop("env", {})
-        extras = ("abort", "before", "path", "preempt", "settled", "told")
+        extras = ("abort", "before", "is_async", "path", "preempt", "settled", "told")
         more = {name: options.pop(name) for name in extras if name in options}
         policy = options.pop("load_policy", "first")
         # A lookup has a tenth of it: a busy machine must not make misses of hits that tests count.

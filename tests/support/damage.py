@@ -103,3 +103,11 @@ def without_amx() -> None:
 def end(process: int) -> None:
     """End a process that holds the engine up."""
     os.kill(process, signal.SIGKILL)
+
+
+def plain_linears() -> None:
+    """Keep weights where they were loaded, as on devices: on the CPU vLLM packs them elsewhere, so
+    that nothing could change them in place."""
+    from vllm import _custom_ops
+
+    _custom_ops._supports_onednn = False

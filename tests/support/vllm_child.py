@@ -7,8 +7,9 @@ request is `[prompt_token_ids, max_tokens]` and perhaps more, see `Request`), `r
 requests of each batch are aborted, at random moments), `preempt` (each batch is one request: after
 how many tokens of its answer it is preempted, and the engine's own cache emptied), `before` (for
 the number of a batch, or `start`, the function of `damage` that is called before it, and its
-arguments), `told` (for the number of a batch, the methods of LLM that are called before it, and
-their arguments) and `settled` (whether each batch begins when all that was stored before is there).
+arguments), `told` (for the number of a batch, the methods of LLM, or functions of `training`, that
+are called before it, and their arguments), `settled` (whether each batch begins when all that was
+stored before is there) and `is_async` (whether the engine is an AsyncLLM).
 The result:
 per batch and request its tokens and the tokens that came from any cache, the tiers' counters, and
 how the chain explains its requests.
@@ -27,12 +28,13 @@ import random
 import sys
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
 from PIL import Image
 
-from tests.support import damage
+from tests.support import damage, training
 from tiers.explain.client import NoAnswer, ask
 
 
@@ -92,7 +94,7 @@ def run(job: dict[str, Any]) -> None:
     before = job.get("before", {})
     if change := before.get("start"):
         getattr(damage, change[0])(*change[1:])
-    llm = LLM(**job["engine"])
+    llm: Any = training.Async(**job["engine"]) if job.get("is_async") else LLM(**job["engine"])
     batches = []
     spoken: list[list[int]] = []
     for number, batch in enumerate(job["batches"]):
@@ -103,7 +105,9 @@ def run(job: dict[str, Any]) -> None:
             getattr(damage, change[0])(*change[1:])
         for method, arguments in job.get("told", {}).get(str(number), ()):
             settle(llm)
-            assert getattr(llm, method)(**arguments) is not False, method
+            step = getattr(training, method, None)
+            told = getattr(llm, method) if step is None else partial(step, llm)
+            assert told(**arguments) is not False, method
         batch = [(whole(spoken, *one), *one[1:]) for one in batch]
         requests = [(prompt(*one), params(*one)) for one in batch]
         if job.get("abort"):

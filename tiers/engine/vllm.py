@@ -58,6 +58,7 @@ from tiers.engine.vllm_children import (
 from tiers.engine.vllm_events import AsVllm, describe, group_kinds
 from tiers.engine.vllm_groups import REPORTS_FAILED_REQUESTS, drops_last, hash_tokens, kv_groups
 from tiers.engine.vllm_identity import late_facts
+from tiers.engine.vllm_resets import before_resets
 from tiers.engine.vllm_sleep import copies_in_step, tells_connectors
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
 from tiers.gpu.copier import open_copier
@@ -231,19 +232,34 @@ class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type
     def take_events(self) -> Iterator[Any]:
         return self._as_vllm(super().take_events())
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._hear_resets(kv_cache_manager)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._hear_resets(gpu_block_pool)
+
+    def _hear_resets(self, cache: Any) -> None:
+        """Take a reset of the engine's own cache for one of the tiers; listed connectors may hear
+        of it themselves."""
+        if not self._makers and not self._keeps:
+            before_resets(cache, self.reset_cache)
+
     def reset_cache(self) -> bool:
         """Never load again what was stored so far, or, with `on_reset: keep`, all of it; False:
         ask again, loads are under way.
 
         vLLM calls this before weights change, after they have, and also where none will, such as
-        for sleep, and says nothing of which. An engine that starts later with the same facts finds
-        what was stored before the first reset.
+        for sleep, and says nothing of which. Its own prefix cache it also resets without calling
+        this. An engine that starts later with the same facts finds what was stored before the
+        first reset.
         """
         if not self._makers and not self._keeps:
             logger.warning_once(
                 "kvtiers was reset: this engine loads nothing again that it stored before. If its "
-                "weights never change while it runs (sleep and pause reset too), set on_reset: "
-                "keep in the chain."
+                "weights never change while it runs (sleep, pause and reset_prefix_cache reset "
+                "too), set on_reset: keep in the chain."
             )
         return super().reset_cache()
 

@@ -140,7 +140,8 @@ def check(
     answers = [tuple(tokens) for batch in plain.tokens for tokens in batch]
     asked = {repr(request) for batch in batches for request in batch}
     assert len(set(answers)) == len(asked), "what comes before the end must matter"
-    run = run_vllm(tiers=tiers, max_wait="100s", **from_each_tier(batches), **options)
+    forgetting = from_each_tier(batches)
+    run = run_vllm(tiers=tiers, max_wait="100s", on_reset="keep", **forgetting, **options)
     assert run.tokens == plain.tokens * 4
     assert run.loaded().keys() == set(TIERS), run.tiers
     return run

@@ -349,3 +349,36 @@ def test_an_engine_that_sleeps_and_tells_nobody_has_its_copies_queued_in_the_ste
         monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
     config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
     assert copies_in_step(config, tells_connectors()) is (sleeps and not told)
+
+
+@pytest.mark.parametrize("binds", ["bind_kv_cache_manager", "bind_gpu_block_pool"])
+@pytest.mark.parametrize("on_reset", ["forget", "keep"])
+def test_a_reset_of_the_engines_own_cache_is_one_of_the_tiers(binds: str, on_reset: str) -> None:
+    """Also one that fails because blocks are in use: whoever asks for it has changed the weights.
+    vLLM before 0.30 hands over its pool alone."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    from tiers.engine.vllm import KVTiersConnector
+
+    class Counting(KVTiersConnector):
+        resets = 0
+
+        def __init__(self) -> None:
+            self.children = ()
+            self._makers = {}
+            self._keeps = on_reset == "keep"
+
+        def reset_cache(self) -> bool:
+            Counting.resets += 1
+            return True
+
+    pool = BlockPool(8, True, 16)
+    cache = (
+        pool
+        if binds == "bind_gpu_block_pool"
+        else SimpleNamespace(reset_prefix_cache=pool.reset_prefix_cache, block_pool=pool)
+    )
+    getattr(Counting(), binds)(cache)
+    pool.get_new_blocks(2)
+    assert cache.reset_prefix_cache() is False, "vLLM's own answer"
+    assert Counting.resets == (on_reset == "forget")

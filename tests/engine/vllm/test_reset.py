@@ -45,3 +45,73 @@ def test_sleep_and_new_weights(run_vllm: Callable[..., Run], tmp_path: Path) -> 
     assert sibling.tokens == [old, old]
     assert sibling.cached == [[FULL], [FULL]]
     assert sibling.loaded() == {"disk": 2 * FULL}
+
+
+ASKED = [[(prompt, 8)] for prompt in documents(2, 600, seed=2)]
+IN_PLACE: dict[str, Any] = {"before": {"start": ["plain_linears"]}, "enable_prefix_caching": False}
+"""Weights can be changed, and what an engine itself keeps of old ones is in no answer."""
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Weights as a training loop makes them, of the tiny model."""
+    folder = tmp_path_factory.mktemp("policies")
+    spreads = [0.4, 0.5, 0.6]
+    made = [write_model(folder / str(one), {**LLAMA, "initializer_range": one}) for one in spreads]
+    return [str(one) for one in made]
+
+
+def is_never_another_s(
+    run_vllm: Callable[..., Run], disk: dict[str, Any], told: dict[int, Any], **options: Any
+) -> None:
+    """Run an engine whose weights change where it is `told`, over a disk, and then a replica of
+    the weights that it began with: both answer as engines without tiers."""
+    rounds = [ASKED[0], *ASKED * 3 * len(told)]
+    told = {1 + number * 3 * len(ASKED): what for number, what in told.items()}
+    plain = run_vllm(rounds, told=told, **IN_PLACE, **options)
+    (base,) = run_vllm([ASKED[1]], **IN_PLACE, **IN_PROCESS).tokens
+    answers = {(tuple(tokens), at % 2) for at, (tokens,) in enumerate(plain.tokens[1:])}
+    assert len(answers) == 2 * len(told), "each change of the weights must matter"
+
+    policy = run_vllm(rounds, [disk], told=told, settled=True, **IN_PLACE, **options)
+    assert policy.tokens == plain.tokens
+    replica = run_vllm(ASKED, [disk], **IN_PLACE, **options)
+    assert replica.tokens == [plain.tokens[0], base]
+    assert replica.cached == [[FULL], [0]], "what the weights on disk have computed, and no more"
+    for number in told:
+        assert policy.cached[number : number + 2] == [[0], [0]], "it is of other weights"
+    assert sum(tokens for batch in policy.cached for tokens in batch) >= FULL * len(told)
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a training loop changes the weights in place and resets the engine's own cache alone",
+    outcome="nothing of before is served, and a replica on the same disk gets nothing since",
+)
+def test_a_trainer_in_the_engines_process(
+    run_vllm: Callable[..., Run], tmp_path: Path, policies: list[str]
+) -> None:
+    """As one that shares its devices does: loads parameters, sleeps, and resets by default."""
+    disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
+    sleeps: list[Any] = [("sleep", {"level": 2}), ("wake_up", {})]
+    reloads = {"method": "reload_weights", "kwargs": {"weights_path": policies[1]}}
+    told = {
+        0: [("train_in_place", {"path": policies[0]}), ("reset_prefix_cache", {})],
+        1: [*sleeps, ("collective_rpc", reloads), ("reset_prefix_cache", {})],
+    }
+    is_never_another_s(run_vllm, disk, told, **IN_PROCESS)
+
+
+@pytest.mark.faults
+def test_a_trainer_beside_the_engine(
+    run_vllm: Callable[..., Run], tmp_path: Path, policies: list[str]
+) -> None:
+    """Whose worker extension loads what it sends, and which then resets by default."""
+    disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
+    sent = [{"method": "update_weight", "args": [path]} for path in policies[:2]]
+    told = {
+        number: [("collective_rpc", one), ("reset_prefix_cache", {})]
+        for number, one in enumerate(sent)
+    }
+    options = {"is_async": True, "worker_extension_cls": "tests.support.training.Trained"}
+    is_never_another_s(run_vllm, disk, told, **options)

@@ -141,7 +141,7 @@ def test_conversations_are_preempted_and_a_disk_is_damaged(
     redis = {"type": "redis", "url": shared_server.url, "key_prefix": str(tmp_path)}
     tiers = [{"type": "cpu", "capacity": "2MiB"}, disk(tmp_path), {**redis, "timeout": "30s"}]
     half = {"12": ["damage_all", str(tmp_path / "disk")]}
-    ours = run_states(TURNS, tiers, before=half, **preempting)
+    ours = run_states(TURNS, tiers, before=half, on_reset="keep", **preempting)
     assert ours.tokens == plain.tokens
     assert ours.preemptions == len(TURNS)
     assert ours.count("disk", "load_failures") > 0, ours.tiers
