@@ -20,6 +20,7 @@ from spec.fields import ByteRate, ByteSize, Duration
 if TYPE_CHECKING:  # for annotations only: the specs know no tier at run time
     from tiers.host.slots import Residency, Slots
     from tiers.store import TierStore
+    from tiers.trial import Medium
 
 HIT_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
 """Names that vLLM has for the source of tokens that were loaded."""
@@ -77,7 +78,8 @@ class StoreSpec(OffloadingSpec):
 
     verifies: ClassVar[bool] = False
     """Whether the store itself detects a block that differs from the one put under its key. A store
-    that does not is given our checksummed records instead of bare payloads."""
+    that does not is given our checksummed records instead of bare payloads. So is a plugin's that
+    says so without `medium`, or serves a block that was damaged there when it was opened."""
 
     is_prompt: ClassVar[bool] = False
     """Whether `peek` and `touch` of the store never wait, so that the engine's thread may call
@@ -95,6 +97,11 @@ class StoreSpec(OffloadingSpec):
     def notes_folder(self) -> Path | None:
         """A folder of this host for what engines note of the tier beside its blocks, in files of
         their own: what KV events announced, say. It may not be there yet. None: there is none."""
+        return None
+
+    def medium(self, store: TierStore) -> Medium | None:
+        """How the bytes that `store`, opened by this spec, has stored are reached where they lie,
+        so that `verifies` can be tried. None: they can't be."""
         return None
 
     deadline: Duration = Field(

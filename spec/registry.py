@@ -239,6 +239,11 @@ def package_of(spec: OffloadingSpec) -> str | None:
     return _owner(entries[0]) if entries else top
 
 
+def opens_ours(spec: StoreSpec) -> bool:
+    """Whether the tier's store is made by code of ours."""
+    return type(spec).open.__module__.startswith(_OURS)
+
+
 def _top(entry: EntryPoint) -> str:
     return entry.value.partition(":")[0].partition(".")[0]
 

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -15,10 +17,11 @@ from tests.support.plugin_packages import Install, write_package
 from tests.support.replay_chains import MODEL, SLOT, close, measured
 from tests.test_readme import blocks
 from tiers.engine.replay import ReplayEngine, answer
+from tiers.trial import find_lie
 
 ROOT = Path(__file__).parent.parent
 SHOWN = blocks((ROOT / "docs" / "plugins.md").read_text())
-MODULE, KIT = (block.text for block in SHOWN if block.language == "python")
+MODULE, KIT, MEDIUM = (block.text for block in SHOWN if block.language == "python")
 (PROJECT,) = (tomllib.loads(block.text) for block in SHOWN if block.language == "toml")
 (CHAIN,) = (block.text for block in SHOWN if block.language == "yaml")
 TYPES = {
@@ -35,6 +38,31 @@ def test_the_store_keeps_the_contract(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+def test_the_package_installs_beside_its_tests(tmp_path: Path) -> None:
+    """By what `pip install -e .` calls."""
+    (source,) = (block.text for block in SHOWN if block.language == "toml")
+    (tmp_path / "pyproject.toml").write_text(source)
+    (tmp_path / "folder_tier.py").write_text(MODULE)
+    (tmp_path / "test_folder_tier.py").write_text(KIT)
+    build = "from setuptools import build_meta; print(build_meta.build_editable('.'))"
+    command = [sys.executable, "-c", build]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as made:
+        points = made.read("folder_tier-1.0.dist-info/entry_points.txt").decode()
+    assert "folder = folder_tier:FolderSpec" in points
+
+
+def test_the_medium_shows_that_the_store_does_not_verify(tmp_path: Path) -> None:
+    made: dict[str, Any] = {}
+    exec(MODULE + MEDIUM, made)
+    store = made["FolderStore"](tmp_path, 4096)
+    lie = find_lie(store, made["FolderMedium"](store), 4096)
+    assert lie == "a bit flipped at its start"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_chain_serves(tmp_path: Path, plugin: Install) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 from unittest import SkipTest
 
 import pytest
@@ -15,13 +15,15 @@ import redis as redis_client
 
 from spec.encryption import KEY_BYTES
 from spec.offloading import StoreContext, StoreSpec
+from tests.support.damage import SlabMedium
 from tests.support.servers import RedisServer
-from tiers.block import HEADER_BYTES, address_of, digest
+from tiers.block import address_of, digest
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierError
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, GatheredBlock, TierStore, Usage
 from tiers.testing import GivenSpec, Memory, MemoryStore, StoreContract, make_key
+from tiers.trial import Medium, find_lie
 from tiers.wrappers.encryption import Cipher, EncryptedStore, encrypted_bytes
 from tiers.wrappers.guard import Guarded
 
@@ -44,6 +46,22 @@ class KnowsChecksums(StoreContract):
         with self.opened() as store:
             assert list(store.put(blocks))[1]
             assert self.hits(store, keys) == [False, True]
+
+
+class ServerMedium:
+    """A Redis tier's values; `name`: what the server calls a block, behind the tier's prefix."""
+
+    def __init__(self, url: str, name: Callable[[bytes], bytes]) -> None:
+        self._url = url
+        self._name = name
+
+    def read(self, key: bytes) -> bytes:
+        with redis_client.Redis.from_url(self._url) as client:
+            return cast(bytes, client.get(b"kvtiers:" + self._name(key)))
+
+    def write(self, key: bytes, data: bytes) -> None:
+        with redis_client.Redis.from_url(self._url) as client:
+            client.set(b"kvtiers:" + self._name(key), data, keepttl=True)
 
 
 class TestMemory(StoreContract):
@@ -73,11 +91,8 @@ class TestRedis(KnowsChecksums):
     def open_store(self, payload_bytes: int) -> TierStore:
         return self.make_spec().open(StoreContext(payload_bytes=payload_bytes))
 
-    def damage(self, keys: Sequence[bytes]) -> None:
-        with redis_client.Redis.from_url(self.url) as client:
-            for key in keys:
-                name = b"kvtiers:" + self.name(key)
-                client.setrange(name, HEADER_BYTES + 100, b"\xff\x00\xff")
+    def medium(self, store: TierStore) -> Medium:
+        return ServerMedium(self.url, self.name)
 
     def name(self, key: bytes) -> bytes:
         return key
@@ -118,18 +133,20 @@ class TestDisk(KnowsChecksums):
     def open_store(self, payload_bytes: int) -> TierStore:
         return self.make_spec().open(StoreContext(payload_bytes=payload_bytes))
 
-    def damage(self, keys: Sequence[bytes]) -> None:
-        for slab in self.path.glob("slab-*"):
-            with slab.open("r+b") as file:
-                for place in range(8192, slab.stat().st_size, 4096):
-                    file.seek(place)
-                    file.write(b"\xff\x00\xff")
+    def medium(self, store: TierStore) -> Medium:
+        return SlabMedium(self.path, self.name)
+
+    def name(self, key: bytes) -> bytes:
+        return key
 
 
 class TestEncryptedDisk(OneProcess, TestDisk):
     def open_store(self, payload_bytes: int) -> TierStore:
         inner = self.make_spec().open(StoreContext(encrypted_bytes(payload_bytes)))
         return EncryptedStore(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
+
+    def name(self, key: bytes) -> bytes:
+        return Cipher(b"k" * KEY_BYTES).names.of([key])[0]
 
 
 class TestEncryptedRedis(OneProcess, TestRedis):
@@ -144,6 +161,70 @@ class TestEncryptedRedis(OneProcess, TestRedis):
 class TestGuardedDisk(OneProcess, TestDisk):
     def open_store(self, payload_bytes: int) -> TierStore:
         return Guarded(super().open_store(payload_bytes), "disk")
+
+
+class Blocks:
+    """What a store in memory keeps, as its medium."""
+
+    def __init__(self, blocks: dict[bytes, bytes]) -> None:
+        self._blocks = blocks
+
+    def read(self, key: bytes) -> bytes:
+        return self._blocks[key]
+
+    def write(self, key: bytes, data: bytes) -> None:
+        self._blocks[key] = data
+
+
+class Checked(MemoryStore):
+    """Keeps a checksum of a block's key and payload before it; mutants look at less."""
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        for block in blocks:
+            data = bytes(block.payload)
+            self.blocks[block.key] = self._sum(block.key, data) + data
+        return [True] * len(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        return [self._take(block) for block in blocks]
+
+    def _take(self, block: Block) -> bool:
+        kept = self.blocks.get(block.key, b"")
+        found, data = kept[:16], kept[16:]
+        if not kept or not self._fits(block, found, data):
+            return False
+        block.payload[: len(data)] = data
+        return True
+
+    def _fits(self, block: Block, found: bytes, data: bytes) -> bool:
+        return len(data) == len(block.payload) and found == self._sum(block.key, data)
+
+    def _sum(self, key: bytes, data: bytes) -> bytes:
+        return digest(key + data)
+
+
+class ForgetsTheKey(Checked):
+    """Another block's record is as good."""
+
+    def _sum(self, key: bytes, data: bytes) -> bytes:
+        return digest(data)
+
+
+class LooksAtTheStart(Checked):
+    def _sum(self, key: bytes, data: bytes) -> bytes:
+        return digest(key + data[:1000])
+
+
+class TakesWhatIsThere(Checked):
+    """Reads what a file has, and checks the key alone."""
+
+    def _fits(self, block: Block, found: bytes, data: bytes) -> bool:
+        return found == self._sum(block.key, b"")
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        for block in blocks:
+            self.blocks[block.key] = self._sum(block.key, b"") + bytes(block.payload)
+        return [True] * len(blocks)
 
 
 class KeepsTheCallersMemory(MemoryStore):
@@ -286,6 +367,10 @@ class ClearsAll(MemoryStore):
         (TakesNothingWhenFull, "test_what_put_says_is_held_is_held"),
         (ForgetsWhatItHolds, "test_what_is_dropped_gives_its_room_back"),
         (KeepsTheCallersMemory, "test_the_callers_memory_is_not_kept"),
+        (MemoryStore, "test_no_damage_is_served"),
+        (ForgetsTheKey, "test_no_damage_is_served"),
+        (LooksAtTheStart, "test_no_damage_is_served"),
+        (TakesWhatIsThere, "test_no_damage_is_served"),
         (Scribbles, "test_what_was_put_is_got"),
         (ScribblesByAddress, "test_what_was_put_is_got"),
         (LoadsOnAThread, "test_memory_is_left_alone_after_a_call_that_found_no_thread"),
@@ -301,7 +386,9 @@ def test_the_kit_finds_a_broken_store(broken: type[MemoryStore], test: str) -> N
         def open_store(self, payload_bytes: int) -> TierStore:
             return broken()
 
-        def damage(self, keys: Sequence[bytes]) -> None: ...
+        def medium(self, store: TierStore) -> Medium:
+            assert isinstance(store, MemoryStore)
+            return Blocks(store.blocks)
 
     with pytest.raises((AssertionError, TierError, TypeError)):
         getattr(Kit(), test)()
@@ -333,12 +420,32 @@ def test_the_kit_finds_a_store_that_says_it_verifies() -> None:
     class Believes(ProcessPrivate):
         verifies = True
 
-        def damage(self, keys: Sequence[bytes]) -> None:
-            for key in keys:
-                self.store.blocks[key] = bytes(self.payload_bytes)
+        def medium(self, store: TierStore) -> Medium:
+            return Blocks(self.store.blocks)
 
     with pytest.raises(AssertionError, match="other bytes than were put"):
         Believes().test_a_damaged_block_is_a_miss_and_spoils_no_other()
+
+
+def test_a_store_that_looks_at_all_is_let_through() -> None:
+    store = Checked()
+    assert find_lie(store, Blocks(store.blocks), 4096) is None
+    assert store.blocks == {}, "nothing is left of the trial"
+
+
+@pytest.mark.parametrize(("spec", "kit"), [(True, False), (True, None), (False, True)])
+def test_the_kit_compares_what_the_spec_and_the_class_say(spec: bool, kit: bool | None) -> None:
+    class SaysSpec(GivenSpec):
+        verifies: ClassVar[bool] = spec
+
+    class Says(ProcessPrivate):
+        verifies = kit
+
+        def make_spec(self) -> StoreSpec:
+            return SaysSpec(type="given")
+
+    with pytest.raises(AssertionError, match=f"spec's verifies is {spec}"):
+        Says().test_the_spec_says_whether_it_verifies()
 
 
 class Plain(StoreContract):

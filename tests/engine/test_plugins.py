@@ -15,6 +15,7 @@ from spec.chain import ChainSpec
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.replay_chains import MODEL, SLOT, cpu, measured
 from tests.support.slow_store import LONG, ask
+from tiers.block import HEADER_BYTES
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierNotOpen
@@ -131,6 +132,37 @@ def test_a_rank_that_is_late_does_not_end_the_tier(engine: Callable[..., ReplayE
         request = made.generate(list(LONG), 4)
         assert request.output == answer(MODEL, list(LONG), 4, 2)
         made.settle()
+
+
+class SaysSpec(PluginSpec):
+    """Says that its stores verify, and does not show it."""
+
+    verifies = True
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a plugin says that it verifies and does not; a bit is flipped in each stored block",
+    outcome="no wrong answer; one line says that it is not believed, one that blocks are damaged",
+)
+def test_flipped_bits_of_a_store_that_says_it_verifies_are_misses(
+    engine: Callable[..., ReplayEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    MAKE[:] = [Store]
+    shared()
+    tier = SaysSpec.model_validate({"type": "plugin", "deadline": "30s"})
+    spec = ChainSpec(version=1, tiers=(tier,), staging=256 * SLOT, max_wait="30s")  # type: ignore[arg-type]
+    made = engine(spec, num_blocks=120, prefix_caching=False)
+    ask(made)
+    made.settle()
+    store: Any = MAKE[0]()
+    for key, kept in store.payloads.items():
+        place = 100 if len(kept) == MODEL.payload_bytes else HEADER_BYTES + 100
+        store.payloads[key] = kept[:place] + bytes([kept[place] ^ 1]) + kept[place + 1 :]
+    ask(made)
+    assert measured(made, "damaged_blocks", "plugin") > 0
+    (line,) = [line for line in caplog.messages if "says that it verifies" in line]
+    assert "plugin (package tests)" in line
 
 
 def hangs(*args: object) -> Any:

@@ -36,6 +36,33 @@ def damage_blocks(folder: Path, chosen: Callable[[bytes], bool]) -> int:
     return count
 
 
+class SlabMedium:
+    """The records of a disk tier's blocks in its slabs, as `tiers.trial` reaches them; `name`: what
+    the disk calls a block."""
+
+    def __init__(self, folder: Path, name: Callable[[bytes], bytes] = lambda key: key) -> None:
+        self._folder = folder
+        self._name = name
+        self._places: dict[bytes, tuple[Path, int, int]] = {}
+
+    def read(self, key: bytes) -> bytes:
+        """The header with the rest of its page, and the payload."""
+        name = self._name(key)
+        ((slab, start),) = [(s, place) for s, place, k in _records(self._folder) if k == name]
+        with slab.open("rb") as file:
+            file.seek(start)
+            data = file.read(PAGE) + _payload(slab, start)
+        self._places[key] = slab, start, len(data)
+        return data
+
+    def write(self, key: bytes, data: bytes) -> None:
+        """Where the record was when it was read; what is cut off is zeros."""
+        slab, start, size = self._places[key]
+        with slab.open("r+b") as file:
+            file.seek(start)
+            file.write(data.ljust(size, b"\0"))
+
+
 def damage_all(folder: str) -> None:
     """Damage each block that the slabs hold."""
     assert damage_blocks(Path(folder), lambda key: True)

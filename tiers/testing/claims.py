@@ -10,6 +10,7 @@ from tiers.block import NAMESPACE_BYTES
 from tiers.store import Clear, Damages, LocalIndex, Measured, Touch
 from tiers.testing.harness import StoreUnderTest, listed
 from tiers.testing.memory import Memory, make_key
+from tiers.trial import find_lie
 
 
 def _found(spec: StoreSpec, payload_bytes: int, keys: Sequence[bytes]) -> list[bool]:
@@ -59,10 +60,23 @@ class ClaimTests(StoreUnderTest):
         keys = [make_key() for _ in range(3)]
         with self.opened() as store:
             self.put(store, keys)
-            self.damage(keys[:1])
-            assert self.hits(store, keys)[0] is False
+            self.damage(store, keys[0])
+            assert self.hits(store, keys) == [False, True, True]
             self.put(store, keys)
             assert self.hits(store, keys) == [True] * 3, "a damaged block can be put again"
+
+    def test_no_damage_is_served(self) -> None:
+        """Bits flipped, blocks swapped, cut off, and come back from before."""
+        self.claimed("verifies")
+        with self.opened() as store:
+            lie = find_lie(store, self.medium(store), self.payload_bytes)
+            assert lie is None, f"a block is served with {lie}"
+
+    def test_the_spec_says_whether_it_verifies(self) -> None:
+        said = self.make_spec().verifies
+        assert said == bool(self.verifies), (
+            f"the spec's verifies is {said}, {type(self).__name__}.verifies is {self.verifies}"
+        )
 
     def test_damage_is_counted(self) -> None:
         self.claimed("verifies")
@@ -71,7 +85,7 @@ class ClaimTests(StoreUnderTest):
             damages = self.having(store, Damages)
             self.put(store, keys)
             before = damages.damaged()
-            self.damage(keys[:1])
+            self.damage(store, keys[0])
             self.hits(store, keys)
             assert damages.damaged() > before
 

@@ -9,6 +9,7 @@ from unittest import SkipTest
 from spec.offloading import StoreSpec
 from tiers.store import Capability, TierStore, capability, each
 from tiers.testing.memory import Memory
+from tiers.trial import Medium
 
 
 def listed(answers: object) -> list[bool]:
@@ -38,9 +39,23 @@ class StoreUnderTest:
         """The settings of the same place; they are pickled and sent to another process."""
         raise SkipTest(f"{type(self).__name__} has no make_spec, so no second process was tried")
 
-    def damage(self, keys: Sequence[bytes]) -> None:
-        """Change some stored bytes of each of these blocks; other blocks may be damaged, too."""
-        raise NotImplementedError(f"{type(self).__name__} verifies: say how to damage a block")
+    def medium(self, store: TierStore) -> Medium:
+        """How the bytes of blocks in the open store are reached, as the spec says unless a subclass
+        says it."""
+        found = self.make_spec().medium(store)
+        if found is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} verifies: let its spec's `medium` say how its stored bytes "
+                "are reached; kvtiers tries the word at each open, and believes no other"
+            )
+        return found
+
+    def damage(self, store: TierStore, key: bytes) -> None:
+        """Flip a bit in the middle of a stored block."""
+        medium = self.medium(store)
+        data = bytearray(medium.read(key))
+        data[len(data) // 2] ^= 1
+        medium.write(key, bytes(data))
 
     @contextmanager
     def opened(self, payload_bytes: int | None = None) -> Iterator[TierStore]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from spec.encryption import EncryptionSpec, others_can_read, read_keys
 from spec.errors import told
 from spec.offloading import OffloadingSpec, StoreContext, StoreSpec
-from spec.registry import package_of
+from spec.registry import opens_ours, package_of
 from tiers.concurrency.executors import in_background
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
 from tiers.store import TierStore
+from tiers.trial import find_lie
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.integrity import VerifiedStore, record_bytes
 from tiers.wrappers.reopening import Reopening, opened
@@ -44,7 +46,8 @@ def open_guarded(
     name = log_name(spec)
 
     def open_store() -> TierStore:
-        store = _open(spec, site)
+        # Each worker opens the store as well; the operator is told once.
+        store = _open(spec, site, logging.DEBUG if announce is None else logging.WARNING)
         if announce is not None:
             announce(store)
         return store
@@ -70,13 +73,54 @@ def log_name(spec: OffloadingSpec) -> str:
     return spec.tier_name if package is None else f"{spec.tier_name} (package {package})"
 
 
-def _open(spec: StoreSpec, site: StoreContext) -> TierStore:
+def _open(spec: StoreSpec, site: StoreContext, level: int) -> TierStore:
     if spec.encryption is not None:
         return _encrypt(spec, spec.encryption, site)
     if spec.verifies:
-        return _whole(spec.open(site))
+        store = _believed(spec, site, level)
+        if store is not None:
+            return store
     record = replace(site, payload_bytes=record_bytes(site.payload_bytes))
     return VerifiedStore(_whole(spec.open(record)), site.payload_bytes)
+
+
+def _believed(spec: StoreSpec, site: StoreContext, level: int) -> TierStore | None:
+    """A store for bare payloads, since it finds damage itself; None: it only says so, which is
+    logged at `level`. Ours are tested to; a plugin's is tried. Raises what `open` raises, and
+    TierUnavailable and TierNotOpen of a store that can't be tried now."""
+    if opens_ours(spec):
+        return _whole(spec.open(site))
+    doubt: str | None = "its spec has no `medium`, by which it could be tried"
+    if type(spec).medium is not StoreSpec.medium:
+        with ExitStack() as unless_believed:
+            store = _whole(spec.open(site))
+            unless_believed.callback(_close, store)
+            doubt = _doubt(spec, store, site.payload_bytes)
+            if doubt is None:
+                unless_believed.pop_all()
+                return store
+    line = "tier %s says that it verifies, but %s: its blocks get a checksum of kvtiers"
+    logger.log(level, line, log_name(spec), doubt)
+    return None
+
+
+def _doubt(spec: StoreSpec, store: TierStore, payload_bytes: int) -> str | None:
+    """Why an open store is not believed that it verifies; None: it is."""
+    try:
+        medium = spec.medium(store)
+        if medium is None:
+            return "its `medium` is None"
+        lie = find_lie(store, medium, payload_bytes)
+        return None if lie is None else f"it serves a block with {lie}"
+    except (TierUnavailable, TierNotOpen):  # it is opened again, and tried then
+        raise
+    except Exception as error:  # noqa: BLE001 - a plugin's may raise anything
+        return f"it could not be tried ({told(error)})"
+
+
+def _close(store: TierStore) -> None:
+    with suppress(Exception):
+        store.close()
 
 
 def _whole(store: TierStore) -> TierStore:

@@ -10,6 +10,7 @@ import torch
 from pydantic import PrivateAttr
 
 from spec.offloading import StoreContext, StoreSpec
+from spec.registry import opens_ours
 from tiers.connector.contract.copier import Copier, Copy, OpenCopier
 from tiers.gpu.copier import open_copier
 from tiers.store import Block, StoreWrapper, TierStore
@@ -169,7 +170,7 @@ class LinkedSpec(StoreSpec):
             cls.__name__,
             (cls,),
             {
-                "verifies": inner.verifies,
+                "verifies": inner.verifies and opens_ours(inner),
                 "is_prompt": inner.is_prompt,
                 "hit_source": inner.hit_source,
                 "__annotations__": {},
