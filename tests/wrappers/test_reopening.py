@@ -24,7 +24,7 @@ from tiers.store import Clear, Damages, LocalIndex, Measured, TierStore, Touch, 
 from tiers.testing import Memory, make_key
 from tiers.wrappers import guard as guarding
 from tiers.wrappers import opening
-from tiers.wrappers.guard import Guarded
+from tiers.wrappers.guard import HEALTHY, Guarded
 from tiers.wrappers.opening import open_guarded
 
 SIZE = 4096 * 4
@@ -49,7 +49,7 @@ def put(store: TierStore, some: list[bytes]) -> None:
 def _tried(store: Guarded) -> bool:
     store.drop([make_key()])
     store.has([make_key()])
-    return all(store.health)
+    return store.health == HEALTHY
 
 
 def mounted_late(folder: Path, blocks: int = 40) -> Guarded:
