@@ -33,6 +33,7 @@ KNOW_VLLM = {
     "tiers/engine/vllm_groups.py": "a part of it: KV cache groups",
     "tiers/engine/vllm_sleep.py": "a part of it: copies of an engine that sleeps",
     "tiers/engine/vllm_stats.py": "a part of it: stats and metrics",
+    "tiers/engine/vllm_weights.py": "a part of it: the weights of a worker",
     "tiers/engine/vllm_offloading.py": "our tiers under a connector of vLLM's own",
     "tiers/engine/vllm_hosted_manager.py": "a part of that: what vLLM's scheduler calls",
     "tiers/engine/vllm_hosted_worker.py": "a part of that: what vLLM's workers call",
@@ -81,7 +82,7 @@ ROOMS: dict[str, set[str]] = {
         "concurrency",
     },
     "connector/worker": {"connector/contract", "wrappers", "host", "concurrency"},
-    "connector/multi": {"connector/contract", "connector/policy", "explain"},
+    "connector/multi": {"connector/contract", "connector/policy", "explain", "concurrency"},
     "connector/hosted": {
         "connector/contract",
         "connector/scheduler",

@@ -17,6 +17,7 @@ from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.observer import RequestObserver
 from tiers.connector.contract.pool_size import PoolSize
+from tiers.connector.contract.weights import Watch
 from tiers.connector.ghosts import open_ghosts
 from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.worker import MultiWorker
@@ -125,9 +126,10 @@ def worker_parts(
     open_copier: OpenCopier,
     root: Path = Path("/"),
     now: Callable[[], float] = time.monotonic,
-) -> tuple[Sequence[OffloadingWorker], Sequence[str], str]:
+) -> tuple[Sequence[OffloadingWorker], Sequence[str], str, Watch]:
     """Make what a `MultiWorker` is made of, in the order of its parameters: the tiers of a chain as
-    a worker has them, which open with the engine's paged KV, their names, and the chain's.
+    a worker has them, which open with the engine's paged KV, their names, the chain's, and what
+    watches the weights.
 
     Host memory over all ranks: see `PoolSize`. Each process also uses a few bounce slots per store
     tier. `root`: where the system tells of its memory. `now`: the clock of the loads' time limits,
@@ -136,7 +138,7 @@ def worker_parts(
     engine = _salted(engine, chain)
     host = HostSlots(engine, PoolSize.of(chain, engine), open_copier, root, now)
     children = [OffloadingWorker(tier, host, DRAIN_SECONDS) for tier in chain.tiers]
-    return children, _names(chain), _identity(chain)
+    return children, _names(chain), _identity(chain), host.watch
 
 
 def _salted(engine: EngineInfo, chain: ChainSpec) -> EngineInfo:

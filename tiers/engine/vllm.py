@@ -36,6 +36,7 @@ from spec.events import EventsSpec
 from spec.load import SpecError, load_chain
 from tiers.connector.chain import scheduler_parts, worker_parts
 from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.weights import Unseen
 from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
@@ -61,6 +62,7 @@ from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_resets import before_resets
 from tiers.engine.vllm_sleep import copies_in_step, tells_connectors
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
+from tiers.engine.vllm_weights import worker_weights
 from tiers.gpu.copier import open_copier
 
 if TYPE_CHECKING:
@@ -112,6 +114,7 @@ def engine_info(
             chain.trust_client_ids,
         ),
         late_facts=late_facts(vllm_config, chain.salt) if role is KVConnectorRole.WORKER else None,
+        weights=worker_weights() if role is KVConnectorRole.WORKER else Unseen(),
     )
 
 

@@ -42,6 +42,7 @@ FAN_OUT: dict[str, tuple[Any, ...]] = {
     "request_finished": (REQUEST, [1, 2]),
     "request_finished_all_groups": (REQUEST, ([1, 2], [3])),
     "reset_cache": (),
+    "weights_changed": (),
     "disable_store": (REQUEST,),
 }
 """Members that every child is called with, and arguments."""

@@ -12,9 +12,11 @@ import torch
 from tests.support.clock import wait_for
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.connector.contract.messages import LoadItem, LoadJob
+from tiers.connector.contract.weights import Unseen
 from tiers.connector.worker import loads
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loads import Ended, Loading
+from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.errors import TierUnusable
 from tiers.host.memory import SlotMemory, slot_stride
 from tiers.store import Block
@@ -35,6 +37,7 @@ class Host:
     def __init__(self) -> None:
         self.paged: dict[int, int] = {}
         self.before_copy: Callable[[], object] = int
+        self.watch = WeightWatch(Unseen(), 1)
 
     @property
     def copier(self) -> Host:

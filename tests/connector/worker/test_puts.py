@@ -28,6 +28,10 @@ class Host:
     payload_bytes = 1 << 20
     engine = SimpleNamespace(kv_events=True, rank=0)
     memory = SimpleNamespace(payload=lambda slot: memoryview(bytearray(1)))
+    alike = SimpleNamespace(
+        alike=lambda: True, alike_everywhere=lambda: True, waits_for_others=lambda: False
+    )
+    watch = SimpleNamespace(stores=lambda tag: Host.alike)
 
     def now(self) -> float:
         return 0.0

@@ -91,13 +91,15 @@ def is_never_another_s(
 def test_a_trainer_in_the_engines_process(
     run_vllm: Callable[..., Run], tmp_path: Path, policies: list[str]
 ) -> None:
-    """As one that shares its devices does: loads parameters, sleeps, and resets by default."""
+    """As one that shares its devices does: loads parameters, sleeps, and resets by default; then
+    one that copies over them and resets nothing, of which the engine itself would serve old KV."""
     disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
     sleeps: list[Any] = [("sleep", {"level": 2}), ("wake_up", {})]
     reloads = {"method": "reload_weights", "kwargs": {"weights_path": policies[1]}}
     told = {
         0: [("train_in_place", {"path": policies[0]}), ("reset_prefix_cache", {})],
         1: [*sleeps, ("collective_rpc", reloads), ("reset_prefix_cache", {})],
+        2: [("copy_in_place", {"path": policies[2]})],
     }
     is_never_another_s(run_vllm, disk, told, **IN_PROCESS)
 

@@ -119,6 +119,9 @@ class SchedulerConnector(Connector):
         """Forget all blocks; False: it could not be done. Nothing stored before is loaded again."""
         return None
 
+    def weights_changed(self) -> None:
+        """Forget all blocks, as a reset does that nobody asked for: the weights are others now."""
+
     def get_finished_count(self) -> int | None:
         """How many workers report each transfer; None: all of them."""
         return None

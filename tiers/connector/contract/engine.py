@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from tiers.connector.contract.block_events import Describe, describe_nothing
 from tiers.connector.contract.media import MediaMarks
 from tiers.connector.contract.protocols import Request
+from tiers.connector.contract.weights import Unseen, Weights
 
 
 class KVGroup(NamedTuple):
@@ -64,7 +65,7 @@ class EngineInfo:
     process is, by a name that tells hosts, and containers with file systems of their own, apart;
     empty: not known. `ranks_here`: ranks that share this host's memory, those of the engine's
     replicas too; 0: all of this engine. `replicated`: whether all ranks have the same KV, so
-    that one of them may store it for all.
+    that one of them may store it for all. `weights`: what a worker sees of its weights.
     """
 
     facts: Mapping[str, str]
@@ -86,6 +87,7 @@ class EngineInfo:
     host: str = ""
     ranks_here: int = 0
     replicated: bool = False
+    weights: Weights = Unseen()  # noqa: RUF009 - it has no state
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

@@ -5,26 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tiers.connector.contract.weights import WeightOrders, WeightReport
+
 
 @dataclass
 class MultiConnectorMetadata:
     """One step's orders.
 
     `extra_async_saves`: requests that more than one child is saving, and how many more. `step`: the
-    number under which the scheduler measures how long the step takes; None: it does not.
+    number under which the scheduler measures how long the step takes; None: it does not. `weights`:
+    what it says of looks at them.
     """
 
     metadata: tuple[Any, ...]
     extra_async_saves: dict[str, int]
     step: int | None = None
+    weights: WeightOrders = WeightOrders()  # noqa: RUF009 - it is a constant
 
 
 @dataclass
 class MultiWorkerMetadata:
-    """What the children of one worker finished, and the number of the step that is over."""
+    """What the children of one worker finished, the number of the step that is over, and what was
+    seen of the weights."""
 
     metadata: tuple[Any, ...]
     step: int | None = None
+    weights: WeightReport | None = None
 
     def aggregate(self, other: MultiWorkerMetadata) -> MultiWorkerMetadata:
         """Both ranks' metadata, child by child."""
@@ -35,6 +41,7 @@ class MultiWorkerMetadata:
                 for a, b in pairs
             ),
             self.step,
+            self.weights.fold(other.weights) if self.weights is not None else other.weights,
         )
 
 

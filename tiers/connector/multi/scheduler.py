@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec.chain import CheapestSpec, LoadPolicy
+from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.contract.connector import SchedulerConnector
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.observer import RequestObserver
@@ -20,6 +22,7 @@ from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
     MultiWorkerMetadata,
 )
+from tiers.connector.multi.weight_agreement import WeightAgreement
 from tiers.connector.policy.cheapest.cheapest import Cheapest, load_costs
 from tiers.connector.policy.choice import LATER, NOBODY, Choice, clip, tokens_of_each
 from tiers.connector.policy.chooser import Chooser
@@ -29,6 +32,8 @@ from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.policy.soonest import Soonest
 from tiers.explain.explanations import Explainer
+
+logger = logging.getLogger(__name__)
 
 Finished = tuple[bool, dict[str, Any] | None]
 """What `request_finished` answers: whether blocks must stay, and parameters for the output."""
@@ -90,6 +95,8 @@ class MultiScheduler(EveryChild):
             self.children, self.names, settings.load_policy, requests, self._cheapest, soonest
         )
         self._sharing = LoadSharing(requests.engine) if requests.engine.caches_prefixes else None
+        self._agreement = WeightAgreement(requests.engine.world_size, requests.generation)
+        self._changes = RepeatedLog(logger, "the weights", "changes without a reset")
         self._observers = settings.observers
         self._explainer = settings.explainer
         self._reasons = reasons_of(children)
@@ -199,7 +206,7 @@ class MultiScheduler(EveryChild):
         saves, self._more_saves = self._more_saves, {}
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
         step = self._cheapest.prefill.step_begins(scheduled) if self._cheapest else None
-        return MultiConnectorMetadata(metadata, saves, step)
+        return MultiConnectorMetadata(metadata, saves, step, self._agreement.orders(metadata))
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine has computed a prompt's tokens, and says itself how long that took."""
@@ -219,6 +226,23 @@ class MultiScheduler(EveryChild):
             self.for_each(update, parts or (None,) * len(self.children))
         finally:
             connector_output.kv_connector_worker_meta = whole
+        if self._agreement.heard(getattr(whole, "weights", None)):
+            self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Begin the next generation: workers saw that the weights are others, of which the engine
+        said nothing."""
+        self._changes.log(
+            "the weights changed, and the engine's prefix cache was not reset. This engine loads "
+            "nothing again that it stored before, and no other finds what it stores from now on. "
+            "Reset that cache after each change: it may still serve KV of other weights"
+        )
+        self._requests.weights_changed()
+        self.for_each(lambda child: child.weights_changed())
+
+    def has_pending_push_work(self) -> bool:
+        """Also while ranks wait for each other's word on the weights."""
+        return self._agreement.waits or super().has_pending_push_work()
 
     def _choice_of(self, request: Request) -> Choice:
         state = self._requests.get(request)
@@ -226,7 +250,8 @@ class MultiScheduler(EveryChild):
 
     def reset_cache(self) -> bool:
         """Reset every child, and begin anew with the requests; False: one refuses."""
-        self._requests.reset()
+        if not self._requests.generation.lasts:
+            self._requests.reset()
         return super().reset_cache()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:

@@ -11,6 +11,7 @@ import torch
 
 from tiers.connector.contract.connector import WorkerConnector
 from tiers.connector.contract.messages import OffloadingConnectorMetadata, TransferResults
+from tiers.connector.contract.weights import NoWatch, Watch
 from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
@@ -28,9 +29,12 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         children: Sequence[WorkerConnector],
         names: Sequence[str] | None = None,
         chain: str = "",
+        watch: Watch | None = None,
     ) -> None:
-        """See `MultiConnector`."""
+        """`names` and `chain`: see `MultiConnector`. `watch`: that of the children's
+        weights; None: they keep no blocks of their own."""
         MultiConnector.__init__(self, children, names, chain)
+        self._watch = watch or NoWatch()
         self._hears_layers = any(map(_hears_layers, self.children))
         self._saves_awaited: dict[str, int] = {}
         self._loads_awaited: dict[str, int] = {}
@@ -74,6 +78,7 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         assert isinstance(connector_metadata, MultiConnectorMetadata), "another's orders"
         self._saves_awaited.update(connector_metadata.extra_async_saves)
+        self._watch.bind(connector_metadata.weights)
         for child, orders in zip(self.children, connector_metadata.metadata, strict=True):
             child.bind_connector_metadata(orders)
         super().bind_connector_metadata(connector_metadata)
@@ -132,9 +137,10 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         """What every child finished; None: nothing, and the step is not measured."""
         metadata = tuple(child.build_connector_worker_meta() for child in self.children)
         step = getattr(self._metadata, "step", None)
-        if step is None and all(m is None for m in metadata):
+        weights = self._watch.report()
+        if step is None and weights is None and all(m is None for m in metadata):
             return None
-        return MultiWorkerMetadata(metadata, step)
+        return MultiWorkerMetadata(metadata, step, weights)
 
     def get_kv_connector_kv_cache_events(self) -> Any:
         """The events of all children that collect any on workers; None: none does."""

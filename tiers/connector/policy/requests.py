@@ -13,6 +13,7 @@ from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.media import MediaMark, joined
 from tiers.connector.contract.protocols import (
+    NULL_BLOCK,
     BlockCopy,
     Blocks,
     BlockState,
@@ -122,6 +123,9 @@ class RequestTable:
         self._prompt_only = prompt_only
         self._states: dict[str, RequestState] = {}
         self._allocated: set[int] = set()
+        self._computed_since: set[int] | None = None
+        """Paged blocks computed since the weights changed and the engine kept its own cache; None:
+        it has none of other weights."""
         self._limits = LimitsReader()
 
     def __len__(self) -> int:
@@ -224,7 +228,9 @@ class RequestTable:
                 table += more
             before = cached.num_computed_tokens[i]
             after = before + output.num_scheduled_tokens.get(request_id, 0)
-            self._runs(state, before, after, states.get(request_id, ()))
+            is_resumed = request_id in cached.resumed_req_ids
+            left = states.get(request_id, ())
+            self._runs(state, before, after, left, is_resumed=is_resumed)
         return self.step
 
     def _states_left(self, output: SchedulerOutput) -> dict[str, list[tuple[int, int]]]:
@@ -249,11 +255,24 @@ class RequestTable:
         after: int,
         states: Sequence[tuple[int, int]],
         is_new: bool = False,
+        is_resumed: bool = False,
     ) -> None:
         state.computed = after
         self.step.overwritten.update(self.groups.written(state.tables, before))
+        if self._computed_since is not None:
+            self._tell_older(state, before, begins=is_new or is_resumed)
         complete = self._complete(state, after)
         self.step.scheduled.append(Scheduled(state, before, after, complete, is_new, states))
+
+    def _tell_older(self, state: RequestState, before: int, begins: bool) -> None:
+        """Note what a step computes since the weights changed, and a request that begins with
+        blocks of which some may be older."""
+        assert self._computed_since is not None, "the engine's own cache was reset"
+        written = set(self.groups.written(state.tables, before))
+        if begins:
+            found = set().union(*state.tables) - written - {NULL_BLOCK}
+            state.is_outdated |= not found <= self._computed_since
+        self._computed_since |= written
 
     def _complete(self, state: RequestState, after: int) -> int:
         if state.prompt_only:
@@ -292,7 +311,13 @@ class RequestTable:
         A request that has blocks has computed some of them with what is reset, so that none of
         its blocks may be stored or loaded. The others begin anew.
         """
-        if not self.generation.lasts:
-            self._states = {i: state for i, state in self._states.items() if any(state.tables)}
-            for state in self._states.values():
-                state.is_outdated = True
+        self._states = {i: state for i, state in self._states.items() if any(state.tables)}
+        for state in self._states.values():
+            state.is_outdated = True
+        self._computed_since = None
+
+    def weights_changed(self) -> None:
+        """As `reset`, of an engine that still has what it computed before in its own cache. What
+        requests find there is not stored: it would outlive that cache."""
+        self.reset()
+        self._computed_since = set()

@@ -264,12 +264,16 @@ class OffloadingScheduler(SchedulerConnector):
         # An engine that sleeps gives its memory up next, and these are not read before. A copy
         # under way is done by then: vLLM waits for its device first.
         self._stores.drop_last_offers()
-        generation = self._requests.generation
-        if not generation.lasts:
-            self._hints.forget()
-            self._context.kv_events.lost(self._context.open.manager.reset())
-            self._context.open.manager.clear(generation.renew())
+        if not self._requests.generation.lasts:
+            self.weights_changed()
         return not self._jobs.any_loading
+
+    def weights_changed(self) -> None:
+        """Begin the next generation, whatever the operator says of resets."""
+        self._stores.drop_last_offers()
+        self._hints.forget()
+        self._context.kv_events.lost(self._context.open.manager.reset())
+        self._context.open.manager.clear(self._requests.generation.renew())
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -16,6 +16,7 @@ from tiers.connector.contract.engine import MOMENT, EngineInfo
 from tiers.connector.contract.messages import StoreItem, WorkerHandshake
 from tiers.connector.contract.pool_size import PoolSize
 from tiers.connector.worker.checksums import Checksums
+from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.errors import TierUnusable
 from tiers.host.memory import SlotMemory, slot_stride
 from tiers.host.prefault import Prefault
@@ -46,6 +47,7 @@ class HostSlots:
         the tiers' loads, in seconds."""
         self.engine = engine
         self.now = now
+        self.watch = WeightWatch(engine.weights, engine.world_size)
         self._size = size
         self._open_copier = open_copier
         self._root = root
@@ -65,6 +67,7 @@ class HostSlots:
         self._users += 1
         if self._copier is not None:
             return
+        self.watch.begin()
         self._copier = self._open_copier(kv_caches, self.engine.num_blocks)
         self._memory = memory = self._allocate(self._copier.pin)
         self._log_fewer_slots()

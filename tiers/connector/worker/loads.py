@@ -15,6 +15,7 @@ from tiers.connector.contract.generation import space_of
 from tiers.connector.contract.messages import JobResult, LoadJob
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.load import Load, Numbered
+from tiers.connector.worker.weight_watch import Verdict
 from tiers.errors import TierUnusable
 from tiers.host.memory import SlotMemory, slot_stride
 from tiers.store import Block
@@ -95,12 +96,14 @@ class Loading:
         """Begin loads; each copies after the work queued on the engine's device so far."""
         for job in jobs:
             load, fence = Load(job, self._host.now()), self._host.copier.fence()
-            self._loads.append((load, self._threads.submit(self._run, load, fence)))
+            verdict = self._host.watch.loads(job.generation)
+            self._loads.append((load, self._threads.submit(self._run, load, fence, verdict)))
 
-    def _run(self, load: Load, fence: object) -> None:
+    def _run(self, load: Load, fence: object, verdict: Verdict) -> None:
         began = self._host.now()
         load.laps.lap("queue")
-        self._load_items(load, fence)
+        if verdict.alike():  # else the engine computes it, with the weights that it has now
+            self._load_items(load, fence)
         load.seconds = self._host.now() - began
 
     def _load_items(self, load: Load, fence: object) -> None:

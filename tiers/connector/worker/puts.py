@@ -11,18 +11,23 @@ from tiers.concurrency.rate_limit import RateLimit
 from tiers.connector.contract.generation import space_of
 from tiers.connector.contract.messages import JobResult, StoreItem, StoreJob
 from tiers.connector.worker.host_slots import HostSlots
+from tiers.connector.worker.weight_watch import Verdict
 from tiers.store import GatheredBlock, batch_blocks
 from tiers.wrappers.guard import Guarded
 
 
 class _Waiting(NamedTuple):
-    """A job in the queue. `is_ours`: this rank stores its blocks."""
+    """A job in the queue. `is_ours`: this rank stores its blocks. `verdict`: on the weights that
+    computed them."""
 
     job: StoreJob
     is_ours: bool
+    verdict: Verdict
 
     def goes_with(self, other: _Waiting) -> bool:
         """Whether one put can take both."""
+        if self.verdict.waits_for_others():
+            return False
         return self.is_ours == other.is_ours and self.job.generation == other.job.generation
 
 
@@ -61,7 +66,8 @@ class Puts:
     def begin(self, job: StoreJob, is_ours: bool) -> Future[JobResult]:
         """Queue a job; its future raises what made its gather fail. Does not wait."""
         self._queued += len(job.items)
-        self._waiting.append(_Waiting(job, is_ours))
+        verdict = self._host.watch.stores(job.generation)
+        self._waiting.append(_Waiting(job, is_ours, verdict))
         return self._writer.submit(self._end, job.job_id)
 
     def _end(self, job_id: int) -> JobResult:
@@ -73,7 +79,7 @@ class Puts:
     def _put_next(self) -> None:
         first = self._take()
         began = self._host.now()
-        jobs = [(first.job, self._gathered(first.job))]
+        jobs = [(first.job, self._gathered(first))]
         stored, known = [True] * len(jobs[0][1]), set[bytes]()
         if not self._in_host and first.is_ours:
             # The gather is shared with other tiers; only those of host memory have no more to do.
@@ -89,11 +95,14 @@ class Puts:
             failed = set(range(len(job.items))) - good
             self._results[job.job_id] = JobResult(1, failed, seconds * len(gathered), known=had)
 
-    def _gathered(self, job: StoreJob) -> list[int]:
-        """Wait for the job's gather; return which items are in their slots then."""
-        slots = [item.slot for item in job.items]
-        held = self._host.wait_and_verify(slots, [item.key for item in job.items])
-        return [i for i, ok in enumerate(held) if ok]
+    def _gathered(self, waiting: _Waiting) -> list[int]:
+        """Wait for the job's gather; return which items are in their slots then. Those of other
+        weights than their keys stand for count as failed: what only this engine finds goes with
+        the generation, and what others find must be right on all ranks."""
+        items, verdict = waiting.job.items, waiting.verdict
+        held = self._host.wait_and_verify([item.slot for item in items], [i.key for i in items])
+        alike = verdict.alike() if self._in_host else verdict.alike_everywhere()
+        return [i for i, ok in enumerate(held) if ok and alike]
 
     def _more(self, first: _Waiting) -> list[tuple[StoreJob, list[int]]]:
         """Take the next jobs from the queue that one put takes with `first`, an eighth of what
@@ -109,7 +118,7 @@ class Puts:
             if room < 0:
                 break
             try:
-                more.append((job, self._gathered(job)))
+                more.append((job, self._gathered(self._waiting[0])))
             except (RuntimeError, IndexError):
                 break  # it fails alone, in its turn
             self._take()

@@ -255,6 +255,7 @@ class OffloadingWorker(WorkerConnector):
     def shutdown(self) -> None:
         """Let stores under way end, for `drain` seconds at most, and release the tier."""
         self._rate_limit.stop()
+        self._host.watch.close()
         self._closed = True
         under_way: list[Future[Any]] = [store.future for store in self._stores.values()]
         wait([*under_way, self._joining] if self._joining else under_way, self._drain)

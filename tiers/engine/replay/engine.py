@@ -17,6 +17,7 @@ from tiers.connector.contract.block_events import BlockEvent
 from tiers.connector.contract.copier import OpenCopier
 from tiers.connector.contract.engine import EngineInfo, LateFacts
 from tiers.connector.contract.stats import TierStats
+from tiers.connector.contract.weights import Weights
 from tiers.connector.multi.scheduler import MultiScheduler
 from tiers.connector.multi.worker import MultiWorker
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
@@ -41,7 +42,7 @@ class ReplayEngine:
     so that all that crosses is pickled. `facts` name the model to the namespace, as do
     `late_facts`. With `kv_events` the connector's events gather in `events`. `drops_last`: see
     `EngineInfo`. `now`: the chain's clock, in seconds. `hosts`: where the scheduler and then
-    each rank say they are. `root`: see `worker_parts`.
+    each rank say they are. `weights`: what each rank sees of its own. `root`: see `worker_parts`.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ReplayEngine:
         now: Callable[[], float] = time.monotonic,
         late_facts: LateFacts | None = None,
         hosts: Sequence[str] = (),
+        weights: Sequence[Weights] = (),
         root: Path = Path("/"),
     ) -> None:
         self.model = model or ReplayModel()
@@ -80,7 +82,7 @@ class ReplayEngine:
             late_facts=late_facts,
             host=hosts[0] if hosts else "",
         )
-        open_half = functools.partial(_open_worker, chain, info, open_copier, hosts, root)
+        open_half = functools.partial(_open_worker, chain, info, open_copier, hosts, weights, root)
         make: Callable[..., Worker] = ProcessWorker if processes else LocalWorker
         self.workers = [make(self.model, num_blocks, rank, open_half) for rank in range(world_size)]
         self._open(chain, info, now)
@@ -213,12 +215,15 @@ def _open_worker(
     engine: EngineInfo,
     copier: OpenCopier,
     hosts: Sequence[str],
+    weights: Sequence[Weights],
     root: Path,
     rank: int,
 ) -> MultiWorker | None:
     if chain is None:
         return None
     info = replace(engine, rank=rank, host=hosts[rank + 1] if hosts else "")
+    if weights:
+        info = replace(info, weights=weights[rank])
     return open_worker(chain, info, copier, root)
 
 

@@ -1,0 +1,147 @@
+"""Looks at weights, one by one: what each says of the jobs of its step."""
+
+from __future__ import annotations
+
+import threading
+
+from tiers.connector.contract.generation import Generation
+from tiers.connector.contract.messages import OffloadingConnectorMetadata, StoreJob
+from tiers.connector.contract.weights import Seen, Unseen, WeightOrders, WeightReport
+from tiers.connector.multi.weight_agreement import WeightAgreement
+from tiers.connector.worker.weight_watch import Verdict, WeightWatch
+
+
+class Crossing:
+    """A look whose words arrive when they are let."""
+
+    def __init__(self, shown: bytes, go: threading.Event) -> None:
+        self._shown = shown
+        self._go = go
+
+    def ready(self) -> bool:
+        return self._go.is_set()
+
+    def seen(self) -> bytes:
+        assert self._go.wait(30)
+        if self._shown == b"failed":
+            raise RuntimeError("the device failed")
+        return self._shown
+
+
+class Slow:
+    """Weights whose looks take time, as a device's."""
+
+    parts = 1
+
+    def __init__(self) -> None:
+        self.shown = b"old"
+        self.go = threading.Event()
+        self.go.set()
+
+    def look(self, part: int) -> Crossing:
+        return Crossing(self.shown, self.go)
+
+
+def step(watch: WeightWatch, tag: bytes = b"") -> Verdict:
+    watch.bind(WeightOrders())
+    return watch.stores(tag)
+
+
+def watching(weights: Slow) -> WeightWatch:
+    watch = WeightWatch(weights, 1)
+    watch.begin()
+    return watch
+
+
+def test_weights_that_were_others_in_between_are_not_believed() -> None:
+    """Whoever asks first: what they computed meanwhile is in the blocks of now."""
+    weights = Slow()
+    watch = watching(weights)
+    before = step(watch)
+    weights.shown = b"new"
+    between = step(watch)
+    weights.shown = b"old"
+    after = step(watch)
+    assert [one.alike() for one in (after, between, before)] == [False, False, True]
+    assert step(watch).alike() is False
+    assert watch.report() == WeightReport(b"", {}) and watch.report() is None
+    assert step(watch, b"next").alike() is True, "a generation begins with what is there"
+    assert step(watch).alike() is False, "an order from before it began"
+    assert step(watch, b"next").alike() is True
+
+
+def test_a_step_waits_for_no_look() -> None:
+    weights = Slow()
+    watch = watching(weights)
+    weights.go.clear()
+    weights.shown = b"new"
+    step(watch)
+    assert watch.report() is None
+    weights.go.set()
+    assert watch.report() == WeightReport(b"", {})
+
+
+def test_a_device_that_fails_shows_nothing() -> None:
+    weights = Slow()
+    watch = watching(weights)
+    weights.shown = b"failed"
+    assert step(watch).alike() is False
+
+
+def test_all_tiers_of_a_step_share_a_look() -> None:
+    watch = WeightWatch(Unseen(), 1)
+    watch.begin()
+    watch.bind(WeightOrders())
+    assert watch.stores(b"") is watch.stores(b"")
+    assert watch.loads(b"") is not watch.stores(b""), "before the step, and after it"
+
+
+def test_ranks_wait_for_each_other() -> None:
+    generation = Generation()
+    agreement = WeightAgreement(2, generation)
+    stores = OffloadingConnectorMetadata(reqs_to_store=[StoreJob(0, [])])
+    weights = [Slow(), Slow()]
+    ranks = [WeightWatch(one, 2) for one in weights]
+    for rank in ranks:
+        rank.begin()
+
+    def run(orders: WeightOrders, looks: bool = True) -> list[Verdict]:
+        for rank in ranks:
+            rank.bind(orders)
+        return [rank.stores(b"") for rank in ranks] if looks else []
+
+    def reports() -> WeightReport | None:
+        one, two = (rank.report() for rank in ranks)
+        return two if one is None else one.fold(two)
+
+    first = run(agreement.orders([stores]))
+    assert all(one.waits_for_others() for one in first) and agreement.waits
+    assert not agreement.heard(reports()) and agreement.waits
+    run(agreement.orders([OffloadingConnectorMetadata()]), looks=False)
+    assert not agreement.waits
+    assert [one.alike_everywhere() for one in first] == [True, True]
+
+    weights[1].shown = b"new"
+    second = run(agreement.orders([stores]))
+    assert agreement.heard(reports()), "one rank's word is enough"
+    run(agreement.orders([]), looks=False)
+    assert [one.alike_everywhere() for one in second] == [False, False]
+
+    unlooked = agreement.orders([stores])
+    run(unlooked, looks=False)
+    run(agreement.orders([]), looks=False)
+    assert not agreement.heard(reports())
+    assert agreement.orders([]).verdicts == {unlooked.number: False}, "nobody waits for ever"
+
+    third = run(agreement.orders([stores]))
+    ranks[0].close()
+    assert third[0].alike_everywhere() is False, "nor when the engine ends"
+
+
+def test_reports_fold() -> None:
+    one = WeightReport(None, {1: Seen(1, True), 2: Seen(1, True)})
+    two = WeightReport(b"x", {2: Seen(1, False), 3: Seen(1, True)})
+    assert one.fold(two) == WeightReport(
+        b"x", {1: Seen(1, True), 2: Seen(2, False), 3: Seen(1, True)}
+    )
+    assert one.fold(None) == one

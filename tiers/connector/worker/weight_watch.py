@@ -1,0 +1,189 @@
+"""WeightWatch: whether the weights are still those that a generation's keys stand for.
+
+| a generation is | what happens | what follows |
+|---|---|---|
+| begun | its first job comes: what all parts show then is what it stands for | alike |
+| alike | each step that loads or stores looks at the next part | alike or over |
+| over | a look differed: nothing of it is loaded or stored | the scheduler begins the next |
+
+The first generation, which has no tag, stands for the weights that were there at the start.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+
+from tiers.connector.contract.weights import Look, Seen, WeightOrders, WeightReport, Weights
+
+
+class Verdict:
+    """What a look says of the jobs of its step: whether they are of their generation's weights.
+
+    Any thread may ask. `is_shared`: other ranks have looked, too, and the scheduler says what all
+    of them saw.
+    """
+
+    def __init__(self, generation: _Generation, look: Look, part: int, is_shared: bool) -> None:
+        self._generation, self._look, self._part = generation, look, part
+        self.here: Future[bool] = Future()
+        self.everywhere: Future[bool] = Future() if is_shared else self.here
+        self._is_shared = is_shared
+
+    def alike(self) -> bool:
+        """Whether this rank's weights are the generation's; waits for the device."""
+        self._generation.judge(self)
+        return self.here.result()
+
+    def alike_everywhere(self) -> bool:
+        """Whether those of all ranks are: one whose own are as they were may compute with what
+        others made of new ones. Waits for the scheduler, which says so in a later step."""
+        return self.alike() and self.everywhere.result()
+
+    def waits_for_others(self) -> bool:
+        """Whether `alike_everywhere` would wait for the scheduler."""
+        return self._is_shared and not self.everywhere.done()
+
+    def ready(self) -> bool:
+        return self._look.ready()
+
+    def judge(self) -> bool:
+        """Compare what is seen with what the generation stands for."""
+        generation = self._generation
+        try:
+            alike = not generation.is_over and self._look.seen() == generation.shown(self._part)
+        except RuntimeError:  # a device that failed shows nothing
+            alike = False
+        generation.is_over |= not alike
+        self.here.set_result(alike)
+        return alike
+
+
+class _Generation:
+    """The looks of one generation. `tag`: the end of its keys."""
+
+    def __init__(self, tag: bytes, weights: Weights) -> None:
+        self.tag = tag
+        self.is_over = False
+        self._shown = [weights.look(part) for part in range(weights.parts)]
+        self._looks: deque[Verdict] = deque()
+        # Looks are judged in order: else one that is alike again, after the weights were others for
+        # a while, could be believed before the one that differed is judged.
+        self._judging = threading.Lock()
+
+    def shown(self, part: int) -> bytes:
+        """What the weights that it stands for show of a part."""
+        return self._shown[part].seen()
+
+    def add(self, verdict: Verdict) -> None:
+        self._looks.append(verdict)
+
+    def judge(self, upto: Verdict) -> None:
+        """Judge the looks up to this one; waits for the device."""
+        with self._judging:
+            while not upto.here.done():
+                self._looks.popleft().judge()
+
+    def judge_ready(self) -> None:
+        """Judge those that need no waiting, unless a tier's thread is about to."""
+        if self._judging.acquire(blocking=False):
+            try:
+                while self._looks and self._looks[0].ready():
+                    self._looks.popleft().judge()
+            finally:
+                self._judging.release()
+
+
+class WeightWatch:
+    """Looks at a worker's weights in each step that loads or stores; one look serves all tiers.
+
+    The engine's thread calls it, and tiers' threads ask its verdicts.
+    """
+
+    def __init__(self, weights: Weights, ranks: int) -> None:
+        self._weights = weights
+        self._is_shared = ranks > 1
+        self._generation: _Generation | None = None
+        self._over: set[bytes] = set()
+        self._told: bytes | None = None
+        self._part = 0
+        self._number: int | None = None
+        self._looks: dict[tuple[bytes, bool], Verdict] = {}
+        self._unreported: dict[int, Verdict | None] = {}
+        self._awaited: dict[int, Verdict] = {}
+
+    def begin(self) -> None:
+        """The weights are there as they were loaded: what is told of them is of these."""
+        if self._generation is None:
+            self._generation = _Generation(b"", self._weights)
+
+    def bind(self, orders: WeightOrders) -> None:
+        """Take the orders of the step that begins."""
+        self._number = orders.number
+        self._looks.clear()
+        if self._is_shared and orders.number is not None:
+            self._unreported[orders.number] = None
+        for number, alike in orders.verdicts.items():
+            verdict = self._awaited.pop(number, None)
+            if verdict is not None:
+                verdict.everywhere.set_result(alike)
+
+    def loads(self, tag: bytes) -> Verdict:
+        """Look before blocks of a generation are loaded."""
+        return self._look(tag, stores=False)
+
+    def stores(self, tag: bytes) -> Verdict:
+        """Look when a step is computed that stores blocks of a generation."""
+        return self._look(tag, stores=True)
+
+    def _look(self, tag: bytes, stores: bool) -> Verdict:
+        verdict = self._looks.get((tag, stores))
+        if verdict is None:
+            generation = self._of(tag)
+            self._part = (self._part + 1) % self._weights.parts
+            is_shared = stores and self._is_shared
+            look = self._weights.look(self._part)
+            verdict = Verdict(generation, look, self._part, is_shared)
+            generation.add(verdict)
+            self._looks[tag, stores] = verdict
+            if is_shared and self._number is not None:
+                self._unreported[self._number] = self._awaited[self._number] = verdict
+        return verdict
+
+    def _of(self, tag: bytes) -> _Generation:
+        """The generation of a job's keys, which may be the next one."""
+        now = self._generation
+        if now is not None and now.tag == tag:
+            return now
+        if now is not None:
+            self._over.add(now.tag)
+        made = _Generation(tag, self._weights)
+        if tag in self._over:
+            made.is_over = True  # an order from before a reset: what it stood for is gone
+        else:
+            self._generation = made
+        return made
+
+    def report(self) -> WeightReport | None:
+        """What was seen since the last call; None: nothing that is not known."""
+        generation, over = self._generation, None
+        if generation is not None:
+            generation.judge_ready()
+            if generation.is_over and self._told != generation.tag:
+                over = self._told = generation.tag
+        seen: dict[int, Seen] = {}
+        for number, verdict in [*self._unreported.items()]:
+            if verdict is None and number != self._number:
+                seen[number] = Seen(1, alike=False)  # its step has looked at nothing
+            elif verdict is not None and verdict.here.done():
+                seen[number] = Seen(1, verdict.here.result())
+        for number in seen:
+            del self._unreported[number]
+        return WeightReport(over, seen) if over is not None or seen else None
+
+    def close(self) -> None:
+        """Let go of those who wait for the scheduler, which says nothing any more."""
+        for verdict in self._awaited.values():
+            verdict.everywhere.set_result(False)
+        self._awaited.clear()
