@@ -157,6 +157,22 @@ class Damages(Protocol):
         never falls. Asked after each `get`, from its thread."""
 
 
+class PutCounts(NamedTuple):
+    """What puts did so far beside what they answered; no count ever falls. `renewed`: blocks that
+    were held already, and not stored once more. `evicted`: blocks that went for room."""
+
+    renewed: int = 0
+    evicted: int = 0
+
+
+@runtime_checkable
+class Counts(Protocol):
+    """Capability: the store counts what its puts did, for the metrics."""
+
+    def counts(self) -> PutCounts:
+        """What was counted so far, in this process. Asked after each `put`, from its thread."""
+
+
 @dataclass(frozen=True)
 class Usage:
     """What a store holds: `used` and `capacity` in bytes; capacity None: no bound of ours."""
@@ -255,6 +271,9 @@ class StoreWrapper(Capable):
 
     def damaged(self) -> int:
         return self._inner_as(Damages).damaged()
+
+    def counts(self) -> PutCounts:
+        return self._inner_as(Counts).counts()
 
     def usage(self) -> Usage:
         return self._inner_as(Measured).usage()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,28 @@ from typing import Any
 import pytest
 
 from spec.chain import ChainSpec, LoadPolicy
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk, drive, measured
+from spec.offloading import StoreContext
+from tests.support.replay_chains import (
+    MODEL,
+    SLOT,
+    chain_of,
+    cpu,
+    disk,
+    drive,
+    measured,
+    redis,
+    scheduler_of,
+)
+from tests.support.servers import RedisServer
 from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.connector.scheduler.managers.host_manager import HostManager
 from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierUnavailable
 
 MakeEngine = Callable[..., ReplayEngine]
+NO_LOAD = {"kvtiers": {"max_load_tokens": 0}}
 POLICIES = ["first", "longest", "stitched", "soonest", "cheapest"]
 
 
@@ -117,3 +132,51 @@ def test_a_request_that_may_load_nothing_is_not_looked_up_and_yet_stored(
     assert store.asked == asked and request.loaded_tokens == 0
     assert measured(made, "lookups") == 1, "that of the first request"
     assert len(store.blocks) == known + 2
+
+
+def test_what_a_server_has_already_is_renewed_and_not_stored_once_more(
+    engine: MakeEngine, server: RedisServer, tmp_path: Path
+) -> None:
+    """As many blocks are stored as values are set; the others only live longer."""
+    prompt = list(range(50))
+    for more in (0, 24):
+        made = engine(chain_of(redis(server, tmp_path, ttl="1h")))
+        request = made.add([*prompt, *range(100, 100 + more)], 1, kv_transfer_params=NO_LOAD)
+        made.run()
+        made.settle()
+        sets = server.client().info("commandstats")["cmdstat_set"]["calls"]
+        server.client().config_resetstat()
+        stored, renewed = (measured(made, f"{n}_blocks", "redis") for n in ("stored", "renewed"))
+        assert stored == sets, "what was sent"
+        assert stored + renewed == len(request.block_hashes)
+        assert measured(made, "stored_bytes", "redis") == sets * MODEL.payload_bytes
+        assert measured(made, "renewed_bytes", "redis") == renewed * MODEL.payload_bytes
+    assert renewed == len(prompt) // MODEL.block_tokens
+
+
+def test_a_disk_tier_tells_how_full_it_is_and_what_it_evicts(
+    engine: MakeEngine, tmp_path: Path
+) -> None:
+    """Each rank evicts its part in a process of its own."""
+    made = engine(chain_of(disk(tmp_path, "160KiB")), world_size=2, processes=True)
+    drive(made, seed=5, world_size=2)
+    made.settle()
+    stored, evicted = (measured(made, name, "disk") for name in ("stored_blocks", "evictions"))
+    held = DiskStore(tmp_path, 160 << 10, StoreContext(MODEL.payload_bytes, 2)).usage()
+    assert evicted > 0 and stored - evicted == held.blocks
+    late = time.monotonic() + 30
+    while measured(made, "used_bytes", "disk") != held.used:
+        assert time.monotonic() < late
+        made.step()
+    assert measured(made, "capacity_bytes", "disk") == 160 << 10
+
+
+def test_a_cpu_tier_tells_how_full_it_is(engine: MakeEngine) -> None:
+    made = engine(chain_of(cpu(4)))
+    made.generate(list(range(30)), 1)
+    made.settle()
+    made.step()
+    kept = scheduler_of(made).blocks_held
+    assert 0 < kept <= 4
+    assert measured(made, "used_bytes", "cpu") == kept * SLOT
+    assert measured(made, "capacity_bytes", "cpu") == 4 * SLOT

@@ -27,3 +27,9 @@ class LockedCounter:
     def total(self) -> int:
         """The sum of all counts."""
         return sum(self.by_kind().values())
+
+    def take(self) -> int:
+        """The sum of all counts, which begin anew."""
+        with self._lock:
+            taken, self._counts = self._counts.total(), Counter()
+        return taken

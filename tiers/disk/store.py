@@ -21,7 +21,7 @@ from tiers.disk.folder.registry import open_folders
 from tiers.disk.index.rows import Entry, Slot, index_key, index_key_prefix
 from tiers.disk.slab import slot_bytes
 from tiers.errors import RecordError, TierError, TierFull, TierUnusable
-from tiers.store import Block, Capability, Capable, LocalIndex, Usage
+from tiers.store import Block, Capability, Capable, LocalIndex, PutCounts, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class DiskStore(Capable):
             )
         self._folder = open_folders.acquire(path, capacity, access)
         self._closed = False
-        self._damaged = LockedCounter()
+        self._damaged, self._put_counts = LockedCounter(), LockedCounter()
         where = f"disk tier {path}"
         self._failed_writes = RepeatedLog(logger, where, "writes failed")
         self._failed_reads = RepeatedLog(logger, where, "reads failed")
@@ -93,6 +93,12 @@ class DiskStore(Capable):
         before, only recency is lost."""
         require_own(self._folder)
         self._folder.uses.record([index_key(key) for key in keys])
+
+    def counts(self) -> PutCounts:
+        """Of blocks evicted, those that no other store of the process on the folder has counted."""
+        self._put_counts.count("evicted", self._folder.evicted.take())
+        found = self._put_counts.by_kind()
+        return PutCounts(found.get("renewed", 0), found.get("evicted", 0))
 
     def usage(self) -> Usage:
         """Count live blocks, and the bytes of live and reserved slots, over all processes."""
@@ -138,6 +144,7 @@ class DiskStore(Capable):
         with self._folder.in_use() as folder:
             if all(folder.index.has(list(batch))):
                 folder.uses.record(list(batch))
+                self._put_counts.count("renewed", len(blocks))
                 return [True] * len(blocks)
             held = self._store(folder, batch)
         return [name in held for name in index_keys]
@@ -154,6 +161,7 @@ class DiskStore(Capable):
             done = zip(slots, outcomes, strict=False)
             written = {key: entry for key, entry in done if isinstance(entry, Entry)}
             held = folder.commit(list(batch), slots, written)
+        self._put_counts.count("renewed", len(held - slots.keys()))
         failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
         self._say_failed(self._failed_writes, "write(s)", failed)
         if not held:

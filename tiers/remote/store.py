@@ -14,7 +14,7 @@ from tiers.remote.client import RedisClient
 from tiers.remote.pipeline import GetRequest, Record
 from tiers.remote.pools import ConnectionSettings
 from tiers.remote.stream import Deadline
-from tiers.store import Block
+from tiers.store import Block, PutCounts
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class RedisStore:
         self._payload_bytes = payload_bytes
         self._place = str(settings.url)
         self._encoder = encoder
-        self._damaged = LockedCounter()
+        self._damaged, self._renewed = LockedCounter(), LockedCounter()
         self._prefix = key_prefix.encode() + b":"
         self._client = RedisClient(settings, timeout, ttl)
 
@@ -65,6 +65,7 @@ class RedisStore:
         missing = [index for index, here in enumerate(held) if not here]
         wanted = [names[index] for index in missing]
         stored = self._client.store(wanted, lambda at: self._record(blocks[missing[at]]), deadline)
+        self._renewed.count("value", sum(held))
         for index, done in zip(missing, stored, strict=True):
             held[index] = done
         return held
@@ -100,6 +101,11 @@ class RedisStore:
     def damaged(self) -> int:
         """Number of values found that were not the record of their key."""
         return self._damaged.total
+
+    def counts(self) -> PutCounts:
+        """Values that were there when they were to be stored. What the server evicts is its own
+        matter."""
+        return PutCounts(renewed=self._renewed.total)
 
     def describe(self) -> str:
         return self._place

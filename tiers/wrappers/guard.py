@@ -23,10 +23,12 @@ from tiers.store import (
     Block,
     Capability,
     Clear,
+    Counts,
     Damages,
     Described,
     LocalIndex,
     Measured,
+    PutCounts,
     StoreWrapper,
     TierStore,
     Touch,
@@ -105,6 +107,7 @@ class Guarded(StoreWrapper):
         names = {self._reads: "reads", self._writes: "writes", self._looks: "lookups"}
         self._log = GuardLog(tier_name, names)
         self._damaged = 0
+        self._put_counts = PutCounts()
         # Without it two loads that end at once could let the count fall, and vLLM's thread of
         # metrics ends at a counter that falls.
         self._counting = threading.Lock()
@@ -146,7 +149,9 @@ class Guarded(StoreWrapper):
         with self._enter(self._writes) as allowed:
             if allowed:
                 given = [block.readonly() for block in blocks]
-                return each("put", self._inner.put(given), len(blocks))
+                held = each("put", self._inner.put(given), len(blocks))
+                self._count_puts()
+                return held
         return [False] * len(blocks)
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
@@ -160,13 +165,21 @@ class Guarded(StoreWrapper):
     def _count_damage(self) -> None:
         damages = capability(self._inner, Damages)
         if damages is not None:
-            found: object = damages.damaged()
-            if type(found) is not int or not 0 <= found < MAX_COUNT:
-                raise TierError(f"damaged answered {found!r:.80}, not a number of blocks")
+            found = _count("damaged", damages.damaged())
             with self._counting:
                 more = max(0, found - self._damaged)
                 self._damaged += more
             self._log.damaged(more)
+
+    def _count_puts(self) -> None:
+        counts = capability(self._inner, Counts)
+        if counts is not None:
+            said: object = counts.counts()
+            if not isinstance(said, PutCounts):
+                raise TierError(f"counts answered a {type(said).__name__}")
+            found = [_count("counts", count) for count in said]
+            with self._counting:
+                self._put_counts = PutCounts(*map(max, found, self._put_counts))
 
     def drop(self, keys: Sequence[bytes]) -> None:
         with self._enter(self._writes) as allowed:
@@ -214,6 +227,10 @@ class Guarded(StoreWrapper):
         """What the store said after the last load that worked; this does not ask it."""
         return self._damaged
 
+    def counts(self) -> PutCounts:
+        """What the store said when it was last put to or measured; this does not ask it."""
+        return self._put_counts
+
     def usage(self) -> Usage:
         """As the store; nothing held while the tier is left alone."""
         with self._look() as allowed:
@@ -221,6 +238,7 @@ class Guarded(StoreWrapper):
                 found: object = cast(Measured, self._inner).usage()
                 if not isinstance(found, Usage):
                     raise TierError(f"usage answered a {type(found).__name__}")
+                self._count_puts()
                 return found
         return Usage(0, 0, None)
 
@@ -289,3 +307,10 @@ class _Attempt:
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> bool:
         self.error = error
         return self._guarded.end(self._breaker, self._call, error)
+
+
+def _count(verb: str, found: object) -> int:
+    """A number of blocks that a store says. Raises TierError for anything else."""
+    if type(found) is not int or not 0 <= found < MAX_COUNT:
+        raise TierError(f"{verb} answered {found!r:.80}, not a number of blocks")
+    return found

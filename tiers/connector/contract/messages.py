@@ -138,7 +138,8 @@ class JobResult:
     """How a job ended: on how many ranks, which of its items failed on any of them, and how many
     seconds moving them took on the slowest. `lost`: items that the tier was asked for and has no
     more; others that failed it may well have, when there is time. `times`: of the slowest rank.
-    `known`: items of a store that the tier had before, as one rank found."""
+    `known`: items of a store that the tier had before, as one rank found. `renewed`: how many
+    items of a store a rank did not send, since the store had them."""
 
     ranks: int = 0
     failed: set[int] = field(default_factory=set)
@@ -146,6 +147,7 @@ class JobResult:
     lost: set[int] = field(default_factory=set)
     times: LoadTimes = NO_TIMES
     known: Set[int] = frozenset()
+    renewed: int = 0
 
     def fold(self, other: JobResult) -> None:
         """Take in how the job ended on other ranks."""

@@ -24,8 +24,11 @@ COUNTERS = {
     "load_timeouts": "Loads that a rank gave up at the end of max_wait.",
     "load_failures": "Blocks found but not loaded; the engine recomputes them.",
     "damaged_blocks": "Blocks that failed verification; they are never served.",
-    "stored_blocks": "Blocks stored.",
-    "stored_bytes": "Bytes stored.",
+    "stored_blocks": "Blocks sent to the tier and stored; of several ranks each one's part.",
+    "stored_bytes": "Bytes of those.",
+    "renewed_blocks": "Blocks to store that the tier had already: they are not sent, their time to "
+    "live begins anew.",
+    "renewed_bytes": "Bytes of those.",
     "store_failures": "Blocks that the tier took but did not store.",
     "store_dropped_no_slot": "Blocks not stored by the end of their request: no slot was free.",
     "store_dropped_inflight": "Blocks not stored by the end of their request: max_inflight was "
@@ -36,7 +39,8 @@ COUNTERS = {
     "retain_refused": "Blocks that a hint did not retain because max_retained was reached.",
     "demoted_blocks": "Blocks that a hint made the next to go.",
     "hints_ignored": "Hints that are malformed or unknown; their tier is (chain).",
-    "evictions": "Blocks evicted for room; of our own tiers only cpu reports them.",
+    "evictions": "Blocks that this engine evicted for room, from cpu or disk; of a disk each "
+    "rank's part. A server evicts by itself.",
     "events_not_kept": "Blocks of KV events that will not be announced again after a restart: they "
     "came too fast, or their folder failed.",
     "tier_failures": "Operations of the tier that failed.",

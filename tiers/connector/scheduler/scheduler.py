@@ -82,6 +82,7 @@ class OffloadingScheduler(SchedulerConnector):
         self._capacity = capacity if isinstance(capacity, int) else 0
         self._told: dict[str, float] = {}
         self._is_news = False
+        self._evicted_seen = 0
 
     # -- opening -----------------------------------------------------------------------------
 
@@ -157,6 +158,9 @@ class OffloadingScheduler(SchedulerConnector):
         if measures := self._context.kv_events.take_measures():
             stats.add(self.tier, **measures)
         tier = self._context.open
+        if evicted := tier.manager.evicted() - self._evicted_seen:
+            self._evicted_seen += evicted
+            stats.add(self.tier, evictions=max(0, evicted))
         gauges = self._jobs.gauges(tier.block_bytes) | self._health.gauges(tier.manager.health())
         gauges |= self._room() | {"retained_blocks": len(self._hints)}
         # A log line of anything says also how the tier does.

@@ -80,20 +80,29 @@ class Puts:
         first = self._take()
         began = self._host.now()
         jobs = [(first.job, self._gathered(first))]
-        stored, known = [True] * len(jobs[0][1]), set[bytes]()
+        stored, known, renewed = [True] * len(jobs[0][1]), set[bytes](), 0
         if not self._in_host and first.is_ours:
             # The gather is shared with other tiers; only those of host memory have no more to do.
             began = self._host.now()
             jobs += self._more(first)
             items = [job.items[i] for job, gathered in jobs for i in gathered]
+            before = self._renewed()
             stored, known = self._put(first.job.generation, items)
+            renewed = self._renewed() - before
         seconds = (self._host.now() - began) / max(1, len(stored))
         answers = iter(stored)
         for job, gathered in jobs:
             good = {i for i in gathered if next(answers)}
             had = {i for i in good if job.items[i].key in known}
             failed = set(range(len(job.items))) - good
-            self._results[job.job_id] = JobResult(1, failed, seconds * len(gathered), known=had)
+            own = min(renewed, len(good))
+            renewed -= own
+            result = JobResult(1, failed, seconds * len(gathered), known=had, renewed=own)
+            self._results[job.job_id] = result
+
+    def _renewed(self) -> int:
+        """Blocks so far that the store had already; this thread alone puts into it."""
+        return 0 if self._store is None else self._store.counts().renewed
 
     def _gathered(self, waiting: _Waiting) -> list[int]:
         """Wait for the job's gather; return which items are in their slots then. Those of other

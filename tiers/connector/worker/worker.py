@@ -71,7 +71,7 @@ class OffloadingWorker(WorkerConnector):
         self._failed_blocks: set[int] = set()
         self._measures: Measures = {}
         self._sent_handshake = False
-        self._failures_seen = self._damaged_seen = 0
+        self._failures_seen = self._damaged_seen = self._evicted_seen = 0
         self._health = HEALTHY
         self._failed_stores = RepeatedLog(
             logger, f"tier {name!r}", "stores failed on this worker", logging.ERROR
@@ -201,8 +201,9 @@ class OffloadingWorker(WorkerConnector):
 
     def _note_end(self, job_id: int, blocks: int, result: JobResult, verb: str) -> None:
         self._ended[job_id] = result
-        good = blocks - len(result.failed)
-        size = good * self._host.payload_bytes
+        payload = self._host.payload_bytes
+        good = blocks - len(result.failed) - result.renewed
+        size = good * payload
         past = {"load": "loaded", "store": "stored"}[verb]
         merge(
             self._measures,
@@ -214,6 +215,9 @@ class OffloadingWorker(WorkerConnector):
                 f"{verb}_size_bytes": [size] if good else [],
             },
         )
+        if result.renewed:
+            renewed = {"renewed_blocks": result.renewed, "renewed_bytes": result.renewed * payload}
+            merge(self._measures, renewed)
 
     def _outcome(self, store: _Store) -> JobResult:
         error = store.future.exception()
@@ -239,6 +243,9 @@ class OffloadingWorker(WorkerConnector):
             damaged = self._store.damaged()
             merge(self._measures, {"damaged_blocks": damaged - self._damaged_seen})
             self._damaged_seen = damaged
+            evicted = self._store.counts().evicted
+            merge(self._measures, {"evictions": evicted - self._evicted_seen})
+            self._evicted_seen = evicted
         meta = OffloadingWorkerMetadata(self._ended, measures=self._measures)
         health = HEALTHY if self._store is None else self._store.health
         if health != self._health:

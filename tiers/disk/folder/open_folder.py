@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 
+from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import io_executor
 from tiers.disk.access import Access
 from tiers.disk.failures import Damaged, translated
@@ -63,6 +64,8 @@ class OpenFolder:
         self._release = release
         self._swept: Slot | None = None
         self.uses = PendingUses()
+        self.evicted = LockedCounter()
+        """Blocks that went for room in this process and that no store has counted yet."""
         self._leaked: deque[Slot] = deque()
         self._condemned = False
         self.holders = 1
@@ -122,6 +125,7 @@ class OpenFolder:
         except BaseException:
             self._leaked.extend(leaked)
             raise
+        self.evicted.count("for room", edit.evicted)
 
     def _write_uses(self) -> bool:
         if self.uses:

@@ -51,6 +51,8 @@ class Edit:
         self._tables = tables
         self._owner = owner
         self._changes = array("q")
+        self.evicted = 0
+        """Live blocks that this edit has retired for room."""
         self._state = self._get("meta", b"state") or STATE.pack(0, 0, 0)
         self.capacity, self.used, self._clock = fields(STATE, self._state)
 

@@ -35,7 +35,7 @@ def allocate(edit: Edit, slabs: Slabs, size: int, batch: Collection[bytes]) -> S
         victim = edit.oldest(batch)
         if victim is None:
             return None
-        slot = edit.retire(victim)
+        slot = _evict(edit, victim)
         if slot.size == size and edit.used <= edit.capacity:
             return slot
         free(edit, slabs, slot)
@@ -53,7 +53,7 @@ def _replace(edit: Edit, slabs: Slabs, size: int, batch: Collection[bytes]) -> S
         victim = edit.oldest(batch)
         if victim is None:
             return None
-        slot = edit.retire(victim)
+        slot = _evict(edit, victim)
         if slot.size == size:
             return slot
         free(edit, slabs, slot)
@@ -75,6 +75,11 @@ def _grow(edit: Edit, slabs: Slabs, size: int) -> Slot | None:
     return slot
 
 
+def _evict(edit: Edit, key: bytes) -> Slot:
+    edit.evicted += 1
+    return edit.retire(key)
+
+
 def free(edit: Edit, slabs: Slabs, slot: Slot) -> None:
     """Free a reserved slot and its disk space."""
     slabs[slot.size].punch([slot.number])
@@ -89,5 +94,5 @@ def shrink(edit: Edit, slabs: Slabs) -> bool:
         victim = edit.oldest(())
         if victim is None:
             return False
-        free(edit, slabs, edit.retire(victim))
+        free(edit, slabs, _evict(edit, victim))
     return bool(edit.used > edit.capacity)

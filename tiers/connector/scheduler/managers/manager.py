@@ -103,6 +103,10 @@ class TierManager:
         """What the tier holds elsewhere than in the host pool, as of a moment ago."""
         return NOTHING_USED
 
+    def evicted(self) -> int:
+        """Blocks evicted so far that this process was not told of one by one."""
+        return 0
+
     def slots_kept(self) -> int:
         """Slots of the host pool that the tier keeps blocks in."""
         return 0

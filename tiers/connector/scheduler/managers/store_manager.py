@@ -20,7 +20,8 @@ from tiers.connector.scheduler.looking_up.unfound import UnfoundKeys
 from tiers.connector.scheduler.managers.clearing import Clearing
 from tiers.connector.scheduler.managers.manager import DOWN, TierManager
 from tiers.connector.scheduler.managers.store_uses import StoreUses
-from tiers.store import LocalIndex, TierStore, capability
+from tiers.connector.scheduler.managers.store_watch import StoreWatch
+from tiers.store import LocalIndex, TierStore, Usage, capability
 from tiers.wrappers.guard import HEALTHY, Guarded, Health
 
 
@@ -71,6 +72,7 @@ class StoreManager(TierManager):
         self._unfound = UnfoundKeys(name)
         self._queue = LookupQueue(self._look, lookup_deadline, clock)
         threads, ranks = self._queue.threads, len(namespaces)
+        self._watch = StoreWatch(store) if isinstance(store, Guarded) else None
         self._uses = StoreUses(store, self._parts.names, ranks, threads, clock)
         self.retaining = RenewedUses(self._uses, self._held_now)
 
@@ -246,8 +248,16 @@ class StoreManager(TierManager):
         found = self._store.health
         return found if found is HEALTHY else found._replace(writes=True, writes_up=True)
 
+    def usage(self) -> Usage:
+        return super().usage() if self._watch is None else self._watch.usage
+
+    def evicted(self) -> int:
+        return self._store.counts().evicted if isinstance(self._store, Guarded) else 0
+
     def close(self) -> None:
         """Close the store, once what nobody can find again is dropped, as far as time allows."""
+        if self._watch is not None:
+            self._watch.close()
         self._clearing.close(self._generation.tag)
         self._queue.threads.shutdown(wait=False, cancel_futures=True)
         self._store.close()
