@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from multiprocessing.connection import Connection
@@ -120,3 +122,25 @@ def test_an_error_that_is_read_and_gone_keeps_no_memory() -> None:
         assert pool.submit(int).result() == 0  # the thread is through with it
         del failed
     assert gone() is None
+
+
+_SUBMITS_LATE = """
+import atexit
+
+def submit():
+    try:
+        pool.submit(print, "ran").result(60)
+    except RuntimeError:
+        print("refused")
+
+atexit.register(submit)  # the last registered comes first: ours leave the threads before this
+from tiers.concurrency.executors import io_executor
+pool = io_executor(1, "test")
+"""
+
+
+def test_what_an_ending_process_submits_is_refused_and_not_waited_for() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _SUBMITS_LATE], capture_output=True, text=True, timeout=50
+    )
+    assert (ended.stdout, ended.stderr) == ("refused\n", "")

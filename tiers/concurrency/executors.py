@@ -27,6 +27,8 @@ EXIT_SECONDS = 1.0
 _queues: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Call | None]]
 _queues = weakref.WeakKeyDictionary()
 """What each thread of an executor is given."""
+_ending = threading.Event()
+"""Set once the process ends, and nothing runs any more what is submitted."""
 
 IDLE_WAIT = 0.002
 """Seconds that a step with nothing to compute may wait for other threads, rather than spin."""
@@ -76,10 +78,11 @@ class IoExecutor(Executor):
         _queues[thread] = self._calls
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Queue a call for the first thread that is free. Raises RuntimeError after `shutdown`."""
+        """Queue a call for the first thread that is free. Raises RuntimeError after `shutdown`, and
+        when the process ends."""
         future: Future[T] = Future()
         with self._lock:
-            if self._is_shut:
+            if self._is_shut or _ending.is_set():
                 raise RuntimeError("the executor has been shut down")
             self._calls.put((future, partial(fn, *args, **kwargs)))
         return future
@@ -120,6 +123,7 @@ def _drained(calls: SimpleQueue[_Call | None]) -> list[_Call]:
 def _leave_threads() -> None:
     """Let the threads end, and wait for them: one that is killed within a library that is being
     taken down could end the process by a signal."""
+    _ending.set()
     until = time.monotonic() + EXIT_SECONDS
     threads = list(_queues.items())
     for _, calls in threads:
