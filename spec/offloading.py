@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -68,6 +68,12 @@ class OffloadingSpec(BaseModel):
     def tier_name(self) -> str:
         """The name of the tier in metrics and logs; a chain makes it unique."""
         return self.name or self.type
+
+    def scratch(self, folder: Path) -> Self | None:
+        """This tier for a tool that tries it: without a block of the engines', and with none of its
+        own where they find it. `folder` is an empty one of this host, which the tool removes
+        afterwards. None: it can't be moved, so that tools refuse it."""
+        return None
 
 
 class StoreSpec(OffloadingSpec):
@@ -158,6 +164,9 @@ class HostSpec(OffloadingSpec):
     """A tier whose blocks stay in the host pool of the engine's workers."""
 
     hit_source: ClassVar[str] = "host"
+
+    def scratch(self, folder: Path) -> Self | None:
+        return self  # each engine has a host pool of its own
 
     is_trusted: ClassVar[bool] = False
     """Whether the bookkeeping is used without a guard. An error in a guarded one ends the tier; an

@@ -17,7 +17,10 @@ from tests.support.plugin_packages import Install, write_package
 from tests.support.replay_chains import MODEL, SLOT, close, measured
 from tests.test_readme import blocks
 from tiers.engine.replay import ReplayEngine, answer
+from tiers.traces.trace import TraceRequest
 from tiers.trial import find_lie
+from tiers.tuning.machine import Machine, TierProfile
+from tiers.tuning.replay import replay
 
 ROOT = Path(__file__).parent.parent
 SHOWN = blocks((ROOT / "docs" / "plugins.md").read_text())
@@ -54,6 +57,18 @@ def test_the_package_installs_beside_its_tests(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as made:
         points = made.read("folder_tier-1.0.dist-info/entry_points.txt").decode()
     assert "folder = folder_tier:FolderSpec" in points
+
+
+def test_it_is_replayed_apart_from_its_place(tmp_path: Path, plugin: Install) -> None:
+    plugin("folder_tier", MODULE, **TYPES)
+    turns = [range(25), range(100, 125), range(25)]
+    prompts = [TraceRequest(9000.0 * n, 400, 1, list(turn)) for n, turn in enumerate(turns)]
+    link = {"folder": TierProfile(load_bandwidth=1e9, store_bandwidth=1e9)}
+    on = Machine(kv_bytes_per_token=1000, engine_cache=30 * 16000, prefill_rate=1000, tiers=link)
+    tier = {"type": "folder", "path": str(tmp_path / "nowhere")}
+    chain = load_chain({"version": 1, "staging": "1MiB", "tiers": [tier]})
+    assert replay(prompts, 16, chain, on).hit_tokens["folder"] > 0
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_the_medium_shows_that_the_store_does_not_verify(tmp_path: Path) -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import redis as redis_client
+
+from spec.offloading import StoreContext
 from tests.cli.conftest import Ran
+from tests.support.servers import RedisServer
+from tiers.disk.slab import slot_bytes
+from tiers.disk.spec import DiskSpec
+from tiers.testing import Memory, make_key
 from tiers.tuning.machine import load_machine
+
+FACTS = ("--kv-bytes-per-token", 4096, "--engine-cache", "8GiB", "--prefill-rate", 20000)
 
 
 def test_a_profile_is_made_and_made_anew(kvtiers: Callable[..., Ran], tmp_path: Path) -> None:
@@ -44,10 +55,54 @@ def test_a_tier_that_cannot_be_measured_is_said(
     chain.write_text(
         "version: 1\ntiers:\n- {type: redis, url: 'redis://127.0.0.1:1', timeout: 50ms}\n"
     )
-    facts = ("--kv-bytes-per-token", 4096, "--engine-cache", "8GiB", "--prefill-rate", 20000)
-    ran = kvtiers("bench", "tiers", "--chain", chain, "--save", profile, *facts)
-    assert ran.status == 1 and "tier redis" in ran.err
+    arguments = ("bench", "tiers", "--chain", chain, "--save", profile, "--live", "redis", *FACTS)
+    ran = kvtiers(*arguments)
+    assert ran.status == 1 and "tier redis: not every block" in ran.err
     assert not profile.exists()
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="kvtiers bench tiers measures a tier that is full",
+    outcome="it does so beside it, on the same device; no block is evicted",
+)
+def test_a_full_disk_tier_loses_no_block(kvtiers: Callable[..., Ran], tmp_path: Path) -> None:
+    chain, profile = tmp_path / "chain.yaml", tmp_path / "profile.json"
+    spec = DiskSpec(path=tmp_path / "disk", capacity=64 * slot_bytes(65536))
+    keys = [make_key() for _ in range(64)]
+    with contextlib.closing(spec.open(StoreContext(65536))) as store:
+        assert store.put(Memory(keys, 65536).fill().blocks) == [True] * 64
+        chain.write_text(
+            "version: 1\ntiers:\n"
+            f"- {{type: disk, path: {spec.path}, capacity: {spec.capacity // 1024}KiB}}\n"
+        )
+        ran = kvtiers("bench", "tiers", "--chain", chain, "--save", profile, *FACTS)
+        assert (ran.status, ran.err.strip()) == (0, "")
+        assert store.has(keys) == [True] * 64
+        assert not list(spec.path.glob(".kvtiers-bench-*"))
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="kvtiers bench tiers would measure a live server",
+    outcome="nothing is written to it unless the tier is named with --live; then it is dropped",
+)
+def test_a_live_server_is_written_to_only_if_it_is_named(
+    kvtiers: Callable[..., Ran], tmp_path: Path, server: RedisServer
+) -> None:
+    chain, profile = tmp_path / "chain.yaml", tmp_path / "profile.json"
+    chain.write_text(f"version: 1\ntiers:\n- {{type: redis, url: '{server.url}', timeout: 30s}}\n")
+    arguments = ("bench", "tiers", "--chain", chain, "--save", profile, *FACTS)
+    with redis_client.Redis.from_url(server.url) as client:
+        ran = kvtiers(*arguments)
+        assert (ran.status, ran.out) == (1, "") and "--live redis" in ran.err
+        assert client.info("commandstats").get("cmdstat_set") is None
+        ran = kvtiers(*arguments, "--live", "redis")
+        assert ran.status == 0, ran.err
+        assert client.dbsize() == 0
+    assert load_machine(profile).tiers.keys() == {"redis"}
+    ran = kvtiers(*arguments, "--live", "rediss")
+    assert ran.status == 2 and "--live rediss: no such tier; use redis" in ran.err
 
 
 def test_a_fact_that_no_machine_has_is_named_before_anything_is_measured(

@@ -44,6 +44,14 @@ Blocks = Annotated[
     int | None, typer.Option(min=1, help="disk: measure only its index, one of so many blocks.")
 ]
 Save = Annotated[Path | None, typer.Option(help="tiers: write the profile here.")]
+Live = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TIER",
+        help="tiers: measure this tier where engines keep their blocks, as a Redis can only be: "
+        "hundreds of MiB are stored there and dropped, for which a full store evicts as much.",
+    ),
+]
 BlockTokens = Annotated[int, typer.Option(min=1, help="tiers: tokens of a block.")]
 KVBytes = Annotated[
     int | None, typer.Option(min=1, help="tiers: for a new profile, as are the next two.")
@@ -67,6 +75,7 @@ def bench(
     blocks: Blocks = None,
     chain_file: ChainOption = None,
     save: Save = None,
+    live: Live = None,
     block_tokens: BlockTokens = 16,
     kv_bytes_per_token: KVBytes = None,
     engine_cache: EngineCache = None,
@@ -88,7 +97,7 @@ def bench(
             "engine_cache": engine_cache,
             "prefill_rate": prefill_rate,
         }
-        bench_tiers(chain_file, save, block_tokens, facts)
+        bench_tiers(chain_file, save, block_tokens, facts, live or ())
         return
     _run(
         suites,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ MACHINE = ("kv_bytes_per_token", "engine_cache", "prefill_rate")
 
 
 def bench_tiers(
-    chain_file: Path | None, save: Path | None, block_tokens: int, facts: dict[str, Any]
+    chain_file: Path | None,
+    save: Path | None,
+    block_tokens: int,
+    facts: dict[str, Any],
+    live: Collection[str] = (),
 ) -> None:
     """Write the profile of each tier; a profile that is there already keeps all else."""
     from spec.errors import SpecError
+    from spec.hints import one_of
     from spec.load import load_chain
     from spec.problems import problem_line
     from tiers.tuning.files import write_json
@@ -26,6 +32,9 @@ def bench_tiers(
         raise refused("kvtiers bench tiers needs --chain FILE and --save PROFILE")
     check_places(save, keep=[chain_file])
     chain = load_chain(chain_file)
+    names = [tier.tier_name for tier in chain.tiers]
+    if unknown := [name for name in live if name not in names]:
+        raise refused(f"--live {unknown[0]}: no such tier; use {one_of(names)}")
     given = {key: value for key, value in facts.items() if value is not None}
     _check_facts(given)
     if save.exists():
@@ -35,7 +44,7 @@ def bench_tiers(
         raise SpecError([problem_line(str(save), None, (), "no such file", f"add {options}")])
     else:
         machine = Machine.model_validate(given)
-    profiles = _measure(chain, machine.kv_bytes_per_token * block_tokens)
+    profiles = _measure(chain, machine.kv_bytes_per_token * block_tokens, live)
     kept = {name: profile for name, profile in machine.tiers.items() if name not in profiles}
     for name, profile in profiles.items():
         before = machine.tiers.get(name)
@@ -67,7 +76,7 @@ def _check_facts(given: dict[str, Any]) -> None:
         raise refused("\n".join(explain(error, document, "options"))) from None
 
 
-def _measure(chain: Any, block_bytes: int) -> Any:
+def _measure(chain: Any, block_bytes: int, live: Collection[str]) -> Any:
     from tiers.cli.reading import bars
     from tiers.errors import KVTiersError
     from tiers.tuning.profiling import profile_tiers
@@ -78,6 +87,7 @@ def _measure(chain: Any, block_bytes: int) -> Any:
             return profile_tiers(
                 chain,
                 block_bytes,
+                live=live,
                 progress=lambda tier: progress.update(bar, advance=1, description=tier),
             )
         except KVTiersError as error:

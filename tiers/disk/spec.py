@@ -51,6 +51,9 @@ class DiskSpec(StoreSpec):
     def notes_folder(self) -> Path:
         return self.path / "events"
 
+    def scratch(self, folder: Path) -> DiskSpec:
+        return self.model_copy(update={"path": folder})
+
     def open(self, site: StoreContext) -> DiskStore:
         """Open the store. Raises TierUnusable when the folder can't be used as it is, or holds less
         than one block of every share."""

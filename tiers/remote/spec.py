@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
@@ -12,7 +13,7 @@ from spec.fields import Duration
 from spec.offloading import StoreContext, StoreSpec
 from spec.secret import Secret, SecretField
 from tiers.remote.tls import TlsSpec, context_of
-from tiers.remote.url import RedisUrl, RedisUrlField
+from tiers.remote.url import RedisUrl, RedisUrlField, parse_url
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from tiers.remote.store import RedisStore
 
 logger = logging.getLogger(__name__)
+
+SOCKET = "socket"
+"""What the server of a tier that was moved listens on, in its folder."""
 
 
 class RedisSpec(StoreSpec):
@@ -83,6 +87,11 @@ class RedisSpec(StoreSpec):
     @property
     def host_local(self) -> bool:
         return self.url.is_local
+
+    def scratch(self, folder: Path) -> RedisSpec:
+        """The tier over a server that listens on `folder/socket`; the tool starts one."""
+        login = {"tls": None, "username": None, "password": None}
+        return self.model_copy(update={"url": parse_url(f"unix://{folder}/{SOCKET}"), **login})
 
     def open(self, site: StoreContext) -> RedisStore:
         """Open the store, without connecting. Raises TierUnusable when a block is larger than a

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import SkipTest
 
 from spec.offloading import StoreContext, StoreSpec
 from tiers.block import NAMESPACE_BYTES
+from tiers.errors import TierUnavailable
 from tiers.store import Clear, Damages, LocalIndex, Measured, Touch
 from tiers.testing.harness import StoreUnderTest, listed
 from tiers.testing.memory import Memory, make_key
@@ -45,6 +50,21 @@ class ClaimTests(StoreUnderTest):
             self.put(store, keys)
             held = other.apply(_found, (spec, self.payload_bytes, keys))
         assert held == [True] * 4, "each process that opens the store must see the same blocks"
+
+    def test_what_is_moved_is_apart_from_its_place(self) -> None:
+        """Tools that try a tier move it by `scratch` first, or refuse it."""
+        spec, keys = self.make_spec(), [make_key() for _ in range(4)]
+        with self.opened() as store, TemporaryDirectory() as folder:
+            moved = spec.scratch(Path(folder))
+            if moved is None:
+                raise SkipTest(f"{type(spec).__name__} has no scratch")
+            self.put(store, keys)
+            other = moved.open(StoreContext(self.payload_bytes))
+            with suppress(TierUnavailable):  # the tool starts its server
+                assert listed(other.has(keys)) == [False] * 4, "it sees the engines' blocks"
+                other.drop(keys)
+            other.close()
+            assert listed(store.has(keys)) == [True] * 4
 
     def test_blocks_are_there_after_reopening(self) -> None:
         self.claimed("persistent")

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Self, TypeVar
 
 from pydantic import PrivateAttr
@@ -254,6 +255,10 @@ class GivenSpec(StoreSpec):
     def over(self, store: TierStore) -> Self:
         """Choose the store; returns this spec."""
         self._store = store
+        return self
+
+    def scratch(self, folder: Path) -> Self:
+        """As it is: nobody else has the object."""
         return self
 
     def open(self, site: StoreContext) -> TierStore:

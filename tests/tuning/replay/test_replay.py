@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import pytest
 
 from spec.chain import ChainSpec
 from spec.errors import SpecError
+from spec.offloading import StoreContext, StoreSpec
 from tests.tuning.replay.worlds import BLOCK_BYTES, SIZE, chain, chats, cpu, disk, given, machine
-from tiers.store import Block
+from tiers.disk.slab import slot_bytes
+from tiers.store import Block, TierStore
 from tiers.testing import MemoryStore
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.replay import ReplayOptions, replay
 from tiers.tuning.replay.kv import WrongBytes
-from tiers.tuning.replay.run import CannotReplay
+from tiers.tuning.replay.scaling import CannotReplay
 from tiers.tuning.report import Report
 from tiers.tuning.simulation import simulate
 
@@ -104,6 +106,46 @@ def test_nothing_is_done_in_the_operators_places(tmp_path: Path) -> None:
     tiers = chain(disk(400) | {"path": str(mine)})
     run(tiers, chats(4, 20), options=ReplayOptions(folder=tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+class Folder(MemoryStore):
+    """A plugin's store, of a folder that is production's unless it was moved."""
+
+    rooms: ClassVar[list[tuple[Path, int]]] = []
+
+    def __init__(self, path: Path, capacity: int) -> None:
+        super().__init__()
+        self.rooms.append((path, capacity))
+
+
+class FixedSpec(StoreSpec):
+    path: Path
+    capacity: int
+
+    def open(self, site: StoreContext) -> TierStore:
+        (self.path / "opened").touch()
+        return Folder(self.path, self.capacity)
+
+
+class MovableSpec(FixedSpec):
+    def scratch(self, folder: Path) -> Self:
+        return self.model_copy(update={"path": folder})
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="a trace is replayed for real over a plugin's tier",
+    outcome="the tier is moved as its spec says, at the replay's scale, or refused by name",
+)
+def test_a_plugins_tier_is_moved_or_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    written = {"type": "given", "path": mine, "capacity": 100 * BLOCK_BYTES}
+    with pytest.raises(CannotReplay, match=r"tier given: .* given of tests does not say how"):
+        run(chain(FixedSpec.model_validate(written)), chats(3, 5))
+    run(chain(MovableSpec.model_validate(written)), chats(3, 5))
+    assert list(mine.iterdir()) == []
+    assert {capacity for _, capacity in Folder.rooms} == {100 * slot_bytes(SIZE * 8)}
 
 
 def test_a_paced_replay_takes_the_traces_time() -> None:

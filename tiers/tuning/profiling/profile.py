@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from spec.chain import ChainSpec
-from spec.offloading import HostSpec, StoreContext, StoreSpec
+from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.errors import KVTiersError
 from tiers.host.memory import SlotMemory
 from tiers.store import Block, TierStore, batch_blocks
@@ -33,26 +35,55 @@ def profile_tiers(
     chain: ChainSpec,
     block_bytes: int,
     total_bytes: int = 256 << 20,
+    live: Collection[str] = (),
     progress: Callable[[str], None] = lambda tier: None,
 ) -> dict[str, TierProfile]:
-    """Measure each tier with some blocks of its own, which it drops afterwards.
+    """Measure each tier: `total_bytes` at most (but eight blocks at least) are stored and loaded.
 
-    Stores `total_bytes` at most (but eight blocks at least) in each store, under keys that nobody
-    else has; a tier that is full evicts as much for it. `progress` hears the name of each tier.
-    Raises TierUnusable, CannotMeasure.
+    A store is measured in a place of its own beside the engines'. One of the tiers called `live` is
+    measured in the engines' place: it keeps the blocks under keys that nobody else has, evicts as
+    much for them if it is full, and drops them. `progress` hears the name of each tier. Raises
+    TierUnusable, CannotMeasure; the latter for a tier that can't be moved before any is measured.
     """
     count = max(LEAST_BLOCKS, total_bytes // block_bytes)
     profiles = {}
-    for tier in chain.tiers:
-        progress(tier.tier_name)
-        if isinstance(tier, StoreSpec):
-            capacity: int | None = getattr(tier, "capacity", None)
-            fitting = count if capacity is None else capacity // (2 * block_bytes)
-            most = max(LEAST_BLOCKS, min(count, fitting))
-            profiles[tier.tier_name] = _store_profile(tier, block_bytes, most)
-        elif isinstance(tier, HostSpec):
-            profiles[tier.tier_name] = _host_profile(block_bytes, count)
+    with ExitStack() as places:
+        moved = [_moved(tier, live, places) for tier in chain.tiers]
+        for tier in moved:
+            progress(tier.tier_name)
+            if isinstance(tier, StoreSpec):
+                capacity: int | None = getattr(tier, "capacity", None)
+                fitting = count if capacity is None else capacity // (2 * block_bytes)
+                most = max(LEAST_BLOCKS, min(count, fitting))
+                profiles[tier.tier_name] = _store_profile(tier, block_bytes, most)
+            elif isinstance(tier, HostSpec):
+                profiles[tier.tier_name] = _host_profile(block_bytes, count)
     return profiles
+
+
+def _moved(tier: OffloadingSpec, live: Collection[str], places: ExitStack) -> OffloadingSpec:
+    """The tier where it may be measured; `places` removes what is made for it. Raises
+    CannotMeasure."""
+    if not isinstance(tier, StoreSpec) or tier.tier_name in live:
+        return tier
+    notes = tier.notes_folder
+    beside = next(filter(Path.is_dir, notes.absolute().parents), None) if notes else None
+    if beside is not None:  # on the device that is to be measured
+        try:
+            made = places.enter_context(TemporaryDirectory(prefix=".kvtiers-bench-", dir=beside))
+        except OSError as error:
+            raise CannotMeasure(
+                f"tier {tier.tier_name}: no folder to measure it can be made in {beside}: "
+                f"{error.strerror}"
+            ) from error
+        if (found := tier.scratch(Path(made))) is not None:
+            return found
+    name = tier.tier_name
+    raise CannotMeasure(
+        f"tier {name}: to measure it, hundreds of MiB are stored where engines find their blocks, "
+        f"and dropped; a full store evicts as much. Allow that with --live {name}, or write its "
+        "link into the profile by hand and leave it out of the chain"
+    )
 
 
 def _store_profile(spec: StoreSpec, block_bytes: int, count: int) -> TierProfile:

@@ -13,7 +13,6 @@ from spec.offloading import HostSpec
 from tiers.connector.chain import open_worker, scheduler_parts
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.multi.scheduler import MultiScheduler
-from tiers.errors import KVTiersError
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine
 from tiers.tuning.replay.clock import Clock, CountedClock, PacedClock
@@ -22,16 +21,12 @@ from tiers.tuning.replay.kv import PagedKV
 from tiers.tuning.replay.links import Link, copier_over
 from tiers.tuning.replay.measures import Mark, report_of
 from tiers.tuning.replay.requests import ReplayRequest
-from tiers.tuning.replay.scaling import Places, Scale, linked, scaled
+from tiers.tuning.replay.scaling import CannotReplay, Places, Scale, linked, scaled
 from tiers.tuning.replay.server import Server
 from tiers.tuning.replay.worker import ReplayWorker
 from tiers.tuning.report import Report
 
 WORD = 8
-
-
-class CannotReplay(KVTiersError):
-    """A trace or a chain can't be replayed for real on this machine."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +124,10 @@ def _places(stack: ExitStack, options: ReplayOptions) -> Places:
         kept = TemporaryDirectory(prefix="kvtiers-replay-", dir=options.folder)
         disks = Path(stack.enter_context(kept))
 
-    def start_server(blocks: int | None, payload_bytes: int) -> str:
-        server = Server(Path(mkdtemp(dir=folder)), blocks, payload_bytes)
-        stack.callback(server.close)
-        return server.url
+    def start_server(blocks: int | None, payload_bytes: int) -> Path:
+        place = Path(mkdtemp(dir=folder))
+        stack.callback(Server(place, blocks, payload_bytes).close)
+        return place
 
     return Places(disks, start_server)
 

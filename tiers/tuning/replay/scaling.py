@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
+from spec.registry import package_of
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.pool_size import PoolSize
 from tiers.disk.slab import slot_bytes
-from tiers.disk.spec import DiskSpec
+from tiers.errors import KVTiersError
 from tiers.host.memory import slot_stride
 from tiers.remote.spec import RedisSpec
-from tiers.remote.url import parse_url
 from tiers.tuning.machine import Machine
 from tiers.tuning.replay.clock import Clock
 from tiers.tuning.replay.links import Link, LinkedSpec
@@ -38,12 +38,23 @@ _WATCH = {"record", "ghosts", "explain"}
 """Keys of a chain about live traffic, which a replay is none of: a replay is not recorded."""
 
 
+class CannotReplay(KVTiersError):
+    """A trace or a chain can't be replayed for real on this machine."""
+
+
 class Places(NamedTuple):
     """Where the replay's tiers keep their blocks. `redis`: starts a server for so many blocks
-    (None: without limit) of so many bytes and returns its URL."""
+    (None: without limit) of so many bytes, which listens on the `SOCKET` of the folder that this
+    returns."""
 
     folder: Path
-    redis: Callable[[int | None, int], str]
+    redis: Callable[[int | None, int], Path]
+
+    def folder_of(self, tier: OffloadingSpec) -> Path:
+        """An empty folder for this tier."""
+        folder = self.folder / tier.tier_name
+        folder.mkdir(mode=0o700)
+        return folder
 
 
 def scaled(
@@ -51,7 +62,8 @@ def scaled(
 ) -> ChainSpec:
     """Scale a chain; the operator's folders and servers are left alone.
 
-    Raises SpecError for a tier without a profile in `machine`.
+    Raises SpecError for a tier without a profile in `machine`, CannotReplay for one that can't be
+    moved.
     """
     stride = slot_stride(scale.payload_bytes)
     tiers = [_tier(tier, machine, scale, places) for tier in chain.tiers]
@@ -66,8 +78,8 @@ def scaled(
 def _tier(tier: OffloadingSpec, machine: Machine, scale: Scale, places: Places) -> OffloadingSpec:
     profile = machine.profile(tier.tier_name, tier.type)
     if isinstance(tier, HostSpec):
-        capacity = scale.blocks(tier.capacity) * slot_stride(scale.payload_bytes)
-        return tier.model_copy(update={"capacity": max(1, capacity)})
+        room = max(1, scale.blocks(tier.capacity) * slot_stride(scale.payload_bytes))
+        return _moved(tier, places.folder_of(tier)).model_copy(update={"capacity": room})
     assert isinstance(tier, StoreSpec)
     change: dict[str, object] = {"deadline": NO_DEADLINE}
     if tier.max_inflight is not None:
@@ -76,17 +88,28 @@ def _tier(tier: OffloadingSpec, machine: Machine, scale: Scale, places: Places) 
         # The limit is on bytes as they are stored; the connector counts whole payloads.
         share = scale.payload_bytes / scale.real_bytes / profile.stored_share
         change["write_budget"] = tier.write_budget * share
-    if isinstance(tier, DiskSpec):
-        blocks = max(1, scale.blocks(tier.capacity, profile.stored_share))
-        change["capacity"] = blocks * slot_bytes(scale.payload_bytes)
-        change["path"] = places.folder / tier.tier_name
-    elif isinstance(tier, RedisSpec):
+    if isinstance(tier, RedisSpec):
         held = profile.capacity
         blocks_held = None if held is None else scale.blocks(held, profile.stored_share)
-        url = places.redis(blocks_held, scale.payload_bytes)
-        change |= {"url": parse_url(url), "tls": None, "username": None, "password": None}
-        change["timeout"] = NO_DEADLINE
-    return tier.model_copy(update=change)
+        moved = _moved(tier, places.redis(blocks_held, scale.payload_bytes))
+        return moved.model_copy(update={**change, "timeout": NO_DEADLINE})
+    capacity = getattr(tier, "capacity", None)
+    if isinstance(capacity, int):
+        blocks = max(1, scale.blocks(capacity, profile.stored_share))
+        change["capacity"] = blocks * slot_bytes(scale.payload_bytes)
+    return _moved(tier, places.folder_of(tier)).model_copy(update=change)
+
+
+def _moved(tier: OffloadingSpec, folder: Path) -> OffloadingSpec:
+    found = tier.scratch(folder)
+    if found is None:
+        package = package_of(tier)
+        raise CannotReplay(
+            f"tier {tier.tier_name}: a replay would store in its own place, where engines find "
+            f"their blocks: its type {tier.type}{f' of {package}' if package else ''} does not say "
+            "how it is moved (scratch). Leave the tier out of the chain"
+        )
+    return found
 
 
 def linked(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tiers.block import HEADER_BYTES
 from tiers.errors import KVTiersError
+from tiers.remote.spec import SOCKET
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -48,7 +49,7 @@ class Server:
 
     def __init__(self, folder: Path, blocks: int | None, payload_bytes: int) -> None:
         """Start it with room for so many blocks (None: for all). Raises NoServer."""
-        self.socket = folder / "socket"
+        self.socket = folder / SOCKET
         options = {"port": "0", "unixsocket": str(self.socket), "save": "", "dir": str(folder)}
         options |= {"maxmemory-policy": "allkeys-lru", "maxmemory-samples": "10"}
         command = [program(), *(part for k, v in options.items() for part in (f"--{k}", v))]
@@ -60,11 +61,6 @@ class Server:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        return f"unix://{self.socket}"
 
     def _client(self) -> Redis:
         from redis import Redis
