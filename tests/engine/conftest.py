@@ -146,6 +146,8 @@ def run_vllm(
             data["drafts_accepted"],
             said,
             data["explained"],
+            [[r.get("logits", []) for r in batch] for batch in data["batches"]],
+            [[(a, b) for a, b in batch[0].get("chunks", [])] for batch in data["batches"]],
         )
 
     return run

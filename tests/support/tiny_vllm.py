@@ -71,7 +71,7 @@ QWEN_NEXT = {
 }
 """Three layers of linear attention, which keep states, and one of full attention."""
 STATE_BLOCK_TOKENS = 512
-"""Tokens of its blocks: as many as make the KV of attention as long as a state."""
+"""Tokens of its blocks, or a few more: as many as make the KV of attention as long as a state."""
 DEEPSEEK = {
     **LLAMA,
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -112,6 +112,10 @@ class Run:
     drafts_accepted: float
     log: str
     explained: list[dict[str, Any]]
+    logits: list[list[list[list[float]]]]
+    """By batch, request, and token of the answer."""
+    chunks: list[list[tuple[int, int]]]
+    """First token and end of each chunk of more than a token, by batch, where each is preempted."""
 
     def loaded(self) -> dict[str, float]:
         """Tokens that came from each tier that served any."""

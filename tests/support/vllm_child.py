@@ -11,8 +11,8 @@ arguments), `told` (for the number of a batch, the methods of LLM, or functions 
 are called before it, and their arguments), `settled` (whether each batch begins when all that was
 stored before is there) and `is_async` (whether the engine is an AsyncLLM).
 The result:
-per batch and request its tokens and the tokens that came from any cache, the tiers' counters, and
-how the chain explains its requests.
+per batch and request its tokens, the tokens that came from any cache, and the logits that its
+sampling parameters ask for; the tiers' counters, and how the chain explains its requests.
 
 What all jobs import is imported once, which takes longer than a job. Each job is a fork of that,
 and so are an engine's own processes, as on GPUs; those of servers' tests are spawned, as on CPUs.
@@ -206,8 +206,10 @@ def explained(folder: str) -> list[dict[str, Any]]:
 
 def shown(output: Any) -> dict[str, Any]:
     stats = output.metrics
+    said = output.outputs[0]
     return {
-        "tokens": list(output.outputs[0].token_ids),
+        "tokens": list(said.token_ids),
+        "logits": [[step[token].logprob for token in sorted(step)] for step in said.logprobs or ()],
         "cached": output.num_cached_tokens,
         "ttft": 0.0 if stats is None else stats.first_token_latency,
     }
@@ -236,6 +238,7 @@ def with_aborts(engine: Any, requests: list[Any], aborts: int) -> list[dict[str,
 
 def preempted(engine: Any, prompt: Any, params: Any, after: int) -> dict[str, Any]:
     """Run a request alone, which is preempted once."""
+    chunks = watched(engine.engine_core.engine_core.scheduler)
     engine.add_request("0", prompt, params)
     result: dict[str, Any] = {"tokens": []}
     due = True
@@ -245,7 +248,26 @@ def preempted(engine: Any, prompt: Any, params: Any, after: int) -> dict[str, An
         if due and len(result["tokens"]) >= after:
             due = False
             assert engine.reset_prefix_cache(reset_running_requests=True)
-    return result
+    return {**result, "chunks": chunks}
+
+
+def watched(scheduler: Any) -> list[tuple[int, int]]:
+    """What a scheduler computes from now on of the only request: first token and end of each chunk
+    of more than a token."""
+    chunks: list[tuple[int, int]] = []
+    schedule = type(scheduler).schedule
+
+    def noting(*args: Any, **more: Any) -> Any:
+        output = schedule(scheduler, *args, **more)
+        for name, count in output.num_scheduled_tokens.items():
+            # Computed tokens are counted on as soon as a step is scheduled.
+            end = scheduler.requests[name].num_computed_tokens
+            if count > 1:
+                chunks.append((end - count, end))
+        return output
+
+    scheduler.schedule = noting
+    return chunks
 
 
 def counters(llm: Any) -> dict[str, dict[str, float]]:

@@ -34,7 +34,12 @@ def disk(path: Path) -> dict[str, object]:
 def test_a_processor_without_amx_takes_no_kv_of_one_that_has_it(
     run_vllm: Callable[..., Run], tmp_path: Path
 ) -> None:
-    options = {"dtype": "bfloat16", "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+    options = {
+        "dtype": "bfloat16",
+        # As long as what is loaded: another chunk would round otherwise.
+        "max_num_batched_tokens": COMPLETE // len(PROMPTS),
+        "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    }
     first = run_vllm(PROMPTS, [disk(tmp_path)], **options)
     assert first.count("disk", "stored_blocks") == COMPLETE / 32
     other = run_vllm(PROMPTS, [disk(tmp_path)], before={"start": ["without_amx"]}, **options)
