@@ -107,6 +107,7 @@ ROOMS: dict[str, set[str]] = {
         "connector/contract",
         "connector/policy",
         "connector/scheduler",
+        "connector/worker",
         "connector/multi",
         "connector/hosted",
         "gpu",

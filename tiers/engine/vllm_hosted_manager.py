@@ -64,7 +64,9 @@ class HostedManager(OffloadingManager):  # type: ignore[misc]
     ) -> PrepareStoreOutput:
         """Return the blocks to store; vLLM does not offer the others again for this request."""
         orders = self.tier.prepare_store(req_context.req_id, keys)
-        slots = SlotsSpec([slot for _, _, slot in orders], [key for _, key, _ in orders])
+        slots = SlotsSpec(
+            [slot for _, _, slot in orders], [key for _, key, _ in orders], self.tier.generation
+        )
         return PrepareStoreOutput([block for block, _, _ in orders], slots, evicted_keys=[])
 
     def complete_store(

@@ -14,7 +14,9 @@ from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingWorker, TransferRes
 
 from tiers.concurrency.executors import io_executor
 from tiers.connector.contract.copier import Copier, Copy
+from tiers.connector.contract.weights import Unseen, WeightOrders, Weights
 from tiers.connector.hosted.shared_slots import SlotRegion, stamp
+from tiers.connector.worker.weight_watch import Verdict, WeightWatch
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
@@ -27,17 +29,25 @@ COPIERS = 2
 
 @dataclass
 class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
-    """The host slots of a transfer, in the order of its paged blocks; of a store also the keys."""
+    """The host slots of a transfer, in the order of its paged blocks; of a store also the keys, and
+    their generation."""
 
     slots: list[int]
     keys: list[bytes]
+    generation: bytes = b""
 
 
 class HostedWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies between paged KV and the slots of `region`, which it owns, by the copier of each KV
     cache group. vLLM calls every member from one thread."""
 
-    def __init__(self, region: SlotRegion, copiers: Sequence[Copier]) -> None:
+    def __init__(
+        self, region: SlotRegion, copiers: Sequence[Copier], weights: Weights | None = None
+    ) -> None:
+        """`weights`: those of the worker. A block that others computed is not held."""
+        # What one rank alone has is held nowhere, so that ranks need not agree.
+        self._watch = WeightWatch(weights or Unseen(), ranks=1)
+        self._watch.begin()
         self._region = region
         self._copiers = copiers
         self._jobs: dict[int, Future[TransferResult]] = {}
@@ -53,11 +63,15 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
             copier.gather(blocks, rows, slots)
             for copier, blocks, slots in self._parts(src_spec, dst_spec.slots)
         ]
-        end = partial(self._end_store, copies, dst_spec, time.perf_counter())
+        self._watch.bind(WeightOrders())
+        verdict = self._watch.stores(dst_spec.generation)
+        end = partial(self._end_store, copies, dst_spec, verdict, time.perf_counter())
         self._submit(self._gatherer, job_id, src_spec, end)
         return True
 
-    def _end_store(self, copies: list[Copy], slots: SlotsSpec, began: float) -> float:
+    def _end_store(
+        self, copies: list[Copy], slots: SlotsSpec, verdict: Verdict, began: float
+    ) -> float:
         held = [stamp(key) for key in slots.keys]
         try:
             for copy in copies:
@@ -66,6 +80,9 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
             # vLLM asserts that a store succeeds. The scheduler's half sees the missing stamps.
             logger.error("blocks were not copied to host memory: %s", error)
             held = [b""] * len(held)
+        if not verdict.alike():
+            held = [b""] * len(held)
+            self._region.ends(slots.generation)
         self._region.end(slots.slots, held)
         return time.perf_counter() - began
 

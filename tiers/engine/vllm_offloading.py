@@ -20,6 +20,7 @@ from tiers.engine.versions import check_version
 check_version(vllm_version)  # before importing what another version may lack
 
 from vllm.config import get_current_vllm_config
+from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from spec.fields import format_size
@@ -39,7 +40,9 @@ from tiers.engine.vllm_groups import STATES_ON_V2, refuse_model
 from tiers.engine.vllm_hosted_manager import HostedManager
 from tiers.engine.vllm_hosted_worker import HostedWorker
 from tiers.engine.vllm_identity import late_facts
+from tiers.engine.vllm_resets import before_resets
 from tiers.engine.vllm_sleep import copies_in_step
+from tiers.engine.vllm_weights import caller, worker_weights
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import open_copiers
 from tiers.host.memory import slot_stride
@@ -86,7 +89,11 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             open_store = partial(self._open_store, self._store, payload)
         residency = partial(open_residency, self._host)
         events = self.kv_events_config.enable_kv_cache_events
-        return HostedManager(HostedTier(regions, residency, open_store, events=events), self._store)
+        tier = HostedTier(regions, residency, open_store, events=events)
+        scheduler = caller(SchedulerInterface)
+        if scheduler is not None:
+            before_resets(scheduler, partial(_end, tier))
+        return HostedManager(tier, self._store)
 
     def _open_store(self, store: StoreSpec, payload_bytes: int) -> Guarded | None:
         try:
@@ -107,7 +114,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         facts = self._facts(copiers)
         if self._store is not None:
             self._name(region, facts, self._store.tier_name)
-        return HostedWorker(region, copiers)
+        return HostedWorker(region, copiers, worker_weights())
 
     def _num_slots(self, payload_bytes: int) -> int:
         """Return the slots of one rank, for blocks of `payload_bytes`. Raises TierUnusable."""
@@ -204,6 +211,16 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
                 "states before it loads them, and answers wrongly. Leave that key out of "
                 "kv_connector_extra_config."
             )
+
+
+def _end(tier: HostedTier) -> None:
+    """The engine's own prefix cache is about to be reset. If the connector's is reset with it, the
+    tier begins anew."""
+    tier.weights_changed()
+    logger.info(
+        "the engine's prefix cache is reset: the hosted tiers serve and keep nothing from now on, "
+        "but after a reset with reset_connector=True"
+    )
 
 
 def copiers_of(kv_caches: CanonicalKVCaches, in_step: bool = False) -> Sequence[Copier]:

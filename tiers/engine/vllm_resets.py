@@ -14,7 +14,7 @@ def before_resets(cache: Any, tell: Callable[[], object]) -> None:
 
     Training loops change weights in place and reset that cache alone, which by default does not
     reach connectors. `cache`: what the engine hands to connectors, its cache manager or, in vLLM
-    before 0.30, its block pool.
+    before 0.30, its block pool; or its scheduler.
     """
     reset = getattr(cache, "reset_prefix_cache", None)
     if reset is None:
@@ -24,8 +24,8 @@ def before_resets(cache: Any, tell: Callable[[], object]) -> None:
         )
         return
 
-    def reset_prefix_cache() -> Any:
+    def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
         tell()
-        return reset()
+        return reset(*args, **kwargs)
 
     cache.reset_prefix_cache = reset_prefix_cache

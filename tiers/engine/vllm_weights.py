@@ -139,7 +139,7 @@ class ModelWeights:
         groups = min(PARTS, -(-len(found) // AT_ONCE)) or 1
         try:
             self._groups = [_Group(found[at::groups], shared) for at in range(groups)]
-        except (RuntimeError, AttributeError) as error:
+        except (RuntimeError, AttributeError, TypeError) as error:
             self._groups = [_Group([], shared)]
             logger.warning(
                 "kvtiers can't look at this engine's weights (%s): after each change of them, "

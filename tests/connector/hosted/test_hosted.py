@@ -426,3 +426,31 @@ def test_what_came_and_went_is_told_in_order(make: Callable[..., Engine], tmp_pa
     assert told[False] == set(BLOCKS[:18])
     assert engine.tier.take_happened() == []
     assert make(None).tier.take_happened() == []
+
+
+@pytest.mark.parametrize("told", ["by a rank", "by the engine"])
+def test_other_weights_end_it_until_a_reset(
+    make: Callable[..., Engine], tmp_path: Path, told: str
+) -> None:
+    """The engine's connector goes on with its transfers, which must end as they began."""
+    made = make(disk(tmp_path / "disk"))
+    made.store(BLOCKS[:2])
+    orders = made.tier.prepare_store("under way", BLOCKS[2:4])
+    assert made.ask("asks", BLOCKS[:2]) == [Answer.HIT] * 2
+    if told == "by a rank":
+        made.workers[1].ends(made.tier.generation)
+    else:
+        made.tier.weights_changed()
+    assert made.ask("after", BLOCKS[:2]) == [Answer.MISS] * 2
+    made.load("asks", BLOCKS[:2])
+    for rank, region in enumerate(made.workers):
+        for block, key, slot in orders:
+            region.memory.payload(slot)[:] = content(rank, block)
+            region.end([slot], [stamp(key)])
+    made.tier.complete_store(BLOCKS[2:4], True)
+    assert made.store(BLOCKS[4:6], request="new") == 0
+    made.settle()
+    made.tier.reset()
+    assert made.hits("again", BLOCKS[:6]) == []
+    assert made.store(BLOCKS[:2], request="since") == 2
+    assert made.hits("since", BLOCKS[:2]) == BLOCKS[:2]

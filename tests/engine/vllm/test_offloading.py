@@ -14,6 +14,7 @@ from tests.support.clock import wait_for
 from tests.support.tiny_vllm import GEMMA, Run, documents, hosted
 from tests.support.vllm_chains import IN_PROCESS, ONE_BY_ONE, disk
 from tiers.connector.contract.messages import WorkerHandshake
+from tiers.connector.contract.weights import Unseen
 from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
 from tiers.connector.hosted.tier import HostedTier
 from tiers.cpu.spec import CpuSpec
@@ -299,3 +300,40 @@ def test_a_store_is_refused_whose_engine_takes_new_weights(
     spec = vllm_offloading.KVTiersOffloadingSpec(config_of(hosted(CPU, disk(tmp_path))))
     with pytest.raises(ValueError, match="weight_transfer_config"):
         spec._facts([])
+
+
+def test_a_block_that_other_weights_computed_is_not_held(tmp_path: Path) -> None:
+    import torch
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+    from tiers.connector.hosted.shared_slots import stamp
+    from tiers.engine.vllm_hosted_worker import HostedWorker, SlotsSpec
+    from tiers.gpu.copier import open_copier
+
+    class Shown(Unseen):
+        weights = b"old"
+
+        def look(self, part: int) -> Any:
+            looked, shown = Unseen(), self.weights
+            vars(looked)["seen"] = lambda: shown
+            return looked
+
+    copier = open_copier({"layer": torch.zeros(4, 4096, dtype=torch.int8)}, 4)
+    handshake = WorkerHandshake(0, b"", 4096)
+    region = create_region("engine", handshake, 4, False, folder=tmp_path)
+    shown = Shown()
+    worker = HostedWorker(region, [copier], shown)
+
+    def store(slot: int, generation: bytes = b"") -> bool:
+        paged = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
+        worker.submit_store(slot, paged, SlotsSpec([slot], [stamp(b"key")], generation))
+        worker.wait({slot})
+        assert [result.success for result in worker.get_finished()] == [True], "vLLM asserts it"
+        return region.holds(slot, stamp(b"key"))
+
+    assert store(0) and not region.has_ended(b"")
+    shown.weights = b"new"
+    assert not store(1) and region.has_ended(b"")
+    assert store(2, b"next") and not region.has_ended(b"next")
+    assert not store(3), "an order from before the reset"
+    worker.shutdown()

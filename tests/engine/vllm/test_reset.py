@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import write_model
-from tests.support.tiny_vllm import LLAMA, Run, documents
+from tests.support.tiny_vllm import LLAMA, Run, documents, hosted
 
 pytestmark = pytest.mark.vllm
 
@@ -117,3 +117,27 @@ def test_a_trainer_beside_the_engine(
     }
     options = {"is_async": True, "worker_extension_cls": "tests.support.training.Trained"}
     is_never_another_s(run_vllm, disk, told, **options)
+
+
+@pytest.mark.faults
+def test_weights_change_under_vllms_own_connector(
+    run_vllm: Callable[..., Run], tmp_path: Path, policies: list[str]
+) -> None:
+    """Which no reset of the engine's own cache reaches, either. Its loads are not looked at."""
+    disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
+    tiers = hosted({"type": "cpu", "capacity": "16MiB"}, disk)
+    one, other = ASKED
+    told: dict[int, Any] = {
+        1: [("copy_in_place", {"path": policies[0]})],
+        3: [("reset_prefix_cache", {"reset_connector": True})],
+        5: [("train_in_place", {"path": policies[1]}), ("reset_prefix_cache", {})],
+    }
+    rounds = [one, other, one, other, other, other, one]
+    plain = run_vllm(rounds, told=told, **IN_PLACE, **IN_PROCESS)
+    policy = run_vllm(rounds, told=told, kv_transfer_config=tiers, **IN_PLACE, **IN_PROCESS)
+    assert policy.tokens == plain.tokens
+    assert policy.cached[3:] == [[0], [FULL], [0], [0]]
+    (base,) = run_vllm([other], **IN_PLACE, **IN_PROCESS).tokens
+    replica = run_vllm(ASKED, kv_transfer_config=tiers, **IN_PLACE, **IN_PROCESS)
+    assert replica.tokens == [plain.tokens[0], base]
+    assert replica.cached == [[FULL], [0]]

@@ -28,8 +28,11 @@ _PREFIX = "kvtiers-"
 _MARK = struct.Struct("<Q16s8x")
 """Per slot: how many of the worker's transfers have ended, and the stamp of the key it holds."""
 
-_NAME = struct.Struct("<16s16s")
-"""At the end of the last page: the worker's namespace and its stamp; zeros until it is known."""
+_PAIR = struct.Struct("<16s16s")
+_STAMP = struct.Struct("<16s")
+_NAME = struct.Struct("<16s16s16s")
+"""At the end of the last page: the worker's namespace and its stamp, zeros until it is known; and
+the stamp of the generation whose weights the worker saw change last."""
 
 
 def stamp(key: bytes) -> bytes:
@@ -63,12 +66,20 @@ class SlotRegion:
     @property
     def namespace(self) -> bytes:
         """The namespace of the worker's blocks; empty until the worker knows it."""
-        name, its_stamp = _NAME.unpack(self._name)
+        name, its_stamp, _ = _NAME.unpack(self._name)
         return bytes(name) if its_stamp == stamp(name) else b""
 
     def name(self, namespace: bytes) -> None:
         """Write the worker's namespace. Only for the worker."""
-        _NAME.pack_into(self._name, 0, namespace, stamp(namespace))
+        _PAIR.pack_into(self._name, 0, namespace, stamp(namespace))
+
+    def ends(self, generation: bytes) -> None:
+        """Write that the weights of a generation are others now. Only for the worker."""
+        _STAMP.pack_into(self._name, _PAIR.size, stamp(generation))
+
+    def has_ended(self, generation: bytes) -> bool:
+        """Whether the worker saw the weights of this generation change."""
+        return bool(_STAMP.unpack_from(self._name, _PAIR.size)[0] == stamp(generation))
 
     def ended(self, slot: int) -> int:
         """Return how many transfers to or from `slot` the worker has ended."""

@@ -52,6 +52,7 @@ class HostedTier:
         self._events = events
         self._happened: list[Happened] = []
         self._generation = Generation()
+        self._is_outdated = False
         self._residency = residency(self.pool, self.pool.num_slots)
         self._host = HostManager(self._residency, self.pool, self._evicted)
         self._orders = SlotOrders(self.pool, regions)
@@ -69,6 +70,8 @@ class HostedTier:
         """Answer whether `block` can be loaded for a request, for which it then stays in host
         memory until it is loaded or the request has ended."""
         self._reap()
+        if self._is_over():
+            return Answer.MISS
         request = self._request(request_id)
         key = self._generation.key(block)
         slot = self._residency.find(key)
@@ -84,6 +87,23 @@ class HostedTier:
             return Answer.MISS
         request.wanted[key] = None
         return Answer.LATER
+
+    @property
+    def generation(self) -> bytes:
+        """What the keys of now end with."""
+        return self._generation.tag
+
+    def weights_changed(self) -> None:
+        """Answer and keep nothing until a reset, which alone ends the engine's transfers: what is
+        kept is of other weights, as the engine's own cache may be, from which it would be stored.
+        """
+        self._is_outdated = True
+
+    def _is_over(self) -> bool:
+        if not self._is_outdated:
+            tag = self._generation.tag
+            self._is_outdated = any(region.has_ended(tag) for region in self._regions)
+        return self._is_outdated
 
     def end_step(self, started: Iterable[str]) -> None:
         """Begin to promote what this step's lookups missed. `started`: requests that now run."""
@@ -169,9 +189,11 @@ class HostedTier:
     ) -> list[tuple[bytes, bytes, int]]:
         """Order the gather of one step's blocks, in order; return (block, key, slot) of each that
         is not held and finds a slot."""
+        orders: list[tuple[bytes, bytes, int]] = []
+        if self._is_over():
+            return orders
         prefix = self._request(request_id).prefix
         keys = [self._generation.key(block) for block in blocks]
-        orders = []
         for block, key, held in zip(blocks, keys, self._residency.touch(keys), strict=True):
             number = prefix.number(key)
             if held is not None or key in self._gathers or key in self._promoting:
@@ -196,7 +218,8 @@ class HostedTier:
         good: list[Item] = []
         for slot, _, number in reversed(done):
             key = prefix.keys[number]
-            if success and all(region.holds(slot, key) for region in self._regions):
+            held = success and all(region.holds(slot, key) for region in self._regions)
+            if held and not self._is_over():
                 self._admit(key, slot, heads.get(key))
                 good.append((key, slot))
         self._store.put(good[::-1], prefix, len(done) if len(done) == len(prefix.keys) else None)
@@ -256,6 +279,7 @@ class HostedTier:
 
     def reset(self) -> None:
         """Never again find what was stored so far. The engine forgets its transfers under way."""
+        self._is_outdated = False
         self._orders.forget()
         self._gathers.clear()
         for request_id, request in self._requests.items():
