@@ -235,6 +235,11 @@ class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type
     def take_events(self) -> Iterator[Any]:
         return self._as_vllm(super().take_events())
 
+    def weights_changed(self) -> None:
+        """As after a reset, of which the engine itself would tell listeners."""
+        super().weights_changed()
+        self._as_vllm.all_cleared()
+
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._hear_resets(kv_cache_manager)

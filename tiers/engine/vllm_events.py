@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
@@ -70,9 +70,18 @@ class AsVllm:
         """`kinds`: of the model's KV cache groups."""
         self._settings = settings
         self._kinds = kinds
+        self._is_cleared = False
+
+    def all_cleared(self) -> None:
+        """Tell next that nothing is held any more. What the engine itself still has is of other
+        weights, and nobody should be sent there for it."""
+        self._is_cleared = True
 
     def __call__(self, events: Iterable[Any]) -> Iterator[Any]:
         """Translate our events, and hand other connectors' on."""
+        if self._is_cleared:
+            self._is_cleared = False
+            yield AllBlocksCleared()
         for event in events:
             yield self._event(event) if isinstance(event, BlockEvent) else event
 

@@ -382,3 +382,25 @@ def test_a_reset_of_the_engines_own_cache_is_one_of_the_tiers(binds: str, on_res
     pool.get_new_blocks(2)
     assert cache.reset_prefix_cache() is False, "vLLM's own answer"
     assert Counting.resets == (on_reset == "forget")
+
+
+def test_listeners_hear_once_that_weights_changed() -> None:
+    """As of a reset, of which the engine tells: what it has is of other weights."""
+    from vllm.distributed.kv_events import AllBlocksCleared
+
+    from spec.events import EventsSpec
+    from tiers.connector.multi.scheduler import MultiScheduler
+    from tiers.engine.vllm import KVTiersConnector
+    from tiers.engine.vllm_events import AsVllm, GroupKind
+
+    class Changing(KVTiersConnector):
+        def __init__(self) -> None:
+            MultiScheduler.__init__(self, [])
+            self._as_vllm = AsVllm(EventsSpec(), [GroupKind("full_attention")])
+
+    connector = Changing()
+    assert list(connector.take_events()) == []
+    connector.weights_changed()
+    (event,) = connector.take_events()
+    assert isinstance(event, AllBlocksCleared)
+    assert list(connector.take_events()) == []
