@@ -4,6 +4,8 @@
 # make test-next VLLM=vllm-0.33.0.tar.gz   the tests of real engines on another vLLM: a wheel for the CPU,
 #               or a source archive, whose Python runs over the installed one's binaries  ARGS="-k faults"
 # make compatibility   fill docs/compatibility.md for the installed vLLM; with VLLM=... for another
+# make install-test   the three ways in of the README, each in an empty environment; needs a package index.
+#               Minutes: ARGS=cpu tries that way alone, ARGS=cuda or ARGS=present another
 # make gpu      the tests and figures of CUDA, written to build/gpu.json within ten minutes: needs a GPU
 #               with PyTorch and pytest (of GPU_PYTHON), and no network  ARGS="FILE"
 # make gpu-wheels   fetch what else that needs into build/wheels, to be carried along  GPU_VERSION=3.12
@@ -24,7 +26,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready-$(ENGINE)
 
-.PHONY: demo test faults test-next compatibility gpu gpu-wheels lint clean
+.PHONY: demo test faults test-next compatibility install-test gpu gpu-wheels lint clean
 
 demo: $(READY)
 	$(BIN)/kvtiers demo $(ARGS)
@@ -51,6 +53,9 @@ endif
 compatibility: $(READY)
 	$(if $(VLLM),$(OTHER),$(BIN)/python) -m pytest -m vllm --compatibility docs/compatibility.json $(ARGS)
 	$(BIN)/python -m docs.reference
+
+install-test:
+	$(PYTHON) tests/install.py $(ARGS)
 
 gpu:
 	[ ! -d build/wheels ] || $(GPU_PYTHON) -m pip --disable-pip-version-check install -q --no-index \

@@ -8,11 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.install import README, ways
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "spec", "tiers")
@@ -62,9 +65,19 @@ def run(command: list[str | Path], cwd: Path) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
+def test_the_readme_has_three_ways_in_with_extras_that_there_are() -> None:
+    """`make install-test` runs them."""
+    found = ways()
+    assert [*found] == ["present", "cuda", "cpu"] and all(map(str.strip, found.values()))
+    named = re.findall(r"\[([\w,-]+)\]", " ".join([*found.values(), *re.findall("`.*`", README)]))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {extra for one in named for extra in one.split(",")}
+    assert {"vllm", "vllm-cpu", "encryption"} <= extras & {*project["optional-dependencies"]}
+
+
 def test_the_install_line_of_the_readme_works(tmp_path: Path) -> None:
     """As written, but without an index, into a folder of the test's own."""
-    (line,) = re.findall(r"^pip install \S+", (ROOT / "README.md").read_text(), re.M)
+    line = ways()["present"]
     copy_sources(tmp_path)
     place = tmp_path / "installed"
     settings = {"TARGET": str(place), "NO_DEPS": "1", "NO_INDEX": "1", "NO_BUILD_ISOLATION": "0"}
