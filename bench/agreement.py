@@ -26,7 +26,7 @@ from tiers.tuning.replay import ReplayOptions, replay
 from tiers.tuning.report import Report
 from tiers.tuning.simulation import simulate
 
-POLICIES = ("first", "longest", "stitched", "soonest", "cheapest")
+POLICIES = ("first", "longest", "stitched")
 CPU = {"type": "cpu", "capacity": "128GB"}
 DISK = {"type": "disk", "capacity": "1000GB", "path": "/unused"}
 REDIS = {"type": "redis", "url": "redis://unused"}

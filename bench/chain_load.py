@@ -57,7 +57,7 @@ class ChainLoads:
         """The prompt's blocks are `table`. Returns once the tier has them all."""
         num_blocks = next(iter(paged.values())).shape[0]
         room = 2 * len(table) * slot_stride(payload)
-        chain = ChainSpec(version=1, staging=room, tiers=(tier,))
+        chain = ChainSpec(version=1, load_when="always", staging=room, tiers=(tier,))
         engine = EngineInfo({}, TOKENS, TOKENS, num_blocks)
         self._scheduler = open_scheduler(chain, engine)
         self._worker = open_worker(chain, engine, open_copier)

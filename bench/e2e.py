@@ -213,7 +213,8 @@ def _throughput(engine: Engine, connector: str, store: bool = True) -> Measure:
 def _chain(scale: Scale, *tiers: dict[str, Any]) -> dict[str, Any]:
     """What makes an engine have these tiers."""
     chain = scale.folder / "chain.yaml"
-    chain.write_text(yaml.safe_dump({"version": 1, "on_reset": "keep", "tiers": list(tiers)}))
+    spec = {"version": 1, "load_when": "always", "on_reset": "keep", "tiers": list(tiers)}
+    chain.write_text(yaml.safe_dump(spec))
     return transfer_config(chain)
 
 

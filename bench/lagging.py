@@ -82,7 +82,11 @@ def chain_of(size: Size, encrypted: Path | None) -> tuple[ChainSpec, LaggingSpec
     spec = LaggingSpec.model_validate({"type": "lagging", **said}).over(store)
     room = 2 * (max(size.under_way) + size.blocks + 4096) * slot_stride(PAYLOAD) * max(size.ranks)
     chain = ChainSpec(
-        version=1, load_policy="stitched", staging=room, tiers=(CpuSpec(capacity=room), spec)
+        version=1,
+        load_when="always",
+        load_policy="stitched",
+        staging=room,
+        tiers=(CpuSpec(capacity=room), spec),
     )
     return chain, spec, store
 

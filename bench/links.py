@@ -1,69 +1,166 @@
-"""What load policies make of links of one speed or of several, simulated on a trace.
+"""The default chain over slow links and fast ones, beside other policies, host memory and nothing.
 
-    python -m bench.links TRACE
+    python -m bench.links TRACE [--case NAME ...] [--real NAME ...] [--requests N] [--json FILE]
 
-A model of 8B (128 KiB of KV a token) on GPUs of 20,000 tokens a second, with 100 GB of KV of the
-engine's own. The first quarter of the trace only warms. The trace: Mooncake's conversations
-(Apache-2.0, https://github.com/kvcache-ai/Mooncake, FAST25-release/traces).
+A model of 8B (128 KiB of KV a token) on four GPUs of 20,000 tokens a second, with 40 GB of KV of
+the engine's own; agents' conversations are made up (`bench.traffic`). The first half
+of the requests only warms. The trace: Mooncake's conversations (Apache-2.0,
+https://github.com/kvcache-ai/Mooncake, FAST25-release/traces). `--real` serves the first N
+requests with real connectors and stores, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple, get_args
 
+from bench.traffic import agents
+from spec.chain import ChainSpec, LoadPolicy, LoadWhen
 from tiers.traces.opening import open_trace
-from tiers.tuning.machine import Machine, TierProfile
-from tiers.tuning.simulation import SimChain, SimTier, Workload, simulate
+from tiers.traces.trace import TraceRequest
+from tiers.tuning.machine import Machine
+from tiers.tuning.replay import replay
+from tiers.tuning.report import Report
+from tiers.tuning.simulation import SimChain, Workload, simulate
 
 GB = 10**9
-CPU = SimTier("cpu", "cpu", True, 256 * GB)
-DISK = SimTier("disk", "disk", False, 4000 * GB)
-REDIS = SimTier("redis", "redis", False, 4000 * GB)
-POLICIES = ("stitched", "cheapest", "soonest")
-CASES: tuple[tuple[int, tuple[SimTier, ...], float, float], ...] = (
-    *((3, (DISK, REDIS), speed, speed) for speed in (1.5, 3, 5)),
-    (3, (DISK, REDIS), 5, 2),
-    (3, (REDIS, DISK), 5, 2),
-    *((gpus, (CPU, DISK), speed, 1) for gpus, speed in ((2, 1.5), (2, 2), (3, 1), (3, 2))),
+TIERS: dict[str, dict[str, Any]] = {
+    "cpu": {"type": "cpu", "capacity": f"{256 * GB}B"},
+    "disk": {"type": "disk", "path": "/unused", "capacity": f"{4000 * GB}B"},
+    "redis": {"type": "redis", "url": "redis://unused"},
+}
+
+
+class Case(NamedTuple):
+    """Tiers in load priority, each with its link in GB/s, and whether agents ask."""
+
+    links: Mapping[str, float]
+    is_agentic: bool = False
+
+
+CASES = {
+    "slow Redis": Case({"cpu": 20, "redis": 1}),
+    "slow disk": Case({"cpu": 20, "disk": 0.6, "redis": 10}),
+    "fast Redis": Case({"cpu": 20, "redis": 6}),
+    "NVMe": Case({"cpu": 20, "disk": 5, "redis": 2}),
+    "agentic": Case({"cpu": 20, "disk": 5}, True),
+    "agentic, slow disk": Case({"cpu": 20, "disk": 0.6, "redis": 10}, True),
+}
+"""By name."""
+WAYS = [(policy, when) for when in get_args(LoadWhen) for policy in get_args(LoadPolicy)]
+DEFAULT = ("stitched", "sooner")
+AGENTS = 3000
+"""Requests of agents."""
+HEAD = (
+    "| case | no chain | cpu alone | "
+    + " | ".join(f"{policy}, {when}" for policy, when in WAYS)
+    + " | default: to the best | to no chain |\n"
+    + "|---" * (len(WAYS) + 5)
+    + "|"
 )
-"""GPUs, tiers, and the load bandwidth of disk and Redis in GB/s."""
 
 
-def machine(gpus: int, disk: float, redis: float) -> Machine:
-    """The machine, with these links; stores have 20 GB/s."""
-    speeds = {"cpu": 20.0, "disk": disk, "redis": redis}
-    tiers = {
-        name: TierProfile(load_bandwidth=speed * GB, store_bandwidth=20e9)
-        for name, speed in speeds.items()
+def machine(case: Case) -> Machine:
+    """The machine, with the case's links."""
+    profiles = {
+        name: {"load_bandwidth": f"{speed}GB/s", "store_bandwidth": f"{speed}GB/s"}
+        for name, speed in case.links.items()
     }
-    return Machine(
-        kv_bytes_per_token=1 << 17,
-        engine_cache=100 * GB,
-        prefill_rate=20_000,
-        gpus=gpus,
-        tiers=tiers,
+    if "redis" in profiles:
+        profiles["redis"]["capacity"] = f"{8000 * GB}B"
+    return Machine.model_validate(
+        {
+            "kv_bytes_per_token": 1 << 17,
+            "engine_cache": 40 * GB,
+            "prefill_rate": 20_000,
+            "gpus": 4,
+            "tiers": profiles,
+        }
     )
 
 
-def main() -> None:
-    """Simulate each case with each policy and print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def chain(tiers: Sequence[str], policy: str, when: str) -> ChainSpec:
+    """A chain of these tiers."""
+    spec = {"version": 1, "load_policy": policy, "load_when": when}
+    return ChainSpec.model_validate(spec | {"tiers": [TIERS[name] for name in tiers]})
+
+
+def requests_of(case: Case, trace: Path, count: int | None) -> tuple[list[TraceRequest], int]:
+    """What is asked in a case, and the tokens of its blocks."""
+    if not case.is_agentic:
+        opened = open_trace(trace)
+        return list(islice(opened, count)), opened.header.block_tokens
+    made = [
+        TraceRequest(one["timestamp"], one["input_length"], one["output_length"], one["hash_ids"])
+        for one in agents(min(count or AGENTS, AGENTS))
+    ]
+    return made, 512
+
+
+def measure(case: Case, trace: Path, real: bool, count: int | None) -> dict[str, Any]:
+    """Mean times to the first token in seconds, by way."""
+    requests, size = requests_of(case, trace, count)
+    on = machine(case)
+    workload = Workload.of(requests, size)
+
+    def mean(spec: ChainSpec | SimChain) -> float:
+        if real and isinstance(spec, ChainSpec):
+            report: Report = replay(requests, size, spec, on, warm=0.5)
+        else:
+            report = simulate(workload, size, spec, on, warm=0.5)
+        return report.ttft_mean
+
+    told = {"no chain": mean(SimChain(())), "cpu alone": mean(chain(["cpu"], *DEFAULT))}
+    for way in WAYS:
+        told[", ".join(way)] = mean(chain([*case.links], *way))
+    best = min(told.values())
+    mine = told[", ".join(DEFAULT)]
+    return {
+        "requests": len(requests),
+        "seconds": {way: round(seconds, 4) for way, seconds in told.items()},
+        "to_best": round(mine / best - 1, 4),
+        "to_none": round(mine / told["no chain"] - 1, 4),
+    }
+
+
+def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each case, simulated and then real."""
+    for name in options.case or CASES:
+        yield {"case": name, "real": False} | measure(CASES[name], options.trace, False, None)
+    for name in options.real or ():
+        said = measure(CASES[name], options.trace, True, options.requests)
+        yield {"case": name, "real": True} | said
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row as it is printed."""
+    name = f"{row['case']}, real ({row['requests']:,})" if row["real"] else row["case"]
+    times = [f"{seconds:.3f}" for seconds in row["seconds"].values()]
+    return f"| {' | '.join([name, *times])} | {row['to_best']:+.1%} | {row['to_none']:+.1%} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure each case, print a table and write the rows."""
+    parser = argparse.ArgumentParser(prog="python -m bench.links", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("trace", type=Path)
-    trace = open_trace(parser.parse_args().trace)
-    size = trace.header.block_tokens
-    workload = Workload.of(trace, size)
-    print("mean / p99 of the time to first token, in seconds\n")
-    print("| GPUs | chain | disk, Redis GB/s |", " | ".join(POLICIES), "|")
-    print("|---|---|---|" + "---|" * len(POLICIES))
-    for gpus, tiers, disk, redis in CASES:
-        on, told = machine(gpus, disk, redis), []
-        for policy in POLICIES:
-            chain = SimChain(tiers, policy, staging=64 * GB)
-            report = simulate(workload, size, chain, on, warm=0.25)
-            told.append(f"{report.ttft_mean:.2f} / {report.ttft_p99:.1f}")
-        names = ", ".join(tier.name for tier in tiers)
-        print(f"| {gpus} | {names} | {disk}, {redis} |", " | ".join(told), "|", flush=True)
+    parser.add_argument("--case", nargs="*", choices=[*CASES], metavar="NAME", help="simulated")
+    parser.add_argument("--real", nargs="*", choices=[*CASES], metavar="NAME", help="served")
+    parser.add_argument("--requests", type=int, default=1200, help="served in each real case")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    options = parser.parse_args(arguments)
+    print("mean time to the first token of the second half of the requests, in seconds\n")
+    print(HEAD, flush=True)
+    told = []
+    for row in rows(options):
+        told.append(row)
+        print(line(row), flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class Engine:
     """The scheduler half of one tier, and prompts of so many blocks, `prompts` different ones."""
 
     def __init__(self, tier: OffloadingSpec, blocks: int, ranks: int, prompts: int) -> None:
-        chain = ChainSpec(version=1, staging=1 << 26, tiers=(tier,))
+        chain = ChainSpec(version=1, load_when="always", staging=1 << 26, tiers=(tier,))
         self.chain = open_scheduler(chain, EngineInfo({}, TOKENS, TOKENS, 1, world_size=ranks))
         said = {n: WorkerHandshake(n, bytes([n]) * HASH_BYTES, PAYLOAD) for n in range(ranks)}
         meta = MultiWorkerMetadata((OffloadingWorkerMetadata(handshakes=said),))

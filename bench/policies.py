@@ -52,7 +52,7 @@ NAMESPACE = b"trace"
 STAGING_BLOCKS = 4096
 """Slots beside those of the CPU tier: no store is ever dropped, so that only policies differ."""
 POLICIES: tuple[LoadPolicy, ...] = ("first", "longest", "stitched")
-"""Those that decide by what tiers have alone; for the other there is `bench.cheapest`."""
+"""All of them. What is computed since that is sooner is left out: see `bench.load_when`."""
 
 
 class IndexStore:
@@ -177,6 +177,7 @@ class Replay:
         self._disk = disk._store
         chain = ChainSpec(
             version=1,
+            load_when="always",
             load_policy=load,
             staging=STAGING_BLOCKS * ALIGNMENT,
             tiers=(CpuSpec(name="cpu", capacity=cpu_blocks * ALIGNMENT), disk),

@@ -39,7 +39,12 @@ def rows(requests: list[TraceRequest], block_tokens: int) -> Iterator[dict[str, 
                 cpu = {"type": "cpu", "capacity": int(cpu_bytes)}
                 disk = DISK | {"max_inflight": int(seconds * rate)}
                 chain = ChainSpec.model_validate(
-                    {"version": 1, "staging": int(STAGING_BYTES), "tiers": [cpu, disk]}
+                    {
+                        "version": 1,
+                        "load_when": "always",
+                        "staging": int(STAGING_BYTES),
+                        "tiers": [cpu, disk],
+                    }
                 )
                 links = {"disk": HEALTHY | {"store_bandwidth": int(rate)}}
                 said = simulate(work, block_tokens, chain, machine(links))

@@ -32,7 +32,11 @@ WATCHED = ("arrived", "ended")
 
 def open_engine(blocks: int, trace: Path | None) -> ReplayEngine:
     """An engine with room for 4 such requests of its own, and for 64 in the cpu tier."""
-    chain = {"version": 1, "tiers": [{"type": "cpu", "capacity": 64 * blocks * 4096}]}
+    chain = {
+        "version": 1,
+        "load_when": "always",
+        "tiers": [{"type": "cpu", "capacity": 64 * blocks * 4096}],
+    }
     record = {} if trace is None else {"record": {"path": str(trace)}}
     return ReplayEngine(load_chain(chain | record), MODEL, num_blocks=4 * blocks + 64)
 

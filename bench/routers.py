@@ -357,7 +357,9 @@ def _chain(redis_url: str, disk: Path) -> ChainSpec:
     cpu = {"type": "cpu", "capacity": 20 * 4096}
     local = {"type": "disk", "path": str(disk), "capacity": "1MiB"}
     shared = {"type": "redis", "url": redis_url, "timeout": "30s", "key_prefix": str(disk.parent)}
-    return load_chain({"version": 1, "staging": 64 * 4096, "tiers": [cpu, local, shared]})
+    return load_chain(
+        {"version": 1, "load_when": "always", "staging": 64 * 4096, "tiers": [cpu, local, shared]}
+    )
 
 
 def scenario(indexer: Indexer, redis_url: str, folder: Path) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Halves:
     def __init__(self, tiers: tuple[OffloadingSpec, ...], blocks: int, **more: Any) -> None:
         """`more`: other keys of the chain."""
         staging = 4 * blocks * slot_stride(PAYLOAD)
-        chain = ChainSpec(version=1, staging=staging, tiers=tiers, **more)
+        chain = ChainSpec(version=1, load_when="always", staging=staging, tiers=tiers, **more)
         engine = EngineInfo({}, TOKENS, TOKENS, num_blocks=1)
         self.chain = open_scheduler(chain, engine)
         self.promote = True

@@ -43,7 +43,9 @@ class Chain:
     """Both halves of a chain; each round stores a prompt of blocks that no tier has."""
 
     def __init__(self, tiers: list[dict[str, Any]], stack: ExitStack) -> None:
-        chain = load_chain({"version": 1, "staging": "512MiB", "tiers": tiers})
+        chain = load_chain(
+            {"version": 1, "load_when": "always", "staging": "512MiB", "tiers": tiers}
+        )
         engine = EngineInfo({}, TOKENS, TOKENS, BLOCKS + 1)
         shape = (BLOCKS + 1, BLOCK_BYTES // LAYERS)
         paged = {f"layer {n}": torch.ones(shape, dtype=torch.uint8) for n in range(LAYERS)}

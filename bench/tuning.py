@@ -75,15 +75,15 @@ HEALTHY = {
 HAND = {
     "memory": [
         "cpu", "cpu/2", "cpu/4", "cpu:2", "cpu:3", "cpu arc", "cpu s3fifo", "cpu:2 arc",
-        "cpu; cheapest", "cpu:2; cheapest",
+        "cpu; always", "cpu:2; always",
     ],
     "memory-and-ssd": [
-        "cpu", "disk", "cpu, disk", "disk, cpu", "cpu, disk; cheapest", "cpu, disk; longest",
-        "cpu, disk; first", "cpu, disk:2", "cpu, disk; no promotion", "cpu:2 arc, disk:2; cheapest",
+        "cpu", "disk", "cpu, disk", "disk, cpu", "cpu, disk; always", "cpu, disk; longest",
+        "cpu, disk; first", "cpu, disk:2", "cpu, disk; no promotion", "cpu:2 arc, disk:2",
     ],
     "all-three": [
         "cpu, disk", "cpu, redis", "cpu, disk, redis", "cpu, redis, disk",
-        "cpu, disk, redis; cheapest", "cpu, disk, redis; longest", "cpu, disk, redis:2",
+        "cpu, disk, redis; always", "cpu, disk, redis; longest", "cpu, disk, redis:2",
         "cpu, disk:2, redis:2", "cpu, disk, redis; no promotion", "redis",
     ],
 }  # fmt: skip
@@ -128,8 +128,9 @@ def by_hand(text: str, budget: Budget) -> SimChain:
         tier = replace(tier, capacity=(tier.capacity or 0) // int(part or 1))
         made.append(replace(tier, eviction=eviction[0]) if eviction else tier)
     promote = "no promotion" not in rest
-    policy = rest.replace("no promotion", "").strip() or "stitched"
-    return SimChain(tuple(made), policy, promote)
+    when = "always" if "always" in rest else "sooner"
+    policy = rest.replace("no promotion", "").replace("always", "").strip() or "stitched"
+    return SimChain(tuple(made), policy, promote, load_when=when)
 
 
 def run(trace: Path, folder: Path, budget: str, profile: str, chains: int, processes: int) -> None:

@@ -65,7 +65,6 @@ def configuration() -> str:
     page = [
         CONFIGURATION,
         _section("The chain", schema["properties"], schema),
-        _part("`cheapest`", parts["CheapestSpec"]),
         _part("`record`", parts["RecordSpec"]),
         _part("`ghosts`: each of them", parts["GhostSpec"]),
         _part("`tenants`, by cache salt", parts["TenantSpec"]),

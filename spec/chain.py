@@ -28,7 +28,8 @@ from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_types
 from spec.tenants import TenantSpec
 
 FORMAT_VERSION = 1
-LoadPolicy = Literal["first", "longest", "stitched", "soonest", "cheapest"]
+LoadPolicy = Literal["first", "longest", "stitched"]
+LoadWhen = Literal["sooner", "always"]
 OnReset = Literal["forget", "keep"]
 MAX_TIERS = 32
 """A longer chain is refused: it is a mistake, and every lookup asks every tier."""
@@ -68,24 +69,18 @@ def _typeless(value: Mapping[object, object]) -> ValidationError:
     return ValidationError.from_exception_data("tier", problems)
 
 
-class CheapestSpec(BaseModel):
-    """How the load policy `cheapest` compares loading with computing."""
+FORMER_POLICIES = {
+    "soonest": "write load_policy: stitched, which now shares a prefix among tiers by their speed",
+    "cheapest": "write load_policy: stitched; load_when: sooner, the default, compares loading "
+    "with computing",
+}
+"""Load policies of before, and what to write instead."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    min_tokens: int = Field(
-        default=64,
-        ge=1,
-        examples=[64],
-        description="Compute prefixes that are shorter than this, and never load them.",
-    )
-    margin: float = Field(
-        default=0.05,
-        ge=0,
-        le=10,
-        description="Load only if loading is faster than computing by this part: 0.05 is five "
-        "percent.",
-    )
+def _as_policy(value: object) -> object:
+    if isinstance(value, str) and value in FORMER_POLICIES:
+        raise ValueError(FORMER_POLICIES[value])
+    return value
 
 
 class ChainSpec(BaseModel):
@@ -103,18 +98,17 @@ class ChainSpec(BaseModel):
         max_length=MAX_TIERS,
         description="The tiers in load priority: the first is asked first.",
     )
-    load_policy: LoadPolicy = Field(
+    load_policy: Annotated[LoadPolicy, BeforeValidator(_as_policy)] = Field(
         default="stitched",
         description="Choose the tiers that load a prefix. first: the first tier that has any of "
         "it. longest: the tier that has the most of it. stitched: for each block the first tier "
-        "that has this block. soonest: several tiers at once, shared so that the last block comes "
-        "soonest, as measured. cheapest: the tier that ends the prompt soonest, as measured, or no "
-        "tier if computing is sooner.",
+        "that has this block; once tiers are measured, those that have it share a long load so "
+        "that its last block comes soonest.",
     )
-    cheapest: CheapestSpec | None = Field(
-        default=None,
-        validate_default=True,
-        description="Settings of the load policy cheapest; allowed with that policy only.",
+    load_when: LoadWhen = Field(
+        default="sooner",
+        description="Choose whether to load. sooner: only what comes sooner than it is computed, "
+        "as measured; a tier that is slower is left out. always: all that comes within max_wait.",
     )
     promote: bool = Field(
         default=True,
@@ -185,16 +179,6 @@ class ChainSpec(BaseModel):
         repr=False,
         description="Separate engines: those with different salts never share blocks.",
     )
-
-    @field_validator("cheapest", mode="after")
-    @classmethod
-    def _go_with_load(
-        cls, cheapest: CheapestSpec | None, info: ValidationInfo
-    ) -> CheapestSpec | None:
-        policy = info.data.get("load_policy")
-        if cheapest is not None and policy not in ("cheapest", None):
-            raise ValueError("write load_policy: cheapest, or remove this")
-        return CheapestSpec() if cheapest is None and policy == "cheapest" else cheapest
 
     @field_validator("tenants", mode="after")
     @classmethod

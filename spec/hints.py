@@ -5,7 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-RENAMED = {"load": "load_policy", "store_after": "store_threshold", "queue": "max_inflight"}
+RENAMED = {
+    "load": "load_policy",
+    "store_after": "store_threshold",
+    "queue": "max_inflight",
+    "cheapest": "load_when: sooner",
+}
 """Keys of a chain's YAML that were renamed, and their names now."""
 
 

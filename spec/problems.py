@@ -152,7 +152,7 @@ def _unknown(loc: Loc, document: Document, slips: Mapping[Loc, Loc]) -> tuple[st
     """Return what to say of an unknown key, and what to write instead."""
     model = _model(loc[:-1], document)
     renamed = RENAMED.get(str(loc[-1]))
-    if model and renamed in model.model_fields:
+    if model and renamed and renamed.partition(":")[0] in model.model_fields:
         return "a key that was renamed", f"write {renamed}"
     if loc in slips:
         return "an unknown key", f"did you mean {slips[loc][-1]}?"

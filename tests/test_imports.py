@@ -73,8 +73,10 @@ ROOMS: dict[str, set[str]] = {
     **{leaf: {"host", "concurrency"} for leaf in LEAVES},
     "connector/contract": {"wrappers", "host", "concurrency"},
     "explain": {"connector/contract", "concurrency"},
-    "connector/policy": {"connector/contract", "explain", "concurrency"},
+    "loading": set(),
+    "connector/policy": {"connector/contract", "explain", "concurrency", "loading"},
     "connector/scheduler": {
+        "loading",
         "connector/contract",
         "connector/policy",
         "wrappers",
@@ -82,7 +84,13 @@ ROOMS: dict[str, set[str]] = {
         "concurrency",
     },
     "connector/worker": {"connector/contract", "wrappers", "host", "concurrency"},
-    "connector/multi": {"connector/contract", "connector/policy", "explain", "concurrency"},
+    "connector/multi": {
+        "connector/contract",
+        "connector/policy",
+        "explain",
+        "concurrency",
+        "loading",
+    },
     "connector/hosted": {
         "connector/contract",
         "connector/scheduler",
@@ -118,7 +126,7 @@ ROOMS: dict[str, set[str]] = {
     "testing": set(),
     "traces": {"concurrency"},
     "ghosts": {"concurrency"},
-    "tuning": {"traces"},
+    "tuning": {"traces", "loading"},
     "tuning/profiling": {"tuning", "wrappers", "host"},
     "tuning/replay": {
         "tuning",

@@ -68,8 +68,8 @@ def test_validate_prints_the_chain_as_it_is_understood(kvtiers: Run, chain: Any)
         "durability none, store_threshold 1, deadline 10s\n"
         "3      redis  redis  url redis://cache.internal:6379/0, ttl 1d, timeout 1s, "
         "key_prefix kvtiers, codec none, store_threshold 1, deadline 10s\n"
-        "version 1, load_policy stitched, promote true, store all, max_wait 10s, tenants none, "
-        "max_retained 0.25, on_reset forget, trust_client_ids false, "
+        "version 1, load_policy stitched, load_when sooner, promote true, store all, max_wait 10s, "
+        "tenants none, max_retained 0.25, on_reset forget, trust_client_ids false, "
         "events (self_describing_kv_events true, "
         "locality false, ownership false, announce_rate 20000.0), salt none\n",
         "",
@@ -171,7 +171,7 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
         "version",
         "tiers",
         "load_policy",
-        "cheapest",
+        "load_when",
         "promote",
         "store",
         "max_wait",
@@ -186,7 +186,7 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
         "ghosts",
         "salt",
     }
-    assert schema["$defs"]["CheapestSpec"]["additionalProperties"] is False
+    assert schema["$defs"]["RecordSpec"]["additionalProperties"] is False
     assert set(schema["required"]) == {"version", "tiers"}
     types = {choice["$ref"] for choice in schema["properties"]["tiers"]["items"]["oneOf"]}
     assert {"#/$defs/cpu", "#/$defs/disk", "#/$defs/redis"} <= types

@@ -26,7 +26,7 @@ from tiers.wrappers.guard import Guarded
 
 def chain(deadline: str = "200ms", **more: Any) -> ChainSpec:
     tier = SlowSpec.model_validate({"type": "slow", "deadline": deadline})
-    return ChainSpec(version=1, tiers=(tier,), staging=256 * SLOT, **more)
+    return ChainSpec(version=1, load_when="always", tiers=(tier,), staging=256 * SLOT, **more)
 
 
 def test_a_load_that_was_too_late_costs_the_cpu_tier_no_block(

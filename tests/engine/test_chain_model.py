@@ -32,13 +32,19 @@ class ChainMachine(RuleBasedStateMachine):
     """An engine over host memory and two disks, one of which is meddled with."""
 
     @initialize(
-        load_policy=st.sampled_from(["first", "longest", "stitched", "soonest", "cheapest"]),
+        load_policy=st.sampled_from(["first", "longest", "stitched"]),
+        load_when=st.sampled_from(["sooner", "always"]),
         prefix_caching=st.booleans(),
         world_size=st.integers(1, 2),
         store_threshold=st.integers(1, 2),
     )
     def begin(
-        self, load_policy: str, prefix_caching: bool, world_size: int, store_threshold: int
+        self,
+        load_policy: str,
+        load_when: str,
+        prefix_caching: bool,
+        world_size: int,
+        store_threshold: int,
     ) -> None:
         self.stack = ExitStack()
         self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
@@ -54,6 +60,7 @@ class ChainMachine(RuleBasedStateMachine):
             {
                 "version": 1,
                 "load_policy": load_policy,
+                "load_when": load_when,
                 "max_wait": "200ms",
                 "staging": 24 * SLOT,
                 "tiers": [kept, self.bad, good],

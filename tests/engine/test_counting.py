@@ -32,7 +32,7 @@ from tiers.errors import TierUnavailable
 
 MakeEngine = Callable[..., ReplayEngine]
 NO_LOAD = {"kvtiers": {"max_load_tokens": 0}}
-POLICIES = ["first", "longest", "stitched", "soonest", "cheapest"]
+POLICIES = ["first", "longest", "stitched"]
 
 
 def counted(made: ReplayEngine, name: str) -> float:
@@ -97,7 +97,7 @@ def test_a_tier_that_fails_to_load_counts_a_hit_and_the_next_its_own(
 ) -> None:
     slow = SlowSpec(type="slow")
     tiers = chain_of(disk(tmp_path)).tiers
-    chain = ChainSpec(version=1, load_policy="first", tiers=(slow, *tiers))
+    chain = ChainSpec(version=1, load_when="always", load_policy="first", tiers=(slow, *tiers))
     made = engine(chain, prefix_caching=False)
     prompt = list(range(50))
     made.generate(prompt, 1)
@@ -116,7 +116,9 @@ def test_a_request_that_may_load_nothing_is_not_looked_up_and_yet_stored(
     engine: MakeEngine, store: TroubledStore, load: LoadPolicy, limit: str
 ) -> None:
     store.slow.indexed = False  # else offers for storing are lookups, too
-    made = engine(ChainSpec(version=1, load_policy=load, tiers=(SlowSpec(type="slow"),)))
+    made = engine(
+        ChainSpec(version=1, load_when="always", load_policy=load, tiers=(SlowSpec(type="slow"),))
+    )
     limits: dict[str, Any] = {"max_load_tokens": 0} if limit == "max_load_tokens" else {"tiers": []}
     options: dict[str, Any] = {"kv_transfer_params": {"kvtiers": limits}}
     if limit == "prompt log-probabilities":

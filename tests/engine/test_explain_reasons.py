@@ -40,6 +40,7 @@ def slow(engine: MakeEngine, store: TroubledStore, tmp_path: Path) -> Callable[.
     def make(deadline: str = "200ms", **settings: Any) -> ReplayEngine:
         chain = ChainSpec(
             version=1,
+            load_when="always",
             tiers=(SlowSpec.model_validate({"type": "slow", "deadline": deadline}),),
             staging=64 * 4096,
             explain={"folder": str(tmp_path / "explain")},  # type: ignore[arg-type]

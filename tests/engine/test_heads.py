@@ -55,7 +55,7 @@ def test_what_a_store_has_of_a_request_is_its_head(
     tiers: list[OffloadingSpec] = [SlowSpec(type="slow").model_copy(update=SETTINGS[setting])]
     if above:
         tiers.insert(0, CpuSpec(type="cpu", capacity=20 * SLOT))
-    chain = ChainSpec(version=1, tiers=tuple(tiers), staging=12 * SLOT)
+    chain = ChainSpec(version=1, load_when="always", tiers=tuple(tiers), staging=12 * SLOT)
     clock = Clock(100.0)
     made = engine(chain, num_blocks=240, batch_tokens=28, prefix_caching=False, now=clock)
     both = [made.add([n, *LONG[: 60 + 90 * n]], 9) for n in range(2)]

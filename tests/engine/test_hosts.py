@@ -109,7 +109,7 @@ def test_a_plugin_says_whether_it_is_local_or_its_store_does(
 ) -> None:
     monkeypatch.setattr("tests.support.slow_store.STORES", [kind()])
     tier = spec.model_validate({"type": "slow"})
-    chain = ChainSpec(version=1, tiers=(tier,), staging=256 * SLOT)
+    chain = ChainSpec(version=1, load_when="always", tiers=(tier,), staging=256 * SLOT)
     made = engine(chain, world_size=2, hosts="aab", prefix_caching=False)
     ask_twice(made)
     assert bool(made.stats.data.get("slow", {}).get("loaded_blocks")) == is_used

@@ -72,7 +72,9 @@ def _let_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def chain(*more: Any, **settings: Any) -> ChainSpec:
     tier = PluginSpec.model_validate({"type": "plugin", "deadline": "200ms", **settings})
-    return ChainSpec(version=1, tiers=(tier, *more), staging=256 * SLOT, max_wait="400ms")  # type: ignore[arg-type]
+    tiers = (tier, *more)
+    made = ChainSpec(version=1, load_when="always", tiers=tiers, staging=256 * SLOT)
+    return made.model_copy(update={"max_wait": 0.4})
 
 
 def shared() -> None:

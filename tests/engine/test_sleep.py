@@ -79,7 +79,7 @@ def test_nothing_arrives_while_the_engine_sleeps(engine: MakeEngine, store: Trou
     tier = SlowSpec.model_validate({"type": "slow", "deadline": "30s"})
     # It is asked in the background: a busy machine must not open the breaker of its index.
     store.slow.indexed = False
-    chain = ChainSpec(version=1, tiers=(tier,), max_wait=PATIENCE)
+    chain = ChainSpec(version=1, load_when="always", tiers=(tier,), max_wait=PATIENCE)
     made = engine(chain, num_blocks=120)
     ask(made)
     made.settle()

@@ -25,7 +25,7 @@ BLOCKS = 512
 
 def chain(staging: int | None = 16 * SLOT, **more: Any) -> ChainSpec:
     tier = SlowSpec.model_validate({"type": "slow", **more})
-    return ChainSpec(version=1, tiers=(tier,), staging=staging)
+    return ChainSpec(version=1, load_when="always", tiers=(tier,), staging=staging)
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ SETTINGS: dict[str, tuple[ReplayModel, LoadPolicy, int, bool]] = {
     "hybrid": (HYBRID, "first", 2, True),
     "hybrid stitched": (HYBRID, "stitched", 1, False),
     "windows": (WINDOWS, "longest", 1, True),
-    "soonest": (MODEL, "soonest", 2, False),
-    "windows soonest": (WINDOWS, "soonest", 1, True),
+    "compared": (MODEL, "stitched", 2, False),
+    "windows compared": (WINDOWS, "stitched", 1, True),
     "states": (RECURRENT, "stitched", 1, True),
     "states uncached": (RECURRENT, "stitched", 2, False),
 }
@@ -93,6 +93,7 @@ def test_no_token_differs_and_nothing_is_left_behind(tmp_path: Path, setting: st
     chain = ChainSpec(
         version=1,
         load_policy=load,
+        load_when="sooner" if "compared" in setting else "always",
         staging=24 * SLOT,
         tiers=(
             CpuSpec(type="cpu", capacity=16 * SLOT),

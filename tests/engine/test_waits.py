@@ -19,7 +19,9 @@ from tiers.engine.replay import ReplayEngine, answer
 
 def chain(*above: OffloadingSpec, max_wait: Any = "300ms", **settings: Any) -> ChainSpec:
     tier = SlowSpec.model_validate({"type": "slow", "deadline": "200ms", **settings})
-    return ChainSpec(version=1, tiers=(*above, tier), max_wait=max_wait, staging=256 * SLOT)
+    return ChainSpec(
+        version=1, load_when="always", tiers=(*above, tier), max_wait=max_wait, staging=256 * SLOT
+    )
 
 
 @pytest.mark.fault(

@@ -24,7 +24,7 @@ from tiers.gpu.copier import CpuCopier
 def test_answers_are_those_without_tiers(device: str, model: ReplayModel, tmp_path: Path) -> None:
     memory = CpuSpec(type="cpu", capacity=24 * SLOT)
     disk = DiskSpec(type="disk", path=tmp_path, capacity=200 * SLOT)
-    chain = ChainSpec(version=1, staging=32 * SLOT, tiers=(memory, disk))
+    chain = ChainSpec(version=1, load_when="always", staging=32 * SLOT, tiers=(memory, disk))
     engine = ReplayEngine(chain, replace(model, device=device), num_blocks=64, batch_tokens=64)
     assert all(layer.device == torch.device(device, layer.device.index) for layer in layers(engine))
     rng = random.Random(0)
@@ -59,7 +59,10 @@ class Counting(CpuCopier):
 def test_a_step_gathers_once_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counting, "gathers", 0)
     chain = ChainSpec(
-        version=1, staging=32 * SLOT, tiers=(CpuSpec(type="cpu", capacity=64 * SLOT),)
+        version=1,
+        load_when="always",
+        staging=32 * SLOT,
+        tiers=(CpuSpec(type="cpu", capacity=64 * SLOT),),
     )
     engine = ReplayEngine(chain, MODEL, num_blocks=64, open_copier=Counting)
     for first in range(4):

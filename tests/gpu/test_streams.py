@@ -58,7 +58,9 @@ def serve(
     connectors' threads get on now and then. Half-way the engine sleeps."""
     store = PromptSpec(type="given", name="store").over(MemoryStore())
     memory = CpuSpec(type="cpu", capacity=12 * SLOT, verify="always" if seed % 2 else "never")
-    chain = ChainSpec(version=1, staging=24 * SLOT, tiers=(memory, store), max_wait=PATIENCE)
+    chain = ChainSpec(
+        version=1, load_when="always", staging=24 * SLOT, tiers=(memory, store), max_wait=PATIENCE
+    )
     engine = StreamedEngine(chain, model, order, patch, num_blocks=20, batch_tokens=64)
     rng = random.Random(seed)
     requests = []
@@ -177,7 +179,7 @@ def fail_in_a_scatter(model: Model, patch: pytest.MonkeyPatch) -> None:
 def verified(model: Model, patch: pytest.MonkeyPatch, **options: Any) -> StreamedEngine:
     """An engine that has computed a prompt, and whose threads have not begun."""
     memory = CpuSpec(type="cpu", capacity=64 * SLOT, verify="always")
-    chain = ChainSpec(version=1, staging=24 * SLOT, tiers=(memory,))
+    chain = ChainSpec(version=1, load_when="always", staging=24 * SLOT, tiers=(memory,))
     order = ORDERS["V1 and V2"]
     engine = StreamedEngine(chain, model, order, patch, num_blocks=20, **options)
     engine.add(range(40), 1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from spec.chain import ChainSpec, CheapestSpec
+from spec.chain import ChainSpec
 from spec.errors import SpecError
 from spec.load import load_chain
 from tiers.cpu.spec import CpuSpec
@@ -81,30 +81,13 @@ def test_alike_is_not_the_same() -> None:
     chain(redis(key_prefix="a"), redis(key_prefix="b"), redis("redis://cache/1"), CPU, CPU)
 
 
-def test_cheapest_has_settings_of_its_own() -> None:
-    assert chain(CPU).cheapest is None
-    made = chain(CPU, load_policy="cheapest", cheapest={"margin": 0.2})
-    assert (made.cheapest.min_tokens, made.cheapest.margin) == (64, 0.2)  # type: ignore[union-attr]
-    assert chain(CPU, load_policy="cheapest").cheapest == CheapestSpec()
-    assert ChainSpec.model_validate_json(made.model_dump_json()) == made
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (
-            {"load_policy": "longest", "cheapest": {}},
-            "cheapest: found an .* write load_policy: cheapest, or rem",
-        ),
-        ({"load_policy": "cheapest", "cheapest": {"min_token": 1}}, "did you mean min_tokens"),
-        (
-            {"load_policy": "cheapest", "cheapest": {"margin": -1}},
-            "cheapest.margin: found -1; input sho",
-        ),
-        (
-            {"load_policy": "cheapest", "cheapest": 64},
-            "cheapest: found 64; write its settings, like",
-        ),
+        ({"load_policy": "soonest"}, "found 'soonest'; write load_policy: stitched, which now"),
+        ({"load_policy": "cheapest"}, "found 'cheapest'; write load_policy: stitched; load_when: "),
+        ({"cheapest": {"margin": 0.2}}, "cheapest: found a key that was renamed; write load_when"),
+        ({"load_when": "soon"}, "load_when: found 'soon'; did you mean sooner"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], says: str) -> None:

@@ -7,7 +7,7 @@ from tiers.engine.replay import ReplayEngine, answer
 from tiers.engine.replay.requests import ReplayRequest
 
 PREFIX = [7 * token % 997 for token in range(16 * MODEL.block_tokens)]
-POLICIES = ["first", "longest", "stitched", "soonest", "cheapest"]
+POLICIES = ["first", "longest", "stitched"]
 
 
 def fill(made: ReplayEngine, salt: str = "") -> ReplayRequest:

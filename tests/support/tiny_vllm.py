@@ -140,6 +140,12 @@ def hosted(*tiers: dict[str, Any], **chain: Any) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "spec_name": "KVTiersOffloadingSpec",
             "spec_module_path": "tiers.engine.vllm_offloading",
-            "chain": {"version": 1, "staging": "3MiB", "tiers": list(tiers), **chain},
+            "chain": {
+                "version": 1,
+                "load_when": "always",
+                "staging": "3MiB",
+                "tiers": list(tiers),
+                **chain,
+            },
         },
     }

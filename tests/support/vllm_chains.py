@@ -24,7 +24,7 @@ def transfer(connector: str, connectors: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def tiers(*chain: dict[str, Any], **more: Any) -> dict[str, Any]:
-    spec = {"version": 1, "staging": "64MiB", "tiers": list(chain)}
+    spec = {"version": 1, "load_when": "always", "staging": "64MiB", "tiers": list(chain)}
     return {
         "kv_connector": "KVTiersConnector",
         "kv_role": "kv_both",

@@ -30,8 +30,9 @@ SLOW = {
 }
 CHAINS: dict[str, Any] = {
     **{
-        name: {"load_policy": name}
-        for name in ("first", "longest", "stitched", "soonest", "cheapest")
+        f"{name}, {when}": {"load_policy": name, "load_when": when}
+        for name in ("first", "longest", "stitched")
+        for when in ("sooner", "always")
     },
     "no promotion": {"promote": False},
 }
@@ -87,7 +88,7 @@ def test_the_simulation_agrees_where_loads_share_a_link_with_slower_stores() -> 
     )
     staging = 100 * BLOCK_BYTES * large
     tiers = ChainSpec.model_validate(
-        {"version": 1, "staging": staging, "tiers": [disk(600 * large)]}
+        {"version": 1, "load_when": "always", "staging": staging, "tiers": [disk(600 * large)]}
     )
     requests = chats(5)
     real, simulated = (serve(requests, SIZE, tiers, shared) for serve in (replay, simulate))

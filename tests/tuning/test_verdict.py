@@ -54,7 +54,7 @@ def test_fewer_tiers_then_fewer_settings_then_a_lower_price_are_simpler() -> Non
         SimChain((replace(disk, capacity=50),)),
         SimChain((disk,)),
         SimChain((CPU,)),
-        SimChain((CPU,), "cheapest"),
+        SimChain((CPU,), "longest"),
         SimChain((replace(CPU, store_threshold=2, eviction="arc"),)),
         SimChain((CPU, disk)),
     ]

@@ -113,7 +113,7 @@ def _settings(
     return MultiSettings(
         load_policy=chain.load_policy,
         requests=requests,
-        cheapest=chain.cheapest,
+        loads_always=chain.load_when == "always",
         now=now,
         observers=observers if explanations is None else (*observers, explanations),
         explainer=explanations or Explainer(),

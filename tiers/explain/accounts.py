@@ -22,7 +22,7 @@ REASONS = {
     "limit": "the request's own limits",
     "budget": "the request had waited for max_wait",
     "computing": "computing is faster",
-    "short": "it has less than cheapest.min_tokens",
+    "short": "it has too little to be of use",
     "above": "another tier serves these blocks",
     "elsewhere": "another connector of the engine serves, or the engine took nothing",
     "nothing": "there was no whole block to load",

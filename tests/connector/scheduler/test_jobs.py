@@ -9,6 +9,7 @@ from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
 from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.messages import JobResult, LoadItem, StoreItem
+from tiers.connector.policy.choice import NOBODY
 from tiers.connector.policy.requests import RequestState
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.policy.wait_budget import WaitBudget
@@ -31,6 +32,7 @@ def test_gauges_say_what_is_under_way_and_go_through_nothing() -> None:
     jobs._loading, jobs._storing = Unlooked(), Unlooked()
     state = cast(RequestState, FakeRequest())
     state.wait_budget, state.request = WaitBudget(Clock()), cast(Any, state)
+    state.choice = NOBODY
     own = TierRequest(state)
     under_way: dict[int, tuple[str, int, int]] = {}
     for _ in range(300):

@@ -156,7 +156,9 @@ def test_an_answer_that_is_there_outlives_the_beginning(asking: Asking) -> None:
 def open_chain(*stores: TierStore, clock: Clock | None = None) -> MultiScheduler:
     """The scheduler half of a chain of these stores, the uppermost first."""
     tiers = tuple(GivenSpec(type=f"tier-{n}").over(store) for n, store in enumerate(stores))
-    spec = ChainSpec(version=1, staging=1 << 20, load_policy="first", tiers=tiers)
+    spec = ChainSpec(
+        version=1, load_when="always", staging=1 << 20, load_policy="first", tiers=tiers
+    )
     engine = EngineInfo({}, 16, 16, num_blocks=1)
     chain = open_scheduler(spec, engine, clock or Clock())
     said = OffloadingWorkerMetadata(handshakes={0: WorkerHandshake(0, SPACE * 8, 4096)})

@@ -49,7 +49,7 @@ def test_a_block_that_the_engine_leaves_out_of_its_own_hits_is_not_loaded_back(
     assert hits(made) == 0
 
 
-@pytest.mark.parametrize("load", POLICIES[:3])  # cheapest leaves more out, to measure computing
+@pytest.mark.parametrize("load", POLICIES)
 def test_what_is_loaded_ends_one_block_before_what_a_tier_has(
     drafting: Callable[..., ReplayEngine], load: str
 ) -> None:

@@ -38,7 +38,7 @@ def test_the_model_shows_a_single_wrong_byte(engine: Callable[..., ReplayEngine]
 
 
 CHAINS = [("cpu", "first"), ("disk", "first"), ("redis", "first")]
-CHAINS += [("all", load) for load in ("first", "longest", "soonest", "stitched")]
+CHAINS += [("all", load) for load in ("first", "longest", "stitched")]
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

@@ -129,7 +129,7 @@ def test_what_waited_for_a_store_goes_before_what_came_later(
     of them: when it ends they are the first to go, from their tail, and not the second prompt."""
     slow = SlowSpec(type="slow").model_copy(update={"max_inflight": 8 * MODEL.payload_bytes})
     above = CpuSpec.model_validate({"capacity": 12 * SLOT, "eviction": kind})
-    chain = ChainSpec(version=1, tiers=(above, slow), staging=24 * SLOT)
+    chain = ChainSpec(version=1, load_when="always", tiers=(above, slow), staging=24 * SLOT)
     made = engine(chain, num_blocks=24, prefix_caching=False)
     store.pace.hang("put")
     prompts = [range(100 * n, 100 * n + blocks * SIZE) for n, blocks in enumerate((8, 4, 2, 2))]

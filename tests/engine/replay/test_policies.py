@@ -191,7 +191,9 @@ def test_tiers_that_never_load_what_they_promise_are_each_tried_once(
 ) -> None:
     tiers = [LyingSpec(type="lying", name="a"), LyingSpec(type="lying", name="b")]
     honest = DiskSpec(type="disk", path=tmp_path, capacity=1 << 20)
-    chain = ChainSpec(version=1, staging=64 * SLOT, load_policy=load, tiers=(*tiers, honest))
+    chain = ChainSpec(
+        version=1, load_when="always", staging=64 * SLOT, load_policy=load, tiers=(*tiers, honest)
+    )
     made = engine(chain, prefix_caching=False, world_size=world_size)
     fill(made)
     request = ask_again(made, world_size)
@@ -301,6 +303,7 @@ def test_a_tier_that_is_looking_delays_nobody_once_the_others_have_all(
     speak = silent._store.speak
     chain = ChainSpec(
         version=1,
+        load_when="always",
         staging=64 * SLOT,
         load_policy=load,
         tiers=(silent, DiskSpec(type="disk", path=tmp_path, capacity=1 << 20)),

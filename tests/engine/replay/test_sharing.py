@@ -86,7 +86,10 @@ def test_without_a_cache_of_its_own_an_engine_is_not_kept_waiting(
 
 def slow(engine: MakeEngine, **more: Any) -> ReplayEngine:
     tier = SlowSpec(type="slow")
-    made = engine(ChainSpec(version=1, tiers=(tier,), staging=256 * SLOT, **more), num_blocks=200)
+    made = engine(
+        ChainSpec(version=1, load_when="always", tiers=(tier,), staging=256 * SLOT, **more),
+        num_blocks=200,
+    )
     fill(made)
     return made
 

@@ -25,7 +25,7 @@ class PromptSpec(SlowSpec):
 def crowded(engine: MakeEngine, *above: CpuSpec) -> tuple[ReplayEngine, ReplayRequest]:
     """An engine whose tier has LONG, which waits until another request has ended."""
     tier = PromptSpec.model_validate({"type": "slow"})
-    chain = ChainSpec(version=1, tiers=(*above, tier), staging=300 * SLOT)
+    chain = ChainSpec(version=1, load_when="always", tiers=(*above, tier), staging=300 * SLOT)
     made = engine(chain, num_blocks=110, batch_tokens=500, prefix_caching=False)
     ask(made)
     made.settle()

@@ -292,7 +292,9 @@ def test_replicas_share_a_redis_and_a_disk(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     chain = tmp_path / "chain.yaml"
-    chain.write_text(yaml.safe_dump({"version": 1, "staging": "64MiB", "tiers": tiers}))
+    chain.write_text(
+        yaml.safe_dump({"version": 1, "load_when": "always", "staging": "64MiB", "tiers": tiers})
+    )
     server = VllmServer(
         tiny_llama,
         chain,

@@ -129,7 +129,7 @@ def test_hundreds_of_requests_with_aborts_in_too_little_kv(
     redis["timeout"] = "30s"
     tiers = [{"type": "cpu", "capacity": "2MiB"}, disk(tmp_path / "disk"), redis]
     few = {"num_gpu_blocks_override": 34, "abort": 100, **IN_PROCESS}
-    run = run_vllm([requests], tiers, load_policy="cheapest", **few)
+    run = run_vllm([requests], tiers, load_policy="stitched", load_when="sooner", **few)
     assert run.count("cpu", "load_tokens_per_second") > 0
     assert run.count("cpu", "prefill_tokens_per_second") > 0
     assert run.preemptions > 0

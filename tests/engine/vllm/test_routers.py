@@ -189,7 +189,9 @@ def test_a_vllm_that_starts_again_tells_an_indexer_what_its_disk_has(
     addresses = Addresses()
     chain = tmp_path / "chain.yaml"
     tiers = [disk(tmp_path / "disk", capacity="64MiB")]
-    chain.write_text(yaml.safe_dump({"version": 1, "staging": "64MiB", "tiers": tiers}))
+    chain.write_text(
+        yaml.safe_dump({"version": 1, "load_when": "always", "staging": "64MiB", "tiers": tiers})
+    )
     on_disk = {"1": {"gpu": 0, "cpu": 0, "disk": 18 * BLOCK_TOKENS}}
     with Indexer(python, BLOCK_TOKENS) as indexer:
         with served(tiny_llama, chain, tmp_path / "log", addresses) as server:

@@ -42,7 +42,9 @@ def served(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     everybodys.mkdir()
     everybodys.chmod(0o777)
     tiers += [{"type": "disk", "capacity": "64MiB", "path": str(everybodys), "name": REFUSED}]
-    chain.write_text(yaml.safe_dump({"version": 1, "staging": "64MiB", "tiers": tiers}))
+    chain.write_text(
+        yaml.safe_dump({"version": 1, "load_when": "always", "staging": "64MiB", "tiers": tiers})
+    )
     server = VllmServer(tiny_llama, chain, folder / "log")
     try:
         FIRST[:] = [_opened(server)]

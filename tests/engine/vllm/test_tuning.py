@@ -84,7 +84,7 @@ def test_recorded_replayed_and_explained(run_vllm: Callable[..., Run], tmp_path:
     assert sum(counted.values()) == run.external_hits
     assert min(counted.values()) > 1000, "both tiers serve"
     own = sum(map(sum, run.cached)) - int(run.external_hits)
-    chain = {"version": 1, "staging": "64MiB", "tiers": tiers, **stitched}
+    chain = {"version": 1, "load_when": "always", "staging": "64MiB", "tiers": tiers, **stitched}
     for how in ("--simulate", "--real"):
         told = replayed(trace, tmp_path, chain, how)
         near = told["prompt_tokens"] / 100

@@ -73,7 +73,7 @@ def machine(**more: Any) -> Machine:
 def chain(*tiers: Any, **more: Any) -> ChainSpec:
     """A chain; all its host memory for blocks on their way is 40 blocks."""
     return ChainSpec.model_validate(
-        {"version": 1, "staging": 40 * BLOCK_BYTES, "tiers": tiers} | more
+        {"version": 1, "staging": 40 * BLOCK_BYTES, "tiers": tiers, "load_when": "always"} | more
     )
 
 

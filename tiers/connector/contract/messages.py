@@ -139,7 +139,8 @@ class JobResult:
     seconds moving them took on the slowest. `lost`: items that the tier was asked for and has no
     more; others that failed it may well have, when there is time. `times`: of the slowest rank.
     `known`: items of a store that the tier had before, as one rank found. `renewed`: how many
-    items of a store a rank did not send, since the store had them."""
+    items of a store a rank did not send, since the store had them. `late`: whether a load's time
+    was over on any rank."""
 
     ranks: int = 0
     failed: set[int] = field(default_factory=set)
@@ -148,6 +149,7 @@ class JobResult:
     times: LoadTimes = NO_TIMES
     known: Set[int] = frozenset()
     renewed: int = 0
+    late: bool = False
 
     def fold(self, other: JobResult) -> None:
         """Take in how the job ended on other ranks."""
@@ -155,6 +157,7 @@ class JobResult:
         if other.failed:
             self.failed |= other.failed
             self.lost |= other.lost
+        self.late |= other.late
         if other.known:
             self.known |= other.known
         if other.seconds > self.seconds:

@@ -21,7 +21,8 @@ COUNTERS = {
     "recompute_preferred": "Requests that computed what the tier held, because that was faster.",
     "loaded_blocks": "Blocks loaded and verified.",
     "loaded_bytes": "Bytes loaded.",
-    "load_timeouts": "Loads that a rank gave up at the end of max_wait.",
+    "load_timeouts": "Loads that a rank gave up, or did not begin, since they could not end within "
+    "max_wait or before computing.",
     "load_failures": "Blocks found but not loaded; the engine recomputes them.",
     "damaged_blocks": "Blocks that failed verification; they are never served.",
     "stored_blocks": "Blocks sent to the tier and stored; of several ranks each one's part.",
@@ -54,8 +55,7 @@ GAUGES = {
     "writes_up": "1 if the last write succeeded, 0 while the write circuit breaker is open.",
     "load_latency_seconds": "Fixed time of a load, as measured.",
     "load_tokens_per_second": "Rate of a load after its fixed time, as measured.",
-    "prefill_tokens_per_second": "Rate at which the engine computes prompts, as measured by the "
-    "load policy cheapest.",
+    "prefill_tokens_per_second": "Rate at which the engine computes prompts, as measured.",
     "loading_jobs": "Loads in flight, waiting ones included, after the last step.",
     "loading_bytes": "Bytes of the loads in flight, over all ranks.",
     "storing_jobs": "Stores in flight, waiting ones included, after the last step.",

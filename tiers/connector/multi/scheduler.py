@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spec.chain import CheapestSpec, LoadPolicy
+from spec.chain import LoadPolicy
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.contract.connector import SchedulerConnector
 from tiers.connector.contract.engine import EngineInfo
@@ -23,15 +23,15 @@ from tiers.connector.multi.metadata import (
     MultiWorkerMetadata,
 )
 from tiers.connector.multi.weight_agreement import WeightAgreement
-from tiers.connector.policy.cheapest.cheapest import Cheapest, load_costs
 from tiers.connector.policy.choice import LATER, NOBODY, Choice, clip, tokens_of_each
-from tiers.connector.policy.chooser import Chooser
+from tiers.connector.policy.chooser import Chooser, load_costs
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.loaders import BlockLoader, reasons_of
+from tiers.connector.policy.lookup_latency import LookupLatency
 from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
-from tiers.connector.policy.soonest import Soonest
 from tiers.explain.explanations import Explainer
+from tiers.loading.comparison import Comparison
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +44,15 @@ class MultiSettings:
     """How a `MultiScheduler` chooses who loads.
 
     `requests`: those of the chain, which its tiers use, too. None: the children are connectors of
-    the engine, with blocks of `block_tokens`. `cheapest`: settings of the load policy of that
-    name. `now`: seconds, never going back. `observers`: hear of every request.
+    the engine, with blocks of `block_tokens`. `loads_always`: also what is computed sooner. `now`:
+    seconds, never going back. `observers`: hear of every request.
     `explainer`: told why each request is served as it is.
     """
 
     load_policy: LoadPolicy = "first"
     block_tokens: int = 1
     requests: RequestTable | None = None
-    cheapest: CheapestSpec | None = None
+    loads_always: bool = False
     now: Callable[[], float] = time.monotonic
     observers: Sequence[RequestObserver] = ()
     explainer: Explainer = Explainer()  # noqa: RUF009 - it has no state
@@ -79,20 +79,14 @@ class MultiScheduler(EveryChild):
             size = settings.block_tokens
             requests = RequestTable(EngineInfo({}, size, size, 0, caches_prefixes=False))
         self._requests, self._block_tokens = requests, requests.engine.block_tokens
-        self._cheapest: Cheapest | None = None
-        if settings.load_policy == "cheapest":
-            self._cheapest = Cheapest(
-                settings.cheapest or CheapestSpec(),
-                self._block_tokens,
-                load_costs(children),
-                settings.now,
-                cut=requests.groups.window == 0,
-            )
-        soonest = None
-        if settings.load_policy == "soonest":
-            soonest = Soonest(self._block_tokens, load_costs(children), settings.now)
+        now, costs = settings.now, load_costs(children)
         self._chooser = Chooser(
-            self.children, self.names, settings.load_policy, requests, self._cheapest, soonest
+            self.children,
+            self.names,
+            settings.load_policy,
+            requests,
+            Comparison(self._block_tokens, costs, now, settings.loads_always),
+            LookupLatency(now),
         )
         self._sharing = LoadSharing(requests.engine) if requests.engine.caches_prefixes else None
         self._agreement = WeightAgreement(requests.engine.world_size, requests.generation)
@@ -106,8 +100,7 @@ class MultiScheduler(EveryChild):
         """Observers and every child learn of a request before it is first asked for it."""
         for observer in self._observers:
             observer.arrived(request)
-        if self._cheapest is not None:
-            self._cheapest.arrived()
+        self._chooser.arrived()
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -201,12 +194,12 @@ class MultiScheduler(EveryChild):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiConnectorMetadata:
         """All children's orders, and, once, the saves to wait for."""
-        scheduled = self._requests.begin_step(scheduler_output).scheduled
+        step = self._requests.begin_step(scheduler_output)
         self._explainer.runs(scheduler_output)
         saves, self._more_saves = self._more_saves, {}
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
-        step = self._cheapest.prefill.step_begins(scheduled) if self._cheapest else None
-        return MultiConnectorMetadata(metadata, saves, step, self._agreement.orders(metadata))
+        number = self._chooser.step_begins(step.prompt_tokens)
+        return MultiConnectorMetadata(metadata, saves, number, self._agreement.orders(metadata))
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine has computed a prompt's tokens, and says itself how long that took."""
@@ -281,8 +274,7 @@ class MultiScheduler(EveryChild):
             state = self._requests.get(request)
             if self._sharing is not None and state is not None:
                 self._sharing.ends(state)
-            if self._cheapest is not None:
-                self._cheapest.gone(state)
+            self._chooser.gone(state)
             try:
                 for observer in self._observers:
                     observer.ended(request)

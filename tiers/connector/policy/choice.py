@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from tiers.connector.contract.coverage import (
     usable,
     waves,
 )
+from tiers.loading.shares import Pace, Stretch, share
 
 Shares = dict[int, list[range]]
 """Blocks of one request that each child loads: child to ranges of block indexes, in order."""
@@ -28,8 +30,9 @@ class Choice(NamedTuple):
 
     `tokens` None: a child is still looking, ask again. `child` None: nobody serves, or several
     do, each its `shares`. `probed`: the child that loads only to be measured. `passed`: children
-    that have tokens which are computed since that is faster. `seconds`: until the end of the
-    prompt, where that is estimated. `computed`: tokens that precede those of the choice.
+    that have tokens which are computed, or loaded from others, since that is faster. `seconds`:
+    until the end of the prompt, where that is estimated. `within`: seconds after which the load is
+    ended. `computed`: tokens that precede those of the choice.
     """
 
     child: int | None
@@ -39,6 +42,7 @@ class Choice(NamedTuple):
     probed: int | None = None
     passed: tuple[int, ...] = ()
     seconds: float = 0.0
+    within: float = math.inf
     computed: int = 0
 
 
@@ -132,6 +136,63 @@ def stitched(children: Mapping[int, Coverage], blocks: range, window: int = 0) -
     )
 
 
+def shared(
+    children: Mapping[int, Coverage],
+    blocks: range,
+    window: int,
+    paces: Mapping[int, Pace],
+    last: Callable[[int], int],
+) -> Stitch:
+    """As `stitched`, but all children that hold a part of the prefix load it at once, shared so
+    that its last block comes soonest. `paces`, `last`: see `share`."""
+    levels, looking = _ask_all(children, blocks)
+    best = [max(held) for held in zip(*levels.values(), strict=True)]
+    count = usable(best, window) if window else leading(best)
+    tail = max(0, count - window)
+    stretches = _stretches(levels, range(tail), NO_WINDOW)
+    stretches += _stretches(levels, range(tail, count), COMPLETE if window else NO_WINDOW)
+    pieces, _ = share(stretches, paces, last)
+    shares: Shares = {}
+    block = blocks.start
+    for child, run in groupby(pieces, key=lambda piece: piece[0]):
+        stop = block + sum(length for _, length in run)
+        shares.setdefault(child, []).append(range(block, stop))
+        block = stop
+    return Stitch(shares, blocks.start + count, looking and count < len(blocks))
+
+
+def _ask_all(children: Mapping[int, Coverage], blocks: range) -> tuple[dict[int, list[int]], bool]:
+    """What each child holds, up to the wave in which a gap that all leave ends the prefix; and
+    whether any is still looking, which holds nothing so far."""
+    levels: dict[int, list[int]] = {child: [] for child in children}
+    looking = False
+    for wave in waves(blocks):
+        best: Sequence[int] = [MISSING] * len(wave)
+        for child, coverage in children.items():
+            held = coverage(wave)
+            if held is None:
+                looking, held = True, [MISSING] * len(wave)
+            levels[child] += held
+            best = list(map(max, best, held))
+        if not all(best):
+            break
+    return levels, looking
+
+
+def _stretches(levels: Mapping[int, Sequence[int]], blocks: range, least: int) -> list[Stretch]:
+    """Who holds at least `least` of these blocks."""
+    parts = {child: level[blocks.start : blocks.stop] for child, level in levels.items()}
+    if all(len(set(part)) <= 1 for part in parts.values()):  # by far most often
+        holders = tuple(child for child, part in parts.items() if part and part[0] >= least)
+        return [(holders, len(blocks))] if blocks else []
+    each = zip(*parts.values(), strict=True)
+    stretches = []
+    for level, run in groupby(each):
+        holders = tuple(child for child, much in zip(parts, level, strict=True) if much >= least)
+        stretches.append((holders, len(list(run))))
+    return stretches
+
+
 NOT_OWNED = -1
 
 
@@ -165,6 +226,17 @@ def clip(shares: Shares, count: int) -> Shares:
         for child, ranges in shares.items()
     }
     return {child: ranges for child, ranges in clipped.items() if ranges}
+
+
+def behind(shares: Shares, head: Shares) -> Shares:
+    """The shares of a prefix of which `head` has the first blocks; either begins where it does."""
+    stop = max(ranges[-1].stop for ranges in head.values())
+    merged = {child: list(ranges) for child, ranges in head.items()}
+    for child, ranges in shares.items():
+        rest = [range(max(r.start, stop), r.stop) for r in ranges if r.stop > stop]
+        if rest:
+            merged.setdefault(child, []).extend(rest)
+    return merged
 
 
 def tokens_of_each(choice: Choice, tokens: int, block_tokens: int) -> dict[int, int]:

@@ -2,51 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from spec.chain import LoadPolicy
 from tiers.connector.contract.connector import SchedulerConnector
-from tiers.connector.policy.cheapest.cheapest import Cheapest
 from tiers.connector.policy.choice import (
     LATER,
     NOBODY,
     Choice,
     Coverage,
+    Shares,
     Stitch,
+    behind,
     clip,
     first,
     longest,
+    shared,
     stitched,
+    tokens_of_each,
 )
 from tiers.connector.policy.loaders import BlockLoader, TimedLoader
+from tiers.connector.policy.lookup_latency import LookupLatency
 from tiers.connector.policy.requests import RequestState, RequestTable
-from tiers.connector.policy.soonest import Soonest
 from tiers.explain.attempt import UNNOTED, Attempt
+from tiers.loading.comparison import Comparison, Wish
+from tiers.loading.load_cost import LoadCost
+
+
+def load_costs(children: Sequence[SchedulerConnector]) -> dict[int, LoadCost]:
+    """The meters of those children that have one, by child."""
+    return {i: c.load_cost for i, c in enumerate(children) if isinstance(c, TimedLoader)}
 
 
 class _Question(NamedTuple):
     """What is asked for a request: at most `loadable` tokens, in whole blocks, from `computed`.
 
-    `asked`: children that have been, so far. `notes`: told what they answer.
+    `asked`: other connectors that have been, so far. `notes`: told what children answer.
+    `looking`: our tiers that have no answer yet. `held`: what they have answered, by tier and
+    first block. `waits`: whether the policy waits for those that look, or takes them to have
+    nothing. `but`: children that may not load.
     """
 
     state: RequestState
     computed: int
     loadable: int
-    asked: set[int]
+    asked: dict[int, tuple[int | None, bool]]
     notes: Attempt
+    looking: set[int]
+    held: dict[tuple[int, int], Sequence[int]]
+    waits: bool = True
+    but: Collection[int] = ()
+
+
+class _Plan(NamedTuple):
+    """What the policy would load; see `tiers.loading.comparison.Plan`."""
+
+    choice: Choice
+    parts: Mapping[int, int]
+    size: int
+
+    @property
+    def tokens(self) -> int:
+        return self.choice.tokens or 0
+
+    def behind(self, head: _Plan) -> _Plan:
+        """The plan of which `head` loads the first blocks."""
+        shares = behind(self.choice.shares or {}, head.choice.shares or {})
+        tokens = max(self.tokens, head.tokens)
+        choice = Choice(None, tokens, True, shares)
+        return _Plan(choice, tokens_of_each(choice, tokens, self.size), self.size)
 
 
 class Chooser:
     """The load policy of a chain, within the limits that a request sets itself.
 
+    The policy orders the tiers; what it plans is compared with computing (see `Comparison`), and
+    planned again without tiers that would be later.
+
     A child that is no `BlockLoader` (another connector of the engine) loads the whole prefix it
     reports or nothing. So it never shares a request: `stitched` gives it one alone where it has
-    more than our tiers together, and one with more than `max_load_tokens` does not serve. Nor is
-    it known how long its loads take: `cheapest` lets it serve where it has more than our tiers
-    are to load.
+    more than our tiers are to load, and one with more than `max_load_tokens` does not serve. Nor is
+    it known how long its loads take: they are not compared with computing.
     """
 
     def __init__(
@@ -55,32 +93,43 @@ class Chooser:
         names: Sequence[str],
         load: LoadPolicy,
         requests: RequestTable,
-        cheapest: Cheapest | None = None,
-        soonest: Soonest | None = None,
+        comparison: Comparison,
+        waits: LookupLatency,
     ) -> None:
-        """`cheapest`, `soonest`: what decides under the load policy of that name."""
+        """`comparison`: of all children that are measured. `waits`: of their lookups."""
         self._children = tuple(zip(names, children, strict=True))
-        self._cheapest = cheapest
-        self._soonest = soonest
+        self._comparison = comparison
+        self._waits = waits
         self._apply_policy: Callable[[_Question], Choice] = {
             "first": self._first,
             "longest": self._longest,
             "stitched": self._stitch,
-            "soonest": self._stitch,
-            "cheapest": self._stitch if cheapest is None else partial(self._cheapest_of, cheapest),
         }[load]
         self._requests = requests
         self._block_tokens = requests.engine.block_tokens
         self._window = requests.groups.window
         self._dropped = int(requests.engine.drops_last)
         self._loaders = {i: one for i, one in enumerate(children) if isinstance(one, BlockLoader)}
-        self._keeps_choices = len(self._loaders) == len(children) and not (cheapest or soonest)
+        self._waiting = 0
         # The engine's own connectors; ours, and chains of ours, know what they failed to load.
         self._foreign = {
             index: child
             for index, child in enumerate(children)
             if index not in self._loaders and not getattr(child, "limits_requests", False)
         }
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def arrived(self) -> None:
+        """One more request waits to begin."""
+        self._waiting += 1
+
+    def gone(self, state: RequestState | None) -> None:
+        """A request waits no more: it begins, or has ended; None: before anything was asked."""
+        if state is None or not state.has_begun:
+            self._waiting = max(0, self._waiting - 1)  # some engines announce no arrivals
+        if state is not None:
+            state.has_begun = True
 
     def choose(
         self, state: RequestState, num_computed_tokens: int, notes: Attempt = UNNOTED
@@ -94,76 +143,46 @@ class Chooser:
         if state.alone is not None and not state.computed:
             state.failed.add(state.alone)
         state.alone = None
-        versions = self._versions(state, num_computed_tokens)
-        if versions is not None and versions == state.versions and state.choice.tokens is not None:
-            return state.choice  # nothing has changed since
-        state.versions = versions
+        state.prompt_tokens = state.request.num_tokens
         question = self._question(state, num_computed_tokens, notes)
         may_load = state.limits.max_load_tokens is None or question.loadable > 0
-        choice = self._apply_policy(question) if may_load else NOBODY
+        choice = self._compared(question) if may_load else NOBODY
         if choice.tokens is not None:
-            for index in self._foreign.keys() - question.asked:
+            for index in self._foreign.keys() - question.asked.keys():
                 self._foreign[index].get_num_new_matched_tokens(state.request, num_computed_tokens)
-        if choice.child in self._loaders and choice.tokens:
-            start = num_computed_tokens // self._block_tokens
-            alone = range(start, start + choice.tokens // self._block_tokens)
-            return choice._replace(shares={choice.child: [alone]})
         return choice
 
-    def _versions(self, state: RequestState, computed: int) -> Hashable:
-        """A choice is the same while this is; None: it may not be.
+    def _question(self, state: RequestState, num_computed_tokens: int, notes: Attempt) -> _Question:
+        versions = self._versions(state, num_computed_tokens)
+        if versions is None or versions != state.versions:
+            state.versions, state.held = versions, {}
+            notes.asks_tiers(state.limits)
+        loadable = state.request.num_tokens - num_computed_tokens
+        if state.limits.max_load_tokens is not None:
+            loadable = min(loadable, state.limits.max_load_tokens)
+        loadable -= loadable % self._block_tokens
+        return _Question(state, num_computed_tokens, loadable, {}, notes, set(), state.held)
 
-        Of other connectors of the engine nobody knows, and `cheapest` and `soonest` go by time.
-        """
-        if not self._keeps_choices:
-            return None
+    def _versions(self, state: RequestState, computed: int) -> Hashable:
+        """What our tiers have of a request is the same while this is; None: it may not be."""
         versions = [loader.version(state) for loader in self._loaders.values()]
         known = None not in versions
         loadable = self._requests.loadable(state)
         return (computed, state.request.num_tokens, loadable, *versions) if known else None
 
-    def _question(self, state: RequestState, num_computed_tokens: int, notes: Attempt) -> _Question:
-        notes.asks_tiers(state.limits)
-        loadable = state.request.num_tokens - num_computed_tokens
-        if state.limits.max_load_tokens is not None:
-            loadable = min(loadable, state.limits.max_load_tokens)
-        loadable -= loadable % self._block_tokens
-        return _Question(state, num_computed_tokens, loadable, set(), notes)
-
-    def _first(self, question: _Question) -> Choice:
-        return first(self._answers(question))
-
-    def _longest(self, question: _Question) -> Choice:
-        return longest(self._answers(question), question.loadable)
-
     def decided(self, state: RequestState, choice: Choice) -> None:
         """The engine begins the request as it was chosen."""
-        state.versions = None
-        if self._soonest is not None:
-            self._soonest.decided(choice)
-        if self._cheapest is None:
+        state.versions, state.held = None, {}
+        self._waits.decided(state)
+        self.gone(state)
+        used = choice.shares or ({choice.child: []} if choice.child is not None else {})
+        self._comparison.decided(used, choice.probed, choice.seconds)
+        if choice.tokens:
             return
-        self._cheapest.decided(state, choice)
         for index in choice.passed:
             _, child = self._children[index]
             assert isinstance(child, TimedLoader)
             child.note(recompute_preferred=1)
-
-    def step_ended(self, number: int | None) -> None:
-        """The results of a step are here; `number` as `Cheapest` gave it."""
-        if self._cheapest is not None and self._cheapest.step_ended(number):
-            self._note_rate(self._cheapest)
-
-    def computed(self, tokens: int, seconds: float) -> None:
-        """A step has computed so many tokens of prompts in this time."""
-        if self._cheapest is not None and self._cheapest.computed(tokens, seconds):
-            self._note_rate(self._cheapest)
-
-    def _note_rate(self, cheapest: Cheapest) -> None:
-        each = cheapest.prefill.seconds_per_token
-        for _, child in self._children:
-            if isinstance(child, TimedLoader) and each:
-                child.note(prefill_tokens_per_second=1 / each)
 
     def loads(self, state: RequestState, child: int) -> None:
         """A child begins to load a request beside the steps.
@@ -174,15 +193,141 @@ class Chooser:
         if child in self._foreign:
             state.alone = child
 
+    # -- steps -------------------------------------------------------------------------------
+
+    def step_begins(self, tokens: int) -> int | None:
+        """A step will compute so many tokens of prompts; its number, if it is to be measured."""
+        return self._comparison.prefill.step_begins(tokens) if self._comparison.meters else None
+
+    def step_ended(self, number: int | None) -> None:
+        """The results of a step are here; `number` as `step_begins` gave it."""
+        if self._comparison.prefill.step_ended(number):
+            self._note_rate()
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step has computed so many tokens of prompts in this time."""
+        if self._comparison.prefill.measured(tokens, seconds):
+            self._note_rate()
+
+    def _note_rate(self) -> None:
+        each = self._comparison.prefill.seconds_per_token
+        for _, child in self._children:
+            if isinstance(child, TimedLoader) and each:
+                child.note(prefill_tokens_per_second=1 / each)
+
+    # -- comparing ---------------------------------------------------------------------------
+
+    def _compared(self, question: _Question) -> Choice:
+        """The policy's choice, as far as it comes in time and sooner than computing."""
+        comparison, state = self._comparison, question.state
+        question = question._replace(waits=comparison.token_seconds is None)
+        planned = self._apply_policy(question)
+        if planned.tokens is None or not comparison.meters:
+            return planned
+        question = question._replace(waits=False)
+        wish = Wish(
+            len(self._blocks(question)),
+            state.wait_budget.left(),
+            max(0, self._waiting - (not state.has_begun)),
+        )
+        verdict = comparison.choose(partial(self._propose, question, planned), wish)
+        for child in comparison.meters.keys() - question.looking:
+            self._waits.answered(child, state)
+        others_look = any(tokens is None for tokens, _ in question.asked.values())
+        hopes = {i: self._waits.left(i, state) for i in question.looking}
+        if others_look or comparison.hopes(hopes, verdict.saved, wish):
+            return LATER
+        choice = NOBODY if verdict.plan is None else verdict.plan.choice
+        return choice._replace(
+            passed=verdict.passed,
+            probed=verdict.probed,
+            seconds=verdict.seconds,
+            within=verdict.within,
+        )
+
+    def _propose(
+        self, question: _Question, choice: Choice, but: Collection[int], blocks: int | None
+    ) -> _Plan | None:
+        """The policy's plan without some children, for so many blocks at most; `choice`: with all
+        of them, for all."""
+        if blocks is not None:
+            loadable = min(question.loadable, blocks * self._block_tokens)
+            question = question._replace(loadable=loadable)
+        if but or blocks is not None:
+            choice = self._apply_policy(question._replace(but=but))
+        if not choice.tokens:
+            return None  # nothing, or another connector of the engine is still looking
+        if choice.child in self._loaders:
+            start = question.computed // self._block_tokens
+            alone = range(start, start + choice.tokens // self._block_tokens)
+            choice = choice._replace(shares={choice.child: [alone]})
+        parts = tokens_of_each(choice, choice.tokens or 0, self._block_tokens)
+        measured = parts if parts.keys() <= self._comparison.meters.keys() else {}
+        return _Plan(choice, measured, self._block_tokens)
+
+    # -- policies ----------------------------------------------------------------------------
+
+    def _first(self, question: _Question) -> Choice:
+        return first(self._answers(question))
+
+    def _longest(self, question: _Question) -> Choice:
+        return longest(self._answers(question), question.loadable)
+
+    def _stitch(self, question: _Question) -> Choice:
+        loaders = [i for i in self._loaders if self._may_load(i, question)]
+        blocks = self._blocks(question)
+        coverage = self._coverage_of(loaders, question)
+        found = stitched(coverage, blocks, self._window)
+        tokens = self._tokens(found, blocks)
+        if tokens < question.loadable:
+            alone = longest(self._answers(question, but=self._loaders), question.loadable)
+            looking = found.looking and question.waits
+            if alone.tokens is None or (looking and alone.tokens < question.loadable):
+                return LATER
+            if alone.tokens > tokens:
+                return alone
+        shares = self._shares(found, tokens)
+        if len(loaders) > 1 and self._comparison.is_long(tokens, self._parts(shares)):
+            shares = self._shared_out(coverage, blocks, tokens, shares)
+        return Choice(None, tokens, True, shares) if tokens else NOBODY
+
+    def _shared_out(
+        self, coverage: Mapping[int, Coverage], blocks: range, tokens: int, shares: Shares
+    ) -> Shares:
+        """The same prefix, from all tiers at once of which enough is known."""
+        meters = self._comparison.meters
+        known = [i for i in coverage if i in meters and meters[i].trial is None]
+        paces = {i: pace for i in known if (pace := meters[i].pace(self._block_tokens))}
+        if len(paces) < 2 or not shares.keys() <= paces.keys():
+            return shares
+        several = {i: coverage[i] for i in paces}
+        found = shared(several, blocks, self._window, paces, lambda i: meters[i].failures)
+        return self._shares(found, tokens) if self._tokens(found, blocks) >= tokens else shares
+
+    def _shares(self, found: Stitch, tokens: int) -> Shares:
+        return clip(found.shares, tokens // self._block_tokens)
+
+    def _parts(self, shares: Shares) -> dict[int, int]:
+        sizes = {i: sum(map(len, parts)) * self._block_tokens for i, parts in shares.items()}
+        return {i: tokens for i, tokens in sizes.items() if i in self._comparison.meters}
+
+    # -- asking ------------------------------------------------------------------------------
+
+    def _may_load(self, index: int, question: _Question) -> bool:
+        name, child = self._children[index]
+        # A chain within this one knows its own tiers.
+        limits_itself = getattr(child, "limits_requests", False)
+        state = question.state
+        if index in question.but or index in state.failed:
+            return False
+        return limits_itself or state.limits.may_load(name)
+
     def _answers(
         self, question: _Question, but: Iterable[int] = ()
     ) -> Iterator[tuple[int | None, bool]]:
         """What each child has, asked one by one; those that may not load, or in `but`: nothing."""
-        but = {*but, *question.state.failed}
-        for index, (name, child) in enumerate(self._children):
-            # A chain within this one knows its own tiers.
-            limits_itself = getattr(child, "limits_requests", False)
-            if (limits_itself or question.state.limits.may_load(name)) and index not in but:
+        for index, (_, child) in enumerate(self._children):
+            if index not in but and self._may_load(index, question):
                 yield self._ask(index, child, question)
             else:
                 yield 0, False
@@ -194,54 +339,42 @@ class Chooser:
             blocks = self._blocks(question)
             found = stitched(self._coverage_of((index,), question), blocks, self._window)
             tokens = self._tokens(found, blocks)
-            return (None, False) if found.looking else (tokens, tokens > 0)
-        question.asked.add(index)
+            looking = found.looking and question.waits
+            return (None, False) if looking else (tokens, tokens > 0)
+        if index in question.asked:
+            return question.asked[index]
         state = question.state
-        tokens_of, is_async = child.get_num_new_matched_tokens(state.request, question.computed)
-        question.notes.told(index, tokens_of)
-        limited = state.limits.max_load_tokens is not None
-        if limited and tokens_of is not None and tokens_of > question.loadable:
-            return 0, False
-        return tokens_of, is_async
+        answer = child.get_num_new_matched_tokens(state.request, question.computed)
+        question.notes.told(index, answer[0])
+        if state.limits.max_load_tokens is not None and (answer[0] or 0) > question.loadable:
+            answer = 0, False
+        question.asked[index] = answer
+        return answer
 
     def _coverage_of(self, loaders: Iterable[int], question: _Question) -> dict[int, Coverage]:
-        watch, state = question.notes.watch, question.state
-        return {i: watch(i, partial(self._loaders[i].coverage, state)) for i in loaders}
+        return {i: partial(self._held, i, question) for i in loaders}
+
+    def _held(self, index: int, question: _Question, blocks: range) -> Sequence[int] | None:
+        """A tier is asked once, however often the policy plans."""
+        held = question.held.get((index, blocks.start), ())
+        if len(held) >= len(blocks):
+            return held if len(held) == len(blocks) else held[: len(blocks)]
+        if index in question.looking:
+            return None
+        coverage = question.notes.watch(
+            index, partial(self._loaders[index].coverage, question.state)
+        )
+        found = coverage(blocks)
+        if found is None:
+            question.looking.add(index)
+        else:
+            question.held[index, blocks.start] = found
+        return found
 
     def _tokens(self, found: Stitch, blocks: range) -> int:
         """How many tokens a stitched prefix brings."""
         return max(0, found.stop - blocks.start - self._dropped) * self._block_tokens
 
-    def _cheapest_of(self, cheapest: Cheapest, question: _Question) -> Choice:
-        cheapest.prefill.expect(question.state)
-        answers = list(self._answers(question))
-        choice = cheapest.choose(question.state, answers, self._blocks(question))
-        others = [(0, False) if i in cheapest.meters else a for i, a in enumerate(answers)]
-        alone = longest(others, question.loadable)
-        if choice.tokens is None or alone.tokens is None:
-            return LATER
-        return alone if alone.tokens > choice.tokens else choice
-
     def _blocks(self, question: _Question) -> range:
         start, rest = divmod(question.computed, self._block_tokens)
         return range(start, start + (0 if rest else question.loadable // self._block_tokens))
-
-    def _stitch(self, question: _Question) -> Choice:
-        loaders = [i for i in self._loaders if question.state.limits.may_load(self._children[i][0])]
-        blocks = self._blocks(question)
-        coverage = self._coverage_of(loaders, question)
-        seconds, probed = 0.0, None
-        if self._soonest is None:
-            found = stitched(coverage, blocks, self._window)
-        else:
-            found, seconds, probed = self._soonest.plan(coverage, blocks, self._window)
-        tokens = self._tokens(found, blocks)
-        if tokens < question.loadable:
-            alone = longest(self._answers(question, but=self._loaders), question.loadable)
-            if alone.tokens is None or (found.looking and alone.tokens < question.loadable):
-                return LATER
-            if alone.tokens > tokens:
-                return alone
-        shares = clip(found.shares, tokens // self._block_tokens)
-        choice = Choice(None, tokens, True, shares, probed=probed, seconds=seconds)
-        return choice if tokens else NOBODY

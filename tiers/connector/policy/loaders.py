@@ -7,9 +7,9 @@ from typing import Protocol, runtime_checkable
 
 from tiers.connector.contract.connector import SchedulerConnector
 from tiers.connector.contract.protocols import Request
-from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.requests import RequestState
 from tiers.connector.policy.shared_load import SharedLoad
+from tiers.loading.load_cost import LoadCost
 
 
 @runtime_checkable
@@ -44,7 +44,7 @@ class ExplainedLoader(BlockLoader, Protocol):
 class TimedLoader(BlockLoader, Protocol):
     """Capability, scheduler role: how long the connector's loads take is measured.
 
-    The load policy `cheapest` asks this of each tier.
+    What a load policy plans is compared with computing for such tiers.
     """
 
     @property

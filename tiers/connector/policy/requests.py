@@ -36,10 +36,11 @@ class RequestState:
     KV, per KV cache group. `computed`: tokens that are when all steps so far have run; 0 while it
     may be loading. `is_outdated`: a reset came after some of its blocks were computed.
 
-    `choice`: who loads what, as it was chosen last, of tiers in these `versions`; `is_undecided`
-    until the engine begins it, and `has_begun` once it did. `alone`: the engine's own connector
-    that loads all of it; `failed`: those that left it nothing. `load`, `awaits`: see `LoadSharing`.
-    `prompt_tokens`, `looking`: see `PrefillRate` and `LookupLatency`. `tiers`: by name.
+    `choice`: who loads what, as it was chosen last; `is_undecided` until the engine begins it, and
+    `has_begun` once it did. `held`: what tiers in these `versions` have of it. `alone`: the
+    engine's own connector that loads all of it; `failed`: those that left it nothing. `load`,
+    `awaits`: see `LoadSharing`. `prompt_tokens`: known before it ran. `looking`: see
+    `LookupLatency`. `tiers`: by name.
     """
 
     request: Request
@@ -56,6 +57,7 @@ class RequestState:
     is_outdated: bool = False
     choice: Choice = NOBODY
     versions: Hashable = None
+    held: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
     is_undecided: bool = False
     has_begun: bool = False
     alone: int | None = None
@@ -94,6 +96,14 @@ class Step(NamedTuple):
 
     scheduled: list[Scheduled]
     overwritten: set[int]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that it computes."""
+        return sum(
+            min(max(one.state.prompt_tokens - one.before, 0), one.after - one.before)
+            for one in self.scheduled
+        )
 
 
 class RequestTable:

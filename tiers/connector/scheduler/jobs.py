@@ -84,9 +84,11 @@ class Jobs:
         of_block: list[int],
         shared: SharedLoad,
     ) -> LoadJob:
-        """Begin a load, within what its request may still wait. `blocks`, `of_block`, `shared`: see
-        `PendingLoad`."""
-        request_id, seconds = own.state.request.request_id, own.state.wait_budget.left()
+        """Begin a load, within what its request may still wait and what it is worth. `blocks`,
+        `of_block`, `shared`: see `PendingLoad`."""
+        state = own.state
+        request_id, left = state.request.request_id, state.wait_budget.left()
+        seconds = min(left, state.choice.within)
         job = LoadJob(next(self._ids), request_id, items, seconds, self._generation.tag)
         self._blocks_loading += len(items)
         self._loading[job.job_id] = PendingLoad(

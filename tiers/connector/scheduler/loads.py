@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from tiers.connector.contract.coverage import MISSING
 from tiers.connector.contract.messages import LoadItem, LoadJob
 from tiers.connector.contract.protocols import NULL_BLOCK
-from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import PendingLoad
 from tiers.connector.scheduler.managers.manager import DOWN
 from tiers.connector.scheduler.storing.offers import TierRequest
+from tiers.loading.load_cost import LoadCost
 
 
 class TierLoads:
@@ -114,7 +114,9 @@ class TierLoads:
         """Take in that a load has ended on all ranks."""
         context, job, result = self._context, load.job, load.result
         manager = context.open.manager
-        self._load_cost.ended(job.job_id, result.seconds, whole=not result.failed)
+        failed = {load.of_block[index] for index in result.failed}
+        arrived = self._tokens(len(load.blocks) - len(failed))
+        self._load_cost.ended(job.job_id, result.seconds, not failed, arrived, result.late)
         context.count(**self._load_cost.gauges())
         manager.complete_load([i.key for i in job.items], [i.slot for i in job.items])
         lost = [job.items[index].key for index in sorted(result.lost)]
@@ -125,7 +127,6 @@ class TierLoads:
         load.own.recompute |= bool(result.failed)
         # It came in waves, of which the last counts as used last, until it is offered.
         load.own.order.stale |= not context.promote
-        failed = {load.of_block[index] for index in result.failed}
         if failed and context.requests.engine.all_or_nothing_loads:
             failed.add(0)
         if load.blocks:

@@ -19,7 +19,6 @@ from tiers.connector.contract.messages import (
 )
 from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
 from tiers.connector.contract.stats import TierStats
-from tiers.connector.policy.cheapest.load_cost import LoadCost
 from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.scheduler.context import TierContext
@@ -36,6 +35,7 @@ from tiers.connector.scheduler.tier_health import TierHealth
 from tiers.connector.scheduler.why_nothing import why_nothing
 from tiers.errors import TierUnusable
 from tiers.host.slots import SlotPool
+from tiers.loading.load_cost import LoadCost
 
 
 class OffloadingScheduler(SchedulerConnector):

@@ -40,8 +40,12 @@ class Load:
     def __init__(self, job: LoadJob, now: float) -> None:
         self.job = job
         self.until = now + job.seconds
-        self.seconds = job.seconds
+        self.began: float | None = None
+        """When its turn came; None: it has not."""
+        self.seconds: float | None = None
         """What moving the blocks took, once that is known."""
+        self.dropped = False
+        """Whether nothing of it was read, since it could not have ended in time."""
         self.damaged = 0
         self.laps = Laps()
         self._lost: set[int] = set()
@@ -64,6 +68,11 @@ class Load:
             copy()
             self._arrived.update(indexes)
             return True
+
+    @property
+    def arrived(self) -> int:
+        """How many items have."""
+        return len(self._arrived)
 
     def end(self) -> tuple[set[int], set[int]]:
         """End the load; return the items that did not arrive, and those of them that the tier does

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import NamedTuple
@@ -32,6 +33,11 @@ BOUNCES = 2
 is copied."""
 READ_BYTES = 16 << 20
 """Bytes of one of them."""
+PACES = 8
+"""Loads of late whose seconds for each block are known. The next is taken to be as fast as the
+fastest of them: one that is dropped for that could not have ended in time."""
+FADE = 0.8
+"""Factor by which a load that is dropped makes the next one faster in that."""
 
 
 class Ended(NamedTuple):
@@ -70,6 +76,7 @@ class Loading:
         )
         self._damage_log = RepeatedLog(logger, where, "blocks were damaged in host memory")
         self._loads: list[tuple[Load, Future[None]]] = []
+        self._paces: deque[float] = deque(maxlen=PACES)
         self._bounces: list[SlotMemory] = []
         self._threads = io_executor(LOADERS, f"load-{tier}")
         self._readers = io_executor(LOADERS, f"read-{tier}")
@@ -100,11 +107,20 @@ class Loading:
             self._loads.append((load, self._threads.submit(self._run, load, fence, verdict)))
 
     def _run(self, load: Load, fence: object, verdict: Verdict) -> None:
-        began = self._host.now()
+        began = load.began = self._host.now()
         load.laps.lap("queue")
+        items = len(load.job.items)
+        each = min(self._paces, default=0.0)
+        if began + items * each > load.until:
+            # Whoever waits behind it is served in time instead. It may be faster by now.
+            self._paces.append(FADE * each)
+            load.dropped, load.seconds = True, 0.0
+            return
         if verdict.alike():  # else the engine computes it, with the weights that it has now
             self._load_items(load, fence)
         load.seconds = self._host.now() - began
+        if arrived := load.arrived:
+            self._paces.append(load.seconds / arrived)
 
     def _load_items(self, load: Load, fence: object) -> None:
         numbered = list(enumerate(load.job.items))
@@ -233,8 +249,9 @@ class Loading:
             load.end()
 
     def _end(self, load: Load, future: Future[None]) -> Ended:
-        in_time = future.done()
-        if not in_time:
+        is_done = future.done()
+        in_time = is_done and not load.dropped
+        if not is_done:
             future.cancel()
         elif (error := future.exception()) is not None:
             self._failed_loads.log("tier %r: a load failed on this worker: %s", self._tier, error)
@@ -248,14 +265,18 @@ class Loading:
             )
         if failed and not in_time:
             self._log_late(load.job.seconds)
-        result = JobResult(1, failed, load.seconds, lost, load.laps.times)
+        seconds = load.seconds
+        if seconds is None:
+            seconds = 0.0 if load.began is None else self._host.now() - load.began
+        late = bool(failed) and not in_time
+        result = JobResult(1, failed, seconds, lost, load.laps.times, late=late)
         return Ended(load.job, result, in_time, load.damaged)
 
     def _log_late(self, seconds: float) -> None:
         if not self._said_late:
             self._said_late = True
             logger.warning(
-                "tier %r: a load took longer than the %.3g s it had; what had arrived is used. "
+                "tier %r: a load could not end in the %.3g s it had; what had arrived is used. "
                 "The metric load_timeouts counts how often",
                 self._tier,
                 seconds,

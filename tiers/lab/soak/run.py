@@ -131,6 +131,7 @@ class Soak:
         self._chain = ChainSpec.model_validate(
             {
                 "version": 1,
+                "load_when": "always",
                 "load_policy": "stitched",
                 "max_wait": f"{MAX_WAIT}s",
                 "staging": 300 * SLOT,

@@ -121,8 +121,8 @@ class Space:
 
 
 def policies(tiers: int) -> tuple[str, ...]:
-    """The load policies that differ for so many tiers: of one, all but `cheapest` are one."""
-    return POLICIES if tiers > 1 else tuple(p for p in POLICIES if p in ("stitched", "cheapest"))
+    """The load policies that differ for so many tiers."""
+    return POLICIES if tiers > 1 else POLICIES[:1]
 
 
 def write_budgets(medium: Medium, budget: Budget) -> tuple[float | None, ...]:

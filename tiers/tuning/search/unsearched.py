@@ -18,8 +18,7 @@ def unsearched(present: ChainSpec, chosen: SimChain, budget: Budget) -> list[str
 
 def _of_chain(present: ChainSpec, chosen: SimChain) -> Iterator[str]:
     for key in type(present).model_fields:
-        applies = key != "cheapest" or chosen.load_policy == "cheapest"
-        if key in present.model_fields_set - _CHOSEN and applies:
+        if key in present.model_fields_set - _CHOSEN:
             yield key
 
 

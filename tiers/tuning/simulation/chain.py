@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spec.chain import ChainSpec, CheapestSpec
+from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
 
 
@@ -55,22 +55,18 @@ class SimChain:
     promote: bool = True
     max_wait: float = 10.0
     staging: int | None = None
-    min_tokens: int = 64
-    """Of the load policy `cheapest`, as `margin` is."""
-    margin: float = 0.05
     stores_answers: bool = True
+    load_when: str = "sooner"
 
     @classmethod
     def of(cls, spec: ChainSpec) -> SimChain:
         """What a chain's YAML says."""
-        cheapest = spec.cheapest or CheapestSpec()
         return cls(
             tuple(map(SimTier.of, spec.tiers)),
             spec.load_policy,
             spec.promote,
             spec.max_wait,
             spec.staging,
-            cheapest.min_tokens,
-            cheapest.margin,
             spec.store == "all",
+            spec.load_when,
         )

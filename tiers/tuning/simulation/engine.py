@@ -20,8 +20,8 @@ from tiers.tuning.simulation.workload import Workload
 
 Batch = list[tuple[Prompt, int]]
 """Prompts of a step, each with its tokens done after it."""
-Step = tuple[Batch, list[tuple[Tier, Job]]]
-"""With the stores that begin when it ends."""
+Step = tuple[Batch, list[tuple[Tier, Job]], int, float]
+"""With the stores that begin when it ends, its tokens and its seconds."""
 
 
 class Engine:
@@ -55,7 +55,7 @@ class Engine:
         capacity = machine.engine_cache // (machine.kv_bytes_per_token * size)
         self._cache = OwnCache(capacity, workload)
         self._waiting: deque[Prompt] = deque()
-        self._loads = Loads(tiers, chain, workload, machine.prefill_rate, self._waiting)
+        self._loads = Loads(tiers, chain, workload, lambda: self.now, self._waiting)
         self._promote = chain.promote
         self._stores_answers = chain.stores_answers
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
@@ -109,14 +109,13 @@ class Engine:
             batch, tokens = self._batch()
             if not batch:
                 return
-            seconds = tokens * self._token_seconds
-            self.gpu_busy += seconds + self._step_overhead
+            seconds = tokens * self._token_seconds + self._step_overhead
+            self.gpu_busy += seconds
             self._idle -= 1
             if not self._idle:
                 self._gpus.idle_since = math.inf
-            ends = self.now + seconds + self._step_overhead
-            step = batch, self._offer(batch)
-            heappush(self._events, (ends, next(self._order), self._end_step, step))
+            step = batch, self._offer(batch), tokens, seconds
+            heappush(self._events, (self.now + seconds, next(self._order), self._end_step, step))
             if not (self._idle and (self._waiting or self._back or self._going_on)):
                 return
 
@@ -184,7 +183,8 @@ class Engine:
         return jobs
 
     def _end_step(self, step: Step) -> None:
-        batch, jobs = step
+        batch, jobs, tokens, seconds = step
+        self._loads.computed(tokens, seconds)
         now = self.now
         if not self._idle:
             self._gpus.idle_since = now
@@ -250,17 +250,18 @@ class Engine:
             if known < prompt.blocks:
                 loads.drain(now)
             return None
-        pieces = loads.choose(prompt, known, at, skip, now) if is_held else ()
+        blocks = prompt.blocks - known
+        verdict = loads.choose(prompt, known, at, skip, now) if is_held else loads.nothing(blocks)
         if prompt.number >= self.warm:
             self.own_hits += known * self._size
         prompt.has_begun = True
-        if pieces:
-            known, ends = loads.begin(prompt, known, pieces, now)
+        known, ends = loads.begin(prompt, known, verdict, now)
+        if verdict.plan is not None:
             self._push(ends, self._end_load, prompt)
         prompt.done = known * self._size
         if not self._promote:
             prompt.offered = known
-        return not pieces
+        return verdict.plan is None
 
     def _end_load(self, prompt: Prompt) -> None:
         self._cache.know(prompt, prompt.first(prompt.done // self._size, self.workload))

@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Collection, Sequence, Sized
+from functools import partial
 
+from tiers.loading.comparison import Comparison, Verdict, Wish
 from tiers.tuning.simulation.chain import SimChain
-from tiers.tuning.simulation.policies import Costs, Pieces, Question, policy
+from tiers.tuning.simulation.policies import Pieces, Plan, Question, policy, shared
 from tiers.tuning.simulation.prompt import Prompt
 from tiers.tuning.simulation.tier import Tier
 from tiers.tuning.simulation.workload import Workload
 
+NOTHING: Verdict[Plan] = Verdict(None)
+
 
 class Loads:
-    """The loads of a chain, as its load policy decides them."""
+    """The loads of a chain, as its load policy and the comparison with computing decide them."""
 
     def __init__(
         self,
         tiers: Sequence[Tier],
         chain: SimChain,
         workload: Workload,
-        prefill_rate: float,
+        clock: Callable[[], float],
         waiting: Sized,
     ) -> None:
         """`waiting`: the prompts that wait to begin."""
-        size = workload.block_tokens
-        costs = Costs(size / prefill_rate, chain.min_tokens / size, chain.margin)
-        self._policy = policy(chain.load_policy, costs)
+        self._size = workload.block_tokens
+        always = chain.load_when == "always"
+        costs = {place: tier.cost for place, tier in enumerate(tiers)}
+        self._comparison = Comparison(self._size, costs, clock, always)
+        self._policy = policy(chain.load_policy)
+        self._shares = chain.load_policy == "stitched" and len(tiers) > 1
         self._masks = workload.masks
         self._tiers = tiers
+        self._placed = list(enumerate(tiers))
         self._waiting = waiting
         self._max_wait = chain.max_wait
         self.under_way: dict[tuple[int, int], Prompt] = {}
         """Prompts that load, by the run, and the block in it, where they began to."""
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step has computed so many tokens of prompts in this time."""
+        self._comparison.prefill.measured(tokens, seconds)
 
     def joins(self, prompt: Prompt, at: int, skip: int) -> bool:
         """Whether another prompt loads from this block of this run on, so that this one waits for
@@ -60,52 +71,82 @@ class Loads:
             if tier.due <= now:
                 tier.drain(now)
 
-    def choose(self, prompt: Prompt, known: int, at: int, skip: int, now: float) -> Pieces:
+    def choose(self, prompt: Prompt, known: int, at: int, skip: int, now: float) -> Verdict[Plan]:
         """Which tier loads which blocks behind the first `known` ones; the next block is number
         `skip` of the run `at` of the prompt's path."""
         prompt.place = (prompt.path[at], skip)
-        question = Question(prompt.path, at, skip, prompt.blocks - known, now, len(self._waiting))
-        return self._policy(self._tiers, question, self._masks)
+        for tier in self._tiers:
+            tier.measure(now)
+        blocks = prompt.blocks - known
+        question = Question(prompt.path, at, skip, blocks)
+        wish = Wish(blocks, self._max_wait, len(self._waiting))
+        return self._comparison.choose(partial(self._propose, question), wish)
 
-    def begin(self, prompt: Prompt, known: int, pieces: Pieces, now: float) -> tuple[int, float]:
-        """Begin the loads; the prompt's blocks when they have ended, and when that is.
+    def nothing(self, blocks: int) -> Verdict[Plan]:
+        """No tier has any of so many blocks."""
+        each = self._comparison.prefill.seconds_per_token or 0.0
+        return NOTHING._replace(seconds=blocks * self._size * each)
 
-        A prompt waits for `max_wait` at most. It uses what precedes the first block that is late.
+    def _propose(self, question: Question, but: Collection[int], blocks: int | None) -> Plan | None:
+        """The policy's plan without some tiers, of so many blocks at most."""
+        if blocks is not None and blocks < question.most:
+            question = question._replace(most=blocks)
+        placed = [one for one in self._placed if one[0] not in but] if but else self._placed
+        plan = Plan(self._policy(placed, question, self._masks), self._size)
+        if not plan.pieces:
+            return None
+        if self._shares and self._comparison.is_long(plan.tokens, plan.parts):
+            return self._shared_out(placed, question, plan)
+        return plan
+
+    def _shared_out(
+        self, placed: Sequence[tuple[int, Tier]], question: Question, plan: Plan
+    ) -> Plan:
+        """The same prefix, from all tiers at once of which enough is known."""
+        meters = self._comparison.meters
+        known = [one for one in placed if meters[one[0]].trial is None]
+        paces = {place: p for place, _ in known if (p := meters[place].pace(self._size))}
+        if len(paces) < 2 or not plan.parts.keys() <= paces.keys():
+            return plan
+        last = [meter.failures for meter in meters.values()]
+        pieces = shared(known, question, self._masks, paces, last.__getitem__)
+        found = Plan(pieces, self._size)
+        return found if found.tokens >= plan.tokens else plan
+
+    def begin(
+        self, prompt: Prompt, known: int, verdict: Verdict[Plan], now: float
+    ) -> tuple[int, float]:
+        """Begin the loads, if any; the prompt's blocks when they have ended, and when that is.
+
+        It uses what precedes the first block that has not come in time.
         """
-        tiers, late = self._tiers, now + self._max_wait
+        plan = verdict.plan
+        parts = plan.parts if plan is not None else {}
+        self._comparison.decided(parts, verdict.probed, verdict.seconds)
+        if plan is None:
+            return known, now
+        tiers, late = self._tiers, now + min(self._max_wait, verdict.within)
         run = prompt.place[0]
         path = prompt.path if run == prompt.path[0] else prompt.path[prompt.path.index(run) :]
-        blocks: dict[int, int] = {}
-        for index, count in pieces:
-            blocks[index] = blocks.get(index, 0) + count
-        end = 0.0
-        ends = {}
-        for index, count in blocks.items():
-            tiers[index].space.touch(path)
-            ends[index] = last = tiers[index].load(count, now)
-            if last > end:
-                end = last
+        end, arrived = now, {}
+        for place, tokens in parts.items():
+            tiers[place].space.touch(path)
+            count = tokens // self._size
+            ends, arrived[place] = tiers[place].load(count, now, late)
+            end = max(end, ends)
         self.under_way[prompt.place] = prompt
-        if end > late:
-            pieces, end = self._in_time(pieces, blocks, ends, late), late
-        for index, count in pieces:
-            tiers[index].counts.hits += count
+        for place, count in self._in_time(plan.pieces, arrived):
+            tiers[place].counts.hits += count
             known += count
         return known, end
 
-    def _in_time(
-        self, pieces: Pieces, blocks: dict[int, int], ends: dict[int, float], late: float
-    ) -> Pieces:
-        """The blocks that have come when it is too `late`, up to the first that has not."""
-        left = {}
-        for index, count in blocks.items():
-            behind = (ends[index] - late) / self._tiers[index].settings.load_seconds
-            left[index] = count - min(count, max(0, math.ceil(behind)))
+    def _in_time(self, pieces: Pieces, left: dict[int, int]) -> Pieces:
+        """The blocks that have come, up to the first that has not."""
         arrived: Pieces = []
-        for index, count in pieces:
-            arrived.append((index, min(count, left[index])))
-            left[index] -= count
-            if left[index] < 0:
+        for place, count in pieces:
+            arrived.append((place, min(count, left[place])))
+            left[place] -= count
+            if left[place] < 0:
                 break
         return arrived
 

@@ -2,100 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import islice
 from operator import or_
 from typing import NamedTuple
 
-from tiers.shares import Pace, Stretch, share
+from tiers.loading.shares import Pace, Stretch, share
 from tiers.tuning.simulation.spaces import leading
 from tiers.tuning.simulation.tier import Tier
 
 Pieces = list[tuple[int, int]]
 """A prefix in order: which tier loads how many blocks."""
-
-
-CROWD = 4
-"""See `tiers/connector/policy/cheapest/cheapest.py`."""
+Placed = Sequence[tuple[int, Tier]]
+"""Tiers with their places in the chain."""
 
 
 class Question(NamedTuple):
     """Blocks of a prompt that could be loaded: at most `most`, from block `skip` of the run
-    `path[at]` on. `waiting`: other prompts that wait to begin."""
+    `path[at]` on."""
 
     path: Sequence[int]
     at: int
     skip: int
     most: int
-    now: float
-    waiting: int = 0
 
 
-Policy = Callable[[Sequence[Tier], Question, Sequence[int]], Pieces]
+class Plan(NamedTuple):
+    """What a policy would load; see `tiers.loading.comparison.Plan`. `size`: tokens of a block."""
+
+    pieces: Pieces
+    size: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count in self.pieces) * self.size
+
+    @property
+    def parts(self) -> Mapping[int, int]:
+        parts: dict[int, int] = {}
+        for tier, count in self.pieces:
+            parts[tier] = parts.get(tier, 0) + count * self.size
+        return parts
+
+    def behind(self, head: Plan) -> Plan:
+        """The plan of which `head` loads the first blocks."""
+        skip = sum(count for _, count in head.pieces)
+        pieces = list(head.pieces)
+        for tier, count in self.pieces:
+            if count > skip:
+                pieces.append((tier, count - skip))
+            skip = max(0, skip - count)
+        return Plan(pieces, self.size)
+
+
+Policy = Callable[[Placed, Question, Sequence[int]], Pieces]
 """Asked with the masks of the runs."""
 
 
-class Costs(NamedTuple):
-    """What `cheapest` compares: seconds to compute a block, blocks at least, and its margin."""
-
-    compute: float
-    least: float
-    margin: float
-
-
-def policy(name: str, costs: Costs) -> Policy:
+def policy(name: str) -> Policy:
     """The load policy of a name. Raises ValueError for one that is not simulated."""
-    policies: dict[str, Policy] = {
-        "first": first,
-        "longest": longest,
-        "stitched": stitched,
-        "cheapest": partial(cheapest, costs),
-        "soonest": soonest,
-    }
+    policies: dict[str, Policy] = {"first": first, "longest": longest, "stitched": stitched}
     if name not in policies:
         raise ValueError(f"found load policy {name!r}; simulated are {', '.join(policies)}")
     return policies[name]
 
 
-def first(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) -> Pieces:
+def first(tiers: Placed, question: Question, masks: Sequence[int]) -> Pieces:
     """The first tier that has any of it."""
-    for index, tier in enumerate(tiers):
+    for place, tier in tiers:
         if blocks := _prefix(tier, question, masks):
-            return [(index, blocks)]
+            return [(place, blocks)]
     return []
 
 
-def longest(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) -> Pieces:
+def longest(tiers: Placed, question: Question, masks: Sequence[int]) -> Pieces:
     """The tier that has the most of it, the first of several."""
     most, best = 0, -1
-    for index, tier in enumerate(tiers):
+    for place, tier in tiers:
         blocks = _prefix(tier, question, masks)
         if blocks > most:
-            most, best = blocks, index
+            most, best = blocks, place
             if most == question.most:
                 break
     return [(best, most)] if most else []
 
 
-def cheapest(
-    costs: Costs, tiers: Sequence[Tier], question: Question, masks: Sequence[int]
-) -> Pieces:
-    """The tier that saves most time, if any saves enough of it."""
-    best: Pieces = []
-    saved = 0.0
-    crowded = costs.compute * min(CROWD, 1 + question.waiting)
-    for index, tier in enumerate(tiers):
-        blocks = _prefix(tier, question, masks)
-        compute, load = blocks * crowded, tier.estimate(blocks, question.now)
-        pays = blocks >= costs.least and load * (1 + costs.margin) < compute
-        if pays and compute - load > saved:
-            saved, best = compute - load, [(index, blocks)]
-    return best
-
-
 def _prefix(tier: Tier, question: Question, masks: Sequence[int]) -> int:
     """How many blocks in a row the tier holds."""
-    path, at, skip, most, *_ = question
+    path, at, skip, most = question
     held = tier.held
     count = 0
     for run in path[at:]:
@@ -108,19 +103,19 @@ def _prefix(tier: Tier, question: Question, masks: Sequence[int]) -> int:
     return count if count < most else most
 
 
-def stitched(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) -> Pieces:
+def stitched(tiers: Placed, question: Question, masks: Sequence[int]) -> Pieces:
     """Each block from the first tier that has it."""
-    path, at, skip, left, *_ = question
+    path, at, skip, left = question
     pieces: Pieces = []
-    for run in path[at:]:
+    for run in islice(path, at, None):
         whole = masks[run] >> skip
         found = 0
         shares: list[tuple[int, int]] = []
-        for index, tier in enumerate(tiers):
+        for place, tier in tiers:
             more = tier.held[run] >> skip & ~found
             if more:
                 found |= more
-                shares.append((index, more))
+                shares.append((place, more))
                 if found == whole:
                     break
         count = whole.bit_length() if found == whole else leading(found)
@@ -130,7 +125,7 @@ def stitched(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) ->
             pieces.append((shares[0][0], count))
         else:
             prefix = (1 << count) - 1
-            pieces += [(index, n) for index, more in shares if (n := (more & prefix).bit_count())]
+            pieces += [(place, n) for place, more in shares if (n := (more & prefix).bit_count())]
         left -= count
         if found != whole or not left:
             break
@@ -138,27 +133,30 @@ def stitched(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) ->
     return pieces
 
 
-def soonest(tiers: Sequence[Tier], question: Question, masks: Sequence[int]) -> Pieces:
-    """Shared among the tiers, so that the last block comes soonest, given what is queued."""
-    path, at, skip, left, now, _ = question
+def shared(
+    tiers: Placed,
+    question: Question,
+    masks: Sequence[int],
+    paces: Mapping[int, Pace],
+    last: Callable[[int], int],
+) -> Pieces:
+    """As `stitched`, shared among the tiers so that the last block comes soonest."""
+    path, at, skip, left = question
     stretches: list[Stretch] = []
-    for run in path[at:]:
-        held = [tier.held[run] >> skip for tier in tiers]
+    places = [place for place, _ in tiers]
+    for run in islice(path, at, None):
+        held = [tier.held[run] >> skip for _, tier in tiers]
         found = reduce(or_, held)
         count = min(leading(found), left)
-        stretches += _stretches(held, count)
+        stretches += _stretches(places, held, count)
         left -= count
         if found != masks[run] >> skip or not left:
             break
         skip = 0
-    paces = {
-        index: Pace(tier.estimate(0, now), tier.settings.load_seconds)
-        for index, tier in enumerate(tiers)
-    }
-    return share(stretches, paces, last=lambda tier: 0)[0]
+    return share(stretches, paces, last)[0]
 
 
-def _stretches(held: Sequence[int], count: int) -> Iterator[Stretch]:
+def _stretches(places: Sequence[int], held: Sequence[int], count: int) -> Iterator[Stretch]:
     """Who holds the first `count` blocks of a run, of which all are held by some."""
     first = 0
     while first < count:
@@ -168,7 +166,7 @@ def _stretches(held: Sequence[int], count: int) -> Iterator[Stretch]:
         for blocks, has in zip(held, have, strict=True):
             rest = blocks >> first
             same = min(same, leading(rest) if has else _gap(rest, same))
-        yield tuple(index for index, has in enumerate(have) if has), same
+        yield tuple(place for place, has in zip(places, have, strict=True) if has), same
         first += same
 
 

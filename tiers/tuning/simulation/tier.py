@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from tiers.loading.load_cost import ABREAST, LoadCost
 from tiers.tuning.simulation.counts import Counts
 from tiers.tuning.simulation.prompt import Offer, Prompt
 from tiers.tuning.simulation.spaces import Job, LruSpace, Part, TimedSpace, split
@@ -14,8 +15,6 @@ from tiers.tuning.simulation.workload import Workload
 
 BURST = 3600.0
 """Seconds whose part of a write budget may be spent at once, as in the chain's admission."""
-ABREAST = 2
-"""See `tiers/connector/policy/cheapest/load_cost.py`."""
 
 
 class TierSettings(NamedTuple):
@@ -35,6 +34,16 @@ class TierSettings(NamedTuple):
     shared_link: bool
     budget: float | None
     """Blocks per second that the write budget admits."""
+
+
+class _Load(NamedTuple):
+    """A load until it ends: the job, its own seconds, and the tokens that come of it."""
+
+    end: float
+    job: int
+    seconds: float
+    tokens: int
+    whole: bool
 
 
 class Gpus:
@@ -59,6 +68,7 @@ class Tier:
         self.counts = Counts()
         self.load_free = 0.0
         self._lengths = workload.lengths
+        self._tokens = workload.block_tokens
         self._room = settings.room
         """How many more blocks may be on their way into it."""
         self._store_seconds = settings.store_seconds
@@ -75,7 +85,13 @@ class Tier:
         self.gpus = Gpus()
         self.refused: dict[Prompt, list[Part]] = {}
         """Of prompts that still have their blocks: what found no room."""
-        self._loads: deque[tuple[float, int]] = deque()
+        self._now = 0.0
+        self.cost = LoadCost(lambda: self._now)
+        """What the chain would have measured of its loads by now."""
+        self._loads: deque[_Load] = deque()
+        self._jobs = 0
+        self._loaders = [0.0] * ABREAST
+        """When each of the worker's loaders is free."""
         self._store_free = 0.0
         self.delay = 0.0
         self._cut: set[int] = set()
@@ -85,41 +101,55 @@ class Tier:
 
     # -- loads -------------------------------------------------------------------------------
 
-    def load(self, blocks: int, now: float) -> float:
-        """Load blocks from now on; when the last of them has come."""
-        settings, counts = self.settings, self.counts
+    def load(self, blocks: int, now: float, late: float) -> tuple[float, int]:
+        """Load blocks from now on; when that ends, at `late` at the latest, and how many come.
+
+        A load that can't end in time is dropped when its turn comes, once that is known.
+        """
+        settings, counts, cost = self.settings, self.counts, self.cost
         begin = max(now, self.load_free)
-        busy = blocks * settings.load_seconds
+        each, latency = settings.load_seconds, settings.load_latency
+        came, busy = blocks, blocks * each
+        if begin + busy + latency > late:
+            came = 0 if cost.line is not None else int(max(0.0, late - begin - latency) / each)
+            busy = came * each
         if settings.shared_link:
             # Blocks take turns for as long as both have something to move, and loads two at a time.
             backlog = max(0.0, self._store_free + self.delay - begin)
-            loads = blocks if begin == now else blocks / ABREAST
+            loads = came if begin == now else came / ABREAST
             turns = min(loads, backlog / settings.store_seconds)
-            self.delay += turns * settings.load_seconds
+            self.delay += turns * each
             busy += turns * settings.store_seconds
             if self.jobs and not self._is_timed:
                 self.due = self.jobs[0][0] + self.delay
-        self.load_free = end = begin + busy
-        end += settings.load_latency
-        if settings.concurrency == 1:
+        end = begin + busy
+        if came:
             self.load_free = end
+            end += latency
+            if settings.concurrency == 1:
+                self.load_free = end
         counts.load_busy += busy
-        counts.loaded += blocks
-        self._loads.append((end, blocks))
-        return end
+        counts.loaded += came
+        if came < blocks:
+            end = min(late, end) if cost.line is not None else late
+        loader = self._loaders.index(min(self._loaders))
+        own = end - max(now, self._loaders[loader])
+        self._loaders[loader] = end
+        self._jobs += 1
+        cost.began(self._jobs, blocks * self._tokens)
+        ended = _Load(end, self._jobs, max(0.0, own), came * self._tokens, came == blocks)
+        self._loads.append(ended)
+        return end, came
 
-    def estimate(self, blocks: int, now: float) -> float:
-        """How long the load policy `cheapest` takes a load of so many blocks to need: the loads
-        under way are taken to run two at a time."""
-        loads = self._loads
-        while loads and loads[0][0] <= now:
-            loads.popleft()
-        queued = sum(one for _, one in loads) / ABREAST
-        settings = self.settings
-        seconds = settings.load_seconds
-        if self._is_shared and self.jobs:
-            seconds += settings.store_seconds  # so slowly did the last ones come
-        return settings.load_latency + (queued + blocks) * seconds
+    def measure(self, now: float) -> None:
+        """Take in what the chain has measured by now."""
+        self._now = now
+        loads, cost = self._loads, self.cost
+        while loads and loads[0].end <= now:
+            one = loads.popleft()
+            cost.ended(one.job, one.seconds, one.whole, one.tokens, not one.whole)
+        if loads:
+            cost.stepped()
 
     # -- stores ------------------------------------------------------------------------------
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-SHARE = 0.02
+SHARE = 0.01
 """Part of the requests' time that probes of one tier may cost."""
-COMPUTING = -1
-"""Stands among the children for the engine itself, whose computing is probed in the same way."""
 
 
 class Exploration:
@@ -22,32 +20,28 @@ class Exploration:
         self._made: dict[int, int] = {}
         self._earned: dict[int, float] = {}
 
-    def length(self, child: int) -> int:
+    def length(self, tier: int) -> int:
         """Blocks that the next probe should have."""
-        return self.least << self._made.get(child, 0)
+        return self.least << self._made.get(tier, 0)
 
-    def earn(self, child: int, seconds: float) -> None:
+    def earn(self, tier: int, seconds: float) -> None:
         """A request that takes `seconds` skips the tier."""
-        self._earned[child] = self._earned.get(child, 0.0) + SHARE * seconds
+        self._earned[tier] = self._earned.get(tier, 0.0) + SHARE * seconds
 
-    def is_due(self, child: int, cost: float) -> bool:
+    def is_due(self, tier: int, cost: float) -> bool:
         """Whether the tier's budget covers a probe that costs `cost` seconds."""
-        return cost <= self._earned.get(child, 0.0)
+        return cost <= self._earned.get(tier, 0.0)
 
-    def made(self, child: int) -> None:
+    def made(self, tier: int) -> None:
         """A request probes."""
-        self._made[child] = self._made.get(child, 0) + 1
-        self._earned.pop(child, None)
+        self._made[tier] = self._made.get(tier, 0) + 1
+        self._earned.pop(tier, None)
 
-    def shorten(self, child: int) -> None:
+    def shorten(self, tier: int) -> None:
         """Make the next probe the shortest again."""
-        self._made.pop(child, None)
+        self._made.pop(tier, None)
 
-    def rest(self, child: int) -> None:
-        """Empty the budget: the tier was measured without a probe."""
-        self._earned.pop(child, None)
-
-    def measured(self, child: int) -> None:
+    def measured(self, tier: int) -> None:
         """The tier is in use: it needs no probe."""
-        self._made.pop(child, None)
-        self._earned.pop(child, None)
+        self._made.pop(tier, None)
+        self._earned.pop(tier, None)

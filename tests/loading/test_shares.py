@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tiers.shares import Pace, Stretch, fill, share
+from tiers.loading.shares import Pace, Stretch, fill, share
 
 
 def in_order(tier: int) -> int:

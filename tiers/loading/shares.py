@@ -1,6 +1,6 @@
 """How tiers share the blocks of a prefix, so that the last of them comes soonest.
 
-The rule of the load policy `soonest`, for the chain and for its simulation alike. Tiers are known
+The rule of the load policy `stitched`, for the chain and for its simulation alike. Tiers are known
 by their places in the chain.
 """
 

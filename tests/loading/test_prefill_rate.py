@@ -7,8 +7,8 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest, first_step
 from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.policy.cheapest.prefill_rate import UNDER_WAY, PrefillRate
 from tiers.connector.policy.requests import RequestTable
+from tiers.loading.prefill_rate import UNDER_WAY, PrefillRate
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def meter(clock: Clock) -> PrefillRate:
-    return PrefillRate(clock, min_tokens=64)
+    return PrefillRate(clock)
 
 
 class Steps:
@@ -28,11 +28,11 @@ class Steps:
         self._meter = meter
         self._requests = RequestTable(EngineInfo({}, 16, 16, num_blocks=0))
         for name in "abc":
-            meter.expect(self._requests.of(FakeRequest(name, 1000)))
+            self._requests.of(FakeRequest(name, 1000)).prompt_tokens = 1000
 
     def begin(self, name: str, computed: int, tokens: int) -> int | None:
         step = self._requests.begin_step(first_step(name, computed, tokens))
-        return self._meter.step_begins(step.scheduled)
+        return self._meter.step_begins(step.prompt_tokens)
 
 
 @pytest.fixture
@@ -79,5 +79,5 @@ def test_steps_whose_results_never_come_are_forgotten(
     for _ in range(UNDER_WAY):
         steps.begin("b", 0, 500)
     clock.now += 100
-    assert meter.step_ended(first) == 0
+    assert not meter.step_ended(first)
     assert meter.seconds_per_token is None

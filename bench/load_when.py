@@ -1,12 +1,12 @@
-"""Time to the first token with load policy `cheapest`, against `first` and against computing all.
+"""Time to the first token with `load_when: sooner`, against `always` and against computing all.
 
-    python -m bench.cheapest [--rounds 9] [--tokens 512 1024 2048] [--json FILE]
+    python -m bench.load_when [--rounds 9] [--tokens 512 1024 2048] [--json FILE]
 
 The replay engine, with a model that needs real time for each token it computes, over stores in
 memory behind links of 10 MB/s to 10 GB/s. All prompts were stored before. In each round every
 engine answers each prompt once, engines taking turns; a time is the sum over the prompts of one
 round, of which the table shows the median. The first round warms up and is shown apart: there
-`cheapest` has measured nothing yet.
+`sooner` has measured nothing yet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.throttled import Link, ThrottledSpec
-from spec.chain import ChainSpec, LoadPolicy
+from spec.chain import ChainSpec, LoadWhen
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 from tiers.host.memory import slot_stride
 from tiers.store import TierStore
@@ -32,7 +32,7 @@ MODEL = ReplayModel(layers=2, width=256, block_tokens=64, forward_seconds=100e-6
 BATCH_TOKENS = 512
 LATENCY = 0.0005
 BANDWIDTHS = (10e6, 30e6, 100e6, 300e6, 1e9, 3e9, 10e9)
-POLICIES: tuple[LoadPolicy, ...] = ("first", "cheapest")
+WHEN: tuple[LoadWhen, ...] = ("always", "sooner")
 
 
 class Tier(NamedTuple):
@@ -69,13 +69,11 @@ def open_engine(chain: ChainSpec | None, prompts: Sequence[list[int]]) -> Replay
     )
 
 
-def make_chain(
-    load: LoadPolicy, tiers: Sequence[Tier], store: TierStore, staging: int
-) -> ChainSpec:
+def make_chain(when: LoadWhen, tiers: Sequence[Tier], store: TierStore, staging: int) -> ChainSpec:
     """A chain of throttled tiers, all over one store."""
     chain = ChainSpec(
         version=1,
-        load_policy=load,
+        load_when=when,
         staging=staging,
         tiers=tuple(ThrottledSpec(type="throttled", indexed=tier.indexed) for tier in tiers),
     )
@@ -87,7 +85,7 @@ def make_chain(
 
 def fill(store: TierStore, prompts: Sequence[list[int]], staging: int) -> None:
     """Store all prompts."""
-    engine = open_engine(make_chain("first", [Tier(1e12)], store, staging), prompts)
+    engine = open_engine(make_chain("always", [Tier(1e12)], store, staging), prompts)
     for prompt in prompts:
         engine.generate(prompt, 1)
         engine.settle()
@@ -114,8 +112,8 @@ def measure(
     staging = 2 * sum(map(len, prompts)) // MODEL.block_tokens * slot_stride(MODEL.payload_bytes)
     fill(store, prompts, staging)
     engines = {"recompute": open_engine(None, prompts)}
-    for load in POLICIES:
-        engines[load] = open_engine(make_chain(load, tiers, store, staging), prompts)
+    for when in WHEN:
+        engines[when] = open_engine(make_chain(when, tiers, store, staging), prompts)
     times: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(rounds + 1):
         for name, engine in engines.items():
@@ -123,13 +121,13 @@ def measure(
     for engine in engines.values():
         engine.close()
     medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
-    best = min(medians["recompute"], medians["first"])
+    best = min(medians["recompute"], medians["always"])
     return {
         "tiers": " over ".join(map(str, tiers)),
         **{name: round(taken, 1) for name, taken in medians.items()},
-        "mean": round(statistics.mean(times["cheapest"][1:]), 1),
-        "first_round": round(times["cheapest"][0], 1),
-        "ratio": round(medians["cheapest"] / best, 3),
+        "mean": round(statistics.mean(times["sooner"][1:]), 1),
+        "first_round": round(times["sooner"][0], 1),
+        "ratio": round(medians["sooner"] / best, 3),
         "times": {name: [round(one, 2) for one in taken] for name, taken in times.items()},
     }
 
@@ -137,7 +135,7 @@ def measure(
 def print_row(row: dict[str, Any]) -> None:
     """A row as a line of the table."""
     print(
-        f"{row['tiers']:<22} {row['recompute']:>10} {row['first']:>8} {row['cheapest']:>9} "
+        f"{row['tiers']:<22} {row['recompute']:>10} {row['always']:>8} {row['sooner']:>9} "
         f"{row['ratio']:>6.2f} {row['mean']:>8} {row['first_round']:>12}",
         flush=True,
     )
@@ -145,7 +143,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m bench.cheapest", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.load_when", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rounds", type=int, default=9, help="after the one that warms up")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048], help="prompts")
@@ -154,9 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     prompts = make_prompts(options.tokens)
     right = [answer(MODEL, prompt, 1) for prompt in prompts]
-    print("milliseconds to the first tokens; ratio: cheapest to the better of the other two")
+    print("milliseconds to the first tokens; ratio: sooner to the better of the other two")
     print(
-        f"{'tiers':<22} {'recompute':>10} {'first':>8} {'cheapest':>9} {'ratio':>6} {'mean':>8} "
+        f"{'tiers':<22} {'recompute':>10} {'always':>8} {'sooner':>9} {'ratio':>6} {'mean':>8} "
         f"{'first round':>12}"
     )
     rows = []

@@ -1,4 +1,4 @@
-"""The bench of the load policy `cheapest`: what it prints, and that what it serves is right."""
+"""The bench of `load_when`: what it prints, and that what it serves is right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cheapest import main
+from bench.load_when import main
 
 
 def test_a_tiny_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,5 +19,5 @@ def test_a_tiny_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         *("10 MB/s", "1 GB/s", "10 MB/s remote", "1 GB/s remote"),
         *("10 MB/s over 1 GB/s", "1 GB/s over 1 GB/s"),
     ]
-    assert all(len(row["times"]["cheapest"]) == 3 for row in rows)
+    assert all(len(row["times"]["sooner"]) == 3 for row in rows)
     assert "10 MB/s over 1 GB/s" in capsys.readouterr().out

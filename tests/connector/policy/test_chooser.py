@@ -1,0 +1,179 @@
+"""Who loads, where loading is compared with computing and tiers are still looking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.clock import Clock
+from tests.support.fake_requests import FakeRequest
+from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.policy.choice import Choice
+from tiers.connector.policy.chooser import Chooser, load_costs
+from tiers.connector.policy.lookup_latency import LookupLatency
+from tiers.connector.policy.requests import RequestState, RequestTable
+from tiers.loading.comparison import Comparison
+from tiers.loading.load_cost import LoadCost
+
+BLOCK = 16
+TOKENS = 1024
+FAST, SLOW = 100_000.0, 100.0
+"""Tokens a second; the engine computes 1,000."""
+
+
+class Foreign:
+    """Another connector of the engine, which has so many tokens of every request."""
+
+    def __init__(self, tokens: int | None) -> None:
+        self.tokens = tokens
+
+    def get_num_new_matched_tokens(
+        self, request: FakeRequest, computed: int
+    ) -> tuple[int | None, bool]:
+        return self.tokens, True
+
+
+class Ours(Foreign):
+    """A tier whose loads are measured; None: it is looking."""
+
+    def __init__(self, tokens: int | None, rate: float, clock: Clock) -> None:
+        super().__init__(tokens)
+        self.load_cost = LoadCost(clock)
+        self.noted: dict[str, float] = {}
+        self.asked = 0
+        for job in range(4):
+            self.load_cost.began(job, TOKENS)
+            self.load_cost.ended(job, TOKENS / rate, whole=True)
+
+    def note(self, **measures: float) -> None:
+        self.noted.update(measures)
+
+    def coverage(self, state: RequestState, blocks: range) -> list[bool] | None:
+        self.asked += len(blocks)
+        if self.tokens is None:
+            return None
+        return [(block + 1) * BLOCK <= self.tokens for block in blocks]
+
+    def version(self, state: RequestState) -> int | None:
+        return None if self.tokens is None else self.tokens
+
+    def load_blocks(self, *_: object) -> None: ...
+
+
+class Chain:
+    """A chain of `children`, asked for one request."""
+
+    def __init__(
+        self, *make: Callable[[Clock], Foreign], load: Any = "stitched", always: bool = False
+    ) -> None:
+        self.clock = Clock(1000.0)
+        self.children: list[Any] = [one(self.clock) for one in make]
+        requests = RequestTable(EngineInfo({}, BLOCK, BLOCK, num_blocks=0), now=self.clock)
+        costs = load_costs(self.children)
+        comparison = Comparison(BLOCK, costs, self.clock, always)
+        comparison.prefill.measured(TOKENS, TOKENS / 1000)
+        names = [str(n) for n in range(len(make))]
+        waits = LookupLatency(self.clock)
+        self.chooser = Chooser(self.children, names, load, requests, comparison, waits)
+        self.state = requests.of(FakeRequest("asked", TOKENS + 1))
+
+    def choose(self) -> Choice:
+        return self.chooser.choose(self.state, 0)
+
+    def loaders(self) -> dict[int, int]:
+        """Tokens by child."""
+        choice = self.choose()
+        if choice.child is not None and not choice.shares:
+            return {choice.child: choice.tokens or 0}
+        return {c: sum(map(len, r)) * BLOCK for c, r in (choice.shares or {}).items()}
+
+
+def ours(tokens: int | None, rate: float = FAST) -> Callable[[Clock], Ours]:
+    return lambda clock: Ours(tokens, rate, clock)
+
+
+def foreign(tokens: int | None) -> Callable[[Clock], Foreign]:
+    return lambda clock: Foreign(tokens)
+
+
+@pytest.mark.parametrize("load", ["first", "longest", "stitched"])
+def test_a_tier_that_is_slower_than_computing_is_left_out(load: str) -> None:
+    chain = Chain(ours(512), ours(TOKENS, SLOW), load=load)
+    assert chain.loaders() == {0: 512}
+    chain.chooser.decided(chain.state, chain.choose())
+    assert chain.children[1].noted == {}, "something is loaded"
+    alone = Chain(ours(TOKENS, SLOW), load=load)
+    choice = alone.choose()
+    assert (choice.tokens, choice.passed) == (0, (0,))
+    alone.chooser.decided(alone.state, choice)
+    assert alone.children[0].noted == {"recompute_preferred": 1}
+
+
+@pytest.mark.parametrize("load", ["first", "longest", "stitched"])
+def test_a_lower_tier_serves_where_an_upper_one_is_slower(load: str) -> None:
+    chain = Chain(ours(TOKENS, SLOW), ours(TOKENS, FAST), load=load)
+    assert chain.loaders() == {1: TOKENS}
+
+
+def test_always_loads_from_the_slow_tier_too() -> None:
+    assert Chain(ours(TOKENS, SLOW), load="first", always=True).loaders() == {0: TOKENS}
+
+
+def test_a_lower_tier_is_not_asked_where_the_upper_one_is_soon() -> None:
+    chain = Chain(ours(TOKENS), ours(TOKENS))
+    assert chain.loaders() == {0: TOKENS}
+    assert chain.children[1].asked == 0
+
+
+def test_tiers_that_take_long_share_a_prefix() -> None:
+    chain = Chain(ours(TOKENS, 2000.0), ours(TOKENS, 2000.0))
+    assert chain.loaders() == {0: 512, 1: 512}
+
+
+def test_a_tier_is_asked_once_for_a_request_that_waits() -> None:
+    chain = Chain(ours(TOKENS, 2000.0), ours(TOKENS, 2000.0))
+    chain.choose()
+    asked = [child.asked for child in chain.children]
+    for _ in range(10):
+        chain.choose()
+    assert [child.asked for child in chain.children] == asked
+    chain.children[1].tokens = 512
+    assert chain.choose().tokens == TOKENS
+    assert [child.asked for child in chain.children] > asked
+
+
+def test_lookups_are_waited_for_while_that_can_pay() -> None:
+    chain = Chain(ours(None), ours(TOKENS))
+    assert chain.loaders() == {1: TOKENS}, "the other could not be sooner"
+    chain = Chain(ours(None), ours(0))
+    assert chain.choose().tokens is None
+    chain.clock.now += 0.4
+    assert chain.choose().tokens is None, "computing takes a second"
+    chain.clock.now += 0.7
+    assert chain.choose().tokens == 0, "waited long enough"
+
+
+def test_a_tier_whose_lookups_take_longer_than_they_save_is_not_waited_for_again() -> None:
+    chain = Chain(ours(None))
+    waited = 0
+    for _ in range(100):
+        before = waited
+        while chain.choose().tokens is None:
+            chain.clock.now += 0.01
+            waited = before + 1
+        chain.chooser.decided(chain.state, chain.choose())
+    assert 1 <= waited <= 5
+
+
+@pytest.mark.parametrize(
+    ("rate", "tokens", "child"),
+    [(FAST, 512, 0), (FAST, 768, 0), (FAST, 1008, 1), (SLOW, 64, 1), (SLOW, 0, None)],
+)
+def test_another_connector_serves_where_it_has_more_than_ours_are_to_load(
+    rate: float, tokens: int, child: int | None
+) -> None:
+    chain = Chain(ours(768, rate), foreign(tokens))
+    assert [*chain.loaders()] == ([] if child is None else [child])
+    assert Chain(ours(768, rate), foreign(None)).choose().tokens is None, "it may have more"

@@ -1,0 +1,324 @@
+"""Loading compared with computing, where clock, links and engine are what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import pytest
+
+from tests.support.clock import Clock
+from tiers.loading.comparison import LEAST_PATIENCE, Comparison, Verdict, Wish
+from tiers.loading.load_cost import LEAST_TOKENS, LoadCost
+from tiers.tuning.simulation.policies import Plan
+
+BLOCK = 16
+PROMPT = 64
+"""Blocks of the usual prompt: 1,024 tokens."""
+
+
+class World:
+    """Tiers that hold everything; `links` are their (seconds each time, tokens per second). The
+    policy takes the longest prefix."""
+
+    def __init__(
+        self, *links: tuple[float, float], prefill: float = 1000.0, always: bool = False
+    ) -> None:
+        self.clock = Clock(1000.0)
+        self.links = list(links)
+        self.prefill = prefill
+        self.meters = {child: LoadCost(self.clock) for child in range(len(links))}
+        self.comparison = Comparison(BLOCK, self.meters, self.clock, always)
+        self._jobs = iter(range(1_000_000))
+
+    def choose(
+        self,
+        blocks: int = PROMPT,
+        has: Sequence[int] | None = None,
+        left: float = 1e9,
+        others: int = 0,
+    ) -> Verdict[Plan]:
+        """What would be done for a request that begins now; it is not begun. `has`: tokens."""
+        held = [blocks * BLOCK] * len(self.links) if has is None else has
+
+        def propose(but: Collection[int], most: int | None) -> Plan | None:
+            free = {c: held[c] // BLOCK for c in range(len(held)) if c not in but and held[c]}
+            if not free:
+                return None
+            best = max(free, key=free.__getitem__)
+            return Plan([(best, min(free[best], blocks if most is None else most))], BLOCK)
+
+        return self.comparison.choose(propose, Wish(blocks, left, others))
+
+    def child(self, blocks: int = PROMPT, has: Sequence[int] | None = None) -> int | None:
+        """The tier that loads."""
+        plan = self.choose(blocks, has).plan
+        return None if plan is None else plan.pieces[-1][0]
+
+    def run(self, blocks: int = PROMPT, has: Sequence[int] | None = None) -> float:
+        """Seconds that one request takes from its beginning to the end of its prompt."""
+        verdict = self.choose(blocks, has)
+        parts = verdict.plan.parts if verdict.plan is not None else {}
+        self.comparison.decided(parts, verdict.probed, verdict.seconds)
+        began = self.clock.now
+        self._load(dict(parts), verdict.within)
+        computed = blocks * BLOCK - sum(parts.values())
+        self.clock.now += computed / self.prefill
+        self.comparison.prefill.measured(computed, computed / self.prefill)
+        return self.clock.now - began
+
+    def _load(self, parts: dict[int, int], within: float) -> None:
+        taken = {c: self.links[c][0] + tokens / self.links[c][1] for c, tokens in parts.items()}
+        jobs = {child: next(self._jobs) for child in parts}
+        for child, tokens in parts.items():
+            self.meters[child].began(jobs[child], tokens)
+        self.clock.now += min(within, max(taken.values(), default=0.0))
+        for child, seconds in taken.items():
+            whole = seconds <= within
+            arrived = 0 if whole else int(parts[child] * within / seconds)
+            self.meters[child].ended(jobs[child], min(seconds, within), whole, arrived, not whole)
+            if not whole:  # what did not arrive is computed
+                self.clock.now += (parts[child] - arrived) / self.prefill
+
+    def run_many(self, count: int, pause: float = 1.0) -> list[float]:
+        """So many requests, one after the other."""
+        times = []
+        for _ in range(count):
+            times.append(self.run())
+            self.clock.now += pause
+        return times
+
+
+def world(*links: tuple[float, float], prefill: float = 1000.0) -> World:
+    made = World(*links, prefill=prefill)
+    made.run(has=[0] * len(links))  # the engine's rate is known
+    return made
+
+
+FAST = (0.001, 100_000.0)
+SLOW = (0.001, 100.0)
+
+
+@pytest.mark.parametrize(("latency", "rate"), [FAST, SLOW, (0.5, 1e6), (0.0, 900), (0.0, 1200)])
+def test_it_is_as_quick_as_the_better_of_loading_and_computing(latency: float, rate: float) -> None:
+    made = world((latency, rate))
+    loading, computing = latency + 1024 / rate, 1024 / 1000
+    made.run_many(3)
+    times = made.run_many(200)
+    assert sum(times) / len(times) < 1.1 * min(loading, computing)
+    assert max(times) < 2.2 * computing, "no single request pays much for a probe"
+
+
+@pytest.mark.parametrize("bandwidth", [10, 20, 30, 35, 40, 45, 60, 100, 300, 1000, 3000, 10_000])
+def test_from_10_mb_to_10_gb_a_second_it_is_never_a_tenth_slower(bandwidth: float) -> None:
+    """A token has 4 KiB of KV and takes 0.1 ms to compute; the first request counts too."""
+    made = World((0.0005, bandwidth * 1e6 / 4096), prefill=10_000.0)
+    lengths = (32, 64, 128) * 300
+    loading = sum(0.0005 + blocks * BLOCK * 4096 / (bandwidth * 1e6) for blocks in lengths)
+    computing = sum(blocks * BLOCK / 10_000 for blocks in lengths)
+    learning = sum(lengths[:3]) * BLOCK / 10_000
+    assert sum(map(made.run, lengths)) < 1.1 * min(loading, computing) + learning
+
+
+def test_a_tier_that_becomes_slow_costs_few_requests() -> None:
+    made = world(FAST)
+    made.run_many(50)
+    made.links[0] = SLOW
+    times = made.run_many(300)
+    assert sum(taken > 2.2 for taken in times) <= 2
+    assert sum(times) - 2 * 10.24 < 1.1 * 300 * 1.024
+
+
+def test_a_tier_that_becomes_quick_again_is_used_again() -> None:
+    made = world(SLOW)
+    made.run_many(100)
+    assert made.child() is None
+    made.links[0] = FAST
+    times = made.run_many(400)
+    assert times[-1] < 0.1, f"back to loading after {sum(t > 0.1 for t in times)} requests"
+    assert sum(taken > 0.1 for taken in times) < 300
+
+
+def test_a_latency_that_is_small_beside_long_loads_is_found_out() -> None:
+    """Small probes alone would make a tier with a latency look slow for ever."""
+    made = world((20.0, 100_000.0))
+    made.run_many(50)
+    made.links[0] = (0.2, 100_000.0)
+    made.run_many(1000)
+    assert made.child() == 0
+    made.run(blocks=4, has=[64])
+    assert made.child(blocks=4, has=[64]) is None, "64 tokens take 0.06 s to compute"
+
+
+def test_before_anything_is_measured_a_few_blocks_are_loaded() -> None:
+    made = World(SLOW)
+    plan = made.choose().plan
+    assert plan is not None and plan.tokens == LEAST_TOKENS
+    assert made.run() < 2.2, "a link of unknown speed costs no more than computing twice"
+    times = made.run_many(20)
+    assert made.child() is None and times[-1] < 1.2
+
+
+def test_a_tier_is_believed_after_a_few_loads_each_longer_than_the_one_before() -> None:
+    made = world(FAST)
+    tokens = []
+    for _ in range(4):
+        plan = made.choose().plan
+        assert plan is not None
+        tokens.append(plan.tokens)
+        made.run()
+    assert tokens == [64, 256, 1024, 1024]
+
+
+def test_a_tier_of_unknown_speed_is_tried_by_one_request_at_a_time() -> None:
+    made = world(FAST)
+    made.meters[0].began(-1, LEAST_TOKENS)
+    assert made.child() is None
+    made.meters[0].ended(-1, 0.001, whole=True)
+    assert made.child() == 0
+
+
+def test_a_tier_whose_first_loads_all_come_too_late_is_measured_all_the_same() -> None:
+    made = world((0.0, 0.5))
+    assert sum(made.run_many(50)) < 1.1 * 50 * 1.024 + 4
+    assert made.meters[0].line is not None
+    assert made.child() is None
+
+
+@pytest.mark.parametrize("order", [(SLOW, FAST), (FAST, SLOW)])
+def test_the_quicker_tier_serves(order: tuple[tuple[float, float], ...]) -> None:
+    made = world(*order)
+    made.run_many(10)
+    assert {made.child() for _ in range(3)} == {order.index(FAST)}
+    assert sum(made.run_many(200)) / 200 < 1.1 * (0.001 + 1024 / 100_000) + 0.01
+
+
+def test_a_longer_prefix_from_a_slower_tier_can_be_sooner() -> None:
+    made = world((0.0, 4_000.0), (0.0, 2_000.0))
+    for has in ([1024, 0], [0, 1024]) * 4:
+        made.run(has=has)
+    assert made.child(has=[1024, 1024]) == 0
+    assert made.child(has=[1008, 1024]) == 0, "the last block is computed sooner"
+    assert made.child(has=[512, 1024]) == 1, "from the other the rest would have to be computed"
+    made.meters[1].began(-1, 10_000)
+    found = made.choose(has=[512, 1024])
+    assert found.plan is not None and found.plan.pieces == [(0, 32)]
+    assert found.passed == (1,)
+
+
+def test_loading_must_be_quicker_by_a_margin() -> None:
+    made = world((0.0, 1030.0))
+    made.run_many(4)
+    assert made.choose().passed == (0,)
+
+
+def test_what_is_queued_counts() -> None:
+    made = world((0.0, 10_000.0))
+    made.run_many(5)
+    for job in range(-1, -11, -1):
+        assert made.child() == 0
+        made.meters[0].began(job, 1024)
+    for job in range(-11, -21, -1):
+        made.meters[0].began(job, 1024)
+    assert made.meters[0].queued_tokens == 20 * 1024
+    assert made.child() is None, "twenty others are before it"
+
+
+def test_requests_keep_away_from_a_tier_that_hangs() -> None:
+    made = world(FAST)
+    made.run_many(20)
+    made.meters[0].began(-1, 1024)
+    for _ in range(3):
+        made.meters[0].stepped()
+        assert made.child() == 0, "it may be about to end"
+        made.clock.now += 0.4
+    made.clock.now += 1.0
+    made.meters[0].stepped()
+    assert made.child() is None
+    made.meters[0].ended(-1, 0.001, whole=False)
+    assert made.child() == 0, "what failed at once says nothing of speed"
+
+
+def test_a_load_is_worth_waiting_for_as_long_as_computing_takes() -> None:
+    made = world(FAST, prefill=100.0)
+    made.run_many(5)
+    assert made.choose().within == pytest.approx(10.24, rel=0.01)
+    assert made.choose(blocks=4).within == LEAST_PATIENCE
+
+
+def test_one_odd_load_does_not_condemn_a_tier() -> None:
+    made = world((0.0, 50_000.0))
+    made.run_many(20)
+    made.links[0] = (0.0, 100.0)
+    made.run()
+    made.links[0] = (0.0, 50_000.0)
+    assert made.child() == 0
+
+
+def test_the_engine_is_measured_also_where_everything_could_be_loaded() -> None:
+    made = World(SLOW)
+    for job in range(-1, -5, -1):
+        made.meters[0].began(job, 256)
+        made.meters[0].ended(job, 2.56, whole=True)
+    plan = made.choose().plan
+    assert plan is not None and plan.tokens == 512, "the other half is computed"
+    times = made.run_many(10)
+    assert made.child() is None
+    assert times[-1] < 1.2
+
+
+def test_a_tier_that_is_still_looking_is_waited_for_while_that_can_pay() -> None:
+    made = world(FAST)
+    made.run_many(5)
+    assert made.comparison.hopes({0: 0.4}, 0.0, Wish(PROMPT))
+    assert not made.comparison.hopes({0: 1.1}, 0.0, Wish(PROMPT))
+    assert not made.comparison.hopes({0: 0.0}, 1.02, Wish(PROMPT)), "another saves as much"
+
+
+def test_computing_counts_for_those_too_who_wait_to_begin() -> None:
+    """A load that takes half as long again as computing delays nobody else."""
+    made = world((0.0, 1000 / 1.5))
+    made.run_many(5)
+    assert made.choose(others=0).plan is None
+    assert made.choose(others=1).plan is not None
+
+
+def test_a_crowd_counts_four_times_at_most() -> None:
+    made = world((0.0, 1000 / 5))
+    made.run_many(5)
+    found = made.choose(others=100)
+    assert found.plan is None
+    assert found.seconds == pytest.approx(1.024)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_what_cannot_come_in_time_is_not_begun(always: bool) -> None:
+    """Whether or not loads are compared with computing."""
+    made = World((0.0, 10_000.0), prefill=10.0, always=always)
+    made.run(has=[0])
+    made.run_many(5)
+    assert made.choose(left=10.0).plan is not None
+    made.meters[0].began(-1, 250_000)
+    found = made.choose(left=10.0)
+    assert found.plan is None and found.passed == (0,)
+    assert made.choose(left=14.0).plan is not None
+
+
+def test_always_loads_what_is_computed_sooner_and_all_of_it_from_the_first() -> None:
+    made = World(SLOW, always=True)
+    for _ in range(5):
+        found = made.choose()
+        assert found.plan is not None and found.plan.tokens == 1024
+        made.run()
+
+
+def test_a_load_for_always_that_can_never_come_in_time_is_tried_with_a_few_blocks() -> None:
+    made = World((0.0, 50.0), always=True)
+    made.comparison.prefill.measured(1000, 1.0)
+    made.run_many(3)
+    assert made.choose(left=10.0).plan is None
+    for _ in range(3000):
+        found = made.choose(left=10.0)
+        made.comparison.decided((), found.probed, found.seconds)
+        if found.probed is not None:
+            break
+    assert found.plan is not None and found.plan.tokens == LEAST_TOKENS

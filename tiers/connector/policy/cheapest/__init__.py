@@ -1,1 +1,0 @@
-"""The load policy that compares loading with computing."""

@@ -1,0 +1,266 @@
+"""Comparison: whether the load that a policy plans comes in time, and sooner than computing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from tiers.loading.load_cost import LEAST_TOKENS, LoadCost
+from tiers.loading.prefill_rate import MIN_TOKENS, PrefillRate
+from tiers.loading.probing import Exploration
+
+MARGIN = 0.05
+"""Part by which loading must be faster than computing: rates are estimates."""
+CROWD = 4
+"""Seconds of the engine that a second of computing counts for, at most, where others wait."""
+ENOUGH = 0.25
+"""A load that takes no more of the time of computing is not compared with other plans."""
+LEAST_PATIENCE = 1.0
+"""Seconds that a load may take, however fast it should be and the engine is."""
+
+P = TypeVar("P", bound="Plan")
+
+
+class Plan(Protocol):
+    """What a load policy would load of a request."""
+
+    @property
+    def tokens(self) -> int:
+        """Of the prefix that it brings."""
+        ...
+
+    @property
+    def parts(self) -> Mapping[int, int]:
+        """Tokens of each tier that loads; empty where another connector of the engine does."""
+        ...
+
+    def behind(self: P, head: P) -> P:
+        """The plan of which `head` loads the first blocks."""
+        ...
+
+
+Propose = Callable[[Collection[int], int | None], P | None]
+"""A policy's plan without some of the tiers, of so many blocks at most; None: it has none."""
+
+
+class Wish(NamedTuple):
+    """What a request asks for: at most so many `blocks`, within `left` seconds, while so many
+    `others` wait to begin."""
+
+    blocks: int
+    left: float = math.inf
+    others: int = 0
+
+
+class Verdict(NamedTuple, Generic[P]):
+    """The plan to follow; None: nothing is loaded.
+
+    `saved`: seconds, beside computing all. `passed`: tiers that have tokens which are computed,
+    since that is sooner. `probed`: the tier that loads only to be measured.
+    `seconds`: until the end of the prompt. `within`: seconds after which the load is ended.
+    """
+
+    plan: P | None
+    saved: float = 0.0
+    passed: tuple[int, ...] = ()
+    probed: int | None = None
+    seconds: float = 0.0
+    within: float = math.inf
+
+
+class _Estimate(NamedTuple, Generic[P]):
+    """Of a plan: its tier that comes last, the seconds until then and what it saves."""
+
+    plan: P
+    last: int
+    load: float
+    saved: float
+
+
+class Comparison:
+    """Judges the plans of a chain's load policy; `meters` has the measured tiers by their places.
+
+    A plan whose last tier can't deliver in time, or later than the same tokens are computed, is
+    planned again without that tier, until nothing is left; the plan that saves most is followed.
+    Computing counts once more for each request that waits to begin, since that one is computed
+    later; four times at most. A load that takes as long as was estimated and computing all would
+    take, together, is ended.
+
+    Of a tier of which little is known a few blocks are loaded, and more each time. Without a
+    prefill rate there is nothing to compare with, and half a load is computed. A tier that
+    requests skip is probed now and then (see `Exploration`): a request loads its first blocks from
+    there, and the rest as it would have.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        meters: Mapping[int, LoadCost],
+        now: Callable[[], float],
+        always: bool = False,
+    ) -> None:
+        """`always`: whether all is loaded that comes in time."""
+        self.prefill = PrefillRate(now)
+        self.meters = meters
+        self._probes = Exploration(least=-(-LEAST_TOKENS // block_tokens))
+        self._size = block_tokens
+        self._always = always
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Seconds to compute a token, with which loads are compared; None: they are not."""
+        return None if self._always else self.prefill.seconds_per_token
+
+    def load_seconds(self, parts: Mapping[int, int]) -> float:
+        """How long a load would take that has these tokens of each tier."""
+        return max((self.meters[tier].seconds(n) for tier, n in parts.items()), default=0.0)
+
+    def is_long(self, tokens: int, parts: Mapping[int, int]) -> bool:
+        """Whether another plan for so many tokens could be sooner by much."""
+        each = self.prefill.seconds_per_token
+        return each is not None and self.load_seconds(parts) > ENOUGH * tokens * each
+
+    def choose(self, propose: Propose[P], wish: Wish) -> Verdict[P]:
+        """The best of the policy's plans."""
+        each = self.token_seconds or 0.0
+        best, cut = self._best(propose, wish, each * min(CROWD, 1 + wish.others))
+        whole = wish.blocks * self._size
+        if best is None:
+            computing = whole * (self.prefill.seconds_per_token or 0.0)
+            found: Verdict[P] = Verdict(None, passed=tuple(cut), seconds=computing)
+        else:
+            tokens, parts = best.plan.tokens, best.plan.parts
+            passed = tuple(t for t, planned in cut.items() if planned > tokens and t not in parts)
+            seconds = best.load + (whole - tokens) * each
+            found = Verdict(best.plan, best.saved, passed, None, seconds)
+            if not parts or not self.is_long(tokens, parts):
+                return self._patient(found, best.load, whole)
+        load = best.load if best is not None else 0.0
+        found, load = self._probing(propose, wish, found, load)
+        return self._patient(found, load, whole)
+
+    def _patient(self, found: Verdict[P], load: float, whole: int) -> Verdict[P]:
+        each = self.token_seconds
+        if each is None:
+            return found
+        return found._replace(within=max(LEAST_PATIENCE, load + whole * each))
+
+    def hopes(self, waits: Mapping[int, float], saved: float, wish: Wish) -> bool:
+        """Whether one of the tiers that are still looking, if it had everything, would save more
+        than is `saved`; `waits`: seconds until each answers."""
+        each, tokens = self.token_seconds, wish.blocks * self._size
+        if each is None:
+            return False  # the policy has waited
+        worth = tokens * each * min(CROWD, 1 + wish.others)
+        for tier, wait in waits.items():
+            load = self.meters[tier].seconds(tokens)
+            if load * (1 + MARGIN) < worth and worth - load - wait > saved:
+                return True
+        return False
+
+    def decided(self, used: Collection[int], probed: int | None, seconds: float) -> None:
+        """A request begins that takes `seconds`, and loads from the tiers `used`."""
+        for tier in self.meters:
+            if tier == probed:
+                self._probes.made(tier)
+            elif tier in used:
+                self._probes.measured(tier)
+            else:
+                self._probes.earn(tier, seconds)
+
+    # -- plans -------------------------------------------------------------------------------
+
+    def _best(
+        self, propose: Propose[P], wish: Wish, crowded: float
+    ) -> tuple[_Estimate[P] | None, dict[int, int]]:
+        """The plan that saves most, and the tiers that were cut off on the way to the last one,
+        with the tokens of the plan that each was cut off."""
+        best: _Estimate[P] | None = None
+        cut: dict[int, int] = {}
+        while (plan := propose(cut, None)) is not None:
+            if not plan.parts:
+                if best is None or plan.tokens > best.plan.tokens:
+                    best = _Estimate(plan, -1, 0.0, plan.tokens * crowded)
+                break
+            planned = plan.tokens
+            plan = self._shortened(propose, cut, plan, wish) or plan
+            ends = {tier: self._seconds(tier, tokens) for tier, tokens in plan.parts.items()}
+            last = max(ends, key=ends.__getitem__)
+            one = _Estimate(plan, last, ends[last], plan.tokens * crowded - ends[last])
+            if self._pays(one, wish, crowded) and (best is None or one.saved > best.saved):
+                best = one
+                if not crowded or one.load <= ENOUGH * one.plan.tokens * crowded:
+                    break
+            cut[last] = planned
+        return best, cut
+
+    def _seconds(self, tier: int, tokens: int) -> float:
+        """How long a tier takes. A trial is made whatever it takes, as the load is ended when it
+        has taken as long as computing; but one at a time."""
+        meter = self.meters[tier]
+        if self._always or meter.trial is None:
+            return meter.seconds(tokens)
+        return math.inf if meter.queued_tokens >= meter.trial else 0.0
+
+    def _pays(self, one: _Estimate[P], wish: Wish, crowded: float) -> bool:
+        if one.load > wish.left or one.load == math.inf:
+            return False
+        if not crowded:
+            return True
+        return one.load * (1 + MARGIN) < one.plan.tokens * crowded
+
+    def _shortened(
+        self, propose: Propose[P], cut: Collection[int], plan: P, wish: Wish
+    ) -> P | None:
+        """The plan with no more than a trial's tokens of tiers of which little is known, and with
+        half of its tokens where the engine is to be measured; None: it is not cut, or can't be."""
+        if self._always:
+            return None
+        most = plan.tokens
+        for tier, tokens in plan.parts.items():
+            trial = self.meters[tier].trial
+            if trial is not None and tokens > trial:
+                most = min(most, plan.tokens - tokens + trial)
+        computed, half = wish.blocks * self._size - most, plan.tokens // 2
+        if self.token_seconds is None and computed < MIN_TOKENS <= half:
+            most = min(most, half)
+        if most == plan.tokens:
+            return None
+        shorter = propose(cut, max(most // self._size, self._probes.least))
+        return shorter if shorter is not None and shorter.parts else None
+
+    # -- probes ------------------------------------------------------------------------------
+
+    def _probing(
+        self, propose: Propose[P], wish: Wish, found: Verdict[P], load: float
+    ) -> tuple[Verdict[P], float]:
+        """The verdict with a probe of a tier that it does not use, if one is due; and how long its
+        loads take."""
+        used = found.plan.parts if found.plan is not None else {}
+        for tier in self.meters.keys() - used.keys():
+            meter = self.meters[tier]
+            least = meter.seconds(LEAST_TOKENS) / 10
+            if meter.is_loading or not self._probes.is_due(tier, least):
+                continue
+            head = self._probe(propose, wish, tier)
+            if head is None:
+                continue
+            seconds = meter.seconds(head.tokens)
+            if self._probes.is_due(tier, max(seconds - load, seconds / 10)):
+                plan = head if found.plan is None else found.plan.behind(head)
+                left = tuple(one for one in found.passed if one != tier)
+                found = found._replace(plan=plan, probed=tier, passed=left)
+                return found, max(load, seconds)
+        return found, load
+
+    def _probe(self, propose: Propose[P], wish: Wish, tier: int) -> P | None:
+        """What a tier alone would load of the first blocks, with which it is to be probed."""
+        others = self.meters.keys() - {tier}
+        each, whole = self.token_seconds, wish.blocks * self._size
+        length = self._probes.length(tier)
+        if each is not None and self.meters[tier].seconds(length * self._size) > whole * each:
+            self._probes.shorten(tier)  # too much for one request
+            length = self._probes.least
+        head = propose(others, length)
+        return head if head is not None and head.parts else None

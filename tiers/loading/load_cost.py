@@ -1,0 +1,155 @@
+"""LoadCost: how soon a tier would have loaded so much, from how long its loads took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiers.loading.linear_fit import LatencyModel, LinearFit
+from tiers.loading.shares import Pace
+
+ABREAST = 2
+"""Loads that a worker runs at once, for each tier."""
+LEAST_TOKENS = 64
+"""Of the first load from a tier that was never measured."""
+TRIALS = 3
+"""Loads, each up to four times as long as the one before, until a tier's line is believed."""
+MOST_DOUBT = 10
+"""Failed loads in a row beyond which a tier is not doubted more: it then counts as a thousand
+times slower than measured."""
+LEAST_SECONDS = 1e-9
+"""For a block, where a fit says that it costs nothing."""
+
+
+@dataclass
+class _Load:
+    tokens: int
+    steps: int = 0
+    began: float = math.inf
+
+
+class LoadCost:
+    """One tier's loads, in tokens: ranks and KV cache groups then need no counting apart.
+
+    A sample is what the slowest rank's load took, from its own first byte to its last: neither its
+    wait for other loads, which is estimated from what is under way, nor the engine's steps, which
+    a long prefill of another request would else charge to the tier. A tier counts as twice as slow
+    with each failed load in a row. Used by one thread alone; `now` gives seconds, never going back.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._pace = LatencyModel()
+        self._loads: dict[int, _Load] = {}
+        self._queued = 0
+        self._stepped = -math.inf
+        self._ended = 0
+        self.failures = 0
+        """Loads in a row that did not bring all they should."""
+
+    def began(self, job_id: int, tokens: int) -> None:
+        """A load was ordered."""
+        self._loads[job_id] = _Load(tokens)
+        self._queued += tokens
+
+    def stepped(self) -> None:
+        """The engine begins a step.
+
+        With the second that begins after a load was ordered the workers have begun that load, in
+        engines that prepare one step while another runs, too.
+        """
+        self._stepped = self._now()
+        for load in self._loads.values():
+            load.steps += 1
+            if load.steps == 2:
+                load.began = self._stepped
+
+    def ended(
+        self, job_id: int, seconds: float, whole: bool, arrived: int = 0, late: bool = False
+    ) -> None:
+        """A load has ended on all ranks, after so many seconds of its own. `arrived`: tokens, of
+        one that did not bring all it should; `late`: since its time was over.
+
+        What has arrived is a sample. Of a late load of which nothing has, that it took so long at
+        least: else a tier whose loads are all late would never be measured.
+        """
+        load = self._loads.pop(job_id)
+        self._queued -= load.tokens
+        self._ended += 1
+        if whole:
+            self.failures = 0
+        elif not late:
+            self.failures += 1
+        line = self._pace.line
+        slow = late and seconds > (line.seconds(load.tokens) if line is not None else 0.0)
+        tokens = load.tokens if whole or (slow and not arrived) else arrived
+        if tokens and seconds > 0:
+            self._pace.add(tokens, seconds)
+
+    @property
+    def line(self) -> LinearFit | None:
+        """Seconds by tokens of a load that nothing else delays; None: not measured yet."""
+        return self._pace.line
+
+    @property
+    def trial(self) -> int | None:
+        """Tokens that a load may have while little is known of the tier; None: enough is."""
+        if self._pace.line is None:
+            return LEAST_TOKENS
+        return None if self._ended >= TRIALS else LEAST_TOKENS << 2 * self._ended
+
+    def gauges(self) -> dict[str, float]:
+        """What is known of the tier's speed, as `GAUGES` name it."""
+        line = self._pace.line
+        if line is None or not line.each:
+            return {}
+        return {"load_latency_seconds": line.fixed, "load_tokens_per_second": 1 / line.each}
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that are being loaded, or wait for it."""
+        return self._queued
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load is under way."""
+        return bool(self._loads)
+
+    def seconds(self, tokens: int) -> float:
+        """How long a load of so many tokens would take if it were ordered now.
+
+        No less than the oldest load under way has taken so far: a tier that hangs, or that has
+        just become slow, keeps only those waiting who came before that could be seen. A tier that
+        was never measured is taken to need no time, so that somebody loads from it.
+        """
+        line = self._pace.line
+        if line is None:
+            return self._oldest()
+        own = line.seconds(tokens) * self._doubt
+        return max(self._queued / ABREAST * line.each + own, self._oldest())
+
+    def pace(self, tokens: int) -> Pace | None:
+        """How soon the tier delivers blocks of so many tokens; None: not measured yet.
+
+        Where the oldest load has taken longer than all that is under way should, one after the
+        other, the tier hangs or has become slow: then it is ready no sooner than that load took so
+        far.
+        """
+        line = self._pace.line
+        if line is None:
+            return None
+        overdue = self._oldest()
+        hangs = overdue > line.seconds(self._queued)
+        ready = overdue if hangs else self._queued / ABREAST * line.each
+        each = max(line.each * tokens, LEAST_SECONDS)
+        return Pace(ready + line.fixed * self._doubt, each * self._doubt)
+
+    @property
+    def _doubt(self) -> int:
+        return 1 << min(self.failures, MOST_DOUBT)
+
+    def _oldest(self) -> float:
+        """Seconds that the oldest load under way has taken so far."""
+        began = min((load.began for load in self._loads.values()), default=math.inf)
+        return max(0.0, self._stepped - began) if began < math.inf else 0.0
