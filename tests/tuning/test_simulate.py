@@ -25,9 +25,11 @@ def machine(**more: Any) -> Machine:
     return Machine(**(base | {"tiers": tiers, "step_tokens": 1 << 40} | more))
 
 
-def always(*settings: Any, **more: Any) -> SimChain:
+def always(
+    tiers: tuple[SimTier, ...], load_policy: str = "stitched", promote: bool = True
+) -> SimChain:
     """A chain that loads whatever it has."""
-    return SimChain(*settings, load_when="always", **more)
+    return SimChain(tiers, load_policy, promote, load_when="always")
 
 
 def tier(name: str, blocks: int, **more: Any) -> SimTier:
