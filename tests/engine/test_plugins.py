@@ -153,7 +153,7 @@ def test_flipped_bits_of_a_store_that_says_it_verifies_are_misses(
     MAKE[:] = [Store]
     shared()
     tier = SaysSpec.model_validate({"type": "plugin", "deadline": "30s"})
-    spec = ChainSpec(version=1, tiers=(tier,), staging=256 * SLOT, max_wait="30s")  # type: ignore[arg-type]
+    spec = ChainSpec(version=1, load_when="always", tiers=(tier,), staging=256 * SLOT)
     made = engine(spec, num_blocks=120, prefix_caching=False)
     ask(made)
     made.settle()
