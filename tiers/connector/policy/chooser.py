@@ -145,8 +145,10 @@ class Chooser:
         state.alone = None
         state.prompt_tokens = state.request.num_tokens
         question = self._question(state, num_computed_tokens, notes)
-        may_load = state.limits.max_load_tokens is None or question.loadable > 0
-        choice = self._compared(question) if may_load else NOBODY
+        choice = NOBODY
+        if state.limits.max_load_tokens is None or question.loadable > 0:
+            planned = self._apply_policy(question)
+            choice = self._compared(question, planned) if planned.tokens is not None else LATER
         if choice.tokens is not None:
             for index in self._foreign.keys() - question.asked.keys():
                 self._foreign[index].get_num_new_matched_tokens(state.request, num_computed_tokens)
@@ -161,7 +163,8 @@ class Chooser:
         if state.limits.max_load_tokens is not None:
             loadable = min(loadable, state.limits.max_load_tokens)
         loadable -= loadable % self._block_tokens
-        return _Question(state, num_computed_tokens, loadable, {}, notes, set(), state.held)
+        waits = self._comparison.token_seconds is None
+        return _Question(state, num_computed_tokens, loadable, {}, notes, set(), state.held, waits)
 
     def _versions(self, state: RequestState, computed: int) -> Hashable:
         """What our tiers have of a request is the same while this is; None: it may not be."""
@@ -217,12 +220,10 @@ class Chooser:
 
     # -- comparing ---------------------------------------------------------------------------
 
-    def _compared(self, question: _Question) -> Choice:
-        """The policy's choice, as far as it comes in time and sooner than computing."""
+    def _compared(self, question: _Question, planned: Choice) -> Choice:
+        """What is `planned`, as far as it comes in time and sooner than computing."""
         comparison, state = self._comparison, question.state
-        question = question._replace(waits=comparison.token_seconds is None)
-        planned = self._apply_policy(question)
-        if planned.tokens is None or not comparison.meters:
+        if not comparison.meters:
             return planned
         question = question._replace(waits=False)
         wish = Wish(
