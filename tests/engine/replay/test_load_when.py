@@ -14,6 +14,7 @@ from tests.support.replay_chains import MODEL, SLOT, crowded, drive, measured, t
 from tests.support.servers import RedisServer
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierUnavailable
+from tiers.loading import comparison
 from tiers.testing import Faults, FaultyStore, GivenSpec, MemoryStore
 
 PROMPT = list(range(402))
@@ -76,6 +77,13 @@ def ask(made: ReplayEngine) -> int:
     return request.loaded_tokens
 
 
+@pytest.fixture
+def all_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every load be long beside computing, however fast this machine is."""
+    monkeypatch.setattr(comparison, "ENOUGH", 0.0)
+
+
+@pytest.mark.usefixtures("all_long")
 def test_two_tiers_share_a_prefix_that_both_have_once_they_are_measured(
     engine: MakeEngine,
 ) -> None:
@@ -102,6 +110,7 @@ def test_a_tier_that_is_down_is_left_to_the_others(engine: MakeEngine) -> None:
     assert loaded[-1] == 400
 
 
+@pytest.mark.usefixtures("all_long")
 def test_a_tier_that_boasts_loses_its_part(engine: MakeEngine) -> None:
     """It says that it has all, at once, and delivers nothing: with each failure less is asked of
     it, and what precedes its part is used."""
