@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
+from tests.support.cuda_model import Model, Site
+from tiers.gpu import words as module
 from tiers.gpu.words import WORD, Words
 
 DEVICES = [
@@ -33,3 +37,41 @@ def test_words_are_read_where_they_are(device: str) -> None:
     assert read() == [207, 7, 107]
     made[0][7] = -1
     assert read() == [207, -1, 107]
+
+
+def read_while_they_change(
+    patch: pytest.MonkeyPatch, eager: bool, taken_away: Site | None = None
+) -> tuple[bool, list[int]]:
+    """Read a word on a modelled device, which the engine has queued to change to 5, and then to 6:
+    whether it was there at once, and what it was. The stream beside the engine's runs as early as
+    events allow, or as late."""
+    weights = torch.zeros(16, dtype=WORD)
+    words = Words(weights.device, weights.data_ptr(), weights.data_ptr() + weights.nbytes)
+    with patch.context() as patched:
+        model = Model(["beside"], {"beside"} if eager else ())
+        model.install(patched)
+        words._beside = torch.cuda.Stream(weights.device)
+        model.taken_away = taken_away
+        model.compute.put(lambda: weights.fill_(5))
+        reading = words.read(torch.tensor([3]))
+        was_ready = reading.ready()
+        model.compute.put(lambda: weights.fill_(6))
+        found = torch.frombuffer(bytearray(reading.words()), dtype=WORD).tolist()
+        assert model.times_taken_away == (taken_away is not None)
+    return was_ready, found
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_devices_words_are_those_behind_what_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    assert read_while_they_change(monkeypatch, eager) == (False, [5])
+
+
+@pytest.mark.parametrize("wait", [".wait_event(", ".synchronize("])
+def test_each_wait_is_needed(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+    source = inspect.getsource(module).splitlines()
+    (line,) = (number for number, text in enumerate(source, 1) if wait in text)
+    site = "tiers/gpu/words.py", line
+    found = [read_while_they_change(monkeypatch, eager, site) for eager in (True, False)]
+    assert found != [(False, [5])] * 2

@@ -93,6 +93,9 @@ class Event:
         self._sleeps = sleeps
         self.mark: Mark | None = None
 
+    def query(self) -> bool:
+        return self.mark is None or self.mark.reached
+
     def record(self, stream: Stream) -> None:
         self.mark = Mark(stream)
 
@@ -175,10 +178,15 @@ class Model:
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in memory that the current stream's allocations are taken from."""
-        copy = torch.full_like(tensor, -1)
-        self._made_on[self._storage(copy)] = (copy, self._current[-1])
+        copy = self.made(torch.full_like(tensor, -1), on_device=True)
         self.queue(lambda: copy.copy_(tensor), [copy])
         return copy
+
+    def made(self, tensor: torch.Tensor, on_device: bool) -> torch.Tensor:
+        """A tensor that is made now; what is on the device is the current stream's memory."""
+        if on_device:
+            self._made_on[self._storage(tensor)] = (tensor, self._current[-1])
+        return tensor
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -238,6 +246,9 @@ class Operations(TorchFunctionMode):
             made: torch.Tensor = func(*args, **named).fill_(0xEE)
             self._model.compute.put(made.zero_)
             return made
+        if name == "empty":
+            named = {**named, "pin_memory": False}
+            return self._model.made(func(*args, **named).fill_(-2), "device" in named)
         if name == "pin_memory":
             return args[0].clone()
         if name == "to":

@@ -50,11 +50,14 @@ class Words:
             return _Read(torch.index_select(self._memory, 0, numbers))
         after = torch.cuda.Event()
         after.record(torch.cuda.current_stream(self._device))
-        arrived = torch.empty(len(numbers), dtype=WORD, pin_memory=True)
-        with torch.cuda.stream(self._beside):
+        count = len(numbers)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._beside):
             self._beside.wait_event(after)
             there = numbers.to(self._device, non_blocking=True)
-            arrived.copy_(torch.index_select(self._memory, 0, there), non_blocking=True)
+            found = torch.empty(count, dtype=WORD, device=self._device)
+            torch.index_select(self._memory, 0, there, out=found)
+            arrived = torch.empty(count, dtype=WORD, pin_memory=True)
+            arrived.copy_(found, non_blocking=True)
             done = torch.cuda.Event(blocking=True)
             done.record(self._beside)
         return _Crossing(arrived, done, self._device)
