@@ -31,6 +31,7 @@ KNOW_VLLM = {
     "tiers/engine/vllm_children.py": "a part of it: vLLM's connectors as children of ours",
     "tiers/engine/vllm_events.py": "a part of it: KV events",
     "tiers/engine/vllm_groups.py": "a part of it: KV cache groups",
+    "tiers/engine/vllm_lora.py": "a part of it: LoRA adapters",
     "tiers/engine/vllm_sleep.py": "a part of it: copies of an engine that sleeps",
     "tiers/engine/vllm_stats.py": "a part of it: stats and metrics",
     "tiers/engine/vllm_weights.py": "a part of it: the weights of a worker",

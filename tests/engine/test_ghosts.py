@@ -10,7 +10,7 @@ import pytest
 
 from spec.errors import SpecError
 from tests.support.clock import Clock, wait_for
-from tests.support.replay_chains import MODEL, chain_of, cpu, measured
+from tests.support.replay_chains import MODEL, Marked, chain_of, cpu, measured
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.ghosts import GhostWatcher
 from tiers.engine.replay import ReplayEngine, ReplayModel
@@ -62,7 +62,7 @@ def test_other_adapters_and_generations_are_other_blocks(
     plain, mark, clock = ReplayModel.engine_info, b"", Clock()
 
     def engine_info(model: ReplayModel, num_blocks: int) -> EngineInfo:
-        return replace(plain(model, num_blocks), mark=lambda _: mark)
+        return replace(plain(model, num_blocks), marks=Marked(lambda: mark))
 
     monkeypatch.setattr(ReplayModel, "engine_info", engine_info)
     with caplog.at_level(logging.INFO):

@@ -1,13 +1,7 @@
-"""What must never share blocks: salts, adapters, images; and an adapter whose files change."""
+"""What must never share blocks: salts, adapters, images; and which models can't be served."""
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
-import time
-from io import FileIO
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,34 +9,20 @@ import pytest
 import torch
 
 from tests.support.compatibility import Cells
+from tiers.connector.contract.adapters import LoadedAdapter
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.policy.requests import RequestTable
-from tiers.engine import request_marks
 from tiers.engine.content_marks import ContentMarks
-from tiers.engine.identity import digests
 from tiers.engine.identity.facts import config_facts
-from tiers.engine.request_marks import AdapterMarks
+from tiers.engine.loaded_adapters import name_of
+from tiers.engine.request_marks import MarksOfRequests
 
 BLOCK = 16
 TOKENS = list(range(3, 3 + 3 * BLOCK))
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine must not make digests late."""
-    monkeypatch.setattr(request_marks, "MOMENT", 30.0)
-
-
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    """A LoRA adapter's folder."""
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights" * 1000)
-    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
-    return tmp_path
-
-
 @pytest.mark.vllm
-def test_requests_that_differ_in_more_than_tokens_share_no_block(adapter: Path) -> None:
+def test_requests_that_differ_in_more_than_tokens_share_no_block() -> None:
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import (
         MultiModalBatchedField,
@@ -57,6 +37,7 @@ def test_requests_that_differ_in_more_than_tokens_share_no_block(adapter: Path) 
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
+    loras = lora, other_lora = LoRARequest("sql", 1, "folder"), LoRARequest("prose", 2, "folder")
 
     def image(name: str, brightness: float = 0.5, at: int = 2) -> MultiModalFeatureSpec:
         pixels = MultiModalFieldElem(torch.full((3, 4), brightness), MultiModalBatchedField())
@@ -76,13 +57,15 @@ def test_requests_that_differ_in_more_than_tokens_share_no_block(adapter: Path) 
             block_hasher=get_request_block_hasher(BLOCK, sha256),
             **more,
         )
-        marks, media = AdapterMarks(), ContentMarks(trust, room=10)
-        engine = EngineInfo({}, BLOCK, BLOCK, num_blocks=9, mark=marks, media=media)
+        marks, media = MarksOfRequests(1), ContentMarks(trust, room=10)
+        loaded = {
+            name_of(one): LoadedAdapter(one.lora_int_id, b"weights", b"files") for one in loras
+        }
+        marks.heard({0: loaded}, 0)
+        engine = EngineInfo({}, BLOCK, BLOCK, num_blocks=9, marks=marks, media=media)
         table = RequestTable(engine)
         return table.keys(table.of(request))
 
-    lora = LoRARequest("sql", 1, str(adapter))
-    other_lora = LoRARequest("prose", 2, str(adapter))
     variants = [
         keys(),
         keys(cache_salt="tenant a"),
@@ -107,122 +90,43 @@ def test_requests_that_differ_in_more_than_tokens_share_no_block(adapter: Path) 
     assert not set(trusted) & set(variants[3])
 
 
-def request_with(path: Path) -> Any:
-    return SimpleNamespace(lora_request=SimpleNamespace(lora_name="sql", lora_path=str(path)))
+@pytest.mark.vllm
+def test_tokens_in_the_places_of_embeddings_share_no_block() -> None:
+    """The engine hashes a token of 0 and an embedding at each place of either."""
+    import inspect
 
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
 
-def test_an_adapter_is_what_its_files_say(adapter: Path) -> None:
-    before = AdapterMarks()(request_with(adapter))
-    assert AdapterMarks()(request_with(adapter)) == before
-    assert AdapterMarks()(SimpleNamespace(lora_request=None)) == b""
-    (adapter / "adapter_config.json").write_text('{"r": 16}')
-    assert AdapterMarks()(request_with(adapter)) != before
-    (adapter / "adapter_config.json").write_text('{"r": 8}')
-    (adapter / "adapter_model.safetensors").write_bytes(b"Weights" * 1000)
-    assert AdapterMarks()(request_with(adapter)) != before
+    if "prompt_is_token_ids" not in inspect.signature(Request).parameters:
+        pytest.skip("this vLLM has no prompts of tokens and embeddings")
+    init_none_hash(sha256)
+    embeddings = torch.arange(3.0 * BLOCK * 4).reshape(3 * BLOCK, 4)
 
+    def keys(mask: list[bool] | None) -> list[bytes]:
+        request = Request(
+            "id",
+            None if mask is None else [0] * 3 * BLOCK,
+            SamplingParams(max_tokens=1),
+            None,
+            prompt_embeds=embeddings,
+            prompt_is_token_ids=mask,
+            block_hasher=get_request_block_hasher(BLOCK, sha256),
+        )
+        engine = EngineInfo({}, BLOCK, BLOCK, num_blocks=9, marks=MarksOfRequests(1))
+        table = RequestTable(engine)
+        return table.keys(table.of(request))
 
-def test_a_byte_anywhere_makes_another_adapter(adapter: Path) -> None:
-    weights = adapter / "adapter_model.safetensors"
-    weights.write_bytes(os.urandom(10_000_000))
-    before = AdapterMarks()(request_with(adapter))
-    assert AdapterMarks()(request_with(adapter)) == before
-    with weights.open("r+b") as file:
-        file.seek(3_456_789)
-        byte = file.read(1)
-        file.seek(3_456_789)
-        file.write(bytes([byte[0] ^ 1]))
-    assert AdapterMarks()(request_with(adapter)) != before
-
-
-def test_the_engine_waits_once_for_adapters_that_come_together(
-    adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin, waits = threading.Event(), []
-    monkeypatch.setattr(request_marks, "_adapter_digest", lambda *_: begin.wait(30) and b"mark")
-    monkeypatch.setattr(request_marks, "wait", lambda marks, _: waits.append(marks))
-    marks = AdapterMarks()
-    for n in range(3):
-        folder = adapter.parent / f"adapter-{n}"
-        folder.mkdir()
-        assert marks(request_with(folder)) != b"mark"
-    begin.set()
-    assert len(waits) == 1
-
-
-def test_requests_that_come_before_an_adapter_is_read_share_nothing(
-    adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(request_marks, "MOMENT", 0.01)
-    begin = threading.Event()
-    read_digest = digests.read_digest
-
-    def late(file: FileIO) -> str:
-        assert begin.wait(30)
-        return read_digest(file)
-
-    monkeypatch.setattr(digests, "read_digest", late)
-    marks = AdapterMarks()
-    early = [marks(request_with(adapter)) for _ in range(3)]
-    assert len(set(early)) == 3
-    begin.set()
-    limit = time.monotonic() + 30
-    while (mark := marks(request_with(adapter))) != marks(request_with(adapter)):
-        assert time.monotonic() < limit
-    assert mark not in early
-
-
-def test_an_adapter_that_changes_under_the_engine_is_not_cached(
-    adapter: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Who can say which of its weights a request was computed with?"""
-    marks = AdapterMarks()
-    before = marks(request_with(adapter))
-    os.utime(adapter / "adapter_model.safetensors", ns=(1, 1))
-    with caplog.at_level(logging.WARNING):
-        after = [marks(request_with(adapter)) for _ in range(3)]
-    assert len({before, *after}) == 4
-    assert len(caplog.records) == 1
-
-
-def test_an_adapter_that_changes_before_it_is_read_is_not_cached(
-    adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine may have loaded what it was before."""
-    monkeypatch.setattr(request_marks, "MOMENT", 30.0)
-    digest = digests.Digests.of
-
-    def late(self: digests.Digests, path: Path) -> str:
-        path.write_text(f"other {path.name}")
-        return digest(self, path)
-
-    monkeypatch.setattr(digests.Digests, "of", late)
-    mark = AdapterMarks()(request_with(adapter))
-    monkeypatch.setattr(digests.Digests, "of", digest)
-    assert AdapterMarks()(request_with(adapter)) != mark
-
-
-def test_an_adapter_that_can_t_be_read_is_not_cached_and_stops_nobody(
-    adapter: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (adapter / "tokenizer.json").symlink_to(adapter / "gone.json")
-    marks = AdapterMarks()
-    with caplog.at_level(logging.WARNING):
-        assert len({marks(request_with(adapter)) for _ in range(3)}) == 3
-    assert len(caplog.records) == 1
-    (adapter / "tokenizer.json").unlink()
-    assert len({marks(request_with(adapter)) for _ in range(3)}) == 3, "what was loaded meanwhile?"
-
-
-def test_an_adapter_from_elsewhere_is_this_engine_s_own(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Its name says nothing of its weights, which the hub may change."""
-    caplog.set_level(logging.INFO)
-    marks = AdapterMarks()
-    request = request_with(Path("org/adapter"))
-    assert marks(request) == marks(request) != AdapterMarks()(request)
-    assert [r.message for r in caplog.records if "'sql' is no local folder" in r.message]
+    no, yes = [False] * BLOCK, [True] * BLOCK
+    masks = None, [*no, *yes, *no], [*no, *no, *no], [*yes, *yes, *yes], [*no, True, *no[1:], *no]
+    victim, *others = map(keys, masks)
+    assert [len(one) for one in (victim, *others)] == [3] * 5
+    assert not set(victim) & {key for one in others for key in one}
+    shared = [len({one[block] for one in others}) for block in range(3)]
+    assert shared == [2, 4, 4], "blocks up to the first place that differs are shared"
+    assert keys(masks[1]) == others[0]
 
 
 def model(**more: Any) -> Any:

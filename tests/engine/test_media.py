@@ -336,3 +336,7 @@ def test_a_hosted_chain_refuses_what_it_can_not_tell_apart() -> None:
         refuse_unmarked_media(configured(), False)
     with pytest.raises(ValueError, match="--enable-prefix-caching"):
         refuse_unmarked_media(configured(False, 0), True)
+    mixed = configured(media=False)
+    mixed.model_config.enable_prompt_embeds = True
+    with pytest.raises(ValueError, match="--enable-prompt-embeds"):
+        refuse_unmarked_media(mixed, False)

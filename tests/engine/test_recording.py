@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from tests.support.clock import Clock
-from tests.support.replay_chains import MODEL, chain_of, cpu, drive
+from tests.support.replay_chains import MODEL, Marked, chain_of, cpu, drive
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.media import MediaMark, MediaMarks
 from tiers.engine.hosted_chain import hosted_tiers
@@ -70,7 +70,7 @@ def test_other_adapters_images_and_generations_have_other_ids(
     plain = model.engine_info
 
     def engine_info(num_blocks: int) -> EngineInfo:
-        return replace(plain(num_blocks), mark=lambda _: mark)
+        return replace(plain(num_blocks), marks=Marked(lambda: mark))
 
     monkeypatch.setattr(ReplayModel, "engine_info", lambda _, num_blocks: engine_info(num_blocks))
     monkeypatch.setattr(MediaMarks, "of", lambda *_: pictures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,11 @@ from tiers.store import Block
 def pause(seconds: float) -> None:
     """Nothing breaks; whoever is to hear of an engine has time to connect to it."""
     time.sleep(seconds)
+
+
+def replace(folder: str, other: str) -> None:
+    """Write the files of another folder over those of this one, as a trainer does."""
+    shutil.copytree(other, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
 
 
 def damage_blocks(folder: Path, chosen: Callable[[bytes], bool]) -> int:

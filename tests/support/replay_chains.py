@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from spec.chain import ChainSpec
 from spec.load import load_chain
 from spec.offloading import StoreContext
 from tests.support.servers import RedisServer
+from tiers.connector.contract.adapters import RequestMark, RequestMarks
 from tiers.connector.contract.block_groups import GROUP_BYTES
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.disk.store import DiskStore
@@ -24,6 +25,17 @@ WINDOWS = ReplayModel(windows=(14,))
 RECURRENT = ReplayModel(windows=(None, STATE, STATE))
 SLOT = 4096
 """Bytes of host pool that one of the model's small blocks takes."""
+
+
+class Marked(RequestMarks):
+    """Gives all requests the mark that is there when they come."""
+
+    def __init__(self, mark: Callable[[], bytes]) -> None:
+        self._mark = mark
+
+    def of(self, request: Any) -> RequestMark:
+        mark = self._mark()
+        return RequestMark([(0, mark)] if mark else [])
 
 
 def chain_of(*tiers: dict[str, Any], **more: Any) -> ChainSpec:

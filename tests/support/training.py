@@ -99,3 +99,10 @@ class Async:
     def shutdown(self) -> None:
         """End the engine."""
         self._engine.shutdown()
+
+
+def add_lora(llm: Any, folder: str) -> Any:
+    """Load an adapter as the server does, before any request needs it."""
+    from tests.support.vllm_child import adapter
+
+    return llm.llm_engine.add_lora(adapter([], 0, {"adapter": folder}))

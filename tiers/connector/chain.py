@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec
+from tiers.connector.contract.adapters import LoadedAdapters
 from tiers.connector.contract.copier import OpenCopier
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
@@ -45,6 +46,17 @@ class SchedulerParts(NamedTuple):
     names: Sequence[str]
     chain: str
     settings: MultiSettings
+
+
+class WorkerParts(NamedTuple):
+    """What a `MultiWorker` is made of, in the order of its parameters."""
+
+    children: Sequence[OffloadingWorker]
+    names: Sequence[str]
+    chain: str
+    watch: Watch
+    adapters: LoadedAdapters
+    rank: int
 
 
 def open_scheduler(
@@ -126,10 +138,9 @@ def worker_parts(
     open_copier: OpenCopier,
     root: Path = Path("/"),
     now: Callable[[], float] = time.monotonic,
-) -> tuple[Sequence[OffloadingWorker], Sequence[str], str, Watch]:
-    """Make what a `MultiWorker` is made of, in the order of its parameters: the tiers of a chain as
-    a worker has them, which open with the engine's paged KV, their names, the chain's, and what
-    watches the weights.
+) -> WorkerParts:
+    """Make the tiers of a chain as a worker has them, which open with the engine's paged KV, and
+    what watches the weights.
 
     Host memory over all ranks: see `PoolSize`. Each process also uses a few bounce slots per store
     tier. `root`: where the system tells of its memory. `now`: the clock of the loads' time limits,
@@ -138,7 +149,9 @@ def worker_parts(
     engine = _salted(engine, chain)
     host = HostSlots(engine, PoolSize.of(chain, engine), open_copier, root, now)
     children = [OffloadingWorker(tier, host, DRAIN_SECONDS) for tier in chain.tiers]
-    return children, _names(chain), _identity(chain), host.watch
+    return WorkerParts(
+        children, _names(chain), _identity(chain), host.watch, engine.adapters, engine.rank
+    )
 
 
 def _salted(engine: EngineInfo, chain: ChainSpec) -> EngineInfo:

@@ -164,37 +164,37 @@ def content_digest(item: Any) -> bytes | None:
     this process, or if there are no tensors."""
     digest = hashlib.sha256()
     try:
-        tensors = _feed(digest, {name: element.data for name, element in item.items()})
-    except (_Unknown, AttributeError, TypeError, ValueError, RuntimeError):
+        tensors = feed(digest, {name: element.data for name, element in item.items()})
+    except (Unknown, AttributeError, TypeError, ValueError, RuntimeError):
         # The item is of another shape, or has tensors without plain bytes.
         return None
     return digest.digest()[:MARK_BYTES] if tensors else None
 
 
-class _Unknown(KVTiersError):
+class Unknown(KVTiersError):
     """A value that does not show the content, such as the address where it is kept."""
 
 
-def _feed(digest: Any, value: Any) -> int:
+def feed(digest: Any, value: Any) -> int:
     """Feed a value to `digest`, other bytes for any other value; return how many tensors it has."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
-            raise _Unknown
+            raise Unknown
         digest.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
         flat = value.detach().contiguous().flatten()
         digest.update(flat.view(torch.uint8).numpy().data)
         return 1
     if isinstance(value, dict):
         digest.update(f"dict {len(value)};".encode())
-        return sum(_feed(digest, [key, value[key]]) for key in sorted(value))
+        return sum(feed(digest, [key, value[key]]) for key in sorted(value))
     if isinstance(value, list | tuple):
         digest.update(f"list {len(value)};".encode())
-        return sum(_feed(digest, one) for one in value)
+        return sum(feed(digest, one) for one in value)
     if value is None or isinstance(value, bool | int | float | str):
         text = repr(value).encode()
         digest.update(f"{type(value).__name__} {len(text)};".encode() + text)
         return 0
-    raise _Unknown
+    raise Unknown
 
 
 def _place(medium: Any) -> bytes:

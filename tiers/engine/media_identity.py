@@ -35,7 +35,13 @@ def media_marks(vllm_config: Any, kv_tokens: int, trust_client_ids: bool) -> Med
 
 
 def refuse_unmarked_media(vllm_config: Any, trust_client_ids: bool) -> None:
-    """Raise ValueError for a model whose media the engine's names alone don't distinguish."""
+    """Raise ValueError for prompts that the engine's block hashes alone don't distinguish."""
+    if getattr(vllm_config.model_config, "enable_prompt_embeds", False):
+        raise ValueError(
+            "vLLM's OffloadingConnector does not distinguish a prompt of embeddings from one that "
+            "has tokens in the places of some: use KVTiersConnector, or leave out "
+            "--enable-prompt-embeds"
+        )
     if not takes_media(vllm_config):
         return
     if names_are_counted(vllm_config):

@@ -1,112 +1,209 @@
-"""AdapterMarks: the mark in a request's keys that stands for the weights of its LoRA adapter."""
+"""MarksOfRequests: what a request's KV owes to its LoRA adapter's weights, and to which of its
+prompt's positions are tokens."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import secrets
-from concurrent.futures import Future, wait
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from tiers.concurrency.executors import io_executor
-from tiers.engine.identity.digests import Digests, FileChanged
-from tiers.engine.identity.weights import WEIGHTS
+from tiers.connector.contract.adapters import (
+    AdapterReports,
+    LoadedAdapter,
+    RequestMark,
+    RequestMarks,
+)
+from tiers.connector.contract.media import MARK_BYTES
+from tiers.engine.identity.adapter_files import folder_stamp
+from tiers.engine.loaded_adapters import NameOf, name_of
 
 logger = logging.getLogger(__name__)
 
+PATIENCE = 0.2
+"""Seconds that a request waits at most for a look at its adapter's files."""
+FRESH = 1.0
+"""Seconds for which such a look is good."""
+LOOKERS = 4
+"""Threads that look, so that a folder that hangs does not keep others from being looked at."""
 
-MOMENT = 0.05
-"""Seconds that a request waits for its adapter's digest; small adapters are digested by then.
 
-The engine waits, too. So a request does not wait while another adapter is being digested: many new
-adapters at once cost the engine one such wait."""
+class _Look(NamedTuple):
+    """A look at an adapter's files, begun at this time."""
+
+    began: float
+    stamp: Future[bytes]
 
 
-class AdapterMarks:
-    """Makes the marks of LoRA adapters. Used by the scheduler's thread.
+class MarksOfRequests(RequestMarks):
+    """Makes the marks of an engine's requests. Used by the scheduler's thread.
 
-    Block hashes contain an adapter's name and path. Other weights can be put there later, while
-    old blocks are still in a tier. So the mark is a digest of all the adapter's files, read once
-    per adapter on a background thread. Requests share nothing until the digest is known. They also
-    share nothing after the files have changed, since nobody knows which weights the engine loaded.
-    The KV of an adapter that is not a local folder is shared within this engine only.
+    The mark of an adapter is of the weights that all workers say they have loaded. Its blocks are
+    stored as long as those stay the same, which workers see. An engine may load an adapter anew
+    for each request, from files that have changed. So blocks are loaded only if the files are
+    still those that were read, as a thread of ours finds after the request has come. Who looks
+    late, or has no files to look at, has nothing to load.
     """
 
-    def __init__(self) -> None:
-        self._marks: dict[str, tuple[_Stamps, Future[bytes]]] = {}
-        self._changed: set[str] = set()
-        self._reader = io_executor(1, "adapters")
+    def __init__(
+        self, ranks: int, name_of: NameOf = name_of, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`ranks`: how many workers there are. `now`: seconds, never going back."""
+        self._ranks = ranks
+        self._name_of = name_of
+        self._now = now
+        self._told: dict[bytes, dict[int, LoadedAdapter]] = {}
+        self._marks: dict[str, tuple[Any, RequestMark]] = {}
+        self._came: dict[str, float] = {}
+        self._questions: dict[str, int] = {}
+        self._asked = self._answered = 0
+        self._is_sent = False
+        self._looks: dict[str, _Look] = {}
+        self._lookers = io_executor(LOOKERS, "adapters")
+        self._said: set[str] = set()
 
-    def __call__(self, request: Any) -> bytes:
-        """Return the 16 bytes of a request's mark; none for a request without an adapter."""
+    def of(self, request: Any) -> RequestMark:
+        known = self._marks.get(request.request_id)
+        if known is None:
+            adapter = getattr(request, "lora_request", None)
+            mark = RequestMark(_mask_steps(request, b""))
+            if adapter is not None:
+                mark = RequestMark(shared=False, adapter=self._name_of(adapter), may_load=False)
+            known = self._marks[request.request_id] = request, mark
+            self._update(*known)
+        return known[1]
+
+    def ready(self, request: Any) -> bool:
         adapter = getattr(request, "lora_request", None)
         if adapter is None:
-            return b""
-        path = str(adapter.lora_path)
-        folder = Path(path).expanduser()
-        try:
-            stamps = _stamps(folder)
-            if path not in self._marks:
-                self._marks[path] = stamps, self._read(folder, adapter.lora_name, stamps)
-            first_seen, mark = self._marks[path]
-            if stamps != first_seen:
-                self._give_up(path, adapter.lora_name, "has changed")
-            known = path not in self._changed and mark.done()
-            return mark.result() if known else secrets.token_bytes(16)
-        except (OSError, FileChanged) as error:
-            self._give_up(path, adapter.lora_name, f"can't be read ({error})")
-            return secrets.token_bytes(16)
+            return True
+        mark = self.of(request)
+        came = self._came.setdefault(request.request_id, self._now())
+        if not mark.shared:
+            return self._is_told(request, mark) or self._has_asked(request.request_id, came)
+        look = self._look(str(adapter.lora_path), came)
+        mark.may_load = look.stamp.done() and self._is_as_read(request, mark, look.stamp.result())
+        return look.stamp.done() or self._is_late(adapter, look)
 
-    def _read(self, folder: Path, name: str, stamps: _Stamps) -> Future[bytes]:
-        """Begin to digest the adapter in `folder`, and wait a moment for the digest."""
-        if folder.is_dir():
-            is_behind = any(not mark.done() for _, mark in self._marks.values())
-            mark = self._reader.submit(_adapter_digest, folder, stamps)
-            if not is_behind:
-                wait([mark], MOMENT)
-            return mark
-        logger.info(
-            "LoRA adapter %r is no local folder: only this engine finds its KV. To share it, load "
-            "the adapter from a folder.",
-            name,
-        )
-        alone: Future[bytes] = Future()
-        alone.set_result(secrets.token_bytes(16))
-        return alone
+    def forget(self, request_id: str) -> None:
+        for kept in (self._marks, self._questions, self._came):
+            kept.pop(request_id, None)
 
-    def _give_up(self, path: str, name: str, why: str) -> None:
-        if path not in self._changed:
-            logger.warning(
-                "LoRA adapter %r %s, under %s: its KV is not cached until the engine is started "
-                "again, or the adapter comes from another path.",
-                name,
-                why,
-                path,
+    # -- what workers have loaded ------------------------------------------------------------
+
+    def question(self) -> int:
+        self._is_sent = True
+        return self._asked if self._asked > self._answered else 0
+
+    def heard(self, reports: AdapterReports, answered: int) -> None:
+        self._answered = max(self._answered, answered)
+        new: set[bytes] = set()
+        for rank, loaded in reports.items():
+            for name, one in loaded.items():
+                self._told.setdefault(name, {})[rank] = one
+                new.add(name)
+        for request, mark in self._marks.values() if new else ():
+            if mark.adapter in new:
+                self._update(request, mark)
+
+    def _has_asked(self, request_id: str, came: float) -> bool:
+        """Return whether the workers were asked after a request had come, and have answered."""
+        if request_id not in self._questions:
+            if self._is_sent or not self._asked:  # else one question does for both
+                self._asked += 1
+                self._is_sent = False
+            self._questions[request_id] = self._asked
+        return self._answered >= self._questions[request_id] or self._now() - came > PATIENCE
+
+    def _of_ranks(self, request: Any, mark: RequestMark) -> list[LoadedAdapter]:
+        """Return what the workers have loaded for the request, those that have said so."""
+        told = self._told.get(mark.adapter, {})
+        number = request.lora_request.lora_int_id
+        return [told[rank] for rank in sorted(told) if told[rank].number == number]
+
+    def _is_told(self, request: Any, mark: RequestMark) -> bool:
+        return len(self._of_ranks(request, mark)) == self._ranks
+
+    def _update(self, request: Any, mark: RequestMark) -> None:
+        """Give a request with an adapter its mark, or take it away for good: the keys that were
+        made of it may stand for other weights now."""
+        if not mark.adapter:
+            return
+        of_ranks = self._of_ranks(request, mark)
+        if not self._is_told(request, mark) or not all(one.content for one in of_ranks):
+            mark.shared = False
+        elif not self._stamp(of_ranks):
+            mark.shared = False
+            self._say(
+                f"nobody can tell whether LoRA adapter {request.lora_request.lora_name!r} would be "
+                "the same if it were loaded again, so its KV is not cached: load it from a local "
+                "folder, two seconds after that has changed"
             )
-        self._changed.add(path)
+        elif not mark.steps:
+            contents = b"".join(one.content for one in of_ranks)
+            whole = hashlib.blake2b(contents, digest_size=MARK_BYTES).digest()
+            mark.steps = [(0, whole), *_mask_steps(request, whole)]
+            mark.shared = True
+
+    # -- its files ---------------------------------------------------------------------------
+
+    def _stamp(self, of_ranks: list[LoadedAdapter]) -> bytes:
+        """Return the stamp of the files that all workers have read; none if there is no such."""
+        stamps = {one.stamp for one in of_ranks}
+        return stamps.pop() if len(stamps) == 1 else b""
+
+    def _look(self, path: str, came: float) -> _Look:
+        """Return a look at an adapter's files, begun after a request `came` and good by now, or
+        the one that is under way."""
+        look, now = self._looks.get(path), self._now()
+        if look is None or (look.stamp.done() and look.began < max(came, now - FRESH)):
+            look = self._looks[path] = _Look(now, self._lookers.submit(folder_stamp, path))
+        return look
+
+    def _is_as_read(self, request: Any, mark: RequestMark, found: bytes) -> bool:
+        is_same = found == self._stamp(self._of_ranks(request, mark))
+        if not is_same:
+            self._say(
+                f"the files of LoRA adapter {request.lora_request.lora_name!r} have changed since "
+                "the engine read them, so its KV is not loaded: load changed weights from another "
+                "path"
+            )
+        return is_same
+
+    def _is_late(self, adapter: Any, look: _Look) -> bool:
+        """Return whether nobody waits any more for a look."""
+        is_late = self._now() - look.began > PATIENCE
+        if is_late:
+            self._say(
+                f"the folder of LoRA adapter {adapter.lora_name!r}, {adapter.lora_path}, does not "
+                "answer: its KV is not loaded until it does"
+            )
+        return is_late
+
+    def _say(self, what: str) -> None:
+        """Log each warning once."""
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning("%s", what)
 
 
-_Stamps = tuple[tuple[str, int, int], ...]
+def _mask_steps(request: Any, whole: bytes) -> list[tuple[int, bytes]]:
+    """Return the marks of a prompt that mixes tokens and embeddings, as `MediaMark.steps`, after
+    the mark `whole` of its beginning.
 
-
-def _adapter_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(p for p in folder.iterdir() if p.suffix in (*WEIGHTS, ".json"))
-
-
-def _stamps(folder: Path) -> _Stamps:
-    stats = [(path.name, path.stat()) for path in _adapter_files(folder)]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
-
-
-def _adapter_digest(folder: Path, stamps: _Stamps) -> bytes:
-    """Digest the adapter's files. Raises OSError; FileChanged if they differ from `stamps`."""
-    whole = hashlib.blake2b(digest_size=16)
-    digests = Digests(None)
-    for path in _adapter_files(folder):
-        whole.update(f"{path.name}:{digests.of(path)}\n".encode())
-    if _stamps(folder) != stamps:
-        raise FileChanged("its files changed before they were read")
-    return whole.digest()
+    Block hashes contain both, with a token of 0 in the place of each embedding, and nothing of
+    which of them the model is given.
+    """
+    steps: list[tuple[int, bytes]] = []
+    place = 0
+    mask = getattr(request, "prompt_is_token_ids", None)
+    for is_token, run in groupby((*mask, True) if mask else ()):  # its answer is tokens
+        said = whole + f"{place} {bool(is_token)}".encode()
+        whole = hashlib.blake2b(said, digest_size=MARK_BYTES).digest()
+        steps.append((place, whole))
+        place += len(list(run))
+    return steps

@@ -35,6 +35,7 @@ from spec.chain import ChainSpec
 from spec.events import EventsSpec
 from spec.load import SpecError, load_chain
 from tiers.connector.chain import scheduler_parts, worker_parts
+from tiers.connector.contract.adapters import NO_ADAPTERS, RequestMarks
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.weights import Unseen
 from tiers.connector.multi.metadata import (
@@ -46,7 +47,6 @@ from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.worker import MultiWorker
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.media_identity import media_marks
-from tiers.engine.request_marks import AdapterMarks
 from tiers.engine.vllm_children import (
     all_support_sleep,
     any_requires_piecewise,
@@ -59,6 +59,7 @@ from tiers.engine.vllm_children import (
 from tiers.engine.vllm_events import AsVllm, describe, group_kinds
 from tiers.engine.vllm_groups import REPORTS_FAILED_REQUESTS, drops_last, hash_tokens, kv_groups
 from tiers.engine.vllm_identity import late_facts
+from tiers.engine.vllm_lora import request_marks, seen_adapters
 from tiers.engine.vllm_resets import before_resets
 from tiers.engine.vllm_sleep import copies_in_step, tells_connectors
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
@@ -85,6 +86,7 @@ def engine_info(
     """What the chain must know of this engine. Raises ValueError for a model it can't serve."""
     groups = kv_groups(vllm_config, kv_cache_config)
     events = vllm_config.kv_events_config
+    is_worker = role is KVConnectorRole.WORKER
     return EngineInfo(
         facts={
             **config_facts(vllm_config, vllm_version),
@@ -100,7 +102,8 @@ def engine_info(
         caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
         drops_last=drops_last(vllm_config),
         groups=tuple(group for group, _ in groups),
-        mark=AdapterMarks(),
+        marks=RequestMarks() if is_worker else request_marks(vllm_config),
+        adapters=seen_adapters(vllm_config) if is_worker else NO_ADAPTERS,
         host=this_host(),
         ranks_here=_ranks_here(vllm_config.parallel_config),
         replicated=getattr(kv_cache_config, "kv_tp_replicas", 1)
@@ -113,8 +116,8 @@ def engine_info(
             kv_cache_config.num_blocks * max(group.tokens for group, _ in groups),
             chain.trust_client_ids,
         ),
-        late_facts=late_facts(vllm_config, chain.salt) if role is KVConnectorRole.WORKER else None,
-        weights=worker_weights() if role is KVConnectorRole.WORKER else Unseen(),
+        late_facts=late_facts(vllm_config, chain.salt) if is_worker else None,
+        weights=worker_weights() if is_worker else Unseen(),
     )
 
 

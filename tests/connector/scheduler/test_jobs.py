@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
+from tiers.connector.contract.adapters import RequestMark
 from tiers.connector.contract.generation import Generation
 from tiers.connector.contract.messages import JobResult, LoadItem, StoreItem
 from tiers.connector.policy.choice import NOBODY
@@ -33,6 +34,7 @@ def test_gauges_say_what_is_under_way_and_go_through_nothing() -> None:
     state = cast(RequestState, FakeRequest())
     state.wait_budget, state.request = WaitBudget(Clock()), cast(Any, state)
     state.choice = NOBODY
+    state.mark = RequestMark()
     own = TierRequest(state)
     under_way: dict[int, tuple[str, int, int]] = {}
     for _ in range(300):

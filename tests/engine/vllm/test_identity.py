@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.tiny_vllm import Run, documents
+from tests.support.checkpoints import write_adapter
+from tests.support.tiny_vllm import LLAMA, Run, documents
 
 pytestmark = pytest.mark.vllm
 
@@ -94,3 +95,33 @@ def test_an_engine_serves_while_its_weights_are_identified(
     assert run.cached[-3:] == [[288]] * 3, "and then it was"
     assert run.log.count("are being identified") == run.log.count("join now") == 1
     assert list(lock.parent.glob("*-*[!k]")), "what was read is kept"
+
+
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="disk",
+    fault="an adapter's files are replaced after the engine has loaded it",
+    outcome="its KV is that of the weights that were loaded; who loads the others shares nothing",
+)
+def test_an_adapter_is_what_was_loaded_and_not_what_is_there(
+    run_vllm: Callable[..., Run], tmp_path: Path
+) -> None:
+    """A trainer writes the next version before anybody asks for the first one."""
+    served, following = (
+        write_adapter(tmp_path / name, LLAMA, seed)
+        for seed, name in enumerate(("served", "following"))
+    )
+    tiers, asked = [disk(tmp_path / "disk")], {"adapter": str(served)}
+    batches = [[([7, 8, 9], 1)], *([(*one, asked)] for [one] in PROMPTS[:2])]
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    options = {"told": {"0": [["add_lora", {"folder": str(served)}]]}, **lora}
+    first = run_vllm(
+        batches, tiers, before={"1": ["replace", str(served), str(following)]}, **options
+    )
+    plain = run_vllm(batches, **options)
+    assert first.tokens[1:] != plain.tokens[1:], "the versions answer differently"
+    second = run_vllm(batches, tiers, **options)
+    assert second.tokens == plain.tokens and second.loaded() == {}
+    third = run_vllm(batches, tiers, **options)
+    assert third.tokens == plain.tokens, "and who loads the same weights shares"
+    assert third.loaded() == {"disk": 2 * 9 * 32}

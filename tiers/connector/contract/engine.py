@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from tiers.connector.contract.adapters import NO_ADAPTERS, LoadedAdapters, RequestMarks
 from tiers.connector.contract.block_events import Describe, describe_nothing
 from tiers.connector.contract.media import MediaMarks
-from tiers.connector.contract.protocols import Request
 from tiers.connector.contract.weights import Unseen, Weights
 
 
@@ -24,11 +24,6 @@ class KVGroup(NamedTuple):
     tokens: int
     window: int | None = None
     is_state: bool = False
-
-
-def no_mark(request: Request) -> bytes:
-    """For engines whose block hashes say all that a request's KV depends on."""
-    return b""
 
 
 MOMENT = 0.2
@@ -56,9 +51,10 @@ class EngineInfo:
     does not. `describe`: what events say of a request's blocks. `caches_prefixes`: whether requests
     find in its paged KV what others computed or loaded. `drops_last`: whether it computes the last
     block of a prefix that it finds, for a drafter that needs what computing leaves behind.
-    `groups`: its KV cache groups; none named: one, of full attention. `mark`: what a request's KV
-    depends on beside its block hashes and its media, in at most 16 bytes. `media`: marks of
-    requests with images and the like, which block hashes have by names only. `step_tokens`: what
+    `groups`: its KV cache groups; none named: one, of full attention. `marks`: what a request's KV
+    depends on beside its block hashes and its media. `media`: marks of
+    requests with images and the like, which block hashes have by names only. `adapters`: those
+    that a worker's engine has loaded. `step_tokens`: what
     one step computes at most; 0: not known. `weights_change`: whether it is made to take other
     weights while it runs, so that its facts do not name them. `late_facts`: more facts, on a
     worker; a tier whose blocks others may find opens once they are known. `host`: where this
@@ -79,10 +75,11 @@ class EngineInfo:
     caches_prefixes: bool = True
     drops_last: bool = False
     groups: tuple[KVGroup, ...] = ()
-    mark: Callable[[Request], bytes] = no_mark
     step_tokens: int = 0
     weights_change: bool = False
     media: MediaMarks = MediaMarks()  # noqa: RUF009 - it has no state
+    marks: RequestMarks = RequestMarks()  # noqa: RUF009 - it has no state
+    adapters: LoadedAdapters = NO_ADAPTERS
     late_facts: LateFacts | None = None
     host: str = ""
     ranks_here: int = 0

@@ -55,14 +55,16 @@ class LoadItem(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreJob:
-    """Blocks of one request on their way into a tier. `generation`: that of their keys."""
+    """Blocks of one request on their way into a tier. `generation`: that of their keys. `adapter`:
+    what they were computed with (see `RequestMark`)."""
 
     job_id: int
     items: list[StoreItem]
     generation: bytes = b""
+    adapter: bytes = b""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _store_job, (self.job_id, _columns(self.items), self.generation)
+        return _store_job, (self.job_id, _columns(self.items), self.generation, self.adapter)
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,11 @@ def _columns(items: Sequence[tuple[Any, ...]]) -> Sequence[Sequence[Any]]:
     return [*zip(*items, strict=True)]
 
 
-def _store_job(job_id: int, columns: Sequence[Sequence[Any]], generation: bytes) -> StoreJob:
+def _store_job(
+    job_id: int, columns: Sequence[Sequence[Any]], generation: bytes, adapter: bytes
+) -> StoreJob:
     items = [*map(partial(tuple.__new__, StoreItem), zip(*columns, strict=True))]
-    return StoreJob(job_id, items, generation)
+    return StoreJob(job_id, items, generation, adapter)
 
 
 def _load_job(

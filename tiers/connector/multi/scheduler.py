@@ -109,7 +109,7 @@ class MultiScheduler(EveryChild):
         notes = self._explainer.asked(request, num_computed_tokens)
         # Also one that nobody may load anything for: whoever begins it asks for its marks, and the
         # engine would wait for them.
-        if not self._requests.engine.media.ready(request):
+        if not self._requests.ready(request):
             return None, False
         state = self._requests.of(request)
         choice = self._without_asking(state)
@@ -199,7 +199,9 @@ class MultiScheduler(EveryChild):
         saves, self._more_saves = self._more_saves, {}
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
         number = self._chooser.step_begins(step.prompt_tokens)
-        return MultiConnectorMetadata(metadata, saves, number, self._agreement.orders(metadata))
+        weights = self._agreement.orders(metadata)
+        question = self._requests.engine.marks.question()
+        return MultiConnectorMetadata(metadata, saves, number, weights, question)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine has computed a prompt's tokens, and says itself how long that took."""
@@ -209,7 +211,10 @@ class MultiScheduler(EveryChild):
         """Show each child its own metadata only; the output is as it was afterwards."""
         whole = connector_output.kv_connector_worker_meta
         self._chooser.step_ended(getattr(whole, "step", None))
-        parts = whole.metadata if isinstance(whole, MultiWorkerMetadata) else ()
+        parts: Sequence[Any] = ()
+        if isinstance(whole, MultiWorkerMetadata):
+            parts = whole.metadata
+            self._requests.engine.marks.heard(whole.adapters, whole.answered)
 
         def update(child: SchedulerConnector, part: Any) -> None:
             connector_output.kv_connector_worker_meta = part

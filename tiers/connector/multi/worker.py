@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tiers.connector.contract.adapters import NO_ADAPTERS, LoadedAdapters
 from tiers.connector.contract.connector import WorkerConnector
 from tiers.connector.contract.messages import OffloadingConnectorMetadata, TransferResults
 from tiers.connector.contract.weights import NoWatch, Watch
@@ -30,12 +31,16 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         names: Sequence[str] | None = None,
         chain: str = "",
         watch: Watch | None = None,
+        adapters: LoadedAdapters = NO_ADAPTERS,
+        rank: int = 0,
     ) -> None:
         """`names` and `chain`: see `MultiConnector`. `watch`: that of the children's
-        weights; None: they keep no blocks of their own."""
+        weights; None: they keep no blocks of their own. `adapters`: those that the engine has
+        loaded on this worker, of this `rank`."""
         MultiConnector.__init__(self, children, names, chain)
         self._watch = watch or NoWatch()
         self._hears_layers = any(map(_hears_layers, self.children))
+        self._adapters, self._rank = adapters, rank
         self._saves_awaited: dict[str, int] = {}
         self._loads_awaited: dict[str, int] = {}
 
@@ -134,13 +139,16 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         return set().union(*(c.get_block_ids_with_load_errors() for c in self.children))
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
-        """What every child finished; None: nothing, and the step is not measured."""
+        """What every child finished, and the adapters that were loaded; None: nothing, and the
+        step is not measured."""
         metadata = tuple(child.build_connector_worker_meta() for child in self.children)
-        step = getattr(self._metadata, "step", None)
-        weights = self._watch.report()
-        if step is None and weights is None and all(m is None for m in metadata):
+        orders, weights, loaded = self._metadata, self._watch.report(), self._adapters.report()
+        step, question = getattr(orders, "step", None), getattr(orders, "question", 0)
+        said = weights is not None or loaded or question or step is not None
+        if not said and all(m is None for m in metadata):
             return None
-        return MultiWorkerMetadata(metadata, step, weights)
+        adapters = {self._rank: loaded} if loaded else {}
+        return MultiWorkerMetadata(metadata, step, weights, adapters, question)
 
     def get_kv_connector_kv_cache_events(self) -> Any:
         """The events of all children that collect any on workers; None: none does."""

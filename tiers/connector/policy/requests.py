@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tiers.connector.contract.adapters import RequestMark
 from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.generation import Generation
@@ -45,7 +46,7 @@ class RequestState:
 
     request: Request
     limits: RequestLimits
-    mark: bytes
+    mark: RequestMark
     media: MediaMark
     wait_budget: WaitBudget
     may_store: bool
@@ -69,9 +70,14 @@ class RequestState:
     tiers: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def shared(self) -> bool:
+        """Whether it is known what its blocks are computed from."""
+        return self.mark.shared and self.media.shared
+
+    @property
     def stores(self) -> bool:
         """Whether its blocks may be stored."""
-        return self.may_store and not self.is_outdated and self.media.shared
+        return self.may_store and not self.is_outdated and self.shared
 
 
 class Scheduled(NamedTuple):
@@ -153,7 +159,7 @@ class RequestTable:
             state = self._states[request.request_id] = RequestState(
                 request,
                 limits,
-                self.engine.mark(request),
+                self.engine.marks.of(request),
                 self.engine.media.of(request),
                 WaitBudget(self._now, self._max_wait),
                 may_store=limits.store is not False,
@@ -162,6 +168,12 @@ class RequestTable:
                 hints=self.hints.read(request),
             )
         return state
+
+    def ready(self, request: Request) -> bool:
+        """Whether `of` answers at once, with all that decides what may be loaded."""
+        # Each begins its work when it is asked.
+        is_ready = self.engine.marks.ready(request)
+        return self.engine.media.ready(request) and is_ready
 
     def keys(self, state: RequestState) -> list[bytes]:
         """The keys of all blocks that are full by now."""
@@ -181,16 +193,20 @@ class RequestTable:
     def _marked(
         self, state: RequestState, media: MediaMark, blocks: range
     ) -> Iterator[tuple[range, bytes]]:
-        for some, of_media in media.spans(blocks, self.engine.block_tokens):
-            yield some, joined(state.mark, of_media)
+        size = self.engine.block_tokens
+        for some, of_request in state.mark.spans(blocks, size):
+            for fewer, of_media in media.spans(some, size):
+                yield fewer, joined(of_request, of_media)
 
     def _full(self, state: RequestState) -> int:
+        if not state.mark.shared:
+            return 0
         tokens = len(state.request.block_hashes) * self.engine.hash_tokens
         return tokens // self.engine.block_tokens
 
     def loadable(self, state: RequestState) -> int:
         """The block behind the last that could be loaded."""
-        if state.is_outdated:
+        if state.is_outdated or not state.mark.loadable:
             return 0
         known = self._full(state)
         if not self.groups.window and not self.engine.drops_last:
@@ -310,6 +326,7 @@ class RequestTable:
     def forget(self, request: Request) -> None:
         """Drop a request that has finished, in all tiers."""
         self.engine.media.forget(request.request_id)
+        self.engine.marks.forget(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is not None:
             state.wait_budget.loaded()  # nobody waits for a load that may never end

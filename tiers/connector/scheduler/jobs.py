@@ -105,7 +105,9 @@ class Jobs:
     ) -> StoreJob:
         """Begin to store `items`, by the numbers of their keys. `tenant`, `at_once`: see
         `PendingStore`."""
-        job = StoreJob(next(self._ids), list(items.values()), self._generation.tag)
+        adapter = own.state.mark.adapter
+        tag = self._generation.tag
+        job = StoreJob(next(self._ids), list(items.values()), tag, adapter)
         self._blocks_storing += len(items)
         self._storing[job.job_id] = PendingStore(
             job=job,

@@ -216,7 +216,7 @@ class OffloadingScheduler(SchedulerConnector):
 
     def on_new_request(self, request: Request) -> None:
         """Begin to find out what the tier has of a request, if it can't tell at once."""
-        if not self._requests.engine.media.ready(request) or not self._health.usable:
+        if not self._requests.ready(request) or not self._health.usable:
             return
         state = self._requests.of(request)
         keys = self._requests.keys(state)

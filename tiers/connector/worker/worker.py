@@ -178,11 +178,22 @@ class OffloadingWorker(WorkerConnector):
             return
         self._begun = meta
         is_ours = not (meta.one_writer and self._host.engine.rank)
+        may_store = self._host.engine.adapters.may_store
+        true = [job for job in meta.reqs_to_store if not job.adapter or may_store(job.adapter)]
         # Also where another rank stores them: a tier in host memory may share the gather.
-        gather = self._gather([item for job in meta.reqs_to_store for item in job.items])
-        for job in meta.reqs_to_store:
+        gather = self._gather([item for job in true for item in job.items])
+        for job in true:
             future = self._puts.begin(job, is_ours)
             self._stores[job.job_id] = _Store(job, gather, future, is_ours)
+        if len(true) < len(meta.reqs_to_store):
+            self._refuse(job for job in meta.reqs_to_store if job.job_id not in self._stores)
+
+    def _refuse(self, jobs: Iterable[StoreJob]) -> None:
+        """End jobs whose blocks may not be what their keys say."""
+        for job in jobs:
+            future: Future[JobResult] = Future()
+            future.set_result(JobResult(1, set(range(len(job.items)))))
+            self._stores[job.job_id] = _Store(job, None, future, is_ours=True)
 
     def _gather(self, items: Sequence[StoreItem]) -> Copy | None:
         """Begin the one gather of a step: each has its launches and waits, however few blocks."""

@@ -163,13 +163,13 @@ def _unchanged(path: Path, since: float) -> None:
 
 def _same_links(path: Path, since: float) -> None:
     """Raise FileChanged if a link on the way to `path` changed after `since`."""
-    for link in _links(path.absolute()):
+    for link in links(path.absolute()):
         if link.lstat().st_ctime > since:
             raise FileChanged(f"{link.name}, a link, changed after the engine was started")
 
 
-def _links(path: Path) -> Iterator[Path]:
+def links(path: Path) -> Iterator[Path]:
     for part in (path, *path.parents):
         if part.is_symlink():
             yield part
-            yield from _links(part.parent / part.readlink())
+            yield from links(part.parent / part.readlink())

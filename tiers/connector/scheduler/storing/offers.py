@@ -72,7 +72,7 @@ def new_offers(requests: RequestTable, own: TierRequest, scheduled: Scheduled) -
     if last <= first:  # most steps of an answer complete no block
         return NOTHING
     keys = requests.keys(state)
-    if not state.media.shared:
+    if not state.shared:
         return NOTHING
     own.offered = last
     if requests.groups.is_plain:
