@@ -51,10 +51,13 @@ class HostedManager(OffloadingManager):  # type: ignore[misc]
         return CacheHitSource(self._store_source if stored else HostSpec.hit_source)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> SlotsSpec:
-        return SlotsSpec(self.tier.prepare_load(req_context.req_id, keys), [])
+        named = list(keys)
+        ordered = _head_first(named, req_context)
+        slots = dict(zip(ordered, self.tier.prepare_load(req_context.req_id, ordered), strict=True))
+        return SlotsSpec([slots[key] for key in named], [])
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.tier.touch(list(keys))
+        self.tier.touch(_head_first(keys, req_context))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.tier.complete_load(keys)
@@ -63,7 +66,9 @@ class HostedManager(OffloadingManager):  # type: ignore[misc]
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
         """Return the blocks to store; vLLM does not offer the others again for this request."""
-        orders = self.tier.prepare_store(req_context.req_id, keys)
+        named = {key: place for place, key in enumerate(keys)}
+        orders = self.tier.prepare_store(req_context.req_id, _head_first(named, req_context))
+        orders.sort(key=lambda order: named[cast("OffloadKey", order[0])])
         slots = SlotsSpec(
             [slot for _, _, slot in orders], [key for _, key, _ in orders], self.tier.generation
         )
@@ -92,3 +97,13 @@ class HostedManager(OffloadingManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self.tier.close()
+
+
+def _head_first(keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
+    """The keys by their places in the prompt, so that what is evicted from the tail leaves blocks
+    of all KV cache groups: vLLM names group by group, and since 0.32 says the places."""
+    place_of = getattr(req_context, "get_offload_key_position", None)
+    places = {} if place_of is None else {key: place_of(key) for key in keys}
+    if not places or None in places.values():
+        return list(keys)
+    return sorted(keys, key=lambda key: places[key])

@@ -143,6 +143,57 @@ def test_events_are_what_vllm_publishes(tmp_path: Path) -> None:
     worker.close()
 
 
+@pytest.mark.parametrize("use", ["stored", "loaded", "touched"])
+def test_a_prefix_of_several_groups_is_evicted_from_its_tail(tmp_path: Path, use: str) -> None:
+    """vLLM names all blocks of a group, and then of the next: the second group's went first, and
+    none of the prefix was of use."""
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+
+    from tiers.engine.vllm_hosted_manager import HostedManager
+
+    if not hasattr(ReqContext, "get_offload_key_position"):
+        pytest.skip("vLLM 0.32 and later say where blocks are")
+    worker = create_region(
+        "engine", WorkerHandshake(0, b"rank-0----------", 4096), 16, pin=False, folder=tmp_path
+    )
+    tier = HostedTier([attach_region("engine", 0, tmp_path)], CpuSpec(capacity=1).residency)
+    manager = HostedManager(tier, None)
+
+    def prompt(name: str, first: int, count: int) -> tuple[list[Any], Any]:
+        context = ReqContext(name)
+        hashes = [bytes([number]) * 32 for number in range(first, first + count)]
+        keys = [make_offload_key(block, group) for group in range(2) for block in hashes]
+        for place, key in enumerate(keys):
+            context.set_offload_key_position(key, place % count * 32 + 32)
+        return keys, context
+
+    def store(name: str, first: int, count: int) -> None:
+        keys, context = prompt(name, first, count)
+        output = manager.prepare_store(keys, context)
+        assert output.keys_to_store == keys == [key[:36] for key in output.store_spec.keys]
+        worker.end(output.store_spec.slots, [stamp(key) for key in output.store_spec.keys])
+        manager.complete_store(set(keys), context)
+        manager.on_request_finished(context)
+
+    store("one", 0, 8)
+    keys, context = prompt("again", 0, 8)
+    if use == "loaded":
+        assert all(manager.lookup(key, context) == LookupResult.HIT for key in keys)
+        spec = manager.prepare_load(keys, context)
+        assert spec.slots == tier.pool.find_all(keys)
+        worker.end(spec.slots)
+        manager.complete_load(set(keys), context)
+    elif use == "touched":
+        manager.touch(keys, context)
+    manager.on_request_finished(context)
+    store("other", 8, 4)
+    keys, context = prompt("last", 0, 8)
+    hits = [manager.lookup(key, context) == LookupResult.HIT for key in keys]
+    assert hits == [*([True] * 4), *([False] * 4)] * 2
+    manager.shutdown()
+    worker.close()
+
+
 @pytest.mark.parametrize(
     ("chain", "prompt_only"), [({}, True), ({"store": "all"}, False), ({"store": "prompt"}, True)]
 )

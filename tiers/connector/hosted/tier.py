@@ -153,7 +153,8 @@ class HostedTier:
         return None
 
     def prepare_load(self, request_id: str, blocks: Iterable[bytes]) -> list[int]:
-        """Order the load of blocks that were hits; return the slot of each, until it has ended."""
+        """Order the load of blocks that were hits, the first of the prefix first; return the slot
+        of each, until it has ended."""
         request = self._request(request_id)
         keys = [self._generation.key(block) for block in blocks]
         slots = []
@@ -187,8 +188,8 @@ class HostedTier:
     def prepare_store(
         self, request_id: str, blocks: Collection[bytes]
     ) -> list[tuple[bytes, bytes, int]]:
-        """Order the gather of one step's blocks, in order; return (block, key, slot) of each that
-        is not held and finds a slot."""
+        """Order the gather of one step's blocks, the first of the prefix first; return (block, key,
+        slot) of each that is not held and finds a slot."""
         orders: list[tuple[bytes, bytes, int]] = []
         if self._is_over():
             return orders
