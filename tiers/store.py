@@ -60,6 +60,9 @@ class GatheredBlock(Block):
 class TierStore(Protocol):
     """Where blocks are kept. Any verb may raise any error; the guard turns it into a miss.
 
+    Open no more: a verb that finds its store gone for good, as where its folder was removed, raises
+    TierNotOpen; it is then closed, and opened anew by its spec.
+
     Processes: the scheduler's process and each worker open the store, and all see the same blocks.
 
     Threads: calls overlap, of one verb and of several. In a worker one thread calls `put` and two
@@ -173,6 +176,24 @@ class Counts(Protocol):
         """What was counted so far, in this process. Asked after each `put`, from its thread."""
 
 
+@runtime_checkable
+class Reaches(Protocol):
+    """Capability: the store is elsewhere, and opening it has reached nobody yet."""
+
+    def reach(self) -> None:
+        """Have an answer from there. Raises TierUnavailable. Called once, before any other verb; a
+        start does not wait for it."""
+
+
+@runtime_checkable
+class Warns(Protocol):
+    """Capability: the store notices what keeps it from what its settings ask for."""
+
+    def warning(self) -> str:
+        """What that is, for the operator, in the same words as long as it lasts; empty: nothing.
+        Asked every second or so, in the scheduler's process."""
+
+
 @dataclass(frozen=True)
 class Usage:
     """What a store holds: `used` and `capacity` in bytes; capacity None: no bound of ours."""
@@ -274,6 +295,12 @@ class StoreWrapper(Capable):
 
     def counts(self) -> PutCounts:
         return self._inner_as(Counts).counts()
+
+    def reach(self) -> None:
+        self._inner_as(Reaches).reach()
+
+    def warning(self) -> str:
+        return self._inner_as(Warns).warning()
 
     def usage(self) -> Usage:
         return self._inner_as(Measured).usage()

@@ -318,6 +318,7 @@ def start_get(guarded: Guarded) -> threading.Thread:
 def test_what_hangs_takes_one_thread_and_is_left_alone(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     store = Hanging()
     guarded = Guarded(store, "t", deadline=5, clock=clock)
     assert capability(guarded, LocalIndex)
@@ -382,11 +383,13 @@ def test_each_change_of_state_is_logged_once(
     assert len(said) == 4
     assert "nearby: reads are down" in said[0] and "no route" in said[0]
     assert "nearby: reads are up again" in said[1]
+    assert [one.levelno for one in caplog.records[:2]] == [logging.WARNING, logging.INFO]
 
 
 def test_a_tier_that_flaps_and_damages_is_said_and_then_summed_up(
     clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    caplog.set_level(logging.INFO)
     minutes: list[Callable[[], None]] = []
     monkeypatch.setattr(threading, "Timer", lambda seconds, call: Timer(minutes, call))
     store = Damaging()

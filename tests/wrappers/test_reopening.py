@@ -173,6 +173,7 @@ def test_an_open_that_gives_no_store_is_that_tier_s_failure() -> None:
     "error", [TierNotOpen("locked"), TierUnavailable("refused"), OSError(5, "I/O")]
 )
 def test_what_may_pass_is_tried_again(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     store = opened(raising(error))
     assert "plugin (package tests) is unusable for now" in caplog.text
     assert store.has([make_key()]) == [False]
@@ -189,6 +190,7 @@ def test_what_may_pass_is_tried_again(error: Exception, caplog: pytest.LogCaptur
 def test_an_open_that_hangs_holds_up_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(opening, "OPEN_SECONDS", 0.0)
     go_on, made = threading.Event(), Store()
 

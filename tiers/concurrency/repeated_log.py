@@ -46,9 +46,14 @@ class RepeatedLog:
         self._lock = threading.Lock()
 
     def log(
-        self, message: str, *args: object, count: int = 1, exc_info: BaseException | None = None
+        self,
+        message: str,
+        *args: object,
+        count: int = 1,
+        exc_info: BaseException | None = None,
+        level: int | None = None,
     ) -> None:
-        """Log the event, or add `count` to the next sum."""
+        """Log the event, or add `count` to the next sum. `level`: of this event's own line."""
         with self._lock:
             self._events += 1
             event = self._events
@@ -57,7 +62,8 @@ class RepeatedLog:
         if event == 1:
             self._begin_minute()
         if event <= self._at_once:
-            self._logger.log(self._level, message, *args, exc_info=exc_info, stacklevel=2)
+            at = self._level if level is None else level
+            self._logger.log(at, message, *args, exc_info=exc_info, stacklevel=2)
 
     def _begin_minute(self) -> None:
         try:

@@ -100,6 +100,9 @@ class DiskStore(Capable):
         found = self._put_counts.by_kind()
         return PutCounts(found.get("renewed", 0), found.get("evicted", 0))
 
+    def warning(self) -> str:
+        return self._folder.short
+
     def usage(self) -> Usage:
         """Count live blocks, and the bytes of live and reserved slots, over all processes."""
         with self._folder.in_use() as folder:
@@ -133,7 +136,7 @@ class DiskStore(Capable):
         except TierUnusable:
             return
         with self._folder.upkeep.held_back():
-            open_folders.release(self._folder)
+            open_folders.leave(self._folder)
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """Store blocks. Raises TierFull or TierUnavailable only if none is held afterwards."""

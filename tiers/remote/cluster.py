@@ -110,7 +110,7 @@ class Cluster:
                     continue
                 moved += batches[node]
             if node.breakers[kind].succeeded(call):
-                _log.warning("%s: node %s: %s are up again", self._url, node.endpoint, kind)
+                _log.info("%s: node %s: %s are up again", self._url, node.endpoint, kind)
         return moved
 
     def _failed(self, node: Node, kind: Kind, call: Call, error: Exception) -> None:

@@ -102,6 +102,10 @@ class RedisStore:
         """Number of values found that were not the record of their key."""
         return self._damaged.total
 
+    def reach(self) -> None:
+        """Ask the server for a name, as a look-up does."""
+        self.has([b""])
+
     def counts(self) -> PutCounts:
         """Values that were there when they were to be stored. What the server evicts is its own
         matter."""

@@ -18,7 +18,7 @@ from spec.errors import told
 from tiers.breaker import Breaker, Call
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import in_background
-from tiers.errors import RecordError, TierError, TierFull
+from tiers.errors import RecordError, TierError, TierFull, TierNotOpen
 from tiers.store import (
     Block,
     Capability,
@@ -33,10 +33,12 @@ from tiers.store import (
     TierStore,
     Touch,
     Usage,
+    Warns,
     capability,
     each,
 )
 from tiers.wrappers.guard_log import GuardLog, trace_of
+from tiers.wrappers.reopening import Reopening
 
 RETRY_AFTER = 1.0
 """Seconds until a failed tier is tried again; doubled by each trial that fails."""
@@ -101,10 +103,14 @@ class Guarded(StoreWrapper):
         """Calls that failed, by the error's name."""
         self._is_prompt = is_prompt
         # Lookups without I/O have a breaker of their own: that they work proves nothing of reads.
-        self._reads, self._writes, self._looks = (
-            Breaker(retry_after, retry_after_max, deadline, clock) for _ in range(3)
+        # So has what the store tells of itself, which nobody needs to serve.
+        self._reads, self._writes, self._looks, self._tells = (
+            Breaker(retry_after, retry_after_max, deadline, clock) for _ in range(4)
         )
         names = {self._reads: "reads", self._writes: "writes", self._looks: "lookups"}
+        names[self._tells] = "its reports of itself"
+        self._late = store if isinstance(store, Reopening) else None
+        self._warning = ""
         self._log = GuardLog(tier_name, names)
         self._damaged = 0
         self._put_counts = PutCounts()
@@ -129,14 +135,19 @@ class Guarded(StoreWrapper):
     def health(self) -> Health:
         """How the tier does now."""
         self._notice_late()
-        if self._reads.is_closed and self._looks.is_closed and self._writes.is_closed:
+        late = self._late
+        is_open, lacks = late is None or late.is_open, bool(self._warning)
+        are_closed = self._reads.is_closed and self._looks.is_closed and self._writes.is_closed
+        if are_closed and is_open and not lacks:
             return HEALTHY  # asked several times a request
         reads = (self._reads, self._looks)
         return Health(
             reads=not any(breaker.is_refusing() for breaker in reads),
             writes=not self._writes.is_refusing(),
-            reads_up=all(breaker.is_closed for breaker in reads),
-            writes_up=self._writes.is_closed,
+            reads_up=is_open and all(breaker.is_closed for breaker in reads),
+            writes_up=is_open and self._writes.is_closed,
+            opening=late is not None and late.is_opening,
+            lacks=lacks,
         )
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
@@ -207,13 +218,13 @@ class Guarded(StoreWrapper):
             self._inner.close()
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._look() as allowed:
+        with self._look(self._looks) as allowed:
             if allowed:
                 return each("peek", cast(LocalIndex, self._inner).peek(keys), len(keys))
         return [False] * len(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        with self._look() as allowed:
+        with self._look(self._looks) as allowed:
             if allowed:
                 cast(Touch, self._inner).touch(keys)
 
@@ -233,7 +244,7 @@ class Guarded(StoreWrapper):
 
     def usage(self) -> Usage:
         """As the store; nothing held while the tier is left alone."""
-        with self._look() as allowed:
+        with self._look(self._tells) as allowed:
             if allowed:
                 found: object = cast(Measured, self._inner).usage()
                 if not isinstance(found, Usage):
@@ -244,21 +255,35 @@ class Guarded(StoreWrapper):
 
     def describe(self) -> str:
         """As the store; nothing while the tier is left alone."""
-        with self._look() as allowed:
+        with self._look(self._tells) as allowed:
             if allowed:
                 return str(cast(Described, self._inner).describe())
         return ""
+
+    def warning(self) -> str:
+        """As the store; as before while the tier is left alone."""
+        with self._look(self._tells) as allowed:
+            if allowed:
+                self._warning = str(cast(Warns, self._inner).warning())
+        return self._warning
+
+    def join(self) -> None:
+        """Open a store that is not open, if a read would be tried; waits a moment for it."""
+        if self._late is not None and not self._late.is_open and not self._closed:
+            with self._enter(self._reads) as allowed:
+                if allowed:
+                    self._late.join()
 
     def _enter(self, breaker: Breaker) -> _Attempt:
         """Begin a call that `breaker` decides on."""
         self._notice_late()
         return _Attempt(self, breaker, breaker.enter())
 
-    def _look(self) -> _Attempt:
+    def _look(self, breaker: Breaker) -> _Attempt:
         """Begin a call that needs no I/O: it is no trial of reads, but waits until one is due."""
         self._notice_late()
-        call = None if self._reads.is_refusing() else self._looks.enter()
-        return _Attempt(self, self._looks, call)
+        call = None if self._reads.is_refusing() else breaker.enter()
+        return _Attempt(self, breaker, call)
 
     def end(self, breaker: Breaker, call: Call | None, error: BaseException | None) -> bool:
         """Tell the breaker how a call ended; return whether `error` ends here. Here, and only here,
@@ -275,6 +300,11 @@ class Guarded(StoreWrapper):
             breaker.leave(call)
             return False
         self.failures.count(type(error).__name__)
+        if self._late is not None and isinstance(error, TierNotOpen):
+            self._late.lost(error)
+            if call is not None and breaker.failed(call):
+                self._log.not_open(breaker)
+            return True
         # What was under way when the store was closed may end anyhow; the engine is ending as well.
         is_news = not self._closed or call is self._closing
         if call is not None and breaker.failed(call) and is_news:
@@ -282,7 +312,7 @@ class Guarded(StoreWrapper):
         return True
 
     def _notice_late(self) -> None:
-        for breaker in (self._reads, self._writes, self._looks):
+        for breaker in (self._reads, self._writes, self._looks, self._tells):
             if breaker.notice_late():
                 self.failures.count("Late")
                 self._log.down(breaker, f"no answer after {breaker.deadline:g} s", None)

@@ -6,18 +6,18 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 
 from spec.encryption import EncryptionSpec, others_can_read, read_keys
 from spec.errors import told
 from spec.offloading import OffloadingSpec, StoreContext, StoreSpec
 from spec.registry import opens_ours, package_of
-from tiers.concurrency.executors import in_background
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
 from tiers.store import TierStore
 from tiers.trial import find_lie
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.integrity import VerifiedStore, record_bytes
-from tiers.wrappers.reopening import Reopening, opened
+from tiers.wrappers.reopening import Opener, Reopening
 
 logger = logging.getLogger(__name__)
 
@@ -44,20 +44,11 @@ def open_guarded(
     may only for a moment. `announce` is called with the open store, on the thread that opened it.
     """
     name = log_name(spec)
-
-    def open_store() -> TierStore:
-        # Each worker opens the store as well; the operator is told once.
-        store = _open(spec, site, logging.DEBUG if announce is None else logging.WARNING)
-        if announce is not None:
-            announce(store)
-        return store
-
+    # Each worker opens the store as well; the operator is told once.
+    level = logging.DEBUG if announce is None else logging.WARNING
     try:
-        opening = in_background(open_store, "open")
-        store = opened(opening, STEP_SECONDS if in_step else max(OPEN_SECONDS, spec.deadline))
-    except (TierNotOpen, TierUnavailable, OSError) as error:
-        logger.error("tier %s is unusable for now, and tried again: %s", name, error)
-        store = Reopening(open_store, opening)
+        store = Reopening(Opener(name, partial(_open, spec, site, level), announce))
+        store.first(STEP_SECONDS if in_step else max(OPEN_SECONDS, spec.deadline))
     except TierUnusable as error:
         if package_of(spec) is None:
             raise

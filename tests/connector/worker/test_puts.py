@@ -14,7 +14,7 @@ from tiers.concurrency.rate_limit import RateLimit
 from tiers.connector.contract.messages import StoreItem, StoreJob
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.puts import Puts
-from tiers.store import Block
+from tiers.store import Block, PutCounts
 from tiers.wrappers.guard import Guarded
 
 WAIT_S = 60.0
@@ -61,6 +61,10 @@ class Store:
         assert self.over.wait(WAIT_S)
         self.puts.append([block.key[16:] for block in blocks])
         return [not block.key[16:].startswith(b"no") for block in blocks]
+
+    def counts(self) -> PutCounts:
+        """Of those that it had."""
+        return PutCounts(renewed=sum(k.startswith(b"had") for keys in self.puts for k in keys))
 
 
 def job(number: int, *keys: bytes, slot: int = 0, generation: bytes = b"") -> StoreJob:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from spec.chain import ChainSpec
@@ -23,27 +24,36 @@ class PoolSize:
     """The size of a chain's host pool.
 
     `capacity`: of its host tiers, in bytes over all ranks. `staging`: the same, for blocks on their
-    way; None: as many as `step_blocks`, the blocks that one step completes, ask for.
+    way; None: as many as `step_blocks`, the blocks that one step completes, ask for. `hosts`: the
+    names of the host tiers and the capacity of each.
     """
 
     capacity: int
     staging: int | None
     step_blocks: int
     world_size: int
+    hosts: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, chain: ChainSpec, engine: EngineInfo) -> PoolSize:
         """The size for a chain over this engine."""
-        capacity = sum(tier.capacity for tier in chain.tiers if isinstance(tier, HostSpec))
+        hosts = [(t.tier_name, t.capacity) for t in chain.tiers if isinstance(t, HostSpec)]
         blocks = -(-engine.step_tokens // engine.block_tokens) * len(BlockGroups(engine))
-        return cls(capacity, chain.staging, blocks, engine.world_size)
+        staging = cls(0, chain.staging, blocks, engine.world_size)
+        return staging._with(hosts)
+
+    def _with(self, hosts: Sequence[tuple[str, int]]) -> PoolSize:
+        """With these host tiers alone."""
+        return replace(self, capacity=sum(size for _, size in hosts), hosts=tuple(hosts))
 
     def smaller(self) -> list[PoolSize]:
-        """What to do with where this is too much: without the host tiers, and with no more than is
-        asked for in the chain, or `STAGING`; then with nothing."""
-        staging = replace(self, capacity=0)
+        """What to do with where this is too much: without the largest host tier, then without the
+        next; with no more than is asked for in the chain, or `STAGING`; then with nothing."""
+        by_size = sorted(self.hosts, key=lambda host: host[1])
+        fewer = [self._with(by_size[:count]) for count in range(len(by_size) - 1, 0, -1)]
+        staging = self._with(())
         least = replace(staging, staging=STAGING if self.staging is None else self.staging)
-        return [staging, least, PoolSize(0, 0, 0, self.world_size)]
+        return [*fewer, staging, least, PoolSize(0, 0, 0, self.world_size)]
 
     def slots(self, payload_bytes: int) -> int:
         """How many slots each rank has, for blocks of so many bytes; fewer for larger blocks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,6 +53,7 @@ class HostSlots:
         self._open_copier = open_copier
         self._root = root
         self._shortage = ""
+        self._refused: dict[str, str] = {}
         self._users = 0
         self._copier: Copier | None = None
         self._memory: SlotMemory | None = None
@@ -82,13 +84,18 @@ class HostSlots:
 
     def _allocate(self, pin: bool) -> SlotMemory:
         """Allocate the slots, or fewer if memory is short; the handshake tells the shortage."""
+        before, why = self._size, ""
         for size in (self._size, *self._size.smaller()):
             slots = size.slots(self.payload_bytes)
+            for name, capacity in set(before.hosts) - set(size.hosts):
+                self._refused[name] = f"capacity {format_size(capacity)} is too much: {why}"
+            before = size
             try:
                 self._check_room(slots, pin)
                 return SlotMemory(slots, self.payload_bytes, pin, check=self._check_step)
             except (TierUnusable, OSError) as error:
-                self._shortage = self._shortage or self._describe(slots, str(error))
+                why = self._describe(slots, str(error))
+                self._shortage = self._shortage or why
         return SlotMemory(0, self.payload_bytes, pin=False)
 
     def _log_fewer_slots(self) -> None:
@@ -119,8 +126,8 @@ class HostSlots:
         ranks = self._ranks_here
         need = format_size(slots * slot_stride(self.payload_bytes) * ranks)
         return (
-            f"capacity and staging are {need} on this host, of {ranks} rank(s), which is more than "
-            f"its memory or its control group's limit allows ({why}); lower them"
+            f"with what is beside it it would take {need} on this host, of {ranks} rank(s), more "
+            f"than its memory or its control group's limit allows ({why}); lower it"
         )
 
     @property
@@ -140,9 +147,11 @@ class HostSlots:
         """Bytes of one block on this rank."""
         return self.copier.payload_bytes
 
-    def handshake(self) -> WorkerHandshake:
-        """What the scheduler must know of this worker, for a tier that only this engine finds."""
-        return self._handshake(b"")
+    def handshake(self, tier: str = "") -> WorkerHandshake:
+        """What the scheduler must know of this worker, for a tier that only this engine finds.
+        `tier`: its name, where memory may be there for some tiers alone."""
+        lacks = self._refused.get(tier, "") if self._size.hosts else self._shortage
+        return replace(self._handshake(b""), lacks=lacks)
 
     def shared_handshake(self, may_wait: bool = False) -> WorkerHandshake | None:
         """As `handshake`, for a tier whose blocks other engines find by the worker's namespace.
@@ -164,7 +173,7 @@ class HostSlots:
 
     def _handshake(self, space: bytes) -> WorkerHandshake:
         rank, host, slots = self.engine.rank, self.engine.host, len(self.memory.rows)
-        return WorkerHandshake(rank, space, self.payload_bytes, host, slots, self._shortage)
+        return WorkerHandshake(rank, space, self.payload_bytes, host, slots)
 
     def _late_facts(self, seconds: float) -> Mapping[str, str] | None:
         late = self.engine.late_facts

@@ -89,7 +89,7 @@ class OffloadingWorker(WorkerConnector):
         """Take the engine's paged KV and open the tier; one that can't be used is reported."""
         self._host.open(kv_caches)
         if self._spec is None:
-            self._handshake = self._host.handshake()
+            self._handshake = self._host.handshake(self.tier)
             return
         try:
             self._loading.open()

@@ -9,12 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tiers.disk.folder.folder import Folder
 
 EVERY_S = 600.0
-"""Seconds between two looks at the files."""
+"""Seconds between two looks at each file."""
+
+PLACE_EVERY_S = 5.0
+"""Seconds between two looks at whether the folder is still the one that was opened."""
 
 logger = logging.getLogger(__name__)
 
@@ -22,15 +26,25 @@ logger = logging.getLogger(__name__)
 class Keeping:
     """Keeps the files of a folder that this process has open; `owner` is the process's own."""
 
-    def __init__(self, folder: Folder, owner: Path) -> None:
+    def __init__(self, folder: Folder, owner: Path, lose: Callable[[str], None]) -> None:
+        """`lose` is told, once, that the folder was removed or replaced, and in which words."""
         self._folder = folder
         self._owner = owner
-        self._next = 0.0
+        self._lose = lose
+        self._place = _identity(folder.path)
+        fixed = (folder.index, folder.index_lock, folder.lock)
+        self._files = {file: _identity(file) for file in fixed}
+        self._next = self._next_place = 0.0
         self._was_said = False
 
     def look(self) -> None:
         """Make the files look new, and warn once if some are gone; not more often than needed."""
         now = time.monotonic()
+        if now >= self._next_place:
+            self._next_place = now + PLACE_EVERY_S
+            if self._is_gone():
+                self._lose(f"{self._folder.path} was removed or replaced")
+                return
         if now < self._next:
             return
         self._next = now + EVERY_S
@@ -44,6 +58,22 @@ class Keeping:
                 self._folder.path,
                 ", ".join(gone),
             )
+
+    def _is_gone(self) -> bool:
+        """Whether the folder is another than was opened, or all that it had is. Where a part is
+        missing, the rest still keeps other processes out."""
+        if _identity(self._folder.path) != self._place:
+            return True
+        return all(_identity(file) != opened for file, opened in self._files.items())
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file or folder is at a path, if any; the same while that can't be told."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _is_kept(file: Path) -> bool:

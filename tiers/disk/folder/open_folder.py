@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 
+from spec.fields import format_size
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import io_executor
 from tiers.disk.access import Access
@@ -27,7 +28,7 @@ from tiers.disk.index.index import Index
 from tiers.disk.index.rows import Entry, Slot
 from tiers.disk.index.uses import PendingUses
 from tiers.disk.slab import Slabs, sync_folder
-from tiers.errors import TierError, TierUnavailable, TierUnusable
+from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
 
 THREADS = 4
 """Reads and writes under way at once; 4 to 8 were fastest cold, and warm no slower than one."""
@@ -58,7 +59,8 @@ class OpenFolder:
         self.fingerprints = FingerprintIndex(index)
         of_index = (index.reopen, self._write_uses, index.clear_readers)
         of_slots = (self._shrink, self._sweep)
-        rest = (self.fingerprints.follow, Keeping(folder, owner.file).look)
+        keeping = Keeping(folder, owner.file, self._lose)
+        rest = (self.fingerprints.follow, self._look_at_room, keeping.look)
         self.upkeep = Upkeep(self.path, self.in_use, (*of_index, *of_slots, *rest))
         self._owner = owner
         self._release = release
@@ -68,7 +70,15 @@ class OpenFolder:
         """Blocks that went for room in this process and that no store has counted yet."""
         self._leaked: deque[Slot] = deque()
         self._condemned = False
-        self.holders = 1
+        self.holders = self.stores = 1
+        """Stores and verbs under way; stores alone."""
+        self.gone = ""
+        """Why the files that are open are the folder's no more; empty: they are."""
+        self.is_closed = False
+        self.capacity = 0
+        """What this process has set, in bytes."""
+        self.short = ""
+        """What keeps the tier from that; empty: nothing."""
         self.count_lock = threading.Lock()
 
     @contextmanager
@@ -76,6 +86,8 @@ class OpenFolder:
         """Keep the folder open during one verb, and translate what the verb raises."""
         require_own(self)
         with self.count_lock:
+            if self.gone:
+                raise TierNotOpen(self.gone)
             if not self.holders:
                 raise TierUnavailable(f"the disk tier {self.path} is closed")
             self.holders += 1
@@ -146,9 +158,29 @@ class OpenFolder:
                 self._swept = repair.sweep(edit, self.slabs, self._swept)
         return self._swept is not None
 
+    def _look_at_room(self) -> None:
+        try:
+            found = os.statvfs(self.path)
+        except FileNotFoundError:  # `keeping` tells
+            return
+        free = found.f_bavail * found.f_frsize
+        short = slot_allocator.shortage(self.index.usage(), self.capacity, free)
+        if bool(short) != bool(self.short):  # the words are those of when it began
+            self.short = short
+
+    def _lose(self, why: str) -> None:
+        """No verb uses the files any more; the last one that does closes them, which gives their
+        space back."""
+        self.upkeep.stop()
+        with self.count_lock:
+            stores, self.stores, self.gone = self.stores, 0, why
+        for _ in range(stores):
+            self._release(self)
+
     def resize(self, capacity: int) -> None:
         """Set the capacity, in bytes, for every process on the folder, and evict the first few
         blocks beyond it; `upkeep` evicts the rest in steps."""
+        self.capacity = capacity
         with self.edit() as edit:
             edit.capacity = capacity
             slot_allocator.shrink(edit, self.slabs)
@@ -231,6 +263,15 @@ class OpenFolder:
                 repair.trim(edit, self.slabs)
             self._swept = FIRST
             self._sweep()
+        before = self.index.usage().capacity or 0
+        if owners.alive and capacity < before:
+            logger.warning(
+                "disk tier %s: capacity %s replaces the %s of another engine on the folder, for "
+                "both, and what is beyond is evicted; let all engines on it say the same",
+                self.path,
+                format_size(capacity),
+                format_size(before),
+            )
         self.resize(capacity)
         self.upkeep.start()
 
@@ -246,6 +287,9 @@ class OpenFolder:
         """Sync the index and close; the owner file of a folder that could not be synced stays."""
         self.upkeep.stop()
         self.fingerprints.stop()
+        if self.gone:
+            self.abandon()
+            return
         clean = False
         try:
             with self.translated():

@@ -44,7 +44,7 @@ class _OpenFolders:
         name = os.path.realpath(path)
         with self._lock(name):
             folder = self._folders.get(name)
-            if folder is None:
+            if folder is None or folder.gone:
                 folder = self._folders[name] = open_folder(path, capacity, access, self.release)
                 return folder
             require_own(folder)
@@ -57,7 +57,16 @@ class _OpenFolders:
                 folder.resize(capacity)
             with folder.count_lock:
                 folder.holders += 1
+                folder.stores += 1
             return folder
+
+    def leave(self, folder: OpenFolder) -> None:
+        """Subtract a store, unless the folder is gone, which no store holds any more."""
+        with folder.count_lock:
+            if not folder.stores:
+                return
+            folder.stores -= 1
+        self.release(folder)
 
     def release(self, folder: OpenFolder) -> None:
         """Subtract a holder; the last one closes the folder."""
@@ -67,9 +76,11 @@ class _OpenFolders:
                 return
         name = str(folder.path)
         with self._lock(name):
-            if folder.holders or self._folders.get(name) is not folder:
+            if folder.holders or folder.is_closed:
                 return  # acquired again, or closed by another, before we had the lock
-            del self._folders[name]
+            folder.is_closed = True
+            if self._folders.get(name) is folder:  # else it was gone, and is opened anew
+                del self._folders[name]
             folder.close()
 
     def after_fork(self) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from spec.fields import format_size
 from tiers.disk.failures import NO_SPACE
 from tiers.disk.index.edit import Edit
 from tiers.disk.index.rows import Slot
 from tiers.disk.slab import Slabs
+from tiers.store import Usage
 
 INDEX_MARGIN = 8 << 20
 """Bytes of the file system left free: on a full disk even an eviction could not be committed."""
@@ -21,6 +23,24 @@ AT_ONCE = 128
 """Blocks evicted or freed by one step: 4 ms."""
 
 _REPLACED_OF = 16
+
+
+def shortage(usage: Usage, capacity: int, free: int) -> str:
+    """What keeps a tier whose process set this capacity from it; empty: nothing. `free`: bytes of
+    the file system."""
+    set_now = usage.capacity or 0
+    if set_now < capacity:
+        return (
+            f"another engine on its folder has set capacity {format_size(set_now)}, for both, in "
+            f"place of {format_size(capacity)}; let all engines on it say the same"
+        )
+    room = max(0, usage.used + free - INDEX_MARGIN)
+    if room < set_now:
+        return (
+            f"its file system has room for {format_size(room)} of its capacity "
+            f"{format_size(set_now)}; make room, or lower capacity"
+        )
+    return ""
 
 
 def allocate(edit: Edit, slabs: Slabs, size: int, batch: Collection[bytes]) -> Slot | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
 from tiers.concurrency.executors import widen_affinity
-from tiers.store import Measured, Usage, capability
+from tiers.concurrency.repeated_log import RepeatedLog
+from tiers.store import Measured, Usage, Warns, capability
 from tiers.wrappers.guard import Guarded
+
+logger = logging.getLogger(__name__)
 
 EVERY = 1.0
 """Seconds between two looks."""
@@ -23,6 +27,9 @@ class StoreWatch:
         self.usage = Usage(0, 0, None)
         """What it held a moment ago."""
         self._store = store
+        what = "times it was short of its settings"
+        self._log = RepeatedLog(logger, f"tier {store.tier_name!r}", what)
+        self._warned = ""
         self._stop = threading.Event()
         name = f"kvtiers-watch-{store.tier_name}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -40,5 +47,20 @@ class StoreWatch:
             pause = max(EVERY, (time.monotonic() - began) / PART)
 
     def _look(self) -> None:
+        self._store.join()
+        self._hear()
         if (measured := capability(self._store, Measured)) is not None:
             self.usage = measured.usage()
+
+    def _hear(self) -> None:
+        """Tell once what keeps the store from what its settings ask for, and when that is over."""
+        warns = capability(self._store, Warns)
+        if warns is None:
+            return  # or not open now, of which whoever opens it tells
+        warning = warns.warning()
+        if warning and not self._warned:
+            self._log.log("tier %r: %s", self._store.tier_name, warning)
+        elif self._warned and not warning:
+            line = "tier %r has all that its settings ask for again"
+            self._log.log(line, self._store.tier_name, level=logging.INFO)
+        self._warned = warning

@@ -1,0 +1,253 @@
+"""An operator's day: what goes wrong below an engine is one line, a state and a count, and costs no
+answer. Each trouble is made for real, over the replay engine."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, measured, redis, workload
+from tests.support.servers import RedisServer
+from tiers.connector.contract.stats import STATE, STATES
+from tiers.disk.folder import keeping
+from tiers.engine.replay import ReplayEngine, answer
+
+MakeEngine = Callable[..., ReplayEngine]
+OTHER = """
+import logging, sys
+from pathlib import Path
+from spec.offloading import StoreContext
+from tiers.disk.spec import DiskSpec
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
+site = StoreContext(int(sys.argv[2]))
+DiskSpec(path=Path(sys.argv[1]), capacity=160 << 10).open(site).close()
+"""
+"""Another engine's disk tier on the folder, with less capacity, as a program."""
+PATIENCE = 30.0
+"""Seconds after which what does not come is missing: protection from hanging."""
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(keeping, "PLACE_EVERY_S", 0.1)
+    caplog.set_level(logging.INFO)
+
+
+@pytest.fixture
+def small_mount(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 40 MiB, nearly full."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=40m,mode=700", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("this user can't mount a file system of 40 MiB")
+    try:
+        (place / "filler").write_bytes(bytes(30 << 20))
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def state(made: ReplayEngine, tier: str) -> str:
+    """How the metrics say that a tier does."""
+    made.step()
+    return STATES[int(measured(made, STATE, tier))]
+
+
+def until(done: Callable[[], bool]) -> None:
+    late = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < late, "it did not come to that"
+        time.sleep(0.02)
+
+
+def serve(made: ReplayEngine, seed: int = 5, count: int = 20) -> None:
+    """Serve requests, each of which must be answered as without tiers."""
+    for prompt, tokens in workload(seed, count):
+        request = made.generate(prompt, tokens)
+        assert request.output == answer(MODEL, prompt, tokens)
+    made.settle()
+
+
+def serve_until(made: ReplayEngine, done: Callable[[], bool]) -> None:
+    seeds = iter(range(10_000))
+
+    def serve_some() -> bool:
+        serve(made, next(seeds), 4)
+        return done()
+
+    until(serve_some)
+
+
+def trouble(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """All lines that tell of trouble, of whatever part."""
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def test_a_folder_that_others_may_write_to(
+    engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk").chmod(0o777)
+    made = engine(chain_of(cpu(), disk(tmp_path / "disk")))
+    assert state(made, "disk") == "refused" and state(made, "cpu") == "open"
+    serve(made)
+    assert state(made, "disk") == "refused"
+    assert measured(made, "reads_up", "disk") == measured(made, "writes_up", "disk") == 0
+    assert measured(made, "capacity_bytes", "disk") == 1 << 20
+    (line,) = trouble(caplog)
+    assert "tier 'disk' is unusable" in line and "chmod it to 0700" in line
+
+
+@pytest.mark.fault(
+    tier="redis",
+    fault="not there when the engine starts",
+    outcome="the start does not wait; one line, configured and not reached yet; joins by itself",
+)
+def test_a_server_that_is_not_there_and_comes(
+    engine: MakeEngine,
+    tmp_path: Path,
+    server: RedisServer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server.kill()
+    dead = redis(server, tmp_path, name="dead")
+    made = engine(chain_of(dead, disk(tmp_path / "disk")))
+    assert state(made, "disk") == "open"
+    until(lambda: state(made, "dead") == "down")
+    serve(made)
+    assert state(made, "dead") == "down"
+    assert measured(made, "stored_blocks", "dead") == 0
+    assert (
+        measured(made, "store_failures", "dead") + measured(made, "store_dropped_down", "dead") > 0
+    )
+    (line,) = trouble(caplog)
+    assert "tier dead is configured, not reached yet" in line and str(server.port) in line
+    assert "tier 'dead' is open" not in caplog.text
+    server.start()
+    until(lambda: "tier 'dead' is open" in caplog.text)
+    serve_until(made, lambda: state(made, "dead") == "open")
+    serve(made, seed=200)
+    assert measured(made, "stored_blocks", "dead") > 0
+    assert trouble(caplog) == [line], "recovery is no trouble"
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a file system with less room than the capacity",
+    outcome="one line and the state degraded; what fits is kept",
+)
+def test_a_file_system_smaller_than_the_capacity(
+    engine: MakeEngine, small_mount: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = engine(chain_of(disk(small_mount / "disk", "5GiB")))
+    until(lambda: state(made, "disk") == "degraded")
+    serve_until(made, lambda: measured(made, "evictions", "disk") > 0)
+    assert state(made, "disk") == "degraded"
+    (line,) = trouble(caplog)
+    assert "its file system has room for" in line and "capacity 5GiB" in line
+    stored, evicted = (measured(made, name, "disk") for name in ("stored_blocks", "evictions"))
+    assert measured(made, "capacity_bytes", "disk") == 5 << 30
+    until(lambda: not made.step() and measured(made, "used_bytes", "disk") > 0)
+    assert measured(made, "used_bytes", "disk") < 12 << 20
+    assert stored > evicted and measured(made, "store_failures", "disk") == 0
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="the folder is removed, replaced or emptied while it is open",
+    outcome="one line within seconds; the files are closed, and the tier joins in the new folder",
+)
+@pytest.mark.parametrize("how", ["removed", "replaced", "emptied"])
+def test_a_folder_that_goes_while_it_is_open(
+    engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    folder = tmp_path / "disk"
+    made = engine(chain_of(disk(folder)), prefix_caching=False)
+    serve(made)
+    assert open_files(folder), "else nothing is tried"
+    if how == "replaced":
+        folder.rename(tmp_path / "old")
+        folder.mkdir(mode=0o700)
+    elif how == "emptied":
+        subprocess.run(f"rm -rf {folder}/*", shell=True, check=True)
+    else:
+        shutil.rmtree(folder)
+    until(lambda: caplog.text.count("tier 'disk' is open") == 2)
+    until(lambda: not any("(deleted)" in one or "/old/" in one for one in open_files(tmp_path)))
+    (line,) = trouble(caplog)
+    assert "tier disk is open no more" in line and f"{folder} was removed or replaced" in line
+    before = measured(made, "stored_blocks", "disk")
+    serve_until(made, lambda: state(made, "disk") == "open")
+    serve(made, seed=200)
+    assert measured(made, "stored_blocks", "disk") > before
+    assert trouble(caplog) == [line]
+    made.close()
+    again = engine(chain_of(disk(folder)))
+    serve(again, seed=200)
+    assert measured(again, "loaded_blocks", "disk") > 0, "the folder is a tier again"
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="another engine on the folder says a smaller capacity",
+    outcome="one line in both logs and the state degraded in the first; blocks are evicted",
+)
+def test_a_smaller_capacity_that_another_engine_says(
+    engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "disk"
+    made = engine(chain_of(disk(folder, "4MiB")))
+    serve(made, count=60)
+    other = subprocess.run(
+        [sys.executable, "-c", OTHER, str(folder), str(MODEL.payload_bytes)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert other.returncode == 0, other.stderr
+    (said,) = other.stdout.splitlines()
+    assert "capacity 160KiB replaces the 4MiB of another engine" in said
+    until(lambda: state(made, "disk") == "degraded")
+    until(lambda: not made.step() and measured(made, "used_bytes", "disk") <= 160 << 10)
+    (line,) = trouble(caplog)
+    assert "another engine on its folder has set capacity 160KiB" in line and "4MiB" in line
+    assert measured(made, "capacity_bytes", "disk") == 160 << 10
+
+
+@pytest.mark.fault(
+    tier="cpu",
+    fault="one of several is larger than what memory is left",
+    outcome="that one is refused, by its own size; the others serve",
+)
+def test_a_cpu_tier_that_is_too_large_costs_the_others_nothing(
+    engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    big = {"type": "cpu", "name": "big", "capacity": "900TiB"}
+    made = engine(chain_of(cpu(30), big), prefix_caching=False)
+    assert state(made, "big") == "refused" and state(made, "cpu") == "open"
+    serve(made)
+    assert measured(made, "loaded_blocks", "cpu") > 0
+    (line,) = trouble(caplog)
+    assert "tier 'big' is unusable" in line and "capacity 900TiB" in line
+    assert measured(made, "capacity_bytes", "cpu") == 30 * SLOT
+
+
+def open_files(folder: Path) -> list[str]:
+    """Files in a folder that this process has open or mapped, those that were deleted too."""
+    names = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            names.append(str(link.readlink()))
+        except FileNotFoundError:
+            continue
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    names += [line.split(maxsplit=5)[5] for line in mapped if len(line.split(maxsplit=5)) == 6]
+    return [name for name in names if name.startswith(f"{folder}")]
