@@ -7,7 +7,7 @@ Three parts, each with its figures in a JSON file of its own, and a page of all 
 - `curve`: the curve beside an exact LRU at each size, block by block.
 - `agreement`: hit tokens and times, simulated and with real connectors and stores, of the first N
   requests, under a load at which times are to be trusted.
-- `regret`: the chain that the search chooses beside ten written by hand and beside every chain of
+- `regret`: the chain that the search chooses beside those written by hand and beside every chain of
   a grid, all on the requests that the search did not see.
 
 The results are those of Mooncake's synthetic trace (Apache-2.0,
@@ -36,7 +36,7 @@ from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.processes import Simulations
 from tiers.tuning.search.score import value
 from tiers.tuning.search.space import Space, policies
-from tiers.tuning.search.tune import tune
+from tiers.tuning.search.tune import Asked, tune
 from tiers.tuning.search.words import name
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.workload import Workload
@@ -128,16 +128,8 @@ def regret(
     """The chosen chain, those written by hand, and the grid, by the objective, mean TTFT."""
     given = budget()
     workload = Workload.of(requests, block_tokens)
-    found = measure(requests, block_tokens, second_use=False).all
-    block_bytes = given.machine.kv_bytes_per_token * block_tokens
     began = time.monotonic()
-    tuned = tune(
-        workload,
-        given,
-        lambda size: found.ratio(size // block_bytes),
-        limit=chains,
-        processes=processes,
-    )
+    tuned = tune(requests, block_tokens, given, asked=Asked(chains, processes=processes))
     seconds = time.monotonic() - began
     every = list(grid(given))
     hand = {text: by_hand(text, given) for text in HAND["all-three"]}
@@ -147,17 +139,17 @@ def regret(
     of_grid = dict(zip(every, values, strict=False))
     best = min(of_grid, key=of_grid.__getitem__)
     verdict = tuned.verdict
+    chosen = verdict.judged["chosen"]
     return {
         "tuning_seconds": seconds,
         "tried": len(tuned.found.tried),
         "chosen": {
-            "name": name(verdict.chosen.chain),
-            "ttft_mean": verdict.chosen.score.value,
-            "gpu_load": verdict.chosen.report.gpu_load,
-            "load": verdict.chosen.report.load,
+            "name": name(chosen.chain),
+            "ttft_mean": chosen.score.value,
+            "gpu_load": chosen.report.gpu_load,
+            "load": chosen.report.load,
         },
-        "best_of_search": {"name": name(verdict.best.chain), "ttft_mean": verdict.best.score.value},
-        "no_tiers": verdict.none.score.value,
+        "no_tiers": verdict.judged["none"].score.value,
         "grid": len(every),
         "best_of_grid": {"name": name(best), "ttft_mean": of_grid[best]},
         "worst_of_grid": max(of_grid.values()),

@@ -77,9 +77,9 @@ def test_a_chains_tiers_are_marked(kvtiers: Kvtiers, trace: Path, tmp_path: Path
     assert [line.split("<- ")[1] for line in marked] == ["cpu", "disk (2nd use)"]
     assert marked[0].split()[:2] == ["2MiB", "2"]
     assert "| cpu 2MiB  | disk 1GiB" in ran.out
-    assert ran.err == "redis is not marked: its YAML has no capacity\n"
+    assert ran.err == "redis is not marked: its YAML has no maxmemory\n"
     ran = kvtiers("curve", trace, "--chain", chain, "--largest", "8MiB")
-    assert "disk is not marked: its capacity is beyond --largest" in ran.err
+    assert "disk is not marked: its size is beyond --largest" in ran.err
 
 
 def test_without_kv_bytes_sizes_are_blocks(kvtiers: Kvtiers, tmp_path: Path) -> None:

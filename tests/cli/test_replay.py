@@ -145,3 +145,21 @@ def test_a_trace_of_another_model_is_said(
         "the profile says 131,072 KV bytes a token, and the engine that recorded the trace had "
         "23,040: "
     )
+
+
+@pytest.mark.parametrize("how", ["--simulate", "--real"])
+def test_a_server_is_as_large_as_the_chain_says(
+    kvtiers: Callable[..., Ran], arguments: list[object], tmp_path: Path, how: str
+) -> None:
+    """It was a comment, "Give it 1 GB at the server", that no replay read."""
+    link = {"load_bandwidth": "5GB/s", "store_bandwidth": "3GB/s"}
+    profile = yaml.safe_load(PROFILE) | {"tiers": {"redis": link}}
+    (tmp_path / "profile.yaml").write_text(yaml.safe_dump(profile))
+    chain = "version: 1\ntiers:\n- {type: redis, url: 'redis://127.0.0.1:1'%s}\n"
+    hits = []
+    for size in ("", ", maxmemory: 1GB"):
+        (tmp_path / "chain.yaml").write_text(chain % size)
+        ran = kvtiers("replay", *arguments, how, "--json", tmp_path / "r.json")
+        assert ran.status == 0, ran.err
+        hits.append(json.loads((tmp_path / "r.json").read_text())["tiers"][0]["hit_tokens"])
+    assert hits[0] == 50 * 5 * 512 and hits[1] < hits[0] / 5

@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 
 from bench.traffic import main as make_traffic
+from spec.load import load_chain
 from tests.cli.conftest import Ran
+from tiers.traces.recorded import FileHeader, encode_header, encode_request
+from tiers.traces.trace import TraceRequest
 from tiers.tuning.search import tune as searching
 
 Kvtiers = Callable[..., Ran]
@@ -154,8 +157,16 @@ def test_no_tier_pays(kvtiers: Kvtiers, given: Path) -> None:
     (given / "chain.yaml").write_text("before")
     ran = kvtiers(*arguments(given, out="chain.yaml"))
     assert ran.status == 0
-    assert "No tier pays: there is no chain to write." in ran.out
+    assert "The search counted 24 requests, too few to tell chains apart: record 160" in ran.out
+    assert "No tier pays, as far as so little traffic tells: there is no chain to" in ran.out
     assert (given / "chain.yaml").read_text() == "before"
+    lines = [
+        {"timestamp": at, "input_length": 600, "output_length": 1, "hash_ids": [2 * at, 2 * at + 1]}
+        for at in range(500)
+    ]
+    (given / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ran = kvtiers(*arguments(given, out="chain.yaml"))
+    assert "No tier pays: there is no chain to write." in ran.out
 
 
 @pytest.mark.parametrize("option", ["out", "json", "plot"])
@@ -226,3 +237,61 @@ def test_an_interrupt_is_not_lost_while_processes_are_forked(given: Path) -> Non
     ended = subprocess.run(command, capture_output=True, timeout=120)
     assert (ended.returncode, ended.stdout) == (130, b"")
     assert files(given) == ["budget.yaml", "trace.jsonl"]
+
+
+def test_an_interrupt_keeps_the_best_so_far(given: Path) -> None:
+    """It ended in a second and kept nothing."""
+    code = (
+        "import pathlib, sys, time\n"
+        "from tiers.tuning.search import processes\n"
+        "simulate, done = processes.simulate, []\n"
+        "def slow(*args, **more):\n"
+        "    done.append(args)\n"
+        "    if len(done) > 6:\n"
+        f"        pathlib.Path({str(given / 'begun')!r}).touch()\n"
+        "        time.sleep(600)\n"
+        "    return simulate(*args, **more)\n"
+        "processes.simulate = slow\n"
+        "from tiers.cli.main import main; main()\n"
+    )
+    names = arguments(given, out="chain.yaml", json="all.json")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, names)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        late = time.monotonic() + 120
+        while not (given / "begun").exists():
+            assert process.poll() is None and time.monotonic() < late
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (130, "")
+    assert out.startswith("The search was interrupted. The best so far, on requests 13 to 36:")
+    assert "6 chains were simulated" in out and "The chain is in" in out
+    assert load_chain(given / "chain.yaml").tiers
+    assert json.loads((given / "all.json").read_text())["interrupted"]
+
+
+def test_another_trace_judges_and_time_is_bounded(kvtiers: Kvtiers, given: Path) -> None:
+    make_traffic([str(given / "other.jsonl"), "--requests", "100", "--seed", "3"])
+    more = ["--judge", given / "other.jsonl", "--minutes", 0.5]
+    ran = kvtiers(*arguments(given, out="chain.yaml"), *more)
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.out.startswith("Judged on other.jsonl, of which a part warms, and which no choice ")
+    assert "both on requests 13 to 60, by" in (given / "chain.yaml").read_text().replace(
+        "\n# ", " "
+    )
+    header = encode_header(FileHeader(16, 0.0))
+    one = encode_request(TraceRequest(0.0, 70, 1, [0, 1, 2, 3]))
+    (given / "other.jsonl").write_bytes(header + one * 20)
+    ran = kvtiers(*arguments(given, out="chain.yaml"), *more)
+    assert (ran.status, ran.out) == (2, "")
+    assert (
+        "other.jsonl: found blocks of 16 tokens, and the trace that is searched has 512" in ran.err
+    )

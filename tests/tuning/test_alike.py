@@ -89,7 +89,7 @@ def test_a_search_simulates_no_chain_whose_report_is_told(monkeypatch: pytest.Mo
     ends: list[None] = []
     with Simulations(WORKLOAD, MACHINE) as simulations:
         reports = simulations.run(
-            [(chain, 1.0, 0.5) for chain in chains], lambda: ends.append(None)
+            [(chain, 1.0, 0.5) for chain in chains], lambda *_: ends.append(None)
         )
         other = simulations.run([(chains[1], 0.5, 0.0)])
     assert simulated == [chains[0], chains[2], chains[4], chains[1]]

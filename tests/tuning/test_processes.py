@@ -35,7 +35,7 @@ def test_two_processes_tell_what_one_tells() -> None:
     with Simulations(WORKLOAD, MACHINE) as alone:
         expected = alone.run(jobs)
     with Simulations(WORKLOAD, MACHINE, 2) as several:
-        assert several.run(jobs, lambda: told.append(None)) == expected
+        assert several.run(jobs, lambda *_: told.append(None)) == expected
         assert several.run(jobs) == expected
     assert len(told) == 3, "one chain is there twice"
 

@@ -10,13 +10,11 @@ import pytest
 
 from tests.support.known_traffic import BLOCK, BLOCK_TOKENS, KV_BYTES, loop, mixed, once, requests
 from tiers.traces.trace import TraceRequest
-from tiers.tuning.curve import measure
 from tiers.tuning.report import YEAR
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.show import left_out
-from tiers.tuning.search.tune import Tuned, tune
+from tiers.tuning.search.tune import Asked, Tuned, tune
 from tiers.tuning.simulation.chain import SimTier
-from tiers.tuning.simulation.workload import Workload
 
 MB = 10**6
 SETTINGS = {"disk": {"path": "/var/lib/kvtiers"}, "redis": {"url": "redis://cache.internal"}}
@@ -46,9 +44,7 @@ def budget(media: Media, **more: Any) -> Budget:
 
 
 def tuned(traffic: Sequence[TraceRequest], given: Budget, limit: int = 60) -> Tuned:
-    workload = Workload.of(traffic, BLOCK_TOKENS)
-    curve = measure(traffic, BLOCK_TOKENS, second_use=False).all
-    return tune(workload, given, lambda size: curve.ratio(size // BLOCK), limit=limit)
+    return tune(traffic, BLOCK_TOKENS, given, asked=Asked(limit))
 
 
 def order(found: Tuned) -> list[str]:
@@ -70,18 +66,21 @@ def test_order_the_faster_tier_first(fast: str) -> None:
     """The fast one has room for what comes often alone."""
     slow = {"load_bandwidth": 4 * MB}
     media: Media = {kind: (200, {}) if kind == fast else (1000, slow) for kind in ("disk", "redis")}
-    found = tuned(hot_and_cold(), budget(media))
+    found = tuned(hot_and_cold(600), budget(media))
     assert order(found) == [fast, *({"disk", "redis"} - {fast})]
-    assert found.verdict.none.report.ttft_mean > 2 * found.verdict.chosen.report.ttft_mean
+    judged = found.verdict.judged
+    assert judged["none"].report.ttft_mean > 2 * judged["chosen"].report.ttft_mean
 
 
 def test_a_tier_that_brings_nothing_is_left_out() -> None:
     media: Media = {"cpu": (1000, {}), "disk": (1000, {"load_bandwidth": 100 * MB})}
     found = tuned(hot_and_cold(), budget(media))
     assert order(found) == ["cpu"]
-    assert found.verdict.stitched.score == found.verdict.best.score
+    guess = found.found.of(found.space.fastest_first())
+    assert guess is not None and guess.score == found.verdict.best.score
     (said,) = left_out(found.verdict, found.found, found.space)
-    assert said.startswith("disk is left out: the best chain with it is as good; it would serve 0%")
+    assert said.startswith("disk is left out: the best chain with it, cpu ")
+    assert "comes to the same; 0% of the prompts' tokens from it" in said
 
 
 def test_a_tier_that_takes_longer_than_computing_is_left_out() -> None:
@@ -90,7 +89,7 @@ def test_a_tier_that_takes_longer_than_computing_is_left_out() -> None:
     found = tuned(hot_and_cold(), budget(media))
     assert order(found) == ["cpu"]
     (said,) = left_out(found.verdict, found.found, found.space)
-    assert "disk is left out: the best chain with it is" in said
+    assert said.startswith("disk is left out: the best chain with it, cpu ")
 
 
 def test_no_tier_at_all() -> None:

@@ -81,11 +81,20 @@ def test_runs_change_nothing_where_stores_have_room(policy: str, promote: bool) 
     assert all(blocks_of(by_run)) or policy == "first"
 
 
-def test_quarters_show_how_waiting_times_vary() -> None:
-    later = [TraceRequest(n * 1e6, 10 + 10 * (n >= 50), 1, []) for n in range(100)]
+def test_stretches_show_how_waiting_times_vary() -> None:
+    later = [TraceRequest(n * 1e6, 10 + 10 * (n >= 44), 1, []) for n in range(80)]
     one = simulate(later, SIZE, always(()), machine(prefill_rate=10.0), warm=0.2)
-    assert [mean for mean, _ in one.ttft_quarters] == pytest.approx([1, 1.5, 2, 2])
-    assert [p99 for _, p99 in one.ttft_quarters] == pytest.approx([1, 2, 2, 2])
+    short, long = [(1, 1, 40, 0)], [(2, 2, 80, 0)]
+    assert [tuple(part) for part in one.stretches] == short * 7 + long * 9
+
+
+def test_stretches_tell_whose_tokens_they_were() -> None:
+    """What the second half asks for was stored in the first; the engine's own cache has none."""
+    requests = chats(3, 150, 20.0)
+    chain = SimChain((tier("a", 10**4),))
+    one = simulate(requests, SIZE, chain, machine(engine_cache=50 * SIZE), warm=0.5)
+    assert sum(part.tier_tokens for part in one.stretches) == one.tier_hit_tokens > 0
+    assert sum(part.computed_tokens for part in one.stretches) == one.computed_tokens
 
 
 def test_a_loaded_prompt_makes_room_for_one_before_it() -> None:

@@ -6,21 +6,23 @@ import math
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spec.load import load_chain
 from tests.support.known_traffic import BLOCK, loop, mixed, requests
 from tests.tuning.test_search import Media, budget, tuned
-from tiers.tuning.report import Report, TierUse
-from tiers.tuning.search.budget import Budget, Constraints
-from tiers.tuning.search.chain_file import compared
+from tiers.tuning.report import Report, Stretch, TierUse
+from tiers.tuning.search.budget import Budget, Constraints, Objective
 from tiers.tuning.search.result import as_json, as_text, as_yaml
-from tiers.tuning.search.score import Score, excesses, score
+from tiers.tuning.search.score import Gap, Score, excesses, gap, score
 from tiers.tuning.search.sizes import worth_trying
-from tiers.tuning.search.space import simplicity
+from tiers.tuning.search.space import POLICIES, simplicity
 from tiers.tuning.search.tune import Tuned
-from tiers.tuning.search.verdict import Judged
+from tiers.tuning.search.words import change, name
 from tiers.tuning.simulation.chain import SimChain, SimTier
 
 GIVEN = budget({"cpu": (1000, {}), "disk": (1000, {})})
@@ -32,22 +34,86 @@ def report(ttft: float = 1.0, life: float | None = None) -> Report:
     return Report(10, 10.0, 0.5, (use,), 100, 0, 100, ttft, ttft, 2 * ttft, 3.0)
 
 
-def judged(total: float, *quarters: float) -> Judged:
-    return Judged(SimChain(()), report(total), Score(0.0, total), quarters)
+def varied(*means: float) -> Report:
+    """A report whose stretches have these means, p99s twice as long, and as many tokens."""
+    parts = tuple(Stretch(mean, 2 * mean, round(1000 * mean), 500) for mean in means)
+    return replace(report(fmean(means)), ttft_p99=2 * fmean(means), stretches=parts)
 
 
-def test_chains_are_equal_within_the_spread_of_their_difference() -> None:
-    best = judged(1.0, 1.0, 0.5, 2.0, 1.0)
-    assert judged(1.004, 1.004, 0.502, 2.008, 1.004).equals(best), "below half a percent"
-    assert not judged(1.01, 1.01, 0.505, 2.02, 1.01).equals(best), "the same in every quarter"
-    assert judged(1.01, 1.04, 0.49, 2.04, 0.98).equals(best), "better in two quarters"
-    assert not judged(1.03, 1.5, 0.4, 2.5, 0.8).equals(best), "over 2% whatever the spread"
-    broken = replace(judged(1.0, 1.0, 0.5, 2.0, 1.0), score=Score(0.1, 0.9))
-    assert not broken.equals(best)
+def test_a_difference_tells_if_it_is_more_than_it_varies_by() -> None:
+    best = [1.0, 0.5, 2.0, 1.0, 3.0, 1.0, 0.2, 1.3]
+    everywhere = gap(varied(*(1.04 * one for one in best)), varied(*best), GIVEN)
+    assert everywhere.share == pytest.approx(0.04) and everywhere.tells
+    once = gap(varied(*best[:-1], 1.3 + 0.4), varied(*best), GIVEN)
+    assert once.share == pytest.approx(0.04)
+    assert once.margin == pytest.approx(2.36 * 0.05 / 1.25 / 1, rel=0.02) and not once.tells
+    little = gap(varied(*(1.004 * one for one in best)), varied(*best), GIVEN)
+    assert little.margin == 0.005 and not little.tells
+    assert math.isinf(gap(varied(1.04), varied(1.0), GIVEN).margin), "one stretch tells nothing"
+    late = GIVEN.model_copy(update={"objective": "p99_ttft"})
+    assert gap(varied(*best[:-1], 1.7), varied(*best), late) == pytest.approx(once)
+    paid = GIVEN.model_copy(update={"objective": "cost", "gpu_price_per_month": 1000.0})
+    assert gap(varied(*best), varied(*best), paid) == (0, 0.005)
+    assert 0 < gap(varied(*best[:-1], 1.7), varied(*best), paid).margin < 1
+
+
+@pytest.mark.parametrize(
+    ("found", "objective", "said"),
+    [
+        (Gap(-0.04, 0.081), "mean_ttft", "-4.0% ± 8.1%"),
+        (Gap(0.6, 0.16), "p99_ttft", "+60% ± 16%"),
+        (Gap(-0.04, 0.01), "saved_seconds", "+4.0% ± 1.0%"),
+        (Gap(0.0, 0.005), "mean_ttft", "the same"),
+        (Gap(0.034, math.inf), "cost", "+3.4% ±?"),
+    ],
+)
+def test_a_change_is_told_with_its_margin(found: Gap, objective: Objective, said: str) -> None:
+    assert change(found, objective) == said
+
+
+SIZES = st.none() | st.sampled_from([10**9, 2 * 10**9, 2 * 10**9 + 1])
+RATES = st.none() | st.sampled_from([1e6, 2e6, 88657407.4])
+TIERS = st.builds(
+    SimTier,
+    name=st.sampled_from(["cpu", "disk"]),
+    type=st.just("disk"),
+    is_host=st.just(False),
+    capacity=SIZES,
+    eviction=st.sampled_from(["lru", "arc"]),
+    store_threshold=st.integers(1, 3),
+    max_inflight=SIZES,
+    store_rate=RATES,
+    load_rate=RATES,
+    write_budget=RATES,
+    ttl=st.none() | st.just(5.0),
+)
+CHAINS = st.builds(
+    SimChain,
+    tiers=st.lists(TIERS, max_size=2).map(tuple),
+    load_policy=st.sampled_from(POLICIES),
+    promote=st.booleans(),
+    max_wait=st.sampled_from([10.0, 3.0]),
+    staging=SIZES,
+    stores_answers=st.booleans(),
+)
+
+
+@given(CHAINS, CHAINS)
+def test_no_two_chains_have_one_name(one: SimChain, other: SimChain) -> None:
+    assert one == other or not one.tiers or not other.tiers or name(one) != name(other)
+
+
+def test_what_differs_most_is_in_a_name() -> None:
+    disk = SimTier("disk", "disk", False, 10**12, store_threshold=2, write_budget=1e6)
+    arc = SimTier("cpu", "cpu", True, 64 * 10**9, "arc")
+    assert name(SimChain((arc, disk), promote=False)) == (
+        "cpu 64GB arc, disk 1TB from use 2 write_budget 1MB/s; stitched; no promotion"
+    )
 
 
 def test_fewer_tiers_then_fewer_settings_then_a_lower_price_are_simpler() -> None:
-    machine = budget({"cpu": (9, {"price_per_gb_month": 3.0}), "disk": (9, {})}).machine
+    cpu = {"price_per_gb_month": 3.0, "load_bandwidth": 1e12}
+    machine = budget({"cpu": (9, cpu), "disk": (9, {})}).machine
     disk = SimTier("disk", "disk", False, 100)
     chains = [
         SimChain(()),
@@ -57,6 +123,7 @@ def test_fewer_tiers_then_fewer_settings_then_a_lower_price_are_simpler() -> Non
         SimChain((CPU,), "longest"),
         SimChain((replace(CPU, store_threshold=2, eviction="arc"),)),
         SimChain((CPU, disk)),
+        SimChain((disk, CPU)),
     ]
     assert sorted(chains, key=lambda one: simplicity(one, machine)) == chains
 
@@ -76,9 +143,9 @@ def test_scores() -> None:
     saved = GIVEN.model_copy(update={"objective": "saved_seconds"})
     more, less = Score(0, -10.0), Score(0, -8.0)
     assert score(report(), saved) == Score(0, -3.0) and more < less
-    assert less.worse_than(more) == pytest.approx(0.25)
-    assert compared(less, more) == "25% worse" and compared(more, less) == "20% better"
-    assert math.isinf(Score(0, 0.0).worse_than(more))
+    assert less.worse_than(more) == pytest.approx(0.2)
+    assert more.worse_than(less) == pytest.approx(-0.25)
+    assert Score(0, 0.0).worse_than(more) == 1
     paid = GIVEN.model_copy(update={"objective": "cost", "gpu_price_per_month": 1000.0})
     assert score(report(), paid).value == 50 + 0.5 * 1000
 
@@ -121,7 +188,7 @@ def test_the_chain_file_loads_and_gives_a_reason_for_each_choice(
     assert [t.store_threshold for t in loaded.tiers] == [t.store_threshold for t in chosen.tiers]
     for key in ("load_policy", "capacity", "store_threshold"):
         at = text.index(f"{key}: ")
-        assert "worse" in text[at - 300 : at + 100] or "the same" in text[at - 300 : at + 100], key
+        assert "% ± " in text[at - 300 : at + 100] or "the same" in text[at - 300 : at + 100], key
 
 
 def test_what_is_told_can_be_read_by_machines_too(small: Tuned) -> None:

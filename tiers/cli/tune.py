@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,10 +22,13 @@ from tiers.cli.arguments import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from spec.chain import ChainSpec
-    from tiers.traces.trace import Trace
+    from tiers.traces.trace import Trace, TraceRequest
     from tiers.tuning.search.budget import Budget
-    from tiers.tuning.search.tune import Tuned
+    from tiers.tuning.search.search import Trials
+    from tiers.tuning.search.tune import Asked, Tuned
 
 
 BudgetFile = Annotated[
@@ -37,8 +41,20 @@ Plot = Annotated[
 Chains = Annotated[
     int, typer.Option(min=20, help="Simulate this many chains at most in the search.")
 ]
+Minutes = Annotated[
+    float | None, typer.Option(min=0.01, help="Search for so long at most, and take the best.")
+]
+Judge = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="OTHER_TRACE",
+        help="Judge what was found on this trace, of other traffic or another day, and search all "
+        "of TRACE.",
+    ),
+]
 Processes = Annotated[int, typer.Option(min=1, max=64, help="Simulate in this many processes.")]
 
+INTERRUPTED = 130
 FEW = 8
 """Requests, so that each part of a trace has some."""
 
@@ -51,6 +67,8 @@ def tune(
     json_file: JsonFile = None,
     plot: Plot = None,
     chains: Chains = 250,
+    minutes: Minutes = None,
+    judge: Judge = None,
     processes: Processes = 2,
     conversations: Conversations = 16,
     skip_bad_lines: SkipBadLines = False,
@@ -58,8 +76,8 @@ def tune(
     """Search the chain that serves a trace best within a budget, and write its YAML.
 
     Simulation chooses tiers, order, sizes and policies, and compares them with the present chain
-    (--chain). The first quarter of the trace only warms;
-    the second half judges what the search found in the second quarter.
+    (--chain). The first fifth of the trace only warms, two fifths are what all is chosen by, and
+    the rest judges what was chosen. An interrupt ends the search with the best so far.
 
     \b
     kvtiers tune traffic.jsonl --budget budget.yaml --chain present.yaml --out chain.yaml
@@ -70,56 +88,95 @@ def tune(
     from tiers.tuning.search.budget import load_budget
 
     check_plot(plot)
-    check_places(out, plot, json_file=json_file, keep=[trace, budget])
+    check_places(out, plot, json_file=json_file, keep=[trace, budget, judge])
     given = load_budget(budget)
     present = None if chain_file is None else load_chain(chain_file)
     try:
         opened = open_trace(trace, skip_bad_lines, conversations)
-        found = _search(opened, given, present, chains, processes)
+        other = None if judge is None else open_trace(judge, skip_bad_lines, conversations)
+        found = _search(opened, other, given, present, chains, minutes, processes)
     except KVTiersError as error:
         raise refused(error) from None
-    _tell(found, one_line(trace.name), present, out, json_file, plot)
+    names = [one_line(path.name) for path in (trace, judge) if path is not None]
+    _tell(found, names, present, out, json_file, plot)
+    if found.is_cut_off:
+        raise typer.Exit(INTERRUPTED)
     if found.broken:
         raise typer.Exit(1)
 
 
 def _search(
-    trace: Trace, budget: Budget, present: ChainSpec | None, chains: int, processes: int
+    trace: Trace,
+    other: Trace | None,
+    budget: Budget,
+    present: ChainSpec | None,
+    chains: int,
+    minutes: float | None,
+    processes: int,
 ) -> Tuned:
-    from tiers.cli.reading import bars, say_skipped
-    from tiers.errors import TraceError
-    from tiers.tuning.curve import measure
+    from tiers.cli.reading import bars, say_other_model
+    from tiers.tuning.search.tune import Asked
     from tiers.tuning.search.tune import tune as run
-    from tiers.tuning.simulation.workload import Workload
 
-    size = trace.header.block_tokens
     with bars(auto_refresh=False) as progress:  # the simulating processes are forked from this one
         bar = progress.add_task("reading the trace", total=None)
         progress.refresh()
-        requests = list(trace)
-        say_skipped(trace.summary)
-        if len(requests) < FEW:
-            raise TraceError(
-                f"{trace.paths[0]}: found {len(requests)} requests; a search needs {FEW} at "
-                "least, and hundreds to mean anything"
-            )
-        curve = measure(requests, size, second_use=False).all
-        block_bytes = size * budget.machine.kv_bytes_per_token
-        progress.update(bar, total=chains, description="simulating chains", refresh=True)
-        return run(
-            Workload.of(requests, size),
-            budget,
-            lambda capacity: curve.ratio(capacity // block_bytes),
-            present,
-            limit=chains,
-            processes=processes,
-            advance=lambda: progress.update(bar, advance=1, refresh=True),
+        requests = _read(trace)
+        say_other_model(trace, budget.machine)
+        judge = None if other is None else _read(other, trace.header.block_tokens)
+        seconds = None if minutes is None else minutes * 60
+        asked = Asked(chains, seconds, processes=processes, judge=judge)
+        began = time.monotonic()
+
+        def show(trials: Trials) -> None:
+            text = _so_far(trials, asked, time.monotonic() - began)
+            total = max(chains, len(trials))
+            progress.update(bar, total=total, completed=len(trials), description=text, refresh=True)
+
+        return run(requests, trace.header.block_tokens, budget, present, asked, show)
+
+
+def _read(trace: Trace, block_tokens: int | None = None) -> list[TraceRequest]:
+    """A trace's requests. Raises TraceError for too few, or other blocks than `block_tokens`."""
+    from tiers.cli.reading import say_skipped
+    from tiers.errors import TraceError
+
+    requests = list(trace)
+    say_skipped(trace.summary)
+    if len(requests) < FEW:
+        raise TraceError(
+            f"{trace.paths[0]}: found {len(requests)} requests; a search needs {FEW} at "
+            "least, and hundreds to mean anything"
         )
+    if block_tokens not in (None, trace.header.block_tokens):
+        raise TraceError(
+            f"{trace.paths[0]}: found blocks of {trace.header.block_tokens} tokens, and the trace "
+            f"that is searched has {block_tokens}; name one that was recorded with the same"
+        )
+    return requests
+
+
+def _so_far(trials: Trials, asked: Asked, seconds: float) -> str:
+    """How far a search is, the best so far, and for how long it may go on."""
+    from tiers.tuning.search.words import seconds as words
+
+    best = trials.best
+    left = seconds / len(trials) * max(0, asked.limit - len(trials))
+    if asked.seconds is not None:
+        left = min(left, max(0.0, asked.seconds - seconds))
+    ttft = "" if best is None else f", best so far {words(best.report.ttft_mean)}"
+    return f"{len(trials)} of {asked.limit} chains at most{ttft}, {left / 60:.1f} min left at most"
+
+
+def _as_far_as(found: Tuned) -> str:
+    from tiers.tuning.search.show import too_little
+
+    return ", as far as so little traffic tells" if too_little(found) else ""
 
 
 def _tell(
     found: Tuned,
-    trace: str,
+    traces: Sequence[str],
     present: ChainSpec | None,
     out: Path | None,
     json_file: Path | None,
@@ -129,10 +186,11 @@ def _tell(
     from tiers.tuning.search.picture import draw
     from tiers.tuning.search.result import as_json, as_text, as_yaml, lacking
 
-    chain = as_yaml(found, trace, present)
-    typer.echo(as_text(found))
+    trace, judged_on = traces[0], traces[1] if len(traces) > 1 else None
+    chain = as_yaml(found, trace, present, judged_on)
+    typer.echo(as_text(found, judged_on))
     if chain is None:
-        typer.echo("\nNo tier pays: there is no chain to write.")
+        typer.echo(f"\nNo tier pays{_as_far_as(found)}: there is no chain to write.")
     elif out is None:
         typer.echo(f"\n{chain}", nl=False)
     else:

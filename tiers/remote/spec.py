@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
-from spec.fields import Duration
+from spec.fields import ByteSize, Duration
 from spec.offloading import StoreContext, StoreSpec
 from spec.secret import Secret, SecretField
 from tiers.remote.tls import TlsSpec, context_of
@@ -54,6 +54,11 @@ class RedisSpec(StoreSpec):
         default=None,
         description="Keep a block this long after it was last stored. Unset: until the server "
         "evicts it.",
+    )
+    maxmemory: ByteSize | None = Field(
+        default=None,
+        description="Bytes that the server keeps for blocks before it evicts some, as its own "
+        "maxmemory says. It changes nothing here; curves, replays and searches go by it.",
     )
     timeout: Duration = Field(
         default=1.0,

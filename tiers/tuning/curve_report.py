@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from spec.fields import format_size
 from spec.offloading import OffloadingSpec
 from tiers.tuning.curve import Curves, HitCurve
+from tiers.tuning.machine import size_key, size_of
 from tiers.tuning.plot import Plot
 
 FORMAT, VERSION = "kvtiers-curve", 1
@@ -170,11 +171,12 @@ def marks_of(
     """The tiers of a chain by size in blocks, and for each that can't be shown why."""
     marks, without = [], []
     for tier in tiers:
-        name, capacity = tier.tier_name, getattr(tier, "capacity", None)
-        if not isinstance(capacity, int):
-            without.append(f"{name} is not marked: its YAML has no capacity")
+        name, capacity = tier.tier_name, size_of(tier)
+        if capacity is None:
+            key = size_key(type(tier)) or "capacity"
+            without.append(f"{name} is not marked: its YAML has no {key}")
         elif largest is not None and capacity // block_bytes > largest:
-            without.append(f"{name} is not marked: its capacity is beyond --largest")
+            without.append(f"{name} is not marked: its size is beyond --largest")
         elif capacity < block_bytes:
             without.append(f"{name} is not marked: a block of {block_bytes} bytes does not fit")
         else:

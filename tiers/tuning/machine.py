@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from spec.errors import SpecError
 from spec.fields import exact_size, format_rate, parse_duration, parse_rate, parse_size
 from spec.load import load_document
+from spec.offloading import OffloadingSpec
 from spec.problems import problem_line
 from tiers.tuning.report import DAY, YEAR
 
@@ -49,6 +50,21 @@ Seconds = Annotated[
 
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """In any currency, the same for all."""
+
+
+SIZE_KEYS = ("capacity", "maxmemory")
+"""Keys of a tier's YAML that say how many bytes of blocks it has room for: its own, a server's."""
+
+
+def size_key(tier: type[OffloadingSpec]) -> str | None:
+    """That key of a tier type; None: it has none."""
+    return next((key for key in SIZE_KEYS if key in tier.model_fields), None)
+
+
+def size_of(tier: OffloadingSpec) -> int | None:
+    """How many bytes of blocks a tier's YAML says it has room for; None: it does not say."""
+    found = getattr(tier, size_key(type(tier)) or "", None)
+    return found if isinstance(found, int) else None
 
 
 class TierProfile(BaseModel):

@@ -5,16 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 TRUSTED_LOAD = 0.65
 """GPU load or link use beyond which waiting times are not to be trusted: a rate that is 5% wrong
 moves the median by 5 to 12% below it, and by some hundred percent near 1."""
+STRETCHES = 16
 SHORT_LIFE = 1.0
 """Years below which a device's life is warned of."""
 DAY = 86400.0
 YEAR = 365.25 * DAY
 MONTH = YEAR / 12
+
+
+class Served(NamedTuple):
+    """A prompt that was served: seconds from its arrival to its end, and tokens of it."""
+
+    wait: float
+    computed: int
+    loaded: int
+
+
+class Stretch(NamedTuple):
+    """Some prompts that ended one after another."""
+
+    ttft_mean: float
+    ttft_p99: float
+    computed_tokens: int
+    tier_tokens: int
 
 
 @dataclass(frozen=True)
@@ -69,9 +87,8 @@ class Report:
     """Seconds from arrival to the end of the prompt."""
     prefill_seconds_saved: float
     """GPU seconds that tokens from tiers would have taken to compute."""
-    ttft_quarters: tuple[tuple[float, float], ...] = ()
-    """Mean and p99 of each quarter of the counted prompts, in the order in which they ended: how
-    much they vary over time."""
+    stretches: tuple[Stretch, ...] = ()
+    """Equal parts of the counted prompts, in the order in which they ended: how much they vary."""
     too_long: int = 0
     """Counted prompts that the engine's own cache can't hold, so that no engine serves them."""
 
@@ -157,11 +174,20 @@ class Report:
         }
 
 
-def quarters(waits: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """Mean and p99 of each quarter of some waiting times, as they came."""
-    cuts = [len(waits) * quarter // 4 for quarter in range(5)]
-    parts = [sorted(waits[start:end]) for start, end in pairwise(cuts)]
-    return tuple((sum(part) / len(part), quantile(part, 0.99)) for part in parts if part)
+def stretches(served: Sequence[Served]) -> tuple[Stretch, ...]:
+    """Equal parts of the prompts that were served, in their order."""
+    cuts = [len(served) * number // STRETCHES for number in range(STRETCHES + 1)]
+    return tuple(_stretch(served[start:end]) for start, end in pairwise(cuts) if end > start)
+
+
+def _stretch(served: Sequence[Served]) -> Stretch:
+    waits = sorted(one.wait for one in served)
+    return Stretch(
+        sum(waits) / len(waits),
+        quantile(waits, 0.99),
+        sum(one.computed for one in served),
+        sum(one.loaded for one in served),
+    )
 
 
 def quantile(values: Sequence[float], part: float) -> float:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from spec.chain import ChainSpec
 from tiers.connector.contract.stats import Measures
-from tiers.tuning.machine import Machine
+from tiers.tuning.machine import Machine, size_of
 from tiers.tuning.replay.engine import ReplayEngine
-from tiers.tuning.report import DAY, Report, TierUse, quantile, quarters
+from tiers.tuning.report import DAY, Report, TierUse, quantile, stretches
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def report_of(
     """What was done between two marks, and what came of the requests that count."""
     outcome = engine.outcome
     seconds = max(start.ended - start.now, 1e-9)
-    waits = sorted(outcome.first_tokens)
+    waits = sorted(one.wait for one in outcome.served)
     return Report(
         requests=outcome.requests,
         seconds=seconds,
@@ -49,7 +49,7 @@ def report_of(
         ttft_p50=quantile(waits, 0.5),
         ttft_p99=quantile(waits, 0.99),
         prefill_seconds_saved=sum(outcome.tier_tokens.values()) / machine.prefill_rate,
-        ttft_quarters=quarters(outcome.first_tokens),
+        stretches=stretches(outcome.served),
     )
 
 
@@ -84,7 +84,7 @@ def _use(
         offered_blocks=stored + dropped,
         dropped_blocks=dropped,
         life_years=profile.life_years(a_day, getattr(tier, "write_budget", None)),
-        price_per_month=profile.price(getattr(tier, "capacity", None)),
+        price_per_month=profile.price(size_of(tier)),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from tiers.connector.multi.metadata import MultiConnectorMetadata
 from tiers.engine.replay.requests import NewRequest, Step
 from tiers.tuning.replay.requests import ReplayRequest
+from tiers.tuning.report import Served
 
 
 @dataclass
@@ -66,15 +67,15 @@ class Gpus:
 
 @dataclass
 class Outcome:
-    """What came of the requests that count. Tokens by what they are from; `first_tokens`: seconds
-    from arrivals to the ends of prompts; `busy`: seconds of all GPUs together."""
+    """What came of the requests that count. Tokens by what they are from; `served`: in the
+    order in which prompts ended; `busy`: seconds of all GPUs together."""
 
     requests: int = 0
     prompt_tokens: int = 0
     own_tokens: int = 0
     computed_tokens: int = 0
     tier_tokens: Counter[str] = field(default_factory=Counter)
-    first_tokens: list[float] = field(default_factory=list)
+    served: list[Served] = field(default_factory=list)
     busy: float = 0.0
 
     def count(self, request: ReplayRequest, moment: float) -> None:
@@ -84,7 +85,8 @@ class Outcome:
         self.own_tokens += request.own
         self.computed_tokens += request.computed
         self.tier_tokens.update(request.loaded_by)
-        self.first_tokens.append(moment - request.arrival)
+        loaded = sum(request.loaded_by.values())
+        self.served.append(Served(moment - request.arrival, request.computed, loaded))
 
 
 def take(request: ReplayRequest, budget: int, chunks: list[Chunk]) -> int:

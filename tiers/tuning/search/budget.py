@@ -13,14 +13,21 @@ from spec.errors import SpecError
 from spec.fields import ByteSize, Duration
 from spec.hints import one_of
 from spec.load import load_document
-from spec.offloading import HostSpec
+from spec.offloading import HostSpec, OffloadingSpec
 from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_class
-from tiers.tuning.machine import Machine, Price, TierProfile, load_machine
+from tiers.tuning.machine import (
+    SIZE_KEYS,
+    Machine,
+    Price,
+    TierProfile,
+    load_machine,
+    size_key,
+)
 
 Objective = Literal["mean_ttft", "p99_ttft", "saved_seconds", "cost"]
 
 _EXAMPLE = "write media: like - {type: cpu, limit: 256GiB}"
-TUNED = ("name", "capacity", "store_threshold", "eviction", "write_budget", "store_rate")
+TUNED = ("name", *SIZE_KEYS, "store_threshold", "eviction", "write_budget", "store_rate")
 """Settings of a tier that the search chooses."""
 
 
@@ -67,10 +74,14 @@ class Medium(BaseModel):
             raise ValueError(f"{key}: {do[:1].lower()}{do[1:]}") from None
         return settings
 
+    def tier(self) -> OffloadingSpec:
+        """The tier with its settings, as large as the limit."""
+        return make_tier(self.type, written(self.type, self.settings, self.limit))
+
     @property
-    def has_capacity(self) -> bool:
-        """Whether the tier's YAML says its size; a server's is set at the server."""
-        return "capacity" in tier_class(self.type).model_fields
+    def size_key(self) -> str | None:
+        """The key of the tier's YAML that says its size; None: it has none."""
+        return size_key(tier_class(self.type))
 
     @property
     def evictions(self) -> tuple[str, ...]:
@@ -85,9 +96,9 @@ class Medium(BaseModel):
 
 
 def written(kind: str, settings: Mapping[str, Any], capacity: int) -> dict[Any, Any]:
-    """A tier's keys but `type`, with its capacity where it has that key."""
-    has_capacity = "capacity" in tier_class(kind).model_fields
-    return {**settings, "capacity": capacity} if has_capacity else {**settings}
+    """A tier's keys but `type`, with its size where it has a key for that."""
+    key = size_key(tier_class(kind))
+    return {**settings, key: capacity} if key is not None else {**settings}
 
 
 class Constraints(BaseModel):

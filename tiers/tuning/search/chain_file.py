@@ -11,44 +11,45 @@ import yaml
 from spec.fields import exact_size, format_rate
 from tiers.tuning.report import Report, TierUse
 from tiers.tuning.search.budget import Budget
-from tiers.tuning.search.score import Score
-from tiers.tuning.search.search import Found
-from tiers.tuning.search.space import Space
-from tiers.tuning.search.words import expected, percent, size
-from tiers.tuning.simulation.chain import SimChain, SimTier
+from tiers.tuning.search.score import excesses, gap
+from tiers.tuning.search.search import Tried
+from tiers.tuning.search.tune import Tuned
+from tiers.tuning.search.words import change, percent, size
+from tiers.tuning.simulation.chain import SimTier
 
 WIDTH = 100
 Reasons = Mapping[tuple[str, str | None], Sequence[str]]
 """By what is chosen, and for which tier: what the other choices come to."""
 
 
-def reasons(chain: SimChain, space: Space, found: Found) -> Reasons:
-    """What each chain one step from this one came to in the search, compared with it."""
-    mine = found.of(chain)
+def reasons(tuned: Tuned) -> Reasons:
+    """What each chain that was tried and is one step from the chosen one came to, by the figures
+    by which all was chosen."""
+    chosen = tuned.verdict.chosen
     texts: dict[tuple[str, str | None], list[str]] = {}
-    for step in space.steps(chain) if mine is not None else ():
-        other = found.of(step.chain)
-        if other is not None and mine is not None:
-            said = f"{step.text}: {compared(other.score, mine.score)}"
+    for step in tuned.space.steps(chosen.chain):
+        other = tuned.found.of(step.chain)
+        if other is not None:
+            said = f"{step.text}: {compared(other, chosen, tuned.budget)}"
             texts.setdefault((step.kind, step.tier), []).append(said)
+    if tuned.growth is not None:
+        for tier in chosen.chain.tiers:
+            if (tier.capacity or 0) > tuned.space.sizes[tier.type][0]:
+                texts[("capacity", tier.type)].append("all that the searched requests fill")
     return texts
 
 
-def compared(other: Score, mine: Score) -> str:
-    """How much better or worse another score is."""
-    if other.excess > mine.excess:
-        return "breaks a constraint"
-    gap = other.worse_than(mine)
-    if abs(gap) < 0.0005:
-        return "the same"
-    return f"{percent(abs(gap))} {'worse' if gap > 0 else 'better'}"
+def compared(other: Tried, mine: Tried, budget: Budget) -> str:
+    """How much the objective changes, or which constraint is broken."""
+    if other.score.excess > mine.score.excess:
+        return "; ".join(text for text, _ in excesses(other.report, budget))
+    return change(gap(other.report, mine.report, budget), budget.objective)
 
 
-def chain_yaml(
-    chain: SimChain, report: Report, budget: Budget, why: Reasons, head: Sequence[str]
-) -> str:
+def chain_yaml(chosen: Tried, budget: Budget, why: Reasons, head: Sequence[str]) -> str:
     """The YAML of a chain that has tiers, with comments. `head`: paragraphs for its top."""
-    lines = [line for text in [*head, *expected(report)] for line in _comment(text)]
+    chain, report = chosen.chain, chosen.report
+    lines = [line for text in head for line in _comment(text)]
     lines += ["version: 1"]
     lines += _choice("load_policy", chain.load_policy, why, None, "")
     lines += _choice("promote", str(chain.promote).lower(), why, None, "")
@@ -69,7 +70,7 @@ def _tier(tier: SimTier, use: TierUse, report: Report, budget: Budget, why: Reas
     text += _sentences(others)
     lines = _comment(text, "  ")
     capacity = tier.capacity or 0
-    if not medium.has_capacity:
+    if medium.size_key is None:
         said = f"Give it {size(capacity)} at the server."
         said += "".join(
             f" {one[:1].upper()}{one[1:]}." for one in why.get(("capacity", tier.type), ())
@@ -78,8 +79,9 @@ def _tier(tier: SimTier, use: TierUse, report: Report, budget: Budget, why: Reas
     lines.append(f"  - type: {tier.type}")
     indent = "    "
     lines += [f"{indent}{key}: {_inline(value)}" for key, value in medium.settings.items()]
-    if medium.has_capacity:
-        lines += _choice("capacity", exact_size(capacity), why, tier.type, indent)
+    if medium.size_key is not None:
+        line = f"{indent}{medium.size_key}: {exact_size(capacity)}"
+        lines += _line(line, why.get(("capacity", tier.type), ()), indent)
     if len(medium.evictions) > 1:
         lines += _choice("eviction", tier.eviction, why, tier.type, indent)
     lines += _choice("store_threshold", str(tier.store_threshold), why, tier.type, indent)
@@ -95,8 +97,11 @@ def _sentences(said: Sequence[str]) -> str:
 
 def _choice(key: str, value: str, why: Reasons, tier: str | None, indent: str) -> list[str]:
     """A line of YAML, behind it what the other choices come to, or above it if that is long."""
-    said = ", ".join(why.get((key, tier), ()))
-    line = f"{indent}{key}: {value}"
+    return _line(f"{indent}{key}: {value}", why.get((key, tier), ()), indent)
+
+
+def _line(line: str, why: Sequence[str], indent: str) -> list[str]:
+    said = ", ".join(why)
     if not said:
         return [line]
     if len(line) + len(said) + 4 <= WIDTH:

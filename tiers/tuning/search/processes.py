@@ -44,21 +44,34 @@ class Simulations:
         for worker in self._workers:
             worker.end()
 
-    def run(self, jobs: Iterable[Job], advance: Callable[[], None] = lambda: None) -> list[Report]:
-        """The reports of jobs, in their order; `advance` is called once for each that is new.
+    def run(
+        self,
+        jobs: Iterable[Job],
+        note: Callable[[Job, Report], None] = lambda job, report: None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> list[Report]:
+        """The reports of jobs, in their order; once `is_over`, of those that were begun.
 
-        Raises KVTiersError if a process dies, and what `simulate` raises.
+        `note` is called with each job at once, and its report. Raises KVTiersError if a process
+        dies, and what `simulate` raises.
         """
-        jobs = list(jobs)
-        new = [job for job in dict.fromkeys(jobs) if job not in self._reports]
+        jobs = list(dict.fromkeys(jobs))
+        new = []
+        for job in jobs:
+            if (known := self._reports.get(job)) is not None:
+                note(job, known)
+            else:
+                new.append(job)
         if self._workers:
-            self._share_out(new, advance)
+            self._share_out(new, note, is_over)
         else:
             for job in new:
+                if is_over():
+                    break
                 found = self._retold(job) or _simulate(self._workload, self._machine, job)
                 self._reports[job] = found
-                advance()
-        return [self._reports[job] for job in jobs]
+                note(job, found)
+        return [self._reports[job] for job in jobs if job in self._reports]
 
     def _retold(self, job: Job) -> Report | None:
         """The report of a job that another's tells, if one does."""
@@ -68,16 +81,23 @@ class Simulations:
                 return found
         return None
 
-    def _share_out(self, jobs: Sequence[Job], advance: Callable[[], None]) -> None:
+    def _share_out(
+        self,
+        jobs: Sequence[Job],
+        note: Callable[[Job, Report], None],
+        is_over: Callable[[], bool],
+    ) -> None:
         rest = list(reversed(jobs))
         busy: dict[Connection, tuple[_Worker, Job]] = {}
         free = list(self._workers)
         while rest or busy:
+            if is_over():
+                rest.clear()
             while rest and free:
                 job = rest.pop()
                 if (told := self._retold(job)) is not None:
                     self._reports[job] = told
-                    advance()
+                    note(job, told)
                     continue
                 worker = free.pop()
                 worker.pipe.send(job)
@@ -87,7 +107,7 @@ class Simulations:
                 worker, job = busy.pop(pipe)
                 self._reports[job] = worker.answer()
                 free.append(worker)
-                advance()
+                note(job, self._reports[job])
 
 
 class _Worker:

@@ -7,50 +7,74 @@ from typing import Any
 
 from spec.chain import ChainSpec
 from tiers.tuning.search.chain_file import chain_yaml, reasons
-from tiers.tuning.search.score import cost
+from tiers.tuning.search.score import cost, gap
 from tiers.tuning.search.search import Tried
 from tiers.tuning.search.show import frontier, has_prices, notes, plot, price_of, table
 from tiers.tuning.search.tune import Tuned
 from tiers.tuning.search.unsearched import unsearched
 from tiers.tuning.search.verdict import Judged
-from tiers.tuning.search.words import name, percent, seconds
+from tiers.tuning.search.words import change, expected, name, seconds
 
 
-def as_text(tuned: Tuned) -> str:
-    """The comparison, notes and the frontier, for a terminal."""
-    verdict = tuned.verdict
-    chosen = tuned.found.of(verdict.chosen.chain)
-    seen, total = int(len(tuned.workload) * tuned.split.seen), len(tuned.workload)
-    head = f"Judged on requests {seen + 1:,} to {total:,}, which the search did not see:"
+def as_text(tuned: Tuned, judged_on: str | None = None) -> str:
+    """The comparison, notes and the frontier, for a terminal. `judged_on`: another trace's name."""
+    chosen = tuned.found.of(tuned.verdict.chosen.chain)
     return "\n\n".join(
         [
-            f"{head}\n{table(verdict, tuned.budget)}",
-            "\n".join(notes(verdict, tuned.found, tuned.space)),
+            f"{_where(tuned, judged_on)}:\n{table(tuned.verdict, tuned.budget)}",
+            "\n".join(notes(tuned)),
             plot(tuned.found, tuned.budget, chosen),
         ]
     )
 
 
-def as_yaml(tuned: Tuned, trace: str, present: ChainSpec | None = None) -> str | None:
+def _where(tuned: Tuned, judged_on: str | None) -> str:
+    """Which requests the table is about."""
+    if not tuned.verdict.is_unseen:
+        return f"The search was interrupted. The best so far, on requests {_searched(tuned)}"
+    if judged_on is not None:
+        return f"Judged on {judged_on}, of which a part warms, and which no choice saw"
+    first = int(tuned.requests * tuned.split.searched) + 1
+    return f"Judged on requests {first:,} to {tuned.requests:,}, which no choice saw"
+
+
+def _searched(tuned: Tuned) -> str:
+    ends = (int(tuned.requests * part) for part in (tuned.split.warm, tuned.split.searched))
+    first, last = ends
+    return f"{first + 1:,} to {last:,}"
+
+
+def as_yaml(
+    tuned: Tuned, trace: str, present: ChainSpec | None = None, judged_on: str | None = None
+) -> str | None:
     """The chosen chain's YAML, with what it lacks of the present one; None if it has no tiers."""
     verdict, budget = tuned.verdict, tuned.budget
     chosen = verdict.chosen
     if not chosen.chain.tiers:
         return None
-    none = verdict.none.report.ttft_mean
-    guess = chosen.score.worse_than(verdict.stitched.score)
-    said = f"{percent(abs(guess))} {'worse' if guess > 0 else 'better'}"
+    better = "more" if budget.objective == "saved_seconds" else "less"
     head = [
         f"Chosen by kvtiers tune from {len(tuned.found.tried):,} chains, for traffic as in {trace} "
-        f"and the objective {budget.objective}. Behind each choice is what the others come to.",
-        "Expected, as simulated for requests that the search did not see; the mean TTFT is "
-        f"{seconds(none)} without tiers, and the objective is {said} than with all media, fastest "
-        "first:",
+        f"and the objective {budget.objective}. Behind each choice is by how much the objective "
+        f"changes with another one ({better} is better), and behind ± how uncertain that is, both "
+        f"on requests {_searched(tuned)}, by which all was chosen.",
+        f"{_where(tuned, judged_on)}:",
+        *expected(verdict.judged["chosen"].report),
     ]
+    others = [label for label in ("none", "fastest first") if label in verdict.judged]
+    head += [_beside(label, tuned) for label in others]
     if lacks := lacking(tuned, present):
         head.insert(0, lacks)
-    why = reasons(chosen.chain, tuned.space, tuned.found)
-    return chain_yaml(chosen.chain, chosen.report, budget, why, head)
+    why = reasons(tuned)
+    return chain_yaml(chosen, budget, why, head)
+
+
+def _beside(label: str, tuned: Tuned) -> str:
+    """What the chosen chain's objective is against another one's."""
+    mine, other = (tuned.verdict.judged[one] for one in ("chosen", label))
+    what = {"none": "no tiers", "fastest first": "all media, fastest first"}[label]
+    said = change(gap(mine.report, other.report, tuned.budget), tuned.budget.objective)
+    return f"Against {what} (TTFT mean {seconds(other.report.ttft_mean)}): {said}."
 
 
 def lacking(tuned: Tuned, present: ChainSpec | None) -> str | None:
@@ -65,19 +89,25 @@ def lacking(tuned: Tuned, present: ChainSpec | None) -> str | None:
 def as_json(tuned: Tuned, trace: str) -> dict[str, Any]:
     """All figures, for `json.dumps`."""
     verdict, budget, found = tuned.verdict, tuned.budget, tuned.found
+    judged = verdict.judged
     return {
         "trace": trace,
         "objective": budget.objective,
-        "requests": len(tuned.workload),
+        "requests": tuned.requests,
         "split": asdict(tuned.split),
+        "interrupted": tuned.is_cut_off,
+        "growth": tuned.growth,
         "sizes": {kind: list(sizes) for kind, sizes in tuned.space.sizes.items()},
-        "chosen": _judged(verdict.chosen, tuned),
-        "best": _judged(verdict.best, tuned),
-        "present": None if verdict.present is None else _judged(verdict.present, tuned),
-        "fastest_first": _judged(verdict.stitched, tuned),
-        "none": _judged(verdict.none, tuned),
-        "finalists": [_judged(one, tuned) for one in verdict.finalists],
-        "equal_up_to": verdict.chosen.margin(verdict.best),
+        **{
+            key: _judged(judged[label], tuned) if label in judged else None
+            for key, label in (
+                ("chosen", "chosen"),
+                ("present", "present"),
+                ("fastest_first", "fastest first"),
+                ("none", "none"),
+            )
+        },
+        "best_of_search": _chain(verdict.best),
         "broken": tuned.broken,
         "tried": len(found.tried),
         "tried_all": found.is_all,
@@ -94,10 +124,17 @@ def as_json(tuned: Tuned, trace: str) -> dict[str, Any]:
                 "excess": one.score.excess,
                 "ttft_mean": one.report.ttft_mean,
                 "cost": price_of(one, budget),
+                **dict(zip(("worse_by", "margin"), _gap(one, tuned), strict=True)),
             }
             for one in found.tried
         ],
     }
+
+
+def _gap(one: Tried, tuned: Tuned) -> tuple[float, float | None]:
+    """As `Gap` has it against the chosen chain; None: too few requests tell."""
+    found = gap(one.report, tuned.verdict.chosen.report, tuned.budget)
+    return found.share, None if found.margin == float("inf") else found.margin
 
 
 def _judged(one: Judged, tuned: Tuned) -> dict[str, Any]:
@@ -117,7 +154,13 @@ def _chain(one: Tried) -> dict[str, Any]:
             "capacity": tier.capacity,
             "eviction": tier.eviction,
             "store_threshold": tier.store_threshold,
+            "write_budget": tier.write_budget,
         }
         for tier in one.chain.tiers
     ]
-    return {"load_policy": one.chain.load_policy, "promote": one.chain.promote, "tiers": tiers}
+    return {
+        "name": name(one.chain),
+        "load_policy": one.chain.load_policy,
+        "promote": one.chain.promote,
+        "tiers": tiers,
+    }

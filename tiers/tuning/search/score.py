@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import NamedTuple
 
 from tiers.tuning.report import Report
 from tiers.tuning.search.budget import Budget
+
+FEWEST = 8
+"""Stretches from which on their differences tell anything."""
+LEAST = 0.005
+"""A difference that a simulation can't tell, whatever its stretches say."""
+_T = dict(zip(range(8, 17), (2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13), strict=True))
+"""Student's t of 95% by the number of stretches."""
 
 
 @dataclass(frozen=True, order=True)
@@ -20,13 +30,9 @@ class Score:
     value: float
 
     def worse_than(self, other: Score) -> float:
-        """By which share this value is worse than the other's: 0.02 is two percent."""
-        mine, theirs = self.value, other.value
-        if mine == theirs:
-            return 0.0
-        if theirs < 0:  # seconds saved
-            return theirs / mine - 1 if mine < 0 else float("inf")
-        return mine / theirs - 1 if theirs > 0 else float("inf")
+        """By which share of the other's this value is worse: 0.02 is two percent."""
+        difference = self.value - other.value
+        return difference / abs(other.value) if difference else 0.0
 
 
 def score(report: Report, budget: Budget) -> Score:
@@ -45,6 +51,49 @@ def value(report: Report, budget: Budget) -> float:
             return -report.prefill_seconds_saved
         case "cost":
             return cost(report, budget)
+
+
+class Gap(NamedTuple):
+    """By which share of another's objective a chain's is worse, and how far off that may be."""
+
+    share: float
+    margin: float
+
+    @property
+    def tells(self) -> bool:
+        """Whether the difference is more than chance."""
+        return abs(self.share) > self.margin
+
+
+def gap(mine: Report, other: Report, budget: Budget) -> Gap:
+    """How much worse a report is than another of the same requests.
+
+    The margin is what the mean of the differences is uncertain by (95%), as they vary between
+    stretches of the requests; infinite where there are too few of them.
+    """
+    share = score(mine, budget).worse_than(score(other, budget))
+    pairs = list(zip(_values(mine, budget), _values(other, budget), strict=False))
+    if len(pairs) < FEWEST:
+        return Gap(share, math.inf)
+    scale = abs(fmean(theirs for _, theirs in pairs)) or math.inf
+    spread = stdev(mine - theirs for mine, theirs in pairs) / scale
+    return Gap(share, max(LEAST, _T[len(pairs)] * spread / math.sqrt(len(pairs))))
+
+
+def _values(report: Report, budget: Budget) -> list[float]:
+    """The objective of each stretch."""
+    rate, parts = budget.machine.prefill_rate, report.stretches
+    match budget.objective:
+        case "mean_ttft":
+            return [part.ttft_mean for part in parts]
+        case "p99_ttft":
+            return [part.ttft_p99 for part in parts]
+        case "saved_seconds":
+            return [-part.tier_tokens / rate for part in parts]
+        case "cost":
+            busy = (budget.gpu_price_per_month or 0.0) / rate / report.seconds * len(parts)
+            price = report.price_per_month or 0.0
+            return [price + part.computed_tokens * busy for part in parts]
 
 
 def cost(report: Report, budget: Budget) -> float:

@@ -1,9 +1,9 @@
 """Search: simulate the chains that may be the best, on the part of a trace that it is given.
 
-The search begins with every order of every choice of media. Then it goes in rounds: of the best
-chains so far it takes a few, not more than `ALIKE` with the same tiers in the same order, and
-simulates all chains one step from them, until no chain is new. Where a budget allows so few chains
-that all can be simulated, all are.
+The search begins with every order of every choice of media, as `Space.starts` has them. Then it
+goes in rounds: of the best chains so far it takes a few, not more than `ALIKE` with the same tiers
+in the same order, and simulates all chains one step from them, until no chain is new. Where a
+budget allows so few chains that all can be simulated, all are.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from tiers.tuning.report import Report
-from tiers.tuning.search.budget import Budget
-from tiers.tuning.search.processes import Simulations
-from tiers.tuning.search.score import Score, score
+from tiers.tuning.search.processes import Job, Simulations
+from tiers.tuning.search.score import Gap, Score, gap, score
 from tiers.tuning.search.space import Space, simplicity
 from tiers.tuning.simulation.chain import SimChain
 
@@ -25,7 +25,7 @@ ALIKE = 2
 
 @dataclass(frozen=True)
 class Tried:
-    """A chain, what serving the trace with it does, and how good that is."""
+    """A chain, what serving the searched part with it does, and how good that is."""
 
     chain: SimChain
     report: Report
@@ -34,16 +34,16 @@ class Tried:
 
 @dataclass(frozen=True)
 class Split:
-    """Fractions of a trace's requests: up to `warm` they only warm, up to `seen` the search counts
-    them, and the rest is held back from it."""
+    """Fractions of a trace's requests: up to `warm` they only warm, up to `searched` search and
+    choice count them, and the rest is held back from both."""
 
-    warm: float = 0.25
-    seen: float = 0.5
+    warm: float = 0.2
+    searched: float = 0.6
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the search tried, the best first, and whether that was all there is."""
+    """What was tried, the best first, and whether that was all there is."""
 
     tried: tuple[Tried, ...]
     is_all: bool
@@ -62,72 +62,93 @@ class Found:
         return next((one for one in self.tried if one.chain == chain), None)
 
 
-def search(
-    space: Space,
-    simulations: Simulations,
-    split: Split,
-    limit: int,
-    advance: Callable[[], None] = lambda: None,
-) -> Found:
-    """Try `limit` chains at most. `advance` is called for each."""
-    budget = space.budget
-    tried: dict[SimChain, Tried] = {}
+class Trials:
+    """The chains that were tried so far, each on the part that is searched."""
 
-    def judge(chains: Iterable[SimChain]) -> None:
-        new = [chain for chain in dict.fromkeys(chains) if chain not in tried]
-        new = new[: limit - len(tried)]
-        jobs = [(chain, split.seen, split.warm) for chain in new]
-        for chain, report in zip(new, simulations.run(jobs, advance), strict=True):
-            tried[chain] = Tried(chain, report, score(report, budget))
+    def __init__(
+        self,
+        space: Space,
+        simulations: Simulations,
+        split: Split,
+        advance: Callable[[Trials], None] = lambda trials: None,
+    ) -> None:
+        """`advance` is called after each chain."""
+        self.space = space
+        self._simulations = simulations
+        self._split = split
+        self._advance = advance
+        self._tried: dict[SimChain, Tried] = {}
 
+    def __len__(self) -> int:
+        return len(self._tried)
+
+    @property
+    def best(self) -> Tried | None:
+        """The best so far, and among the same scores the simplest; None: nothing was tried."""
+        return min(self._tried.values(), key=self._rank, default=None)
+
+    def of(self, chain: SimChain) -> Tried | None:
+        """The chain, if it was tried."""
+        return self._tried.get(chain)
+
+    def run(
+        self,
+        chains: Iterable[SimChain],
+        most: int | None = None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> list[Tried]:
+        """Try chains that were not, `most` at most and none once `is_over`; those that are tried
+        by then, in order."""
+        asked = list(dict.fromkeys(chains))
+        new = islice((chain for chain in asked if chain not in self._tried), most)
+        jobs = [(chain, self._split.searched, self._split.warm) for chain in new]
+        self._simulations.run(jobs, self._note, is_over)
+        return [self._tried[chain] for chain in asked if chain in self._tried]
+
+    def gap(self, mine: Tried, other: Tried) -> Gap:
+        """How much worse a chain is than another."""
+        return gap(mine.report, other.report, self.space.budget)
+
+    def found(self, is_all: bool = False) -> Found:
+        """All of them."""
+        return Found(tuple(sorted(self._tried.values(), key=self._rank)), is_all)
+
+    def beam(self) -> list[Tried]:
+        """The best chains: of each order of tiers a few, of those with the same score the
+        simplest."""
+        chosen: list[Tried] = []
+        orders: Counter[tuple[str, ...]] = Counter()
+        scores: set[Score] = set()
+        for one in sorted(self._tried.values(), key=self._rank):
+            order = tuple(tier.type for tier in one.chain.tiers)
+            if orders[order] < ALIKE and one.score not in scores:
+                orders[order] += 1
+                scores.add(one.score)
+                chosen.append(one)
+            if len(chosen) == BEAM:
+                break
+        return chosen
+
+    def _note(self, job: Job, report: Report) -> None:
+        chain = job[0]
+        self._tried[chain] = Tried(chain, report, score(report, self.space.budget))
+        self._advance(self)
+
+    def _rank(self, one: Tried) -> tuple[Score, tuple[float, ...]]:
+        return one.score, simplicity(one.chain, self.space.budget.machine)
+
+
+def search(trials: Trials, limit: int, is_over: Callable[[], bool] = lambda: False) -> bool:
+    """Try `limit` chains at most, and none once `is_over`; whether that was all there is."""
+    space = trials.space
     everything = closure(space, limit)
-    judge(everything or space.starts())
+    trials.run(everything or space.starts(), limit, is_over)
     count = 0
-    while count < len(tried) < limit and not everything:
-        count = len(tried)
-        best = beam(tried.values(), budget)
-        judge(chain for one in best for chain in next_steps(one, space))
-    return Found(tuple(sorted(tried.values(), key=rank(budget))), bool(everything))
-
-
-def complete(
-    found: Found,
-    chain: SimChain,
-    space: Space,
-    simulations: Simulations,
-    split: Split,
-    advance: Callable[[], None] = lambda: None,
-) -> Found:
-    """Try a chain and all that are one step from it too, to say what each choice brings."""
-    wanted = [chain, *(step.chain for step in space.steps(chain))]
-    new = [one for one in dict.fromkeys(wanted) if found.of(one) is None]
-    reports = simulations.run([(one, split.seen, split.warm) for one in new], advance)
-    more = [
-        Tried(one, report, score(report, space.budget))
-        for one, report in zip(new, reports, strict=True)
-    ]
-    return Found(tuple(sorted((*found.tried, *more), key=rank(space.budget))), found.is_all)
-
-
-def rank(budget: Budget) -> Callable[[Tried], tuple[Score, tuple[float, ...]]]:
-    """The key that sorts chains: by score, and among the same scores the simpler first."""
-    return lambda one: (one.score, simplicity(one.chain, budget.machine))
-
-
-def beam(tried: Iterable[Tried], budget: Budget) -> list[Tried]:
-    """The best chains: of each order of tiers a few, of those with the same score the simplest."""
-    chosen: list[Tried] = []
-    orders: Counter[tuple[str, ...]] = Counter()
-    scores: set[Score] = set()
-    for one in sorted(tried, key=rank(budget)):
-        order = tuple(tier.type for tier in one.chain.tiers)
-        if orders[order] < ALIKE and one.score not in scores:
-            orders[order] += 1
-            scores.add(one.score)
-            chosen.append(one)
-        if len(chosen) == BEAM:
-            break
-    return chosen
+    while count < len(trials) < limit and not everything:
+        count = len(trials)
+        steps = (chain for one in trials.beam() for chain in next_steps(one, space))
+        trials.run(steps, limit - count, is_over)
+    return bool(everything) and len(trials) == len(everything)
 
 
 def next_steps(one: Tried, space: Space) -> Iterator[SimChain]:

@@ -4,97 +4,132 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 from tiers.tuning.search.budget import Budget
-from tiers.tuning.search.score import cost, excesses
+from tiers.tuning.search.score import LEAST, cost, excesses, gap
 from tiers.tuning.search.search import Found, Tried
 from tiers.tuning.search.space import Space
+from tiers.tuning.search.tune import ENOUGH, Tuned
 from tiers.tuning.search.verdict import Judged, Verdict
-from tiers.tuning.search.words import name, percent, seconds, size
+from tiers.tuning.search.words import change, name, percent, seconds, size
 
 PLOT_WIDTH, PLOT_HEIGHT = 64, 14
-COLUMNS = ("", "TTFT mean", "p50", "p99", "from tiers", "GPUs", "links", "life", "price", "chain")
+COLUMNS = (
+    "",
+    "TTFT mean",
+    "p50",
+    "p99",
+    "objective",
+    "from tiers",
+    "GPUs",
+    "links",
+    "life",
+    "price",
+)
 
 
 def table(verdict: Verdict, budget: Budget) -> str:
-    """The chains that were compared on requests that the search did not see, one on a line."""
-    rows = [("chosen", verdict.chosen)]
-    if verdict.best.chain != verdict.chosen.chain:
-        rows.append(("its equal", verdict.best))
-    if verdict.present is not None:
-        rows.append(("present", verdict.present))
-    rows += [("fastest first", verdict.stitched), ("none", verdict.none)]
-    return _aligned([COLUMNS, *(_row(label, one) for label, one in rows)])
+    """The chains that were compared, two lines each: figures, and the chain's name."""
+    chosen = verdict.judged["chosen"]
+    rows = [_row(label, one, chosen, budget) for label, one in verdict.judged.items()]
+    head, *lines = _aligned([COLUMNS, *rows])
+    names = [f"    {name(one.chain)}" for one in verdict.judged.values()]
+    return "\n".join([head, *chain.from_iterable(zip(lines, names, strict=True))])
 
 
-def _row(label: str, one: Judged) -> tuple[str, ...]:
+def _row(label: str, one: Judged, chosen: Judged, budget: Budget) -> tuple[str, ...]:
     report = one.report
     lives = [tier.life_years for tier in report.tiers if tier.life_years is not None]
     links = [max(tier.load_busy, tier.store_busy) for tier in report.tiers]
     price = report.price_per_month
+    changed = change(gap(report, chosen.report, budget), budget.objective)
     return (
         label,
         seconds(report.ttft_mean),
         seconds(report.ttft_p50),
         seconds(report.ttft_p99),
+        "" if one is chosen else changed,
         percent(report.tier_hit_tokens / max(1, report.prompt_tokens)),
         percent(report.gpu_load),
         percent(max(links, default=0.0)),
         f"{min(lives):.2g} y" if lives else "-",
         "-" if price is None else f"{price:,.0f}",
-        name(one.chain),
     )
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
+    return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
-    )
+    ]
 
 
-def notes(verdict: Verdict, found: Found, space: Space) -> list[str]:
+def notes(tuned: Tuned) -> list[str]:
     """What else an operator should know, a sentence or two each."""
-    best = verdict.chosen
+    verdict, found = tuned.verdict, tuned.found
+    chosen, best, judged = verdict.chosen, verdict.best, verdict.judged["chosen"]
     told = [
         f"{len(found.tried):,} chains were simulated{', all there are' if found.is_all else ''}: "
         f"{found.near(0.01):,} are within 1% of the best, {found.near(0.05):,} within 5%, "
         f"{found.near(0.1):,} within 10%."
     ]
-    if best.chain != verdict.best.chain:
-        told.append(_simpler(best, verdict.best))
-    told += left_out(verdict, found, space)
-    told += [
-        f"No chain that was tried keeps all constraints: {text}."
-        for text, _ in excesses(best.report, space.budget)
-    ]
-    told += [f"Beware: {warning}." for warning in best.report.warnings]
+    if chosen.chain != best.chain:
+        told.append(_simpler(chosen, best, tuned.budget))
+    told += left_out(verdict, found, tuned.space)
+    if chosen.score.excess:
+        told += [
+            f"No chain that was tried keeps all constraints: {text}."
+            for text, _ in excesses(chosen.report, tuned.budget)
+        ]
+    elif judged.score.excess:
+        told += [
+            f"Where it is judged, and not where it was searched, {one}." for one in tuned.broken
+        ]
+    told += too_little(tuned)
+    return [*told, *(f"Beware: {warning}." for warning in judged.report.warnings)]
+
+
+def too_little(tuned: Tuned) -> list[str]:
+    """What the trace is too short for."""
+    told = []
+    if tuned.counted < ENOUGH:
+        told.append(
+            f"The search counted {tuned.counted:,} requests, too few to tell chains apart: record "
+            f"{ENOUGH:,} at least, better thousands."
+        )
+    if tuned.growth is not None:
+        told.append(
+            f"The trace is still growing ({tuned.growth}): what is reused later than it lasts is "
+            "not in it. Tiers that it does not fill are as large as the budget allows. Record "
+            "longer."
+        )
     return told
 
 
-def _simpler(chosen: Judged, best: Judged) -> str:
+def _simpler(chosen: Tried, best: Tried, budget: Budget) -> str:
     """Why a chain was chosen that is not the best of the search."""
-    gap = chosen.score.worse_than(best.score)
-    if gap <= 0:
-        return f"What is chosen is simpler than {name(best.chain)}, and no worse."
-    spread = percent(chosen.margin(best))
+    found = gap(best.report, chosen.report, budget)
+    if abs(found.share) < LEAST:
+        return f"What is chosen comes to the same as the best in the search, {name(best.chain)}."
     return (
-        f"{name(best.chain)} is {percent(gap)} better, less than the {spread} by which "
-        "the two vary between parts of the trace: the simpler one is chosen."
+        f"Best in the search was {name(best.chain)} ({change(found, budget.objective)}), which is "
+        "too little to give up the defaults, or a tier less, for."
     )
 
 
 def left_out(verdict: Verdict, found: Found, space: Space) -> list[str]:
     """For each medium that the chosen chain lacks: what the best chain with it came to."""
-    chosen = verdict.chosen.chain
-    mine = {tier.type for tier in chosen.tiers}
-    reference = found.of(chosen) or found.tried[0]
+    mine = {tier.type for tier in verdict.chosen.chain.tiers}
     told = []
     for medium in space.budget.media:
         if medium.type not in mine:
             with_it = [one for one in found.tried if _has(one, {*mine, medium.type})]
-            why = _why(with_it[0], medium.type, reference) if with_it else "it was not tried"
+            if with_it:
+                why = _why(with_it, medium.type, verdict.chosen, space.budget)
+            else:
+                why = "no chain with it was tried"
             told.append(f"{medium.type} is left out: {why}.")
     return told
 
@@ -103,21 +138,23 @@ def _has(one: Tried, types: set[str]) -> bool:
     return {tier.type for tier in one.chain.tiers} == types
 
 
-def _why(one: Tried, kind: str, reference: Tried) -> str:
-    gap = one.score.worse_than(reference.score)
-    use = next(tier for tier in one.report.tiers if tier.name == kind)
+def _why(with_it: Sequence[Tried], kind: str, chosen: Tried, budget: Budget) -> str:
+    """What the best of the chains with a medium came to."""
+    one = with_it[0]
+    use = next(use for use in one.report.tiers if use.name == kind)
     share = percent(use.hit_tokens / max(1, one.report.prompt_tokens))
     busy = percent(max(use.load_busy, use.store_busy))
-    if one.score.excess > reference.score.excess:
-        verdict = "breaks a constraint"
-    elif abs(gap) < 0.0005:
-        verdict = "is as good"
-    else:
-        verdict = f"is {percent(abs(gap))} {'worse' if gap > 0 else 'better, too little to tell'}"
-    return (
-        f"the best chain with it {verdict}; it would serve {share} of the prompts' tokens with its "
-        f"link {busy} busy"
-    )
+    told = f"{share} of the prompts' tokens from it, its link {busy} busy"
+    if one.score.excess > chosen.score.excess:
+        broken = "; ".join(text for text, _ in excesses(one.report, budget))
+        return (
+            f"of {len(with_it)} chains that were tried with it none keeps the constraints. The "
+            f"best of them, {name(one.chain)}: {broken}; {told}"
+        )
+    found = gap(one.report, chosen.report, budget)
+    little = ", too little to tell" if found.share < 0 and not found.tells else ""
+    said = change(found, budget.objective)
+    return f"the best chain with it, {name(one.chain)}, comes to {said}{little}; {told}"
 
 
 def frontier(found: Found, budget: Budget) -> list[tuple[float, float, Tried]]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import combinations, permutations, product
 from typing import Literal, get_args
 
 from spec.chain import LoadPolicy
 from spec.fields import exact_size, format_rate
 from tiers.tuning.machine import Machine
-from tiers.tuning.report import YEAR
+from tiers.tuning.report import DAY, YEAR
 from tiers.tuning.search.budget import Budget, Medium
 from tiers.tuning.simulation.chain import SimChain, SimTier
 
@@ -52,26 +52,38 @@ class Space:
         self.budget = budget
         self.sizes = sizes
         self._rates = {m.type: write_budgets(m, budget) for m in budget.media}
+        self._given = {m.type: SimTier.of(m.tier()) for m in budget.media}
 
     def tier(self, medium: Medium) -> SimTier:
-        """A medium's tier with the defaults, as large as is worth trying."""
-        return SimTier(medium.type, medium.type, medium.is_host, self.sizes[medium.type][0])
+        """A medium's tier with its settings and else the defaults, as large as is worth trying;
+        where a life is asked for, with the write budget that gives it."""
+        size, rate = self.sizes[medium.type][0], self._rates[medium.type][-1]
+        return replace(self._given[medium.type], capacity=size, write_budget=rate)
 
     def starts(self) -> Iterator[SimChain]:
-        """No tiers, then each order of each choice of media with each load policy, with defaults
-        for the rest."""
+        """No tiers, then each order of each choice of media, with defaults for the rest; the
+        fastest first also with each load policy, and a tier that has a write budget also with a
+        store threshold, which spends less of it."""
         yield SimChain(())
-        media = [self.tier(medium) for medium in self.budget.media]
+        media = [self._first(medium) for medium in self._by_speed()]
         for count in range(1, len(media) + 1):
-            for tiers in permutations(media, count):
-                for policy in policies(count):
-                    yield SimChain(tiers, policy)
+            for choices in permutations(media, count):
+                yield from map(SimChain, product(*choices))
+            for choices in combinations(media, count):
+                tiers = tuple(choice[0] for choice in choices)
+                yield from (SimChain(tiers, policy) for policy in policies(count))
+
+    def _first(self, medium: Medium) -> tuple[SimTier, ...]:
+        tier = self.tier(medium)
+        thresholds = THRESHOLDS[:1] if tier.write_budget is None else THRESHOLDS[:2]
+        return tuple(replace(tier, store_threshold=threshold) for threshold in thresholds)
 
     def fastest_first(self) -> SimChain:
         """What a careful guess gives: all media in the order of their bandwidth, `stitched`."""
-        profiles = self.budget.machine.tiers
-        media = sorted(self.budget.media, key=lambda m: -profiles[m.type].load_bandwidth)
-        return SimChain(tuple(self.tier(medium) for medium in media))
+        return SimChain(tuple(self.tier(medium) for medium in self._by_speed()))
+
+    def _by_speed(self) -> list[Medium]:
+        return sorted(self.budget.media, key=lambda m: -_speed(m.type, self.budget.machine))
 
     def steps(self, chain: SimChain) -> Iterator[Step]:
         """All chains one step from a chain that has tiers."""
@@ -131,7 +143,9 @@ def write_budgets(medium: Medium, budget: Budget) -> tuple[float | None, ...]:
     years = budget.constraints.life_years
     if endurance is None or years is None or medium.is_host:
         return (None,)
-    return (None, endurance / (years * YEAR))
+    a_day = int(endurance / (years * YEAR) * DAY)
+    scale = 10 ** max(0, len(str(a_day)) - 3)  # no more digits than an operator would write
+    return (None, max(1, a_day // scale * scale) / DAY)
 
 
 def _rate(rate: float | None) -> str:
@@ -150,10 +164,16 @@ def _with(chain: SimChain, tier: SimTier, kind: Kind, text: str, **changed: obje
     return Step(kind, tier.type, text, replace(chain, tiers=tiers))
 
 
+def _speed(kind: str, machine: Machine) -> float:
+    return machine.tiers[kind].load_bandwidth
+
+
 def simplicity(chain: SimChain, machine: Machine) -> tuple[float, ...]:
     """A chain's place among equal ones, the simplest first: few tiers, few settings that are not
-    the default, a low price, few bytes."""
+    the default (a slower tier before a faster one counts as one), a low price, few bytes."""
     settings = (chain.load_policy != POLICIES[0]) + (not chain.promote)
+    speeds = [_speed(tier.type, machine) for tier in chain.tiers]
+    settings += sum(above < below for above, below in combinations(speeds, 2))
     for tier in chain.tiers:
         settings += (tier.eviction != "lru") + (tier.store_threshold > 1)
         settings += tier.write_budget is not None

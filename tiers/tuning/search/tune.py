@@ -1,72 +1,143 @@
-"""`tune`: from a workload and a budget to a verdict and the chain's YAML."""
+"""`tune`: from a trace and a budget to a verdict and the chain's YAML."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from spec.chain import ChainSpec
+from tiers.traces.trace import TraceRequest
+from tiers.tuning.curve import measure
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.processes import Simulations
 from tiers.tuning.search.score import excesses
-from tiers.tuning.search.search import Found, Split, complete, search
-from tiers.tuning.search.sizes import worth_trying
+from tiers.tuning.search.search import Found, Split, Trials, Tried, search
+from tiers.tuning.search.sizes import Demand, worth_trying
 from tiers.tuning.search.space import Space
-from tiers.tuning.search.verdict import Court, Verdict, decide
+from tiers.tuning.search.verdict import Judged, Verdict, choose, judge, settled
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.workload import Workload
 
 LIMIT = 250
 """Chains that are simulated in the search, if there are more."""
+ENOUGH = 160
+"""Requests that tell chains apart: some in each stretch."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How long a search may take and what it goes by.
+
+    `limit`: chains, `seconds`: of the search. `processes`: see `Simulations`. `judge`: requests of
+    another trace, which what was chosen is judged on.
+    """
+
+    limit: int = LIMIT
+    seconds: float | None = None
+    split: Split = field(default_factory=Split)
+    processes: int = 0
+    judge: Sequence[TraceRequest] | None = None
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning came to."""
+    """What tuning came to. `growth`: see `Demand`. `counted`: the requests that were searched.
+    `is_cut_off`: it was interrupted before all was done."""
 
     budget: Budget
-    workload: Workload
+    requests: int
+    counted: int
     split: Split
     space: Space
     found: Found
     verdict: Verdict
+    growth: str | None
+    is_cut_off: bool
 
     @property
     def broken(self) -> list[str]:
-        """The constraints that even the chosen chain breaks, in words."""
-        return [text for text, _ in excesses(self.verdict.chosen.report, self.budget)]
+        """The constraints that the chosen chain breaks where it is judged, in words."""
+        return [text for text, _ in excesses(self.verdict.judged["chosen"].report, self.budget)]
 
 
 def tune(
-    workload: Workload,
+    requests: Sequence[TraceRequest],
+    block_tokens: int,
     budget: Budget,
-    hit_ratio: Callable[[int], float],
     present: ChainSpec | None = None,
-    *,
-    limit: int = LIMIT,
-    split: Split | None = None,
-    processes: int = 0,
-    advance: Callable[[], None] = lambda: None,
+    asked: Asked = Asked(),
+    advance: Callable[[Trials], None] = lambda trials: None,
 ) -> Tuned:
-    """Find the chain that serves the workload best within the budget.
+    """Find the chain that serves the requests best within the budget.
 
-    `hit_ratio`: of an LRU of so many bytes. `present`: the operator's chain, to compare with.
-    `processes`: see `Simulations`. `advance` is called after each simulation. Raises SpecError for
-    a present chain with a tier that has no profile, KVTiersError if a process dies.
+    `present`: the operator's chain, to compare with. `advance` is called after each simulation.
+    An interrupt ends the search with the best so far; before there is any it is raised. Raises
+    SpecError for a present chain with a tier that has no profile, KVTiersError if a process dies.
     """
-    split = split or Split()
-    space = Space(budget, worth_trying(budget, hit_ratio))
-    own = None if present is None else present_chain(present, budget)
-    with Simulations(workload, budget.machine, processes) as simulations:
-        found = search(space, simulations, split, limit, advance)
-        court = Court(budget, simulations, split, advance)
-        verdict = decide(space, found, court, own)
-        found = complete(found, verdict.chosen.chain, space, simulations, split, advance)
-    return Tuned(budget, workload, split, space, found, verdict)
+    split = asked.split if asked.judge is None else replace(asked.split, searched=1.0)
+    searched = requests[: int(len(requests) * split.searched)]
+    block_bytes = block_tokens * budget.machine.kv_bytes_per_token
+    demand = Demand(measure(searched, block_tokens, second_use=False), block_bytes)
+    space = Space(budget, worth_trying(budget, demand.hit_ratio))
+    compared = {"fastest first": space.fastest_first(), "none": SimChain(())}
+    if present is not None:
+        compared = {"present": present_chain(present, budget), **compared}
+    workload = Workload.of(requests, block_tokens)
+    is_all = is_cut_off = False
+    ends = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
+    with Simulations(workload, budget.machine, asked.processes) as simulations:
+        trials = Trials(space, simulations, split, advance)
+        try:
+            is_all = search(trials, asked.limit, lambda: time.monotonic() > ends)
+            trials.run(compared.values())
+            chosen = settled(trials, demand.growth is not None)
+            verdict = _judged(chosen, compared, trials, simulations, asked, block_tokens)
+        except KeyboardInterrupt:
+            if not len(trials):
+                raise
+            is_cut_off, verdict = True, _cut_off(trials, compared)
+    counted = len(searched) - int(len(requests) * split.warm)
+    found = trials.found(is_all)
+    return Tuned(
+        budget, len(requests), counted, split, space, found, verdict, demand.growth, is_cut_off
+    )
+
+
+def _judged(
+    chosen: Tried,
+    compared: Mapping[str, SimChain],
+    trials: Trials,
+    simulations: Simulations,
+    asked: Asked,
+    block_tokens: int,
+) -> Verdict:
+    """The chosen chain and others on requests that neither search nor choice saw."""
+    budget, start, chains = trials.space.budget, asked.split.searched, {"chosen": chosen.chain}
+    chains |= compared
+    best = trials.best
+    assert best is not None, "something was tried"
+    if asked.judge is None:
+        return Verdict(chosen, best, judge(chains, budget, simulations, start), is_unseen=True)
+    other = Workload.of(asked.judge, block_tokens)
+    with Simulations(other, budget.machine, asked.processes) as elsewhere:
+        judged = judge(chains, budget, elsewhere, asked.split.warm)
+    return Verdict(chosen, best, judged, is_unseen=True)
+
+
+def _cut_off(trials: Trials, compared: Mapping[str, SimChain]) -> Verdict:
+    """The best so far, as it was when it was searched."""
+    chosen, best = choose(trials, may_try=False), trials.best
+    assert best is not None, "something was tried"
+    tried = {label: trials.of(chain) for label, chain in compared.items()}
+    known = {"chosen": chosen} | {label: one for label, one in tried.items() if one is not None}
+    judged = {label: Judged(one.chain, one.report, one.score) for label, one in known.items()}
+    return Verdict(chosen, best, judged, is_unseen=False)
 
 
 def present_chain(chain: ChainSpec, budget: Budget) -> SimChain:
-    """The operator's chain as the simulation has it. A server, whose size no chain says, has the
+    """The operator's chain as the simulation has it. A server, whose size no key says, has the
     budget's limit. Raises SpecError for a tier that the budget's machine has no profile of."""
     found = SimChain.of(chain)
     limits = {medium.type: medium.limit for medium in budget.media}

@@ -1,137 +1,142 @@
-"""Verdict: which of the best chains is chosen, on requests that the search did not see.
+"""Verdict: which of the chains that were tried is chosen, and what it is worth elsewhere.
 
-The best of the search are simulated on the part that was held back. Two chains are equal there if
-the difference of their scores is below the spread of that difference between quarters of that part.
-Of what is equal to the best the simplest is chosen.
+All is chosen on the part of the trace that is searched. What differs by less than the differences
+of its stretches leave open is not told apart: then a setting keeps its default, and a tier goes or
+shrinks where that costs next to nothing. What is chosen is then simulated for requests that neither
+the search nor this choice saw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from statistics import stdev
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from tiers.tuning.report import Report
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.processes import Simulations
-from tiers.tuning.search.score import Score, score
-from tiers.tuning.search.search import Found, Split
-from tiers.tuning.search.space import Space, simplicity
+from tiers.tuning.search.score import LEAST, Score, score
+from tiers.tuning.search.search import Trials, Tried
+from tiers.tuning.search.space import simplicity
 from tiers.tuning.simulation.chain import SimChain
 
-FINALISTS = 10
-ALWAYS_EQUAL, NEVER_EQUAL = 0.005, 0.02
-"""Differences below the first say nothing whatever their spread, those above the second are never
-given up for simplicity."""
-WORTH_A_LOOK = 0.05
-"""A simpler chain that is further behind in the search is not looked at again."""
+NEVER_GIVEN_UP = 0.02
+"""A tier, or a part of its size, that brings more stays, however little is certain of it."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A chain on the requests that the search did not see."""
+    """A chain and what serving requests with it does."""
 
     chain: SimChain
     report: Report
     score: Score
-    quarters: tuple[float, ...]
-    """The objective of each quarter of them; their mean TTFT if it is no waiting time."""
-
-    def equals(self, best: Judged) -> bool:
-        """Whether it can't be told from one that is better."""
-        if self.score.excess > best.score.excess:
-            return False
-        return self.score.worse_than(best.score) <= self.margin(best)
-
-    def margin(self, best: Judged) -> float:
-        """The difference up to which the two are equal."""
-        pairs = list(zip(self.quarters, best.quarters, strict=False))
-        spread = stdev(mine / theirs for mine, theirs in pairs) if len(pairs) > 1 else 0.0
-        return min(max(spread, ALWAYS_EQUAL), NEVER_EQUAL)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was chosen and what it was compared with; all on the part that was held back.
+    """What was chosen, and what it was compared with.
 
-    `best`: what scored best; `chosen`: the simplest that equals it. `stitched`: all media, fastest
-    first, with the defaults. `present`: the operator's chain, if they named one.
+    `best`: what scored best in the search; `chosen`: the simplest that can't be told from it.
+    `judged`: by what they are called, the chosen chain (`chosen`) and others on requests that it
+    was not chosen by, or on those where not `is_unseen`.
     """
 
-    chosen: Judged
-    best: Judged
-    finalists: tuple[Judged, ...]
-    none: Judged
-    stitched: Judged
-    present: Judged | None
+    chosen: Tried
+    best: Tried
+    judged: Mapping[str, Judged]
+    is_unseen: bool
 
 
-class Court:
-    """Judges chains on the part of a trace that was held back."""
-
-    def __init__(
-        self,
-        budget: Budget,
-        simulations: Simulations,
-        split: Split,
-        advance: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._budget = budget
-        self._simulations = simulations
-        self._advance = advance
-        self._split = split
-
-    def judge(self, chains: Iterable[SimChain]) -> list[Judged]:
-        """Simulate chains on the whole trace, and count what the search did not see."""
-        chains = list(chains)
-        jobs = [(chain, 1.0, self._split.seen) for chain in chains]
-        reports = self._simulations.run(jobs, self._advance)
-        return [self._judged(chain, report) for chain, report in zip(chains, reports, strict=True)]
-
-    def _judged(self, chain: SimChain, report: Report) -> Judged:
-        column = 1 if self._budget.objective == "p99_ttft" else 0
-        quarters = tuple(quarter[column] for quarter in report.ttft_quarters)
-        return Judged(chain, report, score(report, self._budget), quarters)
+def settled(trials: Trials, grows: bool) -> Tried:
+    """The chain to choose, once all that are one step from it were tried too, so that what each of
+    its choices brings is known, and none is told to be better."""
+    while True:
+        chosen = choose(trials, grows)
+        if grows:
+            chosen = with_room_to_grow(chosen, trials)
+        steps = trials.run(step.chain for step in trials.space.steps(chosen.chain))
+        if not any(_beats(one, chosen, trials) for one in steps):
+            return chosen
 
 
-def decide(space: Space, found: Found, court: Court, present: SimChain | None) -> Verdict:
-    """Choose among the best that the search found."""
-    finalists = court.judge(best_different(found))
-    stitched, none = court.judge([space.fastest_first(), SimChain(())])
-    own = None if present is None else court.judge([present])[0]
-    # What an operator has or would guess is a candidate as any other, but sizes beyond the budget.
-    best = min((*finalists, stitched, none), key=lambda one: one.score)
-    return Verdict(simplest(best, space, found, court), best, tuple(finalists), none, stitched, own)
+def _beats(one: Tried, chosen: Tried, trials: Trials) -> bool:
+    gap = trials.gap(one, chosen)
+    if one.score.excess == chosen.score.excess:
+        return gap.share < 0 and gap.tells
+    return one.score < chosen.score
 
 
-def best_different(found: Found) -> list[SimChain]:
-    """The ten best chains, one of those that come to the same."""
-    by_score: dict[Score, SimChain] = {}
-    for one in found.tried:
-        by_score.setdefault(one.score, one.chain)
-    return list(by_score.values())[:FINALISTS]
-
-
-def simplest(best: Judged, space: Space, found: Found, court: Court) -> Judged:
-    """The simplest chain that equals the best: step by step, each compared with the best."""
+def choose(trials: Trials, grows: bool = False, may_try: bool = True) -> Tried:
+    """The simplest chain that can't be told from the best: step by step, each compared with the
+    best. `grows`: later requests will use more room than these. `may_try`: chains that were not
+    tried too."""
+    space = trials.space
     machine = space.budget.machine
-    chosen = best
+    best = chosen = trials.best
+    assert best is not None and chosen is not None, "something was tried"
     while True:
         known = simplicity(chosen.chain, machine)
-        simpler = [
-            step.chain
-            for step in space.steps(chosen.chain)
-            if simplicity(step.chain, machine) < known and _is_close(step.chain, best, found)
-        ]
-        equal = [one for one in court.judge(simpler) if one.equals(best)]
+        steps = (step.chain for step in space.steps(chosen.chain))
+        simpler = [chain for chain in steps if simplicity(chain, machine) < known]
+        tried = trials.run(simpler, None if may_try else 0)
+        equal = [one for one in tried if _equals(one, best, trials, grows)]
         if not equal:
             return chosen
         chosen = min(equal, key=lambda one: simplicity(one.chain, machine))
 
 
-def _is_close(chain: SimChain, best: Judged, found: Found) -> bool:
-    """Whether the search leaves it open that a chain equals the best."""
-    mine, theirs = found.of(chain), found.of(best.chain)
-    if mine is None or theirs is None:
-        return True
-    return mine.score.worse_than(theirs.score) <= WORTH_A_LOOK
+def _equals(one: Tried, best: Tried, trials: Trials, grows: bool) -> bool:
+    """Whether a chain that scores worse than the best may take its place."""
+    if one.score.excess > best.score.excess:
+        return False
+    gap = trials.gap(one, best)
+    mine, theirs = _room(one.chain), _room(best.chain)
+    if mine == theirs:
+        return gap.share <= gap.margin
+    if grows:
+        return gap.share <= (LEAST if mine.keys() < theirs.keys() else 0)
+    return gap.share <= min(gap.margin, NEVER_GIVEN_UP)
+
+
+def _room(chain: SimChain) -> Mapping[str, int | None]:
+    return {tier.type: tier.capacity for tier in chain.tiers}
+
+
+def with_room_to_grow(chosen: Tried, trials: Trials) -> Tried:
+    """The chosen chain with tiers as large as limits and constraints allow, where these requests
+    fill less of them than later ones will, so that no size beyond can be judged by them."""
+    space = trials.space
+    for tier, use in zip(chosen.chain.tiers, chosen.report.tiers, strict=True):
+        if use.held_bytes is not None or tier.capacity == space.sizes[tier.type][0]:
+            chosen = next(_larger(chosen, tier.type, tier.capacity or 0, trials), chosen)
+    return chosen
+
+
+def _larger(chosen: Tried, kind: str, least: int, trials: Trials) -> Iterator[Tried]:
+    size = trials.space.budget.medium(kind).limit
+    while size > least:
+        tiers = tuple(
+            replace(tier, capacity=size) if tier.type == kind else tier
+            for tier in chosen.chain.tiers
+        )
+        for one in trials.run([replace(chosen.chain, tiers=tiers)]):
+            worse = one.score.worse_than(chosen.score) > LEAST
+            if one.score.excess <= chosen.score.excess and not worse:
+                yield one
+        size //= 2
+
+
+def judge(
+    chains: Mapping[str, SimChain],
+    budget: Budget,
+    simulations: Simulations,
+    start: float,
+) -> dict[str, Judged]:
+    """Simulate chains on a whole trace, and count its requests from a fraction on."""
+    jobs = [(chain, 1.0, start) for chain in dict.fromkeys(chains.values())]
+    reports = simulations.run(jobs)
+    found = {job[0]: report for job, report in zip(jobs, reports, strict=True)}
+    return {
+        label: Judged(chain, found[chain], score(found[chain], budget))
+        for label, chain in chains.items()
+    }

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields
 
+from spec.fields import exact_size, format_rate
 from tiers.tuning.report import Report
-from tiers.tuning.simulation.chain import SimChain
+from tiers.tuning.search.budget import Objective
+from tiers.tuning.search.score import Gap
+from tiers.tuning.simulation.chain import SimChain, SimTier
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_RATES = {"load_rate", "store_rate", "write_budget"}
+_SIZES = {"max_inflight", "staging"}
 
 
 def percent(share: float) -> str:
     """A share like 3.2%; two digits, or all that are before the point."""
     part = share * 100
     return f"{part:.0f}%" if part >= 10 else f"{part:.1f}%" if part >= 0.1 else f"{part:.2g}%"
+
+
+def change(gap: Gap, objective: Objective) -> str:
+    """How the objective changes, like "-4.0% ± 8.1%": less is better, but for `saved_seconds`."""
+    if gap.share == 0 and gap.margin < 0.01:
+        return "the same"
+    share = -gap.share if objective == "saved_seconds" else gap.share
+    margin = "±?" if math.isinf(gap.margin) else f"± {_digits(gap.margin)}%"
+    said = _digits(abs(share))
+    return f"{'-' if share < 0 and float(said) else '+'}{said}% {margin}"
+
+
+def _digits(share: float) -> str:
+    return f"{share * 100:.0f}" if share >= 0.0995 else f"{share * 100:.1f}"
 
 
 def seconds(value: float) -> str:
@@ -28,11 +49,54 @@ def size(value: float) -> str:
 
 
 def name(chain: SimChain) -> str:
-    """A chain in a few words."""
-    tiers = ", ".join(
-        f"{tier.type} {size(tier.capacity)}" if tier.capacity else tier.type for tier in chain.tiers
-    )
-    return f"{tiers}; {chain.load_policy}" if tiers else "no tiers"
+    """A chain in a few words, in which no other chain is told."""
+    tiers = ", ".join(" ".join(_tier(tier)) for tier in chain.tiers)
+    return "; ".join([tiers or "no tiers", *_chain(chain)])
+
+
+def _tier(tier: SimTier) -> Iterator[str]:
+    yield tier.type if tier.name == tier.type else f"{tier.name} ({tier.type})"
+    if tier.capacity is not None:
+        yield exact_size(tier.capacity)
+    for key, value in _set(tier):
+        match key:
+            case "eviction":
+                yield str(value)
+            case "store_threshold":
+                yield f"from use {value}"
+            case "name" | "type" | "is_host" | "capacity":
+                pass
+            case _:
+                yield f"{key} {_written(key, value)}"
+
+
+def _chain(chain: SimChain) -> Iterator[str]:
+    if chain.tiers:
+        yield chain.load_policy
+    for key, value in _set(chain):
+        match key:
+            case "promote":
+                yield "no promotion"
+            case "tiers":
+                pass
+            case "load_policy" if chain.tiers:
+                pass
+            case _:
+                yield f"{key} {_written(key, value)}"
+
+
+def _set(one: SimChain | SimTier) -> Iterator[tuple[str, object]]:
+    """What is not as it is unless it is set."""
+    for field in fields(one):
+        value = getattr(one, field.name)
+        if field.default is MISSING or value != field.default:
+            yield field.name, value
+
+
+def _written(key: str, value: object) -> str:
+    if key in _RATES and isinstance(value, int | float):
+        return format_rate(value)
+    return exact_size(value) if key in _SIZES and isinstance(value, int) else str(value).lower()
 
 
 def expected(report: Report) -> Sequence[str]:

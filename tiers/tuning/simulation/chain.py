@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
+from tiers.tuning.machine import size_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class SimTier:
             spec.tier_name,
             spec.type,
             isinstance(spec, HostSpec),
-            getattr(spec, "capacity", None),
+            size_of(spec),
             getattr(spec, "eviction", "lru"),
             spec.store_threshold,
             ttl=getattr(spec, "ttl", None),

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 from tiers.tuning.machine import Machine
+from tiers.tuning.report import Served
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.loads import Loads
 from tiers.tuning.simulation.own_cache import OwnCache
@@ -44,8 +45,8 @@ class Engine:
         self.now = self.since = self.gpu_busy = 0.0
         self.own_hits = 0
         """Tokens that the counted requests found in the engine's own cache."""
-        self.waits: list[float] = []
-        """Seconds from each counted request's arrival to the end of its prompt."""
+        self.served: list[Served] = []
+        """The counted requests, in the order in which their prompts ended."""
         self.marks: list[dict[str, float]] = []
         self._size = size = workload.block_tokens
         self._token_seconds = 1 / machine.prefill_rate
@@ -200,7 +201,8 @@ class Engine:
                 self._going_on.append(prompt)
                 continue
             if prompt.number >= self.warm:
-                self.waits.append(now - prompt.arrival)
+                computed = prompt.tokens - prompt.own - prompt.loaded
+                self.served.append(Served(now - prompt.arrival, computed, prompt.loaded))
             answering = prompt.answer * self._answer_seconds
             if answering:
                 prompt.is_answering = True
@@ -252,10 +254,12 @@ class Engine:
             return None
         blocks = prompt.blocks - known
         verdict = loads.choose(prompt, known, at, skip, now) if is_held else loads.nothing(blocks)
+        prompt.own = known * self._size
         if prompt.number >= self.warm:
-            self.own_hits += known * self._size
+            self.own_hits += prompt.own
         prompt.has_begun = True
         known, ends = loads.begin(prompt, known, verdict, now)
+        prompt.loaded = known * self._size - prompt.own
         if verdict.plan is not None:
             self._push(ends, self._end_load, prompt)
         prompt.done = known * self._size

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from tiers.tuning.machine import Machine, TierProfile
-from tiers.tuning.report import DAY, Report, TierUse, quantile, quarters
+from tiers.tuning.report import DAY, Report, TierUse, quantile, stretches
 from tiers.tuning.simulation.chain import SimChain, SimTier
 from tiers.tuning.simulation.engine import Engine
 
@@ -31,7 +31,7 @@ def report_of(engine: Engine, chain: SimChain, machine: Machine) -> Report:
     prompt_tokens = sum(workload.tokens[engine.warm :])
     tier_hits = sum(use.hit_tokens for use in uses)
     own_hits = engine.own_hits
-    waits = sorted(engine.waits)
+    waits = sorted(one.wait for one in engine.served)
     return Report(
         requests=len(waits),
         seconds=seconds,
@@ -44,7 +44,7 @@ def report_of(engine: Engine, chain: SimChain, machine: Machine) -> Report:
         ttft_p50=quantile(waits, 0.5),
         ttft_p99=quantile(waits, 0.99),
         prefill_seconds_saved=tier_hits / machine.prefill_rate,
-        ttft_quarters=quarters(engine.waits),
+        stretches=stretches(engine.served),
         too_long=_too_long(workload.tokens[engine.warm :], size, machine),
     )
 

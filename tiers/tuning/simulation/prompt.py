@@ -14,10 +14,11 @@ Offer = tuple[Job, Sequence[int]]
 class Prompt:
     """A request: its prompt's runs, and how far it is. `whole`: all its full blocks at once.
 
-    `has_begun`: it has its blocks of the engine's. `done`: tokens loaded or computed. `offered`:
-    blocks offered to the tiers; `parts`: those that the step under way completes. `reserved`:
-    blocks of the engine's that it holds beyond the prefix cache. `place`: the run, and the block in
-    it, where it began to load. `woken`: prompts that wait for what this one loads.
+    `has_begun`: it has its blocks of the engine's. `done`: tokens loaded or computed; `own` and
+    `loaded`: those that the engine's cache and tiers had. `offered`: blocks offered to the tiers;
+    `parts`: those that the step under way completes. `reserved`: blocks of the engine's that it
+    holds beyond the prefix cache. `place`: the run, and the block in it, where it began to load.
+    `woken`: prompts that wait for what this one loads.
     """
 
     __slots__ = (
@@ -29,8 +30,10 @@ class Prompt:
         "done",
         "has_begun",
         "is_answering",
+        "loaded",
         "number",
         "offered",
+        "own",
         "parts",
         "path",
         "place",
@@ -47,7 +50,7 @@ class Prompt:
         self.answer = answer
         self.whole = job
         _, self.blocks, self.path = job
-        self.done = self.offered = self.reserved = 0
+        self.done = self.own = self.loaded = self.offered = self.reserved = 0
         self._at = self._depth = 0  # a run at or before `offered`, and the blocks before that run
         self.place = (-1, 0)
         self.parts: Sequence[Part] = ()

@@ -1,0 +1,122 @@
+"""What `tune` chooses on the first half of a trace beside chains by hand, judged on the second.
+
+    python -m bench.regret TRACE --json FILE [--profile NAME ...] [--chains N] [--processes N]
+
+With each profile of `bench.tuning` and all three media, without a constraint and with a disk that
+must last five years. Then every chain by hand has the write budget that gives it those years, and
+those that break a constraint on the second half all the same are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.tuning import HAND, PROFILES, budget_text, by_hand
+from tiers.traces.opening import open_trace
+from tiers.traces.trace import TraceRequest
+from tiers.tuning.search.budget import Budget
+from tiers.tuning.search.processes import Simulations
+from tiers.tuning.search.score import score
+from tiers.tuning.search.search import Split
+from tiers.tuning.search.space import Space
+from tiers.tuning.search.tune import Asked, tune
+from tiers.tuning.search.words import name
+from tiers.tuning.simulation.chain import SimChain
+from tiers.tuning.simulation.workload import Workload
+
+HALF = 0.5
+YEARS = 5.0
+
+
+def given(profile: str, years: float | None) -> Budget:
+    """All three media."""
+    data = yaml.safe_load(budget_text("all-three", profile))
+    limits = {} if years is None else {"constraints": {"life_years": years}}
+    return Budget.model_validate(data | limits)
+
+
+def hand_chains(budget: Budget) -> dict[str, SimChain]:
+    """The chains by hand; where a life is asked for, with the write budget that gives it."""
+    space = Space(budget, {medium.type: [medium.limit] for medium in budget.media})
+    rates = {medium.type: space.tier(medium).write_budget for medium in budget.media}
+    found = {}
+    for text in HAND["all-three"]:
+        chain = by_hand(text, budget)
+        tiers = tuple(replace(tier, write_budget=rates[tier.type]) for tier in chain.tiers)
+        found[text] = replace(chain, tiers=tiers)
+    return found
+
+
+def case(
+    requests: Sequence[TraceRequest], size: int, budget: Budget, chains: int, processes: int
+) -> dict[str, Any]:
+    """The chosen chain and those by hand, by the objective on the second half."""
+    began = time.monotonic()
+    asked = Asked(chains, split=Split(warm=HALF / 5, searched=HALF), processes=processes)
+    tuned = tune(requests, size, budget, asked=asked)
+    seconds = time.monotonic() - began
+    hand = hand_chains(budget)
+    with Simulations(Workload.of(requests, size), budget.machine, processes) as simulations:
+        reports = simulations.run([(chain, 1.0, HALF) for chain in hand.values()])
+    scores = {text: score(one, budget) for text, one in zip(hand, reports, strict=True)}
+    chosen = tuned.verdict.judged["chosen"]
+    kept = {text: one.value for text, one in scores.items() if not one.excess}
+    best = min(kept, key=kept.__getitem__)
+    return {
+        "seconds": round(seconds),
+        "tried": len(tuned.found.tried),
+        "chosen": name(chosen.chain),
+        "ttft_mean": chosen.score.value,
+        "excess": chosen.score.excess,
+        "broken": tuned.broken,
+        "fastest_first": tuned.verdict.judged["fastest first"].score.value,
+        "none": tuned.verdict.judged["none"].score.value,
+        "best_by_hand": best,
+        "regret": chosen.score.value / kept[best] - 1,
+        "hand": {text: [one.value, one.excess] for text, one in scores.items()},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m bench.regret", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--profile", nargs="*", choices=PROFILES, default=list(PROFILES))
+    parser.add_argument("--requests", type=int, help="the first N alone")
+    parser.add_argument("--chains", type=int, default=250)
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args(arguments)
+    opened = open_trace(options.trace)
+    requests = list(opened)[: options.requests]
+    rows = []
+    for profile in options.profile:
+        for years in (None, YEARS):
+            budget = given(profile, years)
+            size = opened.header.block_tokens
+            found = case(requests, size, budget, options.chains, options.processes)
+            rows.append({"profile": profile, "life_years": years, **found})
+            print(
+                f"{profile}, {years or 'any'} years: {found['chosen']}:",
+                f"{found['ttft_mean']:.3f} s;",
+                f"by hand {found['best_by_hand']}: {found['regret']:+.1%}",
+                *found["broken"],
+                flush=True,
+            )
+            data = {"trace": options.trace.name, "requests": len(requests), "rows": rows}
+            options.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
