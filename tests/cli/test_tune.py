@@ -225,16 +225,29 @@ def test_an_interrupt_while_searching_ends_all_processes_and_writes_nothing(give
     assert files(given) == ["budget.yaml", "trace.jsonl"]
 
 
-def test_an_interrupt_is_not_lost_while_processes_are_forked(given: Path) -> None:
+@pytest.mark.parametrize(
+    "where",
+    [
+        "os.register_at_fork(after_in_parent=interrupt)",
+        "Connection.__del__ = interrupt",
+    ],
+)
+def test_an_interrupt_is_not_lost_where_python_swallows_it(given: Path, where: str) -> None:
     code = (
-        "import os, signal\n"
-        "interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
-        "os.register_at_fork(after_in_parent=interrupt)\n"
+        "import os, signal, time\n"
+        "from multiprocessing.connection import Connection\n"
+        "from tiers.tuning.search import processes\n"
+        "processes.simulate = lambda *_, **__: time.sleep(600)\n"
+        "own, sent = os.getpid(), []\n"
+        "def interrupt(*_):\n"
+        "    if os.getpid() == own and not sent:\n"
+        "        sent.append(os.kill(own, signal.SIGINT))\n"
+        f"{where}\n"
         "from tiers.cli.main import main; main()\n"
     )
     names = arguments(given, out="chain.yaml", json="all.json")
     command = [sys.executable, "-c", code, *map(str, names)]
-    ended = subprocess.run(command, capture_output=True, timeout=120)
+    ended = subprocess.run(command, capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (130, b"")
     assert files(given) == ["budget.yaml", "trace.jsonl"]
 

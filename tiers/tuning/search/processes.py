@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Self
 
@@ -21,6 +23,34 @@ Job = tuple[SimChain, float, float]
 begins."""
 
 
+INTERRUPT_SECONDS = 0.2
+"""Within so many it is noticed."""
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Hold an interrupt back, and tell whether there was one; another one ends all at once.
+
+    Python raises an interrupt wherever it is, and swallows it where that is its own work after a
+    fork or in a destructor. Only a program's main thread can hold it back.
+    """
+    seen: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Simulations:
     """Reports of chains on one workload, each computed once. A context manager; one thread.
 
@@ -28,7 +58,15 @@ class Simulations:
     are forked, so that the workload is not copied; make this before any thread is started.
     """
 
-    def __init__(self, workload: Workload, machine: Machine, processes: int = 0) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        machine: Machine,
+        processes: int = 0,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_interrupted`: see `interrupts`."""
+        self._is_interrupted = is_interrupted
         self._workload = workload
         self._machine = machine
         self._reports: dict[Job, Report] = {}
@@ -53,7 +91,7 @@ class Simulations:
         """The reports of jobs, in their order; once `is_over`, of those that were begun.
 
         `note` is called with each job at once, and its report. Raises KVTiersError if a process
-        dies, and what `simulate` raises.
+        dies, KeyboardInterrupt, and what `simulate` raises.
         """
         jobs = list(dict.fromkeys(jobs))
         new = []
@@ -66,12 +104,17 @@ class Simulations:
             self._share_out(new, note, is_over)
         else:
             for job in new:
+                self._check()
                 if is_over():
                     break
                 found = self._retold(job) or _simulate(self._workload, self._machine, job)
                 self._reports[job] = found
                 note(job, found)
         return [self._reports[job] for job in jobs if job in self._reports]
+
+    def _check(self) -> None:
+        if self._is_interrupted():
+            raise KeyboardInterrupt
 
     def _retold(self, job: Job) -> Report | None:
         """The report of a job that another's tells, if one does."""
@@ -102,7 +145,8 @@ class Simulations:
                 worker = free.pop()
                 worker.pipe.send(job)
                 busy[worker.pipe] = worker, job
-            for pipe in wait(list(busy)) if busy else ():
+            self._check()
+            for pipe in wait(list(busy), INTERRUPT_SECONDS) if busy else ():
                 assert isinstance(pipe, Connection)
                 worker, job = busy.pop(pipe)
                 self._reports[job] = worker.answer()
@@ -120,12 +164,7 @@ class _Worker:
         self._process = context.Process(
             target=_serve, args=(workload, machine, theirs, ours), daemon=True
         )
-        # An interrupt waits: Python's own work after a fork swallows what is raised in it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._process.start()
         theirs.close()
 
     def answer(self) -> Report:

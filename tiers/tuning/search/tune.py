@@ -11,7 +11,7 @@ from spec.chain import ChainSpec
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.curve import measure
 from tiers.tuning.search.budget import Budget
-from tiers.tuning.search.processes import Simulations
+from tiers.tuning.search.processes import Simulations, interrupts
 from tiers.tuning.search.score import excesses
 from tiers.tuning.search.search import Found, Split, Trials, Tried, search
 from tiers.tuning.search.sizes import Demand, worth_trying
@@ -87,7 +87,10 @@ def tune(
     workload = Workload.of(requests, block_tokens)
     is_all = is_cut_off = False
     ends = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
-    with Simulations(workload, budget.machine, asked.processes) as simulations:
+    with (
+        interrupts() as is_interrupted,
+        Simulations(workload, budget.machine, asked.processes, is_interrupted) as simulations,
+    ):
         trials = Trials(space, simulations, split, advance)
         try:
             is_all = search(trials, asked.limit, lambda: time.monotonic() > ends)
