@@ -7,7 +7,14 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from tests.support.clock import Clock
-from tiers.loading.comparison import LEAST_PATIENCE, Comparison, Verdict, Wish
+from tiers.loading.comparison import (
+    BLIND,
+    FIRST_PATIENCE,
+    LEAST_PATIENCE,
+    Comparison,
+    Verdict,
+    Wish,
+)
 from tiers.loading.load_cost import LEAST_TOKENS, LoadCost
 from tiers.tuning.simulation.policies import Plan
 
@@ -149,32 +156,33 @@ def test_a_latency_that_is_small_beside_long_loads_is_found_out() -> None:
     assert made.child(blocks=4, has=[64]) is None, "64 tokens take 0.06 s to compute"
 
 
-def test_before_anything_is_measured_a_few_blocks_are_loaded() -> None:
-    made = World(SLOW)
+def test_the_first_request_after_a_start_is_served_as_any_other() -> None:
+    made = World(FAST)
     plan = made.choose().plan
-    assert plan is not None and plan.tokens == LEAST_TOKENS
-    assert made.run() < 2.2, "a link of unknown speed costs no more than computing twice"
-    times = made.run_many(20)
+    assert plan is not None and plan.tokens == 1024
+    assert made.run() < 0.02
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_link_of_unknown_speed_costs_one_request_no_more_than_computing_twice(
+    known: bool,
+) -> None:
+    made = world(SLOW) if known else World(SLOW)
+    first, *times = made.run_many(20)
+    assert first < (2.1 * 1.024 if known else FIRST_PATIENCE + 1.024)
     assert made.child() is None and times[-1] < 1.2
 
 
-def test_a_tier_is_believed_after_a_few_loads_each_longer_than_the_one_before() -> None:
+def test_requests_that_come_together_load_from_a_tier_of_unknown_speed_until_it_is_late() -> None:
     made = world(FAST)
-    tokens = []
-    for _ in range(4):
-        plan = made.choose().plan
-        assert plan is not None
-        tokens.append(plan.tokens)
-        made.run()
-    assert tokens == [64, 256, 1024, 1024]
-
-
-def test_a_tier_of_unknown_speed_is_tried_by_one_request_at_a_time() -> None:
-    made = world(FAST)
-    made.meters[0].began(-1, LEAST_TOKENS)
-    assert made.child() is None
-    made.meters[0].ended(-1, 0.001, whole=True)
-    assert made.child() == 0
+    for job in range(-1, -9, -1):
+        assert made.child() == 0
+        made.meters[0].began(job, 1024)
+    for _ in range(2):
+        made.meters[0].stepped()
+    made.clock.now += 1.1
+    made.meters[0].stepped()
+    assert made.child() is None, "computing takes a second"
 
 
 def test_a_tier_whose_first_loads_all_come_too_late_is_measured_all_the_same() -> None:
@@ -255,15 +263,13 @@ def test_one_odd_load_does_not_condemn_a_tier() -> None:
 
 
 def test_the_engine_is_measured_also_where_everything_could_be_loaded() -> None:
-    made = World(SLOW)
-    for job in range(-1, -5, -1):
-        made.meters[0].began(job, 256)
-        made.meters[0].ended(job, 2.56, whole=True)
-    plan = made.choose().plan
-    assert plan is not None and plan.tokens == 512, "the other half is computed"
-    times = made.run_many(10)
+    """A load takes longer than computing would, and is never late."""
+    made = World((0.0, 600.0), prefill=1000.0)
+    times = made.run_many(BLIND + 10)
+    assert times[:BLIND] == pytest.approx([1024 / 600] * BLIND)
+    assert times[BLIND] < 1024 / 600
     assert made.child() is None
-    assert times[-1] < 1.2
+    assert times[-1] == pytest.approx(1.024)
 
 
 def test_a_tier_that_is_still_looking_is_waited_for_while_that_can_pay() -> None:

@@ -18,6 +18,11 @@ ENOUGH = 0.25
 """A load that takes no more of the time of computing is not compared with other plans."""
 LEAST_PATIENCE = 1.0
 """Seconds that a load may take, however fast it should be and the engine is."""
+FIRST_PATIENCE = 2.0
+"""Seconds that a load may take before the engine has been measured."""
+BLIND = 8
+"""Requests that load before the engine has been measured. Those that follow compute half of their
+prefix until it is, where they leave it nothing to be measured by."""
 
 P = TypeVar("P", bound="Plan")
 
@@ -87,10 +92,11 @@ class Comparison:
     later; four times at most. A load that takes as long as was estimated and computing all would
     take, together, is ended.
 
-    Of a tier of which little is known a few blocks are loaded, and more each time. Without a
-    prefill rate there is nothing to compare with, and half a load is computed. A tier that
-    requests skip is probed now and then (see `Exploration`): a request loads its first blocks from
-    there, and the rest as it would have.
+    A tier that was never measured is taken to need no time, so that the first request after a
+    start is served as any other. What that costs at most is computing twice, for the requests that
+    come before its first load has ended: what has arrived by then is used, and is its measure. A
+    tier that requests skip is probed now and then (see `Exploration`): a request loads its first
+    blocks from there, and the rest as it would have.
     """
 
     def __init__(
@@ -106,6 +112,7 @@ class Comparison:
         self._probes = Exploration(least=-(-LEAST_TOKENS // block_tokens))
         self._size = block_tokens
         self._always = always
+        self._blind = 0
 
     @property
     def token_seconds(self) -> float | None:
@@ -141,9 +148,11 @@ class Comparison:
         return self._patient(found, load, whole)
 
     def _patient(self, found: Verdict[P], load: float, whole: int) -> Verdict[P]:
+        if self._always:
+            return found
         each = self.token_seconds
         if each is None:
-            return found
+            return found._replace(within=max(FIRST_PATIENCE, 2 * load))
         return found._replace(within=max(LEAST_PATIENCE, load + whole * each))
 
     def hopes(self, waits: Mapping[int, float], saved: float, wish: Wish) -> bool:
@@ -161,6 +170,8 @@ class Comparison:
 
     def decided(self, used: Collection[int], probed: int | None, seconds: float) -> None:
         """A request begins that takes `seconds`, and loads from the tiers `used`."""
+        if used and self.token_seconds is None:
+            self._blind += 1
         for tier in self.meters:
             if tier == probed:
                 self._probes.made(tier)
@@ -185,7 +196,7 @@ class Comparison:
                 break
             planned = plan.tokens
             plan = self._shortened(propose, cut, plan, wish) or plan
-            ends = {tier: self._seconds(tier, tokens) for tier, tokens in plan.parts.items()}
+            ends = {tier: self.meters[tier].seconds(n) for tier, n in plan.parts.items()}
             last = max(ends, key=ends.__getitem__)
             one = _Estimate(plan, last, ends[last], plan.tokens * crowded - ends[last])
             if self._pays(one, wish, crowded) and (best is None or one.saved > best.saved):
@@ -195,16 +206,8 @@ class Comparison:
             cut[last] = planned
         return best, cut
 
-    def _seconds(self, tier: int, tokens: int) -> float:
-        """How long a tier takes. A trial is made whatever it takes, as the load is ended when it
-        has taken as long as computing; but one at a time."""
-        meter = self.meters[tier]
-        if self._always or meter.trial is None:
-            return meter.seconds(tokens)
-        return math.inf if meter.queued_tokens >= meter.trial else 0.0
-
     def _pays(self, one: _Estimate[P], wish: Wish, crowded: float) -> bool:
-        if one.load > wish.left or one.load == math.inf:
+        if one.load > wish.left:
             return False
         if not crowded:
             return True
@@ -213,21 +216,13 @@ class Comparison:
     def _shortened(
         self, propose: Propose[P], cut: Collection[int], plan: P, wish: Wish
     ) -> P | None:
-        """The plan with no more than a trial's tokens of tiers of which little is known, and with
-        half of its tokens where the engine is to be measured; None: it is not cut, or can't be."""
-        if self._always:
+        """Half of the plan, where the engine is to be measured; None: it is not, or can't be."""
+        if self._always or self.token_seconds is not None or self._blind < BLIND:
             return None
-        most = plan.tokens
-        for tier, tokens in plan.parts.items():
-            trial = self.meters[tier].trial
-            if trial is not None and tokens > trial:
-                most = min(most, plan.tokens - tokens + trial)
-        computed, half = wish.blocks * self._size - most, plan.tokens // 2
-        if self.token_seconds is None and computed < MIN_TOKENS <= half:
-            most = min(most, half)
-        if most == plan.tokens:
+        half = plan.tokens // 2
+        if wish.blocks * self._size - plan.tokens >= MIN_TOKENS or half < MIN_TOKENS:
             return None
-        shorter = propose(cut, max(most // self._size, self._probes.least))
+        shorter = propose(cut, max(half // self._size, self._probes.least))
         return shorter if shorter is not None and shorter.parts else None
 
     # -- probes ------------------------------------------------------------------------------

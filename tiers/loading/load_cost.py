@@ -12,9 +12,7 @@ from tiers.loading.shares import Pace
 ABREAST = 2
 """Loads that a worker runs at once, for each tier."""
 LEAST_TOKENS = 64
-"""Of the first load from a tier that was never measured."""
-TRIALS = 3
-"""Loads, each up to four times as long as the one before, until a tier's line is believed."""
+"""Of the shortest load by which a tier is probed."""
 MOST_DOUBT = 10
 """Failed loads in a row beyond which a tier is not doubted more: it then counts as a thousand
 times slower than measured."""
@@ -44,7 +42,6 @@ class LoadCost:
         self._loads: dict[int, _Load] = {}
         self._queued = 0
         self._stepped = -math.inf
-        self._ended = 0
         self.failures = 0
         """Loads in a row that did not bring all they should."""
 
@@ -76,7 +73,6 @@ class LoadCost:
         """
         load = self._loads.pop(job_id)
         self._queued -= load.tokens
-        self._ended += 1
         if whole:
             self.failures = 0
         elif not late:
@@ -91,13 +87,6 @@ class LoadCost:
     def line(self) -> LinearFit | None:
         """Seconds by tokens of a load that nothing else delays; None: not measured yet."""
         return self._pace.line
-
-    @property
-    def trial(self) -> int | None:
-        """Tokens that a load may have while little is known of the tier; None: enough is."""
-        if self._pace.line is None:
-            return LEAST_TOKENS
-        return None if self._ended >= TRIALS else LEAST_TOKENS << 2 * self._ended
 
     def gauges(self) -> dict[str, float]:
         """What is known of the tier's speed, as `GAUGES` name it."""

@@ -295,10 +295,10 @@ class Chooser:
     def _shared_out(
         self, coverage: Mapping[int, Coverage], blocks: range, tokens: int, shares: Shares
     ) -> Shares:
-        """The same prefix, from all tiers at once of which enough is known."""
+        """The same prefix, from all measured tiers at once."""
         meters = self._comparison.meters
-        known = [i for i in coverage if i in meters and meters[i].trial is None]
-        paces = {i: pace for i in known if (pace := meters[i].pace(self._block_tokens))}
+        size = self._block_tokens
+        paces = {i: p for i in coverage if i in meters and (p := meters[i].pace(size))}
         if len(paces) < 2 or not shares.keys() <= paces.keys():
             return shares
         several = {i: coverage[i] for i in paces}

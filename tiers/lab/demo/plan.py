@@ -98,9 +98,7 @@ def default_chain(folder: Path, redis_url: str) -> Path:
         {"type": "disk", "capacity": "1GiB", "path": str(folder / "disk")},
         {"type": "redis", "url": redis_url, "ttl": "1h"},
     ]
-    # What a small model on a small machine computes sooner is to be shown, too.
-    chain = {"version": 1, "load_when": "always", "tiers": tiers}
-    path.write_text(yaml.safe_dump(chain, sort_keys=False))
+    path.write_text(yaml.safe_dump({"version": 1, "tiers": tiers}, sort_keys=False))
     return path
 
 

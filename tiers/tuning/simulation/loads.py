@@ -102,13 +102,13 @@ class Loads:
     def _shared_out(
         self, placed: Sequence[tuple[int, Tier]], question: Question, plan: Plan
     ) -> Plan:
-        """The same prefix, from all tiers at once of which enough is known."""
+        """The same prefix, from all measured tiers at once."""
         meters = self._comparison.meters
-        known = [one for one in placed if meters[one[0]].trial is None]
-        paces = {place: p for place, _ in known if (p := meters[place].pace(self._size))}
+        paces = {place: p for place, _ in placed if (p := meters[place].pace(self._size))}
         if len(paces) < 2 or not plan.parts.keys() <= paces.keys():
             return plan
         last = [meter.failures for meter in meters.values()]
+        known = [one for one in placed if one[0] in paces]
         pieces = shared(known, question, self._masks, paces, last.__getitem__)
         found = Plan(pieces, self._size)
         return found if found.tokens >= plan.tokens else plan
