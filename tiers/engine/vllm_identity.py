@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from tiers.engine.identity.digests import Digests, FileChanged
 from tiers.engine.identity.facts import attention_facts
 from tiers.engine.identity.late import LateFacts
+from tiers.engine.identity.made import generation_facts, made_facts, unseen_facts
 from tiers.engine.identity.weights import NoIdentity, identity, source
+from tiers.engine.vllm_weights import this_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,10 +34,17 @@ def late_facts(vllm_config: VllmConfig, salt: str) -> LateFacts:
     key = os.getpid(), str(vllm_config.instance_id)
     alone = _alone.setdefault(key, f"alone: {secrets.token_hex(16)}")
     return LateFacts(
-        partial(attention_facts, vllm_config),
+        partial(_of_layers, vllm_config, this_worker()),
         partial(_weights, vllm_config, salt, alone),
         {"weights": alone},
     )
+
+
+def _of_layers(vllm_config: Any, worker: Any) -> Mapping[str, str]:
+    """Return the facts of a worker's layers and of its model as it was made."""
+    config = vllm_config.model_config
+    made = unseen_facts(config) if worker is None else made_facts(worker.get_model())
+    return {**attention_facts(vllm_config), **made, **generation_facts(config)}
 
 
 def _weights(vllm_config: Any, salt: str, alone: str) -> Mapping[str, str]:

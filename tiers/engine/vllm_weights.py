@@ -34,7 +34,7 @@ DOORS = ("load_model", "reload_weights", "reset_weights", "update_weights", "fin
 
 def worker_weights() -> Weights:
     """The weights of the worker that is making its connector."""
-    worker = caller(WorkerBase)
+    worker = this_worker()
     if worker is not None:
         return ModelWeights(worker)
     logger.warning(
@@ -42,6 +42,11 @@ def worker_weights() -> Weights:
         "cache before the next request"
     )
     return Unseen()
+
+
+def this_worker() -> Any:
+    """The worker that is making its connector; None: it can't be seen."""
+    return caller(WorkerBase)
 
 
 def caller(kind: type) -> Any:

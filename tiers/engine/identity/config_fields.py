@@ -27,6 +27,7 @@ REFUSED = "kvtiers refuses to start with it"
 OWN = "a configuration with rows of its own"
 BY_WEIGHTS = "in the key: the content of the weights stands for it (see `identity.weights`)"
 BY_CONFIG = "in the key: through the digest of the model's own configuration"
+AS_MADE = "in the key: through what the model as made says of itself (see `identity.made`)"
 BY_LAYOUT = "in the key: through the layout of the paged KV, and its groups"
 BY_DEVICE = "in the key: as the device, and what each layer's attention is"
 BY_RANK = "in the key: through the ranks' numbers and their layers' shapes"
@@ -94,13 +95,14 @@ FIELDS = {
             OWN: "multimodal_config pooler_config",
             BY_WEIGHTS: "model model_weights revision seed word_embeddings_untied_by_checkpoint",
             BY_CONFIG: "hf_config hf_text_config hf_config_path hf_overrides config_format "
-            "max_model_len is_submodel_config",
+            "is_submodel_config",
+            AS_MADE: "max_model_len generation_config override_generation_config",
             PROMPTS: "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init "
             "allowed_local_media_path allowed_media_domains io_processor_plugin "
             "renderer_num_workers",
             HASHED: "enable_prompt_embeds",
             SAMPLING: "max_logprobs logprobs_mode use_fp64_gumbel return_sampling_mask "
-            "generation_config override_generation_config logits_processors "
+            "logits_processors "
             "spec_target_max_model_len",
             ROUNDING: "enforce_eager disable_cascade_attn",
             WATCHING: "served_model_name enable_return_routed_experts enable_trace_replay",
