@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from spec.chain import ChainSpec
 from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, measured, redis, workload
 from tests.support.servers import RedisServer
+from tests.support.slow_store import SlowSpec, TroubledStore
+from tiers.connector import chain
 from tiers.connector.contract.stats import STATE, STATES
 from tiers.disk.folder import keeping
 from tiers.engine.replay import ReplayEngine, answer
@@ -238,6 +241,28 @@ def test_a_cpu_tier_that_is_too_large_costs_the_others_nothing(
     (line,) = trouble(caplog)
     assert "tier 'big' is unusable" in line and "capacity 900TiB" in line
     assert measured(made, "capacity_bytes", "cpu") == 30 * SLOT
+
+
+def test_blocks_that_the_engines_end_loses(
+    engine: MakeEngine,
+    store: TroubledStore,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chain, "DRAIN_SECONDS", 0.1)
+    made = engine(ChainSpec(version=1, tiers=(SlowSpec(type="slow"),)))
+    store.pace.hang("put")
+    made.generate(range(40), 1)
+    made.step()
+    blocks = int(measured(made, "storing_bytes")) // MODEL.payload_bytes
+    made.closed = True
+    for worker in made.workers:
+        worker.close()
+    store.pace.resume()
+    assert made.connector is not None
+    made.connector.shutdown()
+    (line,) = trouble(caplog)
+    assert f"{blocks} blocks were on their way" in line and blocks > 0
 
 
 def open_files(folder: Path) -> list[str]:

@@ -277,11 +277,22 @@ class OffloadingWorker(WorkerConnector):
         self._closed = True
         under_way: list[Future[Any]] = [store.future for store in self._stores.values()]
         wait([*under_way, self._joining] if self._joining else under_way, self._drain)
+        self._log_lost()
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._loading.close(self._drain)
         if self._store is not None:
             self._store.close()
         self._host.close()
+
+    def _log_lost(self) -> None:
+        """Tell of blocks that the engine's end loses; of several ranks one tells."""
+        left = [one.job for one in self._stores.values() if not one.future.done()]
+        if left and self._host.engine.rank == 0:
+            logger.warning(
+                "tier %r: %d blocks were on their way into it when the engine ended, and are lost",
+                self.tier,
+                sum(len(job.items) for job in left),
+            )
 
 
 def _fence(stores: Iterable[_Store]) -> None:
