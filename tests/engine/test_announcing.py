@@ -97,5 +97,5 @@ def test_what_a_store_tells_is_one_line(
     monkeypatch.setattr(SlowSpec, "open", lambda spec, site: _Forging())
     engine(chain_of(cpu(20)).model_copy(update={"tiers": (SlowSpec(type="slow"),)}))
     assert said(caplog)[1] == (
-        r"tier 'slow' is open, load priority 1 of 1: here\nERROR the engine\x1b[2J"
+        r"tier 'slow (package tests)' is open, load priority 1 of 1: here\nERROR the engine\x1b[2J"
     )

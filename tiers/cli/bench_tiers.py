@@ -77,11 +77,12 @@ def _check_facts(given: dict[str, Any]) -> None:
 
 
 def _measure(chain: Any, block_bytes: int, live: Collection[str]) -> Any:
+    from spec.registry import stdout_to_stderr
     from tiers.cli.reading import bars
     from tiers.errors import KVTiersError
     from tiers.tuning.profiling import profile_tiers
 
-    with bars() as progress:
+    with stdout_to_stderr(), bars() as progress:  # stores may print
         bar = progress.add_task("", total=len(chain.tiers), completed=-1)
         try:
             return profile_tiers(

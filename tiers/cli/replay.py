@@ -128,12 +128,13 @@ def _simulated(asked: _Asked) -> Report:
 
 
 def _real(asked: _Asked, speed: float | None, scale: int, folder: Path | None) -> Report:
+    from spec.registry import stdout_to_stderr
     from tiers.cli.reading import bars, with_bar
     from tiers.tuning.replay import ReplayOptions, replay
 
     trace, machine = asked.trace, asked.machine
     served = list(islice(with_bar(trace), asked.most))
-    with bars() as bar:
+    with stdout_to_stderr(), bars() as bar:  # stores may print
         task = bar.add_task("requests are served", total=len(served))
         options = ReplayOptions(
             speed, scale, folder, lambda count: bar.update(task, completed=count)

@@ -48,7 +48,7 @@ from tiers.gpu.copier import open_copiers
 from tiers.host.memory import slot_stride
 from tiers.host.spare_memory import spare_memory
 from tiers.wrappers.guard import Guarded
-from tiers.wrappers.opening import open_guarded
+from tiers.wrappers.opening import log_name, open_guarded
 from tiers.wrappers.residency import open_residency
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class KVTiersOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             return open_guarded(store, StoreContext(payload_bytes, self.config.parallel.world_size))
         except TierUnusable as error:
             logger.error(
-                "tier %r is unusable; host memory serves alone: %s", store.tier_name, error
+                "tier %r is unusable; host memory serves alone: %s", log_name(store), error
             )
             return None
 

@@ -8,8 +8,8 @@ from spec.chain import ChainSpec
 from spec.errors import one_line, told
 from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
-from spec.registry import package_of
 from tiers.store import Described, Measured, TierStore, capability
+from tiers.wrappers.opening import log_name
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +45,10 @@ class Announcer:
             self._say(tier, [f"it can't tell what it holds: {told(error)}"])
 
     def _say(self, tier: OffloadingSpec, facts: list[str]) -> None:
-        package = package_of(tier)
-        facts = facts if package is None else [*facts, f"package {package}"]
         place = 1 + [one.tier_name for one in self._chain.tiers].index(tier.tier_name)
         logger.info(
             "tier %r is open, load priority %d of %d: %s",
-            tier.tier_name,
+            log_name(tier),
             place,
             len(self._chain.tiers),
             one_line(", ".join(facts)) or f"type {tier.type}",

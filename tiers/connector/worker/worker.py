@@ -33,7 +33,7 @@ from tiers.connector.worker.loads import Loading
 from tiers.connector.worker.puts import Puts
 from tiers.errors import TierUnusable
 from tiers.wrappers.guard import HEALTHY, Guarded
-from tiers.wrappers.opening import open_guarded
+from tiers.wrappers.opening import log_name, open_guarded
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class OffloadingWorker(WorkerConnector):
 
     def __init__(self, tier: OffloadingSpec, host: HostSlots, drain: float) -> None:
         self.tier = name = tier.tier_name
+        self._log_name = log_name(tier)
         self._spec = spec = tier if isinstance(tier, StoreSpec) else None
         self._verify = isinstance(tier, HostSpec) and tier.verify == "always"
         self._host = host
@@ -74,10 +75,10 @@ class OffloadingWorker(WorkerConnector):
         self._failures_seen = self._damaged_seen = self._evicted_seen = 0
         self._health = HEALTHY
         self._failed_stores = RepeatedLog(
-            logger, f"tier {name!r}", "stores failed on this worker", logging.ERROR
+            logger, f"tier {self._log_name!r}", "stores failed on this worker", logging.ERROR
         )
         load_rate = RateLimit(spec.load_rate if spec else None, host.engine.world_size)
-        self._loading = Loading(name, host, load_rate, self._verify)
+        self._loading = Loading(self._log_name, host, load_rate, self._verify)
         if self._verify or spec is not None:
             host.keep_checksums()
         writers = 1 if host.engine.replicated else host.engine.world_size
@@ -201,7 +202,7 @@ class OffloadingWorker(WorkerConnector):
             return self._host.gather(items)
         except (RuntimeError, IndexError) as error:  # a device without memory, no such block
             # The slots hold nobody's block then, so that the job ends as failed.
-            self._failed_stores.log("tier %r: blocks can't be gathered: %s", self.tier, error)
+            self._failed_stores.log("tier %r: blocks can't be gathered: %s", self._log_name, error)
             return None
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
@@ -234,7 +235,7 @@ class OffloadingWorker(WorkerConnector):
         error = store.future.exception()
         if error is None:
             return store.future.result()
-        self._failed_stores.log("tier %r: a store failed on this worker: %s", self.tier, error)
+        self._failed_stores.log("tier %r: a store failed on this worker: %s", self._log_name, error)
         return JobResult(1, set(range(len(store.job.items))))
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from spec.fields import format_rate, format_size
 from spec.offloading import QUEUE_SECONDS, OffloadingSpec, StoreSpec
+from tiers.wrappers.opening import log_name
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Intake:
             (reason, _), *_ = self._lost.most_common(1)
             logger.warning(
                 "tier %r took %d of the %d blocks that it was offered in %.0f s: %s",
-                self._spec.tier_name,
+                log_name(self._spec),
                 max(0, self._offered - lost),
                 self._offered,
                 now - self._since,
