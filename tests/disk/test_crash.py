@@ -21,11 +21,13 @@ MODES = ("buffered none", "direct batch", "buffered sync")
 
 
 def check(store: DiskStore) -> int:
-    """The books agree, and every block that is served is right; how many were."""
+    """The books agree, and every block that the index names is there and right; how many are."""
     audit(store)
+    named = store.usage().blocks
     served = sum(
         sum(get(store, keys(number), payload_of_number(number))) for number in range(NUMBERS)
     )
+    assert served == named and store.damaged() == 0, "a row without its bytes"
     audit(store)
     return served
 
@@ -106,6 +108,27 @@ def test_killed_a_hundred_times_beside_others(tmp_path: Path) -> None:
     with opened(tmp_path, slots=16) as store:
         served += check(store)
     assert served > 500
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+@pytest.mark.fault(
+    tier="disk",
+    fault="kill -9 two dozen times, while blocks are dropped and the tier shrinks",
+    outcome="reopens clean; every block that is left is there",
+)
+@pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
+def test_killed_while_the_tier_gives_space_back(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    for round_ in range(24):
+        child = started("shrink", tmp_path, round_)
+        time.sleep(chance.uniform(0.0, 0.2))
+        kill(child)
+        with opened(tmp_path, slots=800) as store:
+            named = [number for number in range(800) if store.has(keys(number))[0]]
+            assert all(get(store, keys(*named), 9_000))
+            assert len(named) == store.usage().blocks and store.damaged() == 0
+            audit(store, lists=1 << 16)
 
 
 @pytest.mark.fault(

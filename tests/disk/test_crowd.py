@@ -239,7 +239,7 @@ def test_what_the_dead_had_reserved_is_freed_once(tmp_path: Path) -> None:
         assert store.usage().used == 0
         slots = store._folder.reserve({key(n): SLOT for n in range(2)})
         stale = [(slot, owner) for slot in slots.values()]
-        assert repair.reclaim(store._folder.edit, store._folder.slabs, stale) == 0
+        assert repair.reclaim(store._folder.edit, stale) == 0
         assert store.usage().used == 2 * SLOT
         audit(store)
 

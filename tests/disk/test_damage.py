@@ -61,6 +61,25 @@ def test_a_flipped_bit_is_a_miss_and_the_block_goes(
         assert get(store, keys(1)) == [True]
 
 
+def test_a_block_that_is_stored_anew_while_it_is_read_is_not_damaged(tmp_path: Path) -> None:
+    """Evicted, overwritten and back in its slot with the same bytes: the reader saw another's."""
+    with opened(tmp_path, slots=1) as store, pytest.MonkeyPatch.context() as patched:
+        put(store, keys(0))
+        read = slab_files.Slab.read
+
+        def overtaken(slab: slab_files.Slab, number: int, payload: memoryview) -> object:
+            patched.undo()
+            put(store, keys(1))
+            found = read(slab, number, payload)
+            put(store, keys(0))
+            return found
+
+        patched.setattr(slab_files.Slab, "read", overtaken)
+        assert get(store, keys(0)) == [False]
+        assert store.damaged() == 0 and store.has(keys(0)) == [True]
+        assert get(store, keys(0)) == [True]
+
+
 @pytest.mark.fault(
     tier="disk",
     fault="a record in another block's slot",

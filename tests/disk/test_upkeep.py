@@ -109,6 +109,20 @@ def test_what_is_touched_alone_outlives_what_is_stored(
     store.close()
 
 
+def test_what_is_used_outlives_a_tier_that_turns_over_before_uses_are_written(
+    tmp_path: Path,
+) -> None:
+    store, hot = open_disk(tmp_path, slots=64), keys(*range(1000, 1008))
+    assert all(put(store, hot))
+    with store._folder.upkeep.held_back():
+        for first in range(0, 320, 32):
+            store.touch(keys(*range(10_000, 13_000)))
+            store.touch(hot)
+            assert all(put(store, keys(*range(first, first + 32))))
+        assert store.has(hot) == [True] * 8
+    store.close()
+
+
 def test_no_edit_writes_all_uses_down(tmp_path: Path, counted: Counter[str]) -> None:
     """A put after very many loads waits for some of their uses, not for all."""
     fill_index(tmp_path, 3000)
@@ -119,15 +133,31 @@ def test_no_edit_writes_all_uses_down(tmp_path: Path, counted: Counter[str]) -> 
         put(store, keys(5000), 4096)
     while store._folder.uses:
         time.sleep(0.005)
+    with store._folder.edit():  # the last of them are committed
+        pass
     assert 0 < counted["renew"] <= uses.AT_ONCE + 2
-    before = stamp(store, key(0))
+    before = max(stamp(store, key(n)) for n in range(100))
     for _ in range(100):
-        store.touch(keys(0, 1, 2))
+        store.touch(keys(90, 91, 92))
     store.close()
     with opened(tmp_path) as store:
-        assert stamp(store, key(0)) - before <= 30, (
+        assert stamp(store, key(90)) - before <= 30, (
             "each was renewed by every edit, not by every use"
         )
+
+
+def test_a_put_is_not_charged_with_what_others_used(tmp_path: Path, counted: Counter[str]) -> None:
+    """And it evicts what was used longest ago, written down or not."""
+    fill_index(tmp_path, 3000)
+    store = DiskSpec(path=tmp_path, capacity=3100 * 8192).open(StoreContext(4096))
+    with store._folder.upkeep.held_back():
+        store.touch(keys(*range(3000)))
+        counted.clear()
+        assert all(put(store, keys(*range(5000, 5100)), 4096))
+        assert all(put(store, keys(*range(6000, 6064)), 4096))
+        assert counted["renew"] <= 100, "those that it stores, in case they are there already"
+        assert [n for n in range(3000) if not store.has(keys(n))[0]] == [*range(2936, 3000)]
+    store.close()
 
 
 def test_uses_that_are_left_are_written_at_the_close(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,8 @@ from tests.support.replay_chains import (
 )
 from tests.test_readme import blocks
 from tiers.connector.policy.request_hints import MAX_TTL
+from tiers.connector.scheduler.hints import tier_hints
+from tiers.connector.scheduler.looking_up.lookup_pace import LookupPace
 from tiers.disk.slab import slot_bytes
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, answer
@@ -128,6 +130,42 @@ def test_all_parts_of_its_blocks_survive(
     ask(made, prompt, RETAIN)
     flood(made, 2 * ROOM)
     assert made.generate(prompt, 2).loaded_tokens == 8 * SIZE
+
+
+def test_a_hint_about_a_long_prompt_is_obeyed_over_several_steps(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a long prompt is looked up: no step looks up all of it."""
+    made = make(engine, "lru", tmp_path, room=400, num_blocks=200)
+    prompt = list(range(100 * SIZE))
+    ask(made, prompt)
+    manager, clock = scheduler_of(made)._context.open.manager, Clock(0.0)
+    monkeypatch.setattr(LookupPace, "AT_ONCE", 100)
+    monkeypatch.setattr(LookupPace, "FEW", 8)
+    manager.pace = LookupPace(1, clock)
+    asked: list[int] = []
+    held = manager.retaining.held
+
+    def counting(keys: Sequence[bytes]) -> list[bytes]:
+        asked.append(len(keys))
+        return held(keys)
+
+    monkeypatch.setattr(manager.retaining, "held", counting)
+    made.add(prompt, 1, "", {"kvtiers": {"store": False, "hints": RETAIN}})
+    for _ in range(20):
+        clock.now += 1
+        made.step()
+    assert asked == [25] * 4 and retained(made) == 100
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_no_more_hints_wait_than_are_obeyed_soon(
+    engine: MakeEngine, tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(engine, "lru", tmp_path)
+    monkeypatch.setattr(tier_hints, "MOST_WAITING", most)
+    ask(made, PREFIX, RETAIN)
+    assert retained(made) == 0 and measured(made, "retain_refused", "tier") >= 4
 
 
 def test_what_others_stored_is_retained_too(engine: MakeEngine, tmp_path: Path) -> None:

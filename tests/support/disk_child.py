@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.support.disk_audit import get, key, open_disk, put
 from tiers.disk import slab
-from tiers.disk.index import clean_close, slot_allocator
+from tiers.disk.index import clean_close
 from tiers.disk.index.edit import Edit
 from tiers.disk.slab import slot_bytes
 from tiers.errors import TierFull
@@ -46,7 +46,8 @@ POINTS = {
     "slab write": (os, "pwritev"),
     "allocation": (os, "posix_fallocate"),
     "punch": (slab, "punch"),
-    "eviction": (slot_allocator, "free"),
+    "eviction": (Edit, "retire"),
+    "freeing": (Edit, "vacate"),
     "claim": (Edit, "claim"),
     "publish": (Edit, "publish"),
     "commit": (Edit, "save_state"),
@@ -78,6 +79,20 @@ def die(path: Path, point: str, count: int) -> None:
     churn(path, count, 40)
 
 
+def shrink(path: Path, seed: int) -> None:
+    """Drop blocks and shrink the tier, again and again."""
+    chance = random.Random(seed)
+    store = open_disk(path, slots=800)
+    whole = store.usage().capacity or 0
+    print("ready", flush=True)
+    while True:
+        put(store, [key(number) for number in range(800)], 9_000)
+        for _ in range(4):
+            store.drop([key(number) for number in chance.sample(range(800), 100)])
+        store._folder.resize(store.usage().used // 2)
+        store._folder.resize(whole)
+
+
 def reserve(path: Path) -> None:
     """Reserve slots and never commit them: what a process killed while it writes leaves."""
     store = open_disk(path)
@@ -91,5 +106,7 @@ if __name__ == "__main__":
         churn(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
     elif sys.argv[1] == "die":
         die(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    elif sys.argv[1] == "shrink":
+        shrink(Path(sys.argv[2]), int(sys.argv[3]))
     else:
         reserve(Path(sys.argv[2]))

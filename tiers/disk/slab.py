@@ -13,6 +13,8 @@ import os
 import re
 import threading
 from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from tiers.block import HEADER_BYTES, Checksum, address_of, digest
@@ -221,6 +223,11 @@ class Slabs:
         """Sync what was written to slots of these sizes to the device."""
         for size in sizes:
             self[size].sync()
+
+    def punch(self, slots: Iterable[tuple[int, int]]) -> None:
+        """Give back the disk space of these slots: sizes and numbers."""
+        for size, some in groupby(sorted(slots), key=itemgetter(0)):
+            self[size].punch(number for _, number in some)
 
     def close(self) -> None:
         """Close every file."""

@@ -139,3 +139,17 @@ def test_the_later_of_two_loads_counts_until_it_ends() -> None:
         setting.end(name)
         setting.forget(name)
     assert not setting.waits("c")
+
+
+def test_those_who_have_waited_do_not_wait_for_one_who_comes_anew() -> None:
+    """Else who loads and is aborted again and again uses up all of their time."""
+    setting = Setting("pppp")
+    assert setting.joins("pppp") and setting.joins("pppp", name="c")
+    setting.time = 3.0
+    setting.end("a")
+    assert not setting.waits("b") and not setting.waits("c")
+    setting.begin("d", "pppp")
+    assert not setting.joins("pppp") and not setting.joins("pppp", name="c")
+    setting.begin("b", "pppp")
+    assert setting.joins("pppp", name="c"), "it has waited as long"
+    assert setting.joins("pppp", name="e")

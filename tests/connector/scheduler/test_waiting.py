@@ -303,7 +303,7 @@ def test_a_long_prompt_is_looked_up_in_several_steps(ranks: int, waits: int) -> 
     index, clock = IndexedNames(), Clock(5.0)
     spaces = [bytes([rank]) * 16 for rank in range(ranks)]
     manager = StoreManager(index, spaces, Generation(), clock)
-    manager._pace = LookupPace(len(spaces), clock)
+    manager.pace = LookupPace(len(spaces), clock)
     keys = [b"%5d" % number for number in range(8192)]
     index.names = {space + key for space in spaces for key in keys[:7000]}
     lookup, steps = Lookup(), 0
@@ -333,7 +333,7 @@ def test_many_long_prompts_together_are_given_no_more_of_a_step() -> None:
     index = Slow()
     spaces = [bytes([rank]) * 16 for rank in range(8)]
     manager = StoreManager(index, spaces, Generation(), clock)
-    manager._pace = LookupPace(len(spaces), clock)
+    manager.pace = LookupPace(len(spaces), clock)
     keys = [b"%5d" % number for number in range(4096)]
     index.names = {space + key for space in spaces for key in keys}
     waiting = [Lookup() for _ in range(20)]
@@ -354,7 +354,7 @@ def test_a_request_waits_for_all_of_a_long_answer(
     monkeypatch.setattr(LookupPace, "AT_ONCE", 100)
     monkeypatch.setattr(LookupPace, "FEW", 8)
     manager: Any = halves.chain.children[1]._context.open.manager  # type: ignore[attr-defined]
-    manager._pace = LookupPace(RANKS, halves.clock)
+    manager.pace = LookupPace(RANKS, halves.clock)
     prompt, asks = Prompt(1, BLOCKS, 77), 1
     while halves.chain.get_num_new_matched_tokens(prompt, 0)[0] is None:
         halves.clock.now += 0.02

@@ -150,3 +150,26 @@ def test_a_load_that_hangs_keeps_nobody_longer_than_it_may_wait(
     ended(made, requests)
     assert measured(made, "loaded_tokens") == 0
     store.pace.resume()
+
+
+def test_nobody_waits_for_a_load_with_limits_of_its_own(
+    engine: MakeEngine, store: TroubledStore
+) -> None:
+    """It may come from a tier that is slow, where another has all of it at once."""
+    tiers = (SlowSpec(type="slow"), cpu(40))
+    chain = chain_of(cpu(40)).model_copy(update={"tiers": (tiers[0], *chain_of(tiers[1]).tiers)})
+    made = engine(chain, num_blocks=400)
+    fill(made)
+    store.pace.hang("get")
+    for _ in range(3):  # and however often they come
+        limited = made.add([*PREFIX, 999], 1, "", {"kvtiers": {"tiers": ["slow"]}})
+        while limited.status is not Status.LOADING:
+            made.step()
+        one = made.add([*PREFIX, 998], 1, "", {"kvtiers": {"tiers": ["cpu"]}})
+        for _ in range(200):
+            made.step()
+        assert len(one.output) == 1, "it waited for the other's tier"
+        made.scheduler.abort(limited.request_id)
+        made.scheduler.pool.forget_all()
+    store.pace.resume()
+    made.run()

@@ -4,7 +4,8 @@ The second waits for the first one's load and then finds the prefix in the engin
 a request waits for is a load under way, never a request that waits itself, and a load needs
 nothing that a waiting request holds: it has its paged blocks. So nobody waits in a circle. The load
 ends within the time that its request may wait, fails or is given up; and the wait is charged to
-the waiting request, which goes on by itself when its own time is over.
+the waiting request, which goes on by itself when its own time is over. Nor does anybody wait for a
+load with limits of its own, or for requests that come, load and are aborted one after the other.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from tiers.connector.contract.block_groups import BlockGroups
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.protocols import Request
 from tiers.connector.policy.requests import RequestState
+from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
+
+_Load = tuple[tuple[str, ...] | None, int | None, bytes]
+"""What loads have in common that may be shared: the tiers and the tokens that their requests limit
+themselves to, and the hash of the first block."""
 
 
 class LoadSharing:
@@ -31,7 +37,7 @@ class LoadSharing:
         self._step = engine.block_tokens // engine.hash_tokens
         self._windows = BlockGroups(engine).window > 0
         self._dropped = int(engine.drops_last)
-        self._loaders: dict[bytes, RequestState] = {}
+        self._loaders: dict[_Load, RequestState] = {}
 
     def waits(self, state: RequestState) -> bool:
         """Whether the load that a request waits for is under way."""
@@ -47,15 +53,20 @@ class LoadSharing:
         """Whether a request that could load these tokens waits for another's load instead.
 
         It does where that brings at least half of them, and is not more than twice as long as what
-        it brings: else waiting saves less than it costs.
+        it brings: else waiting saves less than it costs. And where it has the same limits, and has
+        no more time left.
         """
         request, start = state.request, computed // self._size
         # The engine computes a prompt's last token, whatever it has cached.
         stop = min(start + tokens // self._size, (request.num_tokens - 1) // self._size)
         if stop <= start:
             return False
-        loader = self._loaders.get(self._hash(request, start))
+        loader = self._loaders.get(_load(state, self._hash(request, start)))
         if loader is None or not loader.wait_budget.is_loading:
+            return False
+        # Else whoever comes anew and is aborted, again and again, would use up all of its time. Of
+        # requests that came together some have looked up for longer than others.
+        if loader.wait_budget.left() > state.wait_budget.left() + LOOKUP_SECONDS:
             return False
         shared = self._shared(request, range(start, stop), loader.load)
         if not shared or 2 * shared < max(tokens // self._size, len(loader.load)):
@@ -84,13 +95,17 @@ class LoadSharing:
         self.ends(state)
         step, hashes = self._step, state.request.block_hashes
         state.load = hashes[(blocks.start + 1) * step - 1 : blocks.stop * step : step]
-        self._loaders[state.load[0]] = state
+        self._loaders[_load(state, state.load[0])] = state
 
     def _hash(self, request: Request, block: int) -> bytes:
         return request.block_hashes[(block + 1) * self._step - 1]
 
     def ends(self, state: RequestState) -> None:
         """The request loads no more, or has finished."""
-        if state.load and self._loaders.get(state.load[0]) is state:
-            del self._loaders[state.load[0]]
+        if state.load and self._loaders.get(load := _load(state, state.load[0])) is state:
+            del self._loaders[load]
         state.load, state.awaits = (), None
+
+
+def _load(state: RequestState, first: bytes) -> _Load:
+    return state.limits.tiers, state.limits.max_load_tokens, first

@@ -7,9 +7,11 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import repeat
+
+import lmdb
 
 from spec.fields import format_size
 from tiers.concurrency.counter import LockedCounter
@@ -26,6 +28,7 @@ from tiers.disk.index.edit import FIRST, Edit
 from tiers.disk.index.fingerprint_index import FingerprintIndex
 from tiers.disk.index.index import Index
 from tiers.disk.index.rows import Entry, Slot
+from tiers.disk.index.slot_allocator import AT_ONCE
 from tiers.disk.index.uses import PendingUses
 from tiers.disk.slab import Slabs, sync_folder
 from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
@@ -58,7 +61,7 @@ class OpenFolder:
         self.threads = io_executor(THREADS, "disk")
         self.fingerprints = FingerprintIndex(index)
         of_index = (index.reopen, self._write_uses, index.clear_readers)
-        of_slots = (self._shrink, self._sweep)
+        of_slots = (self._shrink, self._sweep, self._give_back)
         keeping = Keeping(folder, owner.file, self._lose)
         rest = (self.fingerprints.follow, self._look_at_room, keeping.look)
         self.upkeep = Upkeep(self.path, self.in_use, (*of_index, *of_slots, *rest))
@@ -69,6 +72,9 @@ class OpenFolder:
         self.evicted = LockedCounter()
         """Blocks that went for room in this process and that no store has counted yet."""
         self._leaked: deque[Slot] = deque()
+        """Reserved slots that the next edit frees."""
+        self._freed: deque[Slot] = deque()
+        """Free slots that may still have disk space behind them."""
         self._condemned = False
         self.holders = self.stores = 1
         """Stores and verbs under way; stores alone."""
@@ -122,27 +128,43 @@ class OpenFolder:
 
     @contextmanager
     def edit(self) -> Iterator[Edit]:
-        """One write transaction, which first writes pending uses and frees leaked slots."""
+        """One write transaction, which first frees leaked slots. Behind its commit the disk space
+        of all that it has freed is given back."""
         leaked: list[Slot] = []
         try:
             with self.index.edit(self._owner.id) as edit:
                 # Only inside the edit, of which there is one at a time: two threads could otherwise
                 # find the deque longer than it is.
                 leaked = [self._leaked.popleft() for _ in repeat(None, len(self._leaked))]
-                for key in self.uses.take():
-                    edit.renew(key)
                 for slot in filter(edit.is_mine, leaked):
-                    slot_allocator.free(edit, self.slabs, slot)
+                    edit.vacate(slot)
                 yield edit
+                self.uses.stamp = edit.clock
         except BaseException:
             self._leaked.extend(leaked)
             raise
         self.evicted.count("for room", edit.evicted)
+        self._freed.extend(edit.freed)
+        with suppress(OSError, lmdb.Error):  # what was changed is changed; upkeep tries again
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Punch freed slots, while nobody can claim them: of others they would take the bytes."""
+        while self._freed:
+            some: list[Slot] = []
+            try:
+                with self.index.edit(self._owner.id) as edit:
+                    some = [self._freed.popleft() for _ in range(min(len(self._freed), AT_ONCE))]
+                    self.slabs.punch(slot for slot in some if edit.is_free(slot))
+            except BaseException:
+                self._freed.extend(some)
+                raise
 
     def _write_uses(self) -> bool:
         if self.uses:
-            with self.edit():
-                pass
+            with self.edit() as edit:
+                for key in self.uses.take():
+                    edit.renew(key)
         return bool(self.uses)
 
     def _shrink(self) -> bool:
@@ -150,7 +172,7 @@ class OpenFolder:
         if usage.capacity is None or usage.used <= usage.capacity:
             return False
         with self.edit() as edit:
-            return slot_allocator.shrink(edit, self.slabs)
+            return slot_allocator.shrink(edit, self.uses)
 
     def _sweep(self) -> bool:
         if self._swept is not None:
@@ -183,7 +205,7 @@ class OpenFolder:
         self.capacity = capacity
         with self.edit() as edit:
             edit.capacity = capacity
-            slot_allocator.shrink(edit, self.slabs)
+            slot_allocator.shrink(edit, self.uses)
 
     def reserve(self, sizes: dict[bytes, int]) -> dict[bytes, Slot]:
         """Return a reserved slot for each key that is not held, as far as there is room.
@@ -191,16 +213,29 @@ class OpenFolder:
         `sizes`: slot bytes by index key. Evicted blocks leave the index in the same transaction.
         """
         slots: dict[bytes, Slot] = {}
-        with self.edit() as edit:
-            held = {key for key in sizes if edit.entry(key) is not None}
-            for key in filter(held.__contains__, reversed(sizes)):
-                edit.renew(key)
-            for key in (key for key in sizes if key not in held):
-                slot = slot_allocator.allocate(edit, self.slabs, sizes[key], sizes.keys())
-                if slot is None:
+        before = -1
+        try:
+            while before < len(slots) < len(sizes):
+                before = len(slots)
+                with self.edit() as edit:
+                    self._reserve(edit, sizes, slots)
+                # On a full file system the space of slots of other sizes is there from now on.
+                if not edit.freed or edit.used > edit.capacity:
                     break
-                slots[key] = slot
+        except BaseException:
+            self._leaked.extend(slots.values())
+            raise
         return slots
+
+    def _reserve(self, edit: Edit, sizes: dict[bytes, int], slots: dict[bytes, Slot]) -> None:
+        held = {key for key in sizes if edit.entry(key) is not None}
+        for key in filter(held.__contains__, reversed(sizes)):
+            edit.renew(key)
+        for key in (key for key in sizes if key not in held and key not in slots):
+            slot = slot_allocator.allocate(edit, self.slabs, sizes[key], sizes.keys(), self.uses)
+            if slot is None:
+                break
+            slots[key] = slot
 
     def commit(
         self, keys: Sequence[bytes], slots: Mapping[bytes, Slot], written: Mapping[bytes, Entry]
@@ -219,20 +254,20 @@ class OpenFolder:
         # Another thread or process may have published the key while we wrote: its block stays.
         held = edit.renew(key)
         if slot is not None and (held or entry is None):
-            slot_allocator.free(edit, self.slabs, slot)
+            edit.vacate(slot)
         elif slot is not None and entry is not None:
             edit.publish(key, slot, entry.payload_bytes, entry.checksum)
             held = True
         return held
 
     def drop_unchanged(self, seen: Mapping[bytes, Entry]) -> int:
-        """Drop the blocks whose entries are still those `seen`; return how many were dropped."""
+        """Drop the blocks whose entries are those `seen`, stamps and all: one that was evicted and
+        stored anew in its slot is another. Return how many were dropped."""
         dropped = 0
         with self.edit() as edit:
             for key, entry in seen.items():
-                now = edit.entry(key)
-                if now is not None and now._replace(stamp=entry.stamp) == entry:
-                    slot_allocator.free(edit, self.slabs, edit.retire(key))
+                if edit.entry(key) == entry:
+                    edit.vacate(edit.retire(key))
                     dropped += 1
         return dropped
 
@@ -241,7 +276,7 @@ class OpenFolder:
         with self.edit() as edit:
             for key in keys:
                 if edit.entry(key) is not None:
-                    slot_allocator.free(edit, self.slabs, edit.retire(key))
+                    edit.vacate(edit.retire(key))
 
     def start(self, owners: Owners, orphans: Sequence[tuple[Slot, bytes]], capacity: int) -> None:
         """Free what dead owners left behind, then set the capacity and start `upkeep`.
@@ -254,7 +289,7 @@ class OpenFolder:
             # that a power cut leaves an index in order.
             self.index.sync()
             sync_folder(self.path)
-        if freed := repair.reclaim(self.edit, self.slabs, orphans):
+        if freed := repair.reclaim(self.edit, orphans):
             logger.info("disk tier %s: freed %d slots of dead processes", self.path, freed)
         for file in owners.dead:
             file.unlink(missing_ok=True)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from itertools import groupby
 
 from tiers.disk.failures import Damaged
 from tiers.disk.folder.owner import Owners
 from tiers.disk.index.edit import FIRST, Edit
 from tiers.disk.index.rows import Slot
-from tiers.disk.index.slot_allocator import AT_ONCE, free
+from tiers.disk.index.slot_allocator import AT_ONCE
 from tiers.disk.slab import Slabs
 
 _PUNCHED_AT_ONCE = 512
@@ -39,9 +38,7 @@ def orphans(edit: Edit, living: Collection[bytes]) -> list[tuple[Slot, bytes]]:
 
 
 def reclaim(
-    edit: Callable[[], AbstractContextManager[Edit]],
-    slabs: Slabs,
-    orphans: Sequence[tuple[Slot, bytes]],
+    edit: Callable[[], AbstractContextManager[Edit]], orphans: Sequence[tuple[Slot, bytes]]
 ) -> int:
     """Free those of `orphans` that are still their dead owners', in steps of one `edit` each;
     return how many were freed."""
@@ -50,7 +47,7 @@ def reclaim(
         with edit() as step:
             for slot, owner in orphans[start : start + AT_ONCE]:
                 if step.is_of(owner, slot):
-                    free(step, slabs, slot)
+                    step.vacate(slot)
                     freed += 1
     return freed
 
@@ -66,6 +63,5 @@ def sweep(edit: Edit, slabs: Slabs, after: Slot = FIRST) -> Slot | None:
     """Give back disk space that a killed edit left behind free slots, a few after slot `after`;
     return the last of them, or None if there are no more."""
     some = edit.free(after, _PUNCHED_AT_ONCE)
-    for size, slots in groupby(some, key=lambda slot: slot.size):
-        slabs[size].punch(slot.number for slot in slots)
+    slabs.punch(some)
     return some[-1] if len(some) == _PUNCHED_AT_ONCE else None

@@ -15,7 +15,7 @@ A log of the last edits tells which blocks came and went; `fingerprint_index` fo
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -40,6 +40,9 @@ from tiers.disk.index.rows import (
 FIRST = Slot(0, 0)
 """A slot that sorts before all others."""
 
+PASSED = 1024
+"""Blocks that one edit passes by to evict others, in half a millisecond."""
+
 _LOG_PAGES = 256  # 1 MiB
 
 
@@ -53,14 +56,17 @@ class Edit:
         self._changes = array("q")
         self.evicted = 0
         """Live blocks that this edit has retired for room."""
+        self.freed: list[Slot] = []
+        """Slots that were freed: their disk space is given back behind the commit, see `vacate`."""
+        self._after, self._passed = STAMP.pack(0), 0
         self._state = self._get("meta", b"state") or STATE.pack(0, 0, 0)
-        self.capacity, self.used, self._clock = fields(STATE, self._state)
+        self.capacity, self.used, self.clock = fields(STATE, self._state)
 
     def save_state(self) -> None:
         """Write the counters and the log, which are kept in memory; call it before the commit."""
         if self.used < 0:
             raise lmdb.CorruptedError("more bytes were freed than were in use")
-        state = STATE.pack(self.capacity, self.used, self._clock)
+        state = STATE.pack(self.capacity, self.used, self.clock)
         if state != self._state:
             self._put("meta", b"state", state)
         if self._changes:
@@ -96,6 +102,20 @@ class Edit:
         cursor = self._txn.cursor(self._tables["recency"])
         return next((key for key in cursor.iternext(keys=False) if key not in besides), None)
 
+    def next_oldest(self, besides: Sequence[Container[bytes]]) -> tuple[bytes, int] | None:
+        """Return the least recently used key that is in none of these, and its stamp; keys that
+        were in one of them when this edit was asked before are not looked at again. None: there
+        is none, or an edit would have to look at too many."""
+        cursor = self._txn.cursor(self._tables["recency"])
+        for stamp, key in cursor if cursor.set_range(self._after) else ():
+            self._after = stamp
+            if not any(key in some for some in besides):
+                return key, fields(STAMP, stamp)[0]
+            self._passed += 1
+            if self._passed > PASSED:
+                break
+        return None
+
     def claim(self, size: int) -> Slot:
         """Reserve a free slot of `size` bytes, or a new one at the file's end."""
         cursor = self._txn.cursor(self._tables["free"])
@@ -120,9 +140,9 @@ class Edit:
         self._changes.append(fingerprint(key) | ADDED)
 
     def _enter(self, key: bytes, entry: Entry) -> None:
-        self._clock += 1
-        self._put("recency", STAMP.pack(self._clock), key)
-        row = ENTRY.pack(entry.slot.number, entry.payload_bytes, entry.checksum, self._clock)
+        self.clock += 1
+        self._put("recency", STAMP.pack(self.clock), key)
+        row = ENTRY.pack(entry.slot.number, entry.payload_bytes, entry.checksum, self.clock)
         self._put("blocks", key, row)
 
     def retire(self, key: bytes) -> Slot:
@@ -137,7 +157,9 @@ class Edit:
         return entry.slot
 
     def vacate(self, slot: Slot) -> None:
-        """Free a reserved slot; its disk space has been given back already."""
+        """Free a reserved slot. Its disk space is given back when that is committed: a process that
+        is killed before would else leave a live block without bytes."""
+        self.freed.append(slot)
         self._delete("reserved", SLOT.pack(*slot))
         self.used -= slot.size
         if slot.number + 1 == self.lengths().get(slot.size):
@@ -157,6 +179,12 @@ class Edit:
     def is_mine(self, slot: Slot) -> bool:
         """Whether the slot is reserved for us."""
         return self.is_of(self._owner, slot)
+
+    def is_free(self, slot: Slot) -> bool:
+        """Whether the slot is nobody's: free, or behind the end of its file."""
+        if slot.number >= self.lengths().get(slot.size, 0):
+            return True
+        return self._get("free", SLOT.pack(*slot)) is not None
 
     def free(self, after: Slot = FIRST, limit: int | None = None) -> list[Slot]:
         """Return free slots in order: the first `limit` after slot `after`, or all."""

@@ -1,18 +1,21 @@
 """Who gets a slot: grow within the capacity, else evict the block whose use is longest ago.
 
 All of it happens inside one edit, which all processes wait for, so long work is done in steps. A
-slot's disk space is given back before the index calls the slot free, and allocated before the index
-counts the slot as reserved: the files never take more than the index counts.
+slot's disk space is allocated before the index counts the slot as reserved, and given back as soon
+as the edit that frees it is committed: a killed process leaves space behind free slots at most.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
+from itertools import islice
 
 from spec.fields import format_size
 from tiers.disk.failures import NO_SPACE
-from tiers.disk.index.edit import Edit
+from tiers.disk.index.edit import PASSED, Edit
 from tiers.disk.index.rows import Slot
+from tiers.disk.index.uses import PendingUses
 from tiers.disk.slab import Slabs
 from tiers.store import Usage
 
@@ -43,40 +46,53 @@ def shortage(usage: Usage, capacity: int, free: int) -> str:
     return ""
 
 
-def allocate(edit: Edit, slabs: Slabs, size: int, batch: Collection[bytes]) -> Slot | None:
+def allocate(
+    edit: Edit, slabs: Slabs, size: int, batch: Collection[bytes], uses: PendingUses
+) -> Slot | None:
     """Reserve a slot of `size` bytes with disk space behind it, evicting blocks other than those of
     `batch` if need be. None: there is no room without them."""
     if size > edit.capacity:
         return None
     if edit.used > edit.capacity:
-        return _replace(edit, slabs, size, batch)
+        return _replace(edit, size, batch, uses)
     slot = _grow(edit, slabs, size)
     while slot is None:
-        victim = edit.oldest(batch)
+        victim = _oldest(edit, batch, uses)
         if victim is None:
             return None
         slot = _evict(edit, victim)
         if slot.size == size and edit.used <= edit.capacity:
             return slot
-        free(edit, slabs, slot)
+        edit.vacate(slot)
         if edit.used + size > edit.capacity:
             slot = None
         elif (slot := _grow(edit, slabs, size)) is None:
-            return None  # the file system is full of other things: evicting more won't help
+            return None  # the file system is full: evicting more gives no space before the commit
     return slot
 
 
-def _replace(edit: Edit, slabs: Slabs, size: int, batch: Collection[bytes]) -> Slot | None:
+def _oldest(edit: Edit, batch: Collection[bytes], uses: PendingUses) -> bytes | None:
+    """Return the block outside `batch` whose use is longest ago, or None; uses that are yet to be
+    written to the index count."""
+    written, stamp = edit.next_oldest((batch, uses)) or (None, math.inf)
+    for key, after in islice(iter(lambda: uses.take_before(stamp), None), PASSED):
+        entry = None if key in batch else edit.entry(key)
+        if entry is not None and entry.stamp <= after:
+            return key
+    return written or edit.oldest(batch)
+
+
+def _replace(edit: Edit, size: int, batch: Collection[bytes], uses: PendingUses) -> Slot | None:
     """Reserve the slot of an evicted block, in a tier that has yet to shrink to its capacity, which
     takes too long for one edit. None: the few oldest blocks have slots of another size."""
     for _ in range(_REPLACED_OF):
-        victim = edit.oldest(batch)
+        victim = _oldest(edit, batch, uses)
         if victim is None:
             return None
         slot = _evict(edit, victim)
         if slot.size == size:
             return slot
-        free(edit, slabs, slot)
+        edit.vacate(slot)
     return None
 
 
@@ -90,7 +106,7 @@ def _grow(edit: Edit, slabs: Slabs, size: int) -> Slot | None:
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        free(edit, slabs, slot)
+        edit.vacate(slot)
         return None
     return slot
 
@@ -100,19 +116,13 @@ def _evict(edit: Edit, key: bytes) -> Slot:
     return edit.retire(key)
 
 
-def free(edit: Edit, slabs: Slabs, slot: Slot) -> None:
-    """Free a reserved slot and its disk space."""
-    slabs[slot.size].punch([slot.number])
-    edit.vacate(slot)
-
-
-def shrink(edit: Edit, slabs: Slabs) -> bool:
+def shrink(edit: Edit, uses: PendingUses) -> bool:
     """Evict some of the blocks beyond the capacity; return whether more are."""
     for _ in range(AT_ONCE):
         if edit.used <= edit.capacity:
             return False
-        victim = edit.oldest(())
+        victim = _oldest(edit, (), uses)
         if victim is None:
             return False
-        free(edit, slabs, _evict(edit, victim))
+        edit.vacate(_evict(edit, victim))
     return bool(edit.used > edit.capacity)

@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import repeat
 
 _MAX_USES = 1 << 16
-"""Uses remembered until they are written down; beyond it the oldest are forgotten."""
+"""Blocks whose uses are remembered until they are written down; beyond it the oldest are
+forgotten."""
 
 AT_ONCE = 512
 """Blocks whose uses one edit writes down, in 2 ms: all processes wait for it."""
 
-_READ_AT_ONCE = 8 * AT_ONCE
-
 
 class PendingUses:
-    """Index keys in the order of their use. Any thread may record; one at a time takes, in an edit.
-    Needs no lock: a deque takes or gives its items in one step."""
+    """Index keys in the order of their last use. Any thread may record; others are for edits."""
 
     def __init__(self) -> None:
-        self._keys: deque[bytes] = deque(maxlen=_MAX_USES)
+        self.stamp = 0
+        """The last that the index gave, as far as this process knows; what is used from then on was
+        used after all that have it or an older one."""
+        self._uses: OrderedDict[bytes, int] = OrderedDict()
+        # Without it a key could be taken while it moves to the end. Held for memory's time alone.
+        self._lock = threading.Lock()
 
     def record(self, keys: Sequence[bytes]) -> None:
         """Remember a use of each of these index keys, the first key the most recent."""
-        self._keys.extend(reversed(keys))
+        with self._lock:
+            for key in reversed(keys):
+                self._uses[key] = self.stamp
+                self._uses.move_to_end(key)
+            for _ in repeat(None, len(self._uses) - _MAX_USES):
+                self._uses.popitem(last=False)
 
     def take(self) -> list[bytes]:
-        """Remove and return the oldest uses, `AT_ONCE` blocks at most; each block once, at its
-        last use."""
-        uses: dict[bytes, None] = {}
-        for _ in repeat(None, min(len(self._keys), _READ_AT_ONCE)):
-            key = self._keys.popleft()
-            uses.pop(key, None)
-            uses[key] = None
-            if len(uses) == AT_ONCE:
-                break
-        return list(uses)
+        """Remove and return the keys whose uses are the oldest, `AT_ONCE` at most."""
+        with self._lock:
+            return [self._uses.popitem(last=False)[0] for _ in range(min(AT_ONCE, len(self)))]
+
+    def take_before(self, stamp: float) -> tuple[bytes, int] | None:
+        """Remove and return the key whose use is the oldest, and the index's last stamp when it was
+        used, if that is less than `stamp`."""
+        with self._lock:
+            if self._uses and next(iter(self._uses.values())) < stamp:
+                return self._uses.popitem(last=False)
+            return None
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._uses
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._uses)

@@ -11,8 +11,8 @@ class LookupPace:
 
     A name costs that thread 0.2 to 0.4 us, and its block another microsecond, so that a long prompt
     would hold up all requests that decode. It is looked up over several steps instead, while it
-    waits for its turn. A short question costs a step little, and is not held back by those of
-    others.
+    waits for its turn; and so is what a hint is about. A short question costs a step little, and is
+    not held back by those of others.
     """
 
     OF_A_BLOCK = 3
@@ -32,12 +32,21 @@ class LookupPace:
         self._clock = clock
         self._left, self._at = float(self.AT_ONCE), clock()
 
+    def is_short(self, blocks: int) -> bool:
+        """Whether a question of so many blocks is never held back."""
+        return blocks * self._names <= self.FEW
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing was left when something was last looked up."""
+        return self._left <= 0
+
     def take(self, blocks: int) -> int:
         """How many of so many blocks are looked up now."""
         now = self._clock()
         self._left = min(self._left + (now - self._at) * self.A_SECOND, self.AT_ONCE)
         self._at = now
-        if blocks * self._names > self.FEW:
+        if not self.is_short(blocks):
             # Not a few names for each that waits: a call costs as much as a hundred.
             may = int(self._left) if self._left >= self.FEW else 0
             blocks = min(blocks, may // self._names)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tiers.connector.scheduler.hints.retaining import HeldSlots
 from tiers.connector.scheduler.looking_up.answers import Changes
+from tiers.connector.scheduler.looking_up.lookup_pace import LookupPace
 from tiers.connector.scheduler.looking_up.lookups import Lookup
 from tiers.connector.scheduler.managers.manager import DOWN, TierManager
 from tiers.host.slots import Demotes, Residency, SlotPool
@@ -34,6 +35,7 @@ class HostManager(TierManager):
         self._changes = Changes()
         self._on_evict = on_evict
         self.retaining = HeldSlots(residency, pool)
+        self.pace = LookupPace(ranks=1)
         residency.on_evict = self._evicted
 
     def _evicted(self, key: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiers.connector.scheduler.hints.retaining import Retaining
+from tiers.connector.scheduler.looking_up.lookup_pace import LookupPace
 from tiers.connector.scheduler.looking_up.lookups import Lookup
 from tiers.store import Usage
 from tiers.wrappers.guard import HEALTHY, Health
@@ -27,6 +28,8 @@ class TierManager:
     """Whether stores end as soon as the slots are filled, so that the engine should step on."""
     retaining = Retaining()
     """How the tier passes blocks by in eviction."""
+    pace = LookupPace(ranks=1)
+    """How much of its index this thread looks through in one step."""
 
     def coverage(
         self, lookup: Lookup, keys: Sequence[bytes], asked: range

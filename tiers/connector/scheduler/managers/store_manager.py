@@ -61,7 +61,7 @@ class StoreManager(TierManager):
         self._store = store
         self._clearing = Clearing(store, namespaces)
         self._parts = RankParts(store, namespaces, generation)
-        self._pace = LookupPace(len(namespaces))
+        self.pace = LookupPace(len(namespaces))
         self._generation = generation
         self._clock = clock
         self._changes = Changes()
@@ -93,10 +93,10 @@ class StoreManager(TierManager):
         if (index := self._index) is not None:
             self._follow(index, lookup, keys)
             if unknown := lookup.answers.unknown(asked, self._changes):
-                if count := self._pace.take(len(unknown)):
+                if count := self.pace.take(len(unknown)):
                     some = keys[unknown.start : unknown.start + count]
                     held = self._parts.peek(index, some)
-                    self._pace.took()
+                    self.pace.took()
                     self._note_asked(some, held)
                     lookup.answers.add(held)
                 if count < len(unknown):
