@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
+import time
+import weakref
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk, scheduler_of
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, scheduler_of
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.media import MediaMark, MediaMarks, joined
 from tiers.connector.policy.requests import RequestState, RequestTable, Scheduled
 from tiers.connector.scheduler.storing.offers import TierRequest, new_offers
-from tiers.engine import content_marks
-from tiers.engine.content_marks import ContentMarks, content_digest
+from tiers.engine import digesting
+from tiers.engine.content_marks import ContentMarks
+from tiers.engine.digesting import content_digest
 from tiers.engine.media_identity import media_marks, refuse_unmarked_media
 from tiers.engine.replay import ReplayEngine, answer
 
@@ -182,6 +184,7 @@ def test_a_request_waits_for_nothing_but_its_own_images() -> None:
     marks.forget("1")
     marks.forget("1")
     assert not marks._marks and not marks._names and not marks._digesting
+    assert not marks._digester._jobs
 
 
 def test_what_an_image_was_is_digested_once_while_the_engine_keeps_it() -> None:
@@ -189,9 +192,9 @@ def test_what_an_image_was_is_digested_once_while_the_engine_keeps_it() -> None:
     image = seen("a", RED)
     steps = marks.of(asked("1", image)).steps
     assert marks.of(asked("2", image)).steps == steps
-    assert len(marks._items) == 1
+    assert len(marks._digester._known) == 1
     image.data = None
-    assert len(marks._items) == 0, "nor is an image kept"
+    assert len(marks._digester._known) == 0, "nor is an image kept"
 
 
 @pytest.mark.parametrize("load", ["first", "longest", "stitched"])
@@ -223,27 +226,8 @@ class NeverKnown:
         return None
 
 
-def test_others_run_while_images_are_digested_before_the_tier_is_open(
-    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Blocks of a request are marked when it begins, for which the scheduler would wait else."""
-    made = engine(chain_of(disk(tmp_path)), late_facts=NeverKnown())
-    digesting: set[str] = set()
-    monkeypatch.setattr(MediaMarks, "ready", lambda _, request: request.request_id not in digesting)
-    with_images = made.add(range(30), 2)
-    digesting.add(with_images.request_id)
-    other = made.add(range(50), 2)
-    for _ in range(9):
-        made.step()
-    assert len(other.output) == 2 and not with_images.has_run
-    digesting.clear()
-    made.run()
-    assert with_images.output == answer(MODEL, range(30), 2)
-
-
-@pytest.mark.parametrize("why", ["the tier is not open", "the request may load nothing"])
 def test_the_engine_never_waits_for_digests(
-    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch, why: str
+    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = engine(chain_of(cpu(400)), prefix_caching=False)
     digesting = True
@@ -254,11 +238,7 @@ def test_the_engine_never_waits_for_digests(
 
     monkeypatch.setattr(MediaMarks, "ready", lambda *_: not digesting)
     monkeypatch.setattr(MediaMarks, "of", of)
-    params = None
-    if why == "the tier is not open":
-        scheduler_of(made)._health.ended()
-    else:
-        params = {"kvtiers": {"max_load_tokens": 0}}
+    params = {"kvtiers": {"max_load_tokens": 0}}
     request = made.add(range(30), 2, kv_transfer_params=params)
     for _ in range(20):
         made.step()
@@ -266,6 +246,37 @@ def test_the_engine_never_waits_for_digests(
     digesting = False
     made.run()
     assert request.output == answer(MODEL, list(range(30)), 2)
+
+
+@pytest.mark.parametrize("why", ["no tier is open yet", "no tier works", "it takes too long"])
+def test_a_request_goes_on_without_tiers_where_its_images_are_not_waited_for(
+    engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
+) -> None:
+    """Nothing is stored or loaded under a mark that is not known."""
+    late = why == "no tier is open yet"
+    chain = chain_of(disk(tmp_path) if late else cpu(400), max_wait="100ms")
+    made = engine(chain, prefix_caching=False, late_facts=NeverKnown() if late else None)
+    given_up: list[bool] = []
+
+    def of(_: MediaMarks, request: Any) -> MediaMark:
+        assert given_up, "every request waits"
+        return MediaMark([(0, b"its own")], shared=False)
+
+    monkeypatch.setattr(MediaMarks, "ready", lambda *_: bool(given_up))
+    monkeypatch.setattr(MediaMarks, "give_up", lambda *_, late: given_up.append(late))
+    monkeypatch.setattr(MediaMarks, "of", of)
+    if why == "no tier works":
+        scheduler_of(made)._health.ended()
+    request = made.add(range(30), 2)
+    made.step()
+    assert request.has_run is (why != "it takes too long")
+    end = time.monotonic() + 60
+    while len(request.output) < 2:
+        made.step()
+        assert time.monotonic() < end
+    assert given_up == [why == "it takes too long"]
+    made.settle()
+    assert measured(made, "stored_blocks") == 0
 
 
 def test_marks_are_forgotten_when_the_last_tier_has_heard_of_the_end(
@@ -285,25 +296,67 @@ def test_marks_are_forgotten_when_the_last_tier_has_heard_of_the_end(
     assert len(set(forgotten)) == 2 * MODEL.block_tokens - 1
 
 
-def test_a_digest_that_nobody_needs_any_more_holds_up_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    begin, digested = threading.Event(), []
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of a byte in ten milliseconds."""
+    pieces = digesting._pieces
 
-    def slow(item: Any) -> bytes:
-        assert begin.wait(30)
-        digested.append(item)
-        return b"digest"
+    def slowly(value: Any) -> Iterator[Any]:
+        for piece in pieces(value):
+            time.sleep(0.01 * piece.is_large)
+            yield piece
 
-    monkeypatch.setattr(content_marks, "content_digest", slow)
+    monkeypatch.setattr(digesting, "PIECE", 1)
+    monkeypatch.setattr(digesting, "_pieces", slowly)
+
+
+@pytest.mark.usefixtures("slow")
+def test_an_image_does_not_wait_behind_videos() -> None:
+    """Nor are videos digested for whom nobody waits any more."""
     marks = process()
-    requests = [asked(str(n), seen(str(n), RED)) for n in range(3)]
-    for request in requests:
-        marks.expect(request)
+    videos = [asked(str(n), seen(str(n), torch.rand(5000))) for n in range(24)]
+    for video in videos:
+        assert not marks.ready(video)
+    image = asked("image", seen("image", torch.rand(2)))
+    assert marks.of(image).shared
+    assert not any(map(marks.ready, videos)), "hours of work"
+    item = weakref.ref(videos[0].mm_features[0].data)
+    for video in videos:
+        marks.forget(video.request_id)
+        video.mm_features.clear()
+    assert not marks._digester._jobs and not marks._digesting
+    while item() is not None:
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("slow")
+def test_what_a_name_stood_for_is_open_while_its_digest_is_missing() -> None:
+    """The engine's caches have what was computed from it under that name."""
+    marks = process()
+    first, video = (
+        asked("1", seen("avatar", torch.rand(4))),
+        asked("2", seen("film", torch.rand(5000))),
+    )
+    for late in (first, video):
+        assert not marks.ready(late)
+        marks.give_up(late)
+        assert marks.ready(late) and not marks.of(late).shared and marks.of(late).steps
+    marks._given_up["1"][0].content.result()
+    same = asked("3", *first.mm_features)
+    assert not marks.of(same).shared, "the first may have another image, for all that is known yet"
     marks.forget("1")
-    begin.set()
-    assert marks.of(requests[2]).shared
-    assert len(digested) == 2
+    marks.forget("3")
+    assert marks.of(asked("4", *first.mm_features)).shared
+    marks.forget("2")
+    assert not marks.of(asked("5", seen("film", torch.rand(2)))).shared, "it was never digested"
+    assert not marks._undigested and not marks._given_up
+
+
+def test_where_nothing_is_ever_stored_nothing_is_digested() -> None:
+    marks = process()
+    request = asked("1", seen("a", RED))
+    marks.give_up(request, late=False)
+    assert marks.ready(request) and not marks._digester._jobs and not marks._digester._known
 
 
 def test_an_item_of_another_kind_than_known_ends_no_engine() -> None:
@@ -311,7 +364,7 @@ def test_an_item_of_another_kind_than_known_ends_no_engine() -> None:
     image.data = dict(image.data)
     marks = process()
     assert marks.of(asked("1", image)).steps == process().of(asked("2", seen("a", RED))).steps
-    assert not marks._items
+    assert not marks._digester._known
 
 
 def configured(caching: bool = True, cache_gb: float = 4, media: bool = True) -> Any:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-
-from tiers.concurrency.executors import io_executor
 from tiers.connector.contract.media import MARK_BYTES, MediaMark, MediaMarks
-from tiers.errors import KVTiersError
+from tiers.engine.digesting import Digester
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +31,32 @@ _SEVERAL = (
 )
 
 
+_LATE = (
+    "media of request %s were not digested within max_wait: it is computed without tiers, and "
+    "nothing of it is stored (said once)"
+)
+
+
+class _Asked(NamedTuple):
+    """A medium of a request, and the digest of its content."""
+
+    medium: Any
+    item: Any
+    content: Future[bytes | None]
+
+
 class ContentMarks(MediaMarks):
     """Makes the marks of requests with media, from digests of what the model is given.
 
     The engine's block hashes contain a medium's name: a digest of its content, what the client
-    called it, or a counter. Nothing says which, so the content is digested here, on a background
-    thread. A medium whose content does not reach this process is identified by its name, for this
+    called it, or a counter. Nothing says which, so the content is digested here, on background
+    threads. A medium whose content does not reach this process is identified by its name, for this
     process only.
 
     The engine's own caches rely on names. Once one name had two contents, they may hold KV of
-    either under it, so nothing of requests with that name is stored from then on.
+    either under it, so nothing of requests with that name is stored from then on. The same while a
+    request runs of whose media the content was not waited for, and afterwards if it is not known
+    then.
 
     Used by the scheduler's thread.
     """
@@ -61,36 +72,57 @@ class ContentMarks(MediaMarks):
         """The content of each name, in order of use; None: it had several."""
         self._marks: dict[str, MediaMark] = {}
         self._names: dict[str, set[str]] = {}
-        self._digesting: dict[str, Future[list[bytes | None]]] = {}
-        self._items: dict[int, tuple[weakref.ref[Any], bytes | None]] = {}
-        self._thread = io_executor(1, "digest")
+        self._digesting: dict[str, list[_Asked]] = {}
+        self._given_up: dict[str, list[_Asked]] = {}
+        self._undigested: Counter[str] = Counter()
+        """Names of media of requests in `_given_up`."""
+        self._digester = Digester()
         self._said: set[str] = set()
 
     def expect(self, request: Any) -> None:
         """Begin to digest the media of a request that are not digested yet."""
-        items = [medium.data for medium in self._unmarked(request)]
-        if items and request.request_id not in self._digesting:
-            self._digesting[request.request_id] = self._thread.submit(
-                lambda: [self._digest_once(item) for item in items]
-            )
+        media = self._unmarked(request)
+        if media and request.request_id not in self._digesting:
+            self._digesting[request.request_id] = [
+                _Asked(medium, medium.data, self._digester.ask(medium.data)) for medium in media
+            ]
 
     def ready(self, request: Any) -> bool:
         """Return whether all media of a request are digested; begin to digest them."""
         self.expect(request)
-        future = self._digesting.get(request.request_id)
-        return future is None or future.done()
+        return all(one.content.done() for one in self._digesting.get(request.request_id, ()))
+
+    def give_up(self, request: Any, *, late: bool = True) -> None:
+        """Wait for the digests of a request no more: its mark is nobody else's, and nothing of it
+        is stored. `late`: because they take too long."""
+        media = self._unmarked(request)
+        if not media:
+            return
+        if late and _LATE not in self._said:
+            self._said.add(_LATE)
+            logger.warning(_LATE, request.request_id)
+        asked = self._digesting.pop(request.request_id, [])
+        unasked = [_Asked(medium, None, Future()) for medium in media[len(asked) :]]
+        mark = self._marks.setdefault(request.request_id, MediaMark())
+        mark.steps.append((media[0].mm_position.offset, secrets.token_bytes(MARK_BYTES)))
+        mark.shared = False
+        given_up = self._given_up.setdefault(request.request_id, [])
+        given_up += asked + unasked
+        self._undigested.update(one.medium.identifier for one in asked + unasked)
 
     def of(self, request: Any) -> MediaMark:
         """Return a request's mark, which grows if media are added while it runs. Waits for the
         digests; call it once `ready`."""
         while self._unmarked(request):
             self.expect(request)
-            self._mark(request, self._digesting.pop(request.request_id).result())
+            asked = self._digesting[request.request_id]
+            self._mark(request, [one.content.result() for one in asked])
+            self._drop(self._digesting.pop(request.request_id))
         return self._marks.get(request.request_id, MediaMark())
 
     def _unmarked(self, request: Any) -> Sequence[Any]:
         """Return the media that the request's mark does not stand for yet."""
-        if self._trust_names:
+        if self._trust_names or request.request_id in self._given_up:
             return ()
         marked = self._marks.get(request.request_id, MediaMark())
         return (getattr(request, "mm_features", None) or ())[len(marked.steps) :]
@@ -115,23 +147,19 @@ class ContentMarks(MediaMarks):
         """Drop the marks of a request. What its names stood for is kept."""
         self._marks.pop(request_id, None)
         self._names.pop(request_id, None)
-        digesting = self._digesting.pop(request_id, None)
-        if digesting is not None:
-            digesting.cancel()  # others wait for theirs behind it
+        for one in (given_up := self._given_up.pop(request_id, [])):
+            name = one.medium.identifier
+            self._undigested -= Counter([name])
+            if one.content.done():
+                self._known(name, one.content.result())
+            else:  # the engine's caches may have it under this name for as long as it runs
+                self._contents[name] = None
+        self._drop(given_up)
+        self._drop(self._digesting.pop(request_id, []))
 
-    def _digest_once(self, item: Any) -> bytes | None:
-        """Digest an item once for as long as it lives: the engine keeps those that come again."""
-        ref, digest = self._items.get(id(item), (None, None))
-        if ref is None or ref() is not item:
-            digest = content_digest(item)
-            if item is not None:
-                here = id(item)
-                with suppress(TypeError):  # some kinds of objects can't be watched
-                    self._items[here] = (
-                        weakref.ref(item, lambda _: self._items.pop(here, None)),
-                        digest,
-                    )
-        return digest
+    def _drop(self, asked: Sequence[_Asked]) -> None:
+        for one in asked:
+            self._digester.drop(one.item)
 
     def _known(self, name: str, content: bytes | None) -> bytes | None:
         """Return what `name` stands for, None if for several contents. A name without a known
@@ -144,7 +172,7 @@ class ContentMarks(MediaMarks):
         if len(self._contents) > self._room:
             self._contents.popitem(last=False)
         if first == content:
-            return content
+            return None if name in self._undigested else content
         self._contents[name] = None
         for request_id, names in self._names.items():
             if name in names:
@@ -157,44 +185,6 @@ class ContentMarks(MediaMarks):
         if what not in self._said:
             self._said.add(what)
             logger.warning(what)
-
-
-def content_digest(item: Any) -> bytes | None:
-    """Digest all tensors and values that a model is given of one medium; None if some are not in
-    this process, or if there are no tensors."""
-    digest = hashlib.sha256()
-    try:
-        tensors = feed(digest, {name: element.data for name, element in item.items()})
-    except (Unknown, AttributeError, TypeError, ValueError, RuntimeError):
-        # The item is of another shape, or has tensors without plain bytes.
-        return None
-    return digest.digest()[:MARK_BYTES] if tensors else None
-
-
-class Unknown(KVTiersError):
-    """A value that does not show the content, such as the address where it is kept."""
-
-
-def feed(digest: Any, value: Any) -> int:
-    """Feed a value to `digest`, other bytes for any other value; return how many tensors it has."""
-    if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu":
-            raise Unknown
-        digest.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
-        flat = value.detach().contiguous().flatten()
-        digest.update(flat.view(torch.uint8).numpy().data)
-        return 1
-    if isinstance(value, dict):
-        digest.update(f"dict {len(value)};".encode())
-        return sum(feed(digest, [key, value[key]]) for key in sorted(value))
-    if isinstance(value, list | tuple):
-        digest.update(f"list {len(value)};".encode())
-        return sum(feed(digest, one) for one in value)
-    if value is None or isinstance(value, bool | int | float | str):
-        text = repr(value).encode()
-        digest.update(f"{type(value).__name__} {len(text)};".encode() + text)
-        return 0
-    raise Unknown
 
 
 def _place(medium: Any) -> bytes:

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from tiers.connector.contract.adapters import LoadedAdapter, LoadedAdapters
-from tiers.engine.content_marks import Unknown, feed
+from tiers.engine.digesting import Unknown, feed
 from tiers.engine.identity.adapter_files import folder_stamp, settled_stamp
 
 logger = logging.getLogger(__name__)

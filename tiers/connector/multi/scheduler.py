@@ -103,13 +103,29 @@ class MultiScheduler(EveryChild):
         self._chooser.arrived()
         super().on_new_request(request)
 
+    @property
+    def is_up(self) -> bool:
+        """Whether any tier is; other connectors of the engine need no marks of ours."""
+        return any(getattr(child, "is_up", False) for child in self.children)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all tiers are."""
+        return all(getattr(child, "is_lost", True) for child in self.children)
+
+    def _is_marked(self, request: Request) -> bool:
+        """Whether a request's media are digested, or not waited for."""
+        if self.is_lost:
+            self._requests.engine.media.give_up(request, late=False)
+        return self._requests.is_marked(request, wait=self.is_up)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         notes = self._explainer.asked(request, num_computed_tokens)
         # Also one that nobody may load anything for: whoever begins it asks for its marks, and the
         # engine would wait for them.
-        if not self._requests.ready(request):
+        if not self._is_marked(request):
             return None, False
         state = self._requests.of(request)
         choice = self._without_asking(state)

@@ -138,6 +138,8 @@ class RequestTable:
         self._max_wait = max_wait
         self._prompt_only = prompt_only
         self._states: dict[str, RequestState] = {}
+        self._unmarked: dict[str, WaitBudget] = {}
+        """Of requests whose media are waited for."""
         self._allocated: set[int] = set()
         self._computed_since: set[int] | None = None
         """Paged blocks computed since the weights changed and the engine kept its own cache; None:
@@ -151,17 +153,35 @@ class RequestTable:
         """The state of a request that is known."""
         return self._states.get(request.request_id)
 
+    def is_marked(self, request: Request, wait: bool) -> bool:
+        """Whether `of` answers at once: a request's marks are known, or its media are waited for no
+        more. `max_wait` is charged; without `wait` media are not waited for at all."""
+        if self.ready(request):
+            return True
+        media = self.engine.media
+        budget = self._unmarked.setdefault(request.request_id, self._wait_budget())
+        budget.loads()
+        if wait and budget.left() > 0:
+            return False
+        media.give_up(request, late=wait)
+        return self.ready(request)
+
+    def _wait_budget(self) -> WaitBudget:
+        return WaitBudget(self._now, self._max_wait)
+
     def of(self, request: Request) -> RequestState:
         """The state of a request, which is known from now on."""
         state = self._states.get(request.request_id)
         if state is None:
             limits = self._limits.read(request)
+            budget = self._unmarked.pop(request.request_id, None) or self._wait_budget()
+            budget.loaded()
             state = self._states[request.request_id] = RequestState(
                 request,
                 limits,
                 self.engine.marks.of(request),
                 self.engine.media.of(request),
-                WaitBudget(self._now, self._max_wait),
+                budget,
                 may_store=limits.store is not False,
                 prompt_only=limits.store == "prompt"
                 or (self._prompt_only and limits.store is None),
@@ -327,6 +347,7 @@ class RequestTable:
         """Drop a request that has finished, in all tiers."""
         self.engine.media.forget(request.request_id)
         self.engine.marks.forget(request.request_id)
+        self._unmarked.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
         if state is not None:
             state.wait_budget.loaded()  # nobody waits for a load that may never end

@@ -125,6 +125,17 @@ class OffloadingScheduler(SchedulerConnector):
         return self._context.open.pool
 
     @property
+    def is_up(self) -> bool:
+        """Whether the tier is open, and loads or stores now."""
+        health = self._health
+        return health.usable and (health.reads or health.writes)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the tier never loads or stores again."""
+        return self._health.is_settled and not self._health.usable
+
+    @property
     def slots_pinned(self) -> int:
         """Slots that blocks on their way into the tier hold."""
         return self._stores.reservations.slots_pinned
@@ -216,7 +227,7 @@ class OffloadingScheduler(SchedulerConnector):
 
     def on_new_request(self, request: Request) -> None:
         """Begin to find out what the tier has of a request, if it can't tell at once."""
-        if not self._requests.ready(request) or not self._health.usable:
+        if not self._health.usable or not self._requests.ready(request):
             return
         state = self._requests.of(request)
         keys = self._requests.keys(state)
