@@ -14,7 +14,7 @@ MARGIN = 0.05
 """Part by which loading must be faster than computing: rates are estimates."""
 CROWD = 4
 """Seconds of the engine that a second of computing counts for, at most, where others wait."""
-ENOUGH = 0.25
+ENOUGH = 0.05
 """A load that takes no more of the time of computing is not compared with other plans."""
 LEAST_PATIENCE = 1.0
 """Seconds that a load may take, however fast it should be and the engine is."""

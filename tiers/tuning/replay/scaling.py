@@ -70,8 +70,8 @@ def scaled(
     hosts = sum(tier.capacity // stride for tier in tiers if isinstance(tier, HostSpec))
     slots = PoolSize.of(chain, engine).slots(scale.real_bytes)
     staging = max(1, slots - hosts) * stride
-    kept = chain.model_fields_set - _WATCH
-    settings = {name: getattr(chain, name) for name in kept}
+    kept = chain.model_fields_set - _WATCH - {"tiers", "staging"}
+    settings = chain.model_dump(mode="json", include=kept)  # a duration is text, as in the YAML
     return ChainSpec.model_validate({**settings, "tiers": tuple(tiers), "staging": staging})
 
 
@@ -128,5 +128,5 @@ def linked(
             link = Link(clock, profile, scale.real_bytes)
             tiers.append(tier)
         links[tier.tier_name] = link
-    settings = {name: getattr(chain, name) for name in chain.model_fields_set}
+    settings = chain.model_dump(mode="json", include=chain.model_fields_set - {"tiers"})
     return ChainSpec.model_validate({**settings, "tiers": tuple(tiers)}), links
