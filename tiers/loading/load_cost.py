@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 from tiers.loading.linear_fit import LatencyModel, LinearFit
 from tiers.loading.shares import Pace
@@ -23,6 +24,7 @@ LEAST_SECONDS = 1e-9
 @dataclass
 class _Load:
     tokens: int
+    shared: bool
     steps: int = 0
     began: float = math.inf
 
@@ -47,7 +49,7 @@ class LoadCost:
 
     def began(self, job_id: int, tokens: int) -> None:
         """A load was ordered."""
-        self._loads[job_id] = _Load(tokens)
+        self._loads[job_id] = _Load(tokens, bool(self._loads))
         self._queued += tokens
 
     def stepped(self) -> None:
@@ -81,7 +83,9 @@ class LoadCost:
         slow = late and seconds > (line.seconds(load.tokens) if line is not None else 0.0)
         tokens = load.tokens if whole or (slow and not arrived) else arrived
         if tokens and seconds > 0:
-            self._pace.add(tokens, seconds)
+            # What moved beside it, from its beginning or to its end, took a part of the tier.
+            others = (load.shared + bool(self._loads)) / 2
+            self._pace.add(tokens, seconds / (1 + others * (ABREAST - 1)))
 
     @property
     def line(self) -> LinearFit | None:
@@ -116,7 +120,7 @@ class LoadCost:
         if line is None:
             return self._oldest()
         own = line.seconds(tokens) * self._doubt
-        return max(self._queued / ABREAST * line.each + own, self._oldest())
+        return max(self._waiting * line.each + own, self._oldest())
 
     def pace(self, tokens: int) -> Pace | None:
         """How soon the tier delivers blocks of so many tokens; None: not measured yet.
@@ -130,9 +134,16 @@ class LoadCost:
             return None
         overdue = self._oldest()
         hangs = overdue > line.seconds(self._queued)
-        ready = overdue if hangs else self._queued / ABREAST * line.each
+        ready = overdue if hangs else self._waiting * line.each
         each = max(line.each * tokens, LEAST_SECONDS)
         return Pace(ready + line.fixed * self._doubt, each * self._doubt)
+
+    @property
+    def _waiting(self) -> float:
+        """Tokens to load before a load that is ordered now: those that run are half done, in the
+        mean."""
+        running = islice(self._loads.values(), ABREAST)
+        return self._queued - sum(load.tokens for load in running) / 2
 
     @property
     def _doubt(self) -> int:
