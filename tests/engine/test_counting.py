@@ -11,6 +11,8 @@ import pytest
 
 from spec.chain import ChainSpec, LoadPolicy
 from spec.offloading import StoreContext
+from tests.support.clock import Clock, wait_for
+from tests.support.explaining import last_told, tier_of
 from tests.support.replay_chains import (
     MODEL,
     SLOT,
@@ -24,11 +26,13 @@ from tests.support.replay_chains import (
 )
 from tests.support.servers import RedisServer
 from tests.support.slow_store import SlowSpec, TroubledStore
+from tiers.connector.scheduler.looking_up.lookup_pace import LookupPace
 from tiers.connector.scheduler.managers.host_manager import HostManager
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierUnavailable
+from tiers.explain.text import lines
 
 MakeEngine = Callable[..., ReplayEngine]
 NO_LOAD = {"kvtiers": {"max_load_tokens": 0}}
@@ -134,6 +138,112 @@ def test_a_request_that_may_load_nothing_is_not_looked_up_and_yet_stored(
     assert store.asked == asked and request.loaded_tokens == 0
     assert measured(made, "lookups") == 1, "that of the first request"
     assert len(store.blocks) == known + 2
+
+
+def test_a_tiers_answer_and_the_engines_notice_are_told_apart(
+    engine: MakeEngine, store: TroubledStore, tmp_path: Path
+) -> None:
+    """A store answers in a quarter of a second, and the engine's step takes nine."""
+    store.slow.indexed = False
+    made, clock = explaining(engine, tmp_path)
+    store.pace.hang("has")
+    made.add(PROMPT, 1)
+    made.step()  # the engine asks
+    clock.now += 0.25
+    store.pace.resume()
+    queue = manager_of(made)._queue
+    wait_for(lambda: not queue._calls)
+    clock.now += 9
+    made.run()
+    assert samples(made) == (0.25, 9)
+    told = last_told(made)
+    assert (tier_of(told, "slow")["lookup_ms"], tier_of(told, "slow")["notice_ms"]) == (250, 9000)
+    times = told["attempts"][0]["milliseconds"]
+    assert (times["lookup"], times["notice"]) == (250, 9000)
+    assert "answered in 250 ms, which the engine took 9000 ms later" in "\n".join(lines(told))
+
+
+def test_what_was_waited_for_a_tier_that_goes_down_is_no_notice(
+    engine: MakeEngine, store: TroubledStore, tmp_path: Path
+) -> None:
+    store.slow.indexed = False
+    made, clock = explaining(engine, tmp_path, deadline="100ms")
+    store.pace.hang("has")
+    made.add(PROMPT, 1)
+    made.step()
+    clock.now += 0.25
+    wait_for(lambda: not manager_of(made).health().reads)
+    made.run()
+    told = last_told(made)
+    assert tier_of(told, "slow")["why"] == "down"
+    times = told["attempts"][0]["milliseconds"]
+    assert (times["lookup"], times["notice"]) == (250, 0)
+    store.pace.resume()
+
+
+def test_an_answer_that_was_there_before_the_engine_asked_is_noticed_at_once(
+    engine: MakeEngine, store: TroubledStore, tmp_path: Path
+) -> None:
+    store.slow.indexed = False
+    made, clock = explaining(engine, tmp_path)
+    made.add(PROMPT, 1)
+    queue = manager_of(made)._queue
+    wait_for(lambda: not queue._calls and not queue._waiting)
+    clock.now += 9  # the step that was under way
+    made.run()
+    assert samples(made) == (0, 0)
+    assert last_told(made)["attempts"][0]["milliseconds"]["lookup"] == 0
+
+
+def test_a_prompt_that_is_looked_up_in_steps_does_not_count_them_as_its_tiers_time(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LookupPace, "FEW", 8)
+    monkeypatch.setattr(LookupPace, "AT_ONCE", 16)
+    made, clock = explaining(engine, tmp_path, disk(tmp_path / "disk"))
+    wait_for(lambda: manager_of(made)._index is not None)
+    made.add(PROMPT, 1)
+    steps = 0
+    while measured(made, "lookups", "disk") < 2:
+        clock.now += 3
+        made.step()
+        steps += 1
+    made.run()
+    assert steps > 1
+    assert samples(made) == (0, 3 * (steps - 1))
+    assert tier_of(last_told(made), "disk")["notice_ms"] == 3000 * (steps - 1)
+
+
+PROMPT = [*range(50)]
+
+
+def explaining(
+    engine: MakeEngine, tmp_path: Path, tier: Any = None, **slow: Any
+) -> tuple[ReplayEngine, Clock]:
+    """An engine over this tier or `slow_store`, which has stored the prompt, and its clock."""
+    settings: dict[str, Any] = {"max_wait": "100s", "explain": {"folder": tmp_path / "explain"}}
+    settings["tiers"] = chain_of(tier).tiers if tier else (SlowSpec(type="slow", **slow),)
+    clock = Clock()
+    chain = ChainSpec(version=1, load_when="always", **settings)
+    made = engine(chain, prefix_caching=False, now=clock)
+    made.generate(PROMPT, 1)
+    made.settle()
+    return made, clock
+
+
+def manager_of(made: ReplayEngine) -> StoreManager:
+    manager = scheduler_of(made)._context.open.manager
+    assert isinstance(manager, StoreManager)
+    return manager
+
+
+def samples(made: ReplayEngine) -> tuple[float, float]:
+    """Of the last lookup: what the tier took, and then the engine."""
+    (measures,) = made.stats.data.values()
+    answers, notices = measures["lookup_seconds"], measures["lookup_notice_seconds"]
+    assert isinstance(answers, list) and isinstance(notices, list)
+    assert len(answers) == len(notices) == measures["lookups"]
+    return answers[-1], notices[-1]
 
 
 def test_what_a_server_has_already_is_renewed_and_not_stored_once_more(

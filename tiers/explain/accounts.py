@@ -118,7 +118,8 @@ class Accounts:
         part = next((p for p in list(one.parts) if p.child == child), None)
         if answer is not None:
             told |= {"asked_blocks": answer.asked, "held_blocks": answer.held}
-            told |= {"miss": answer.miss, "lookup_ms": _ms(answer.seconds)}
+            told |= {"miss": answer.miss, "lookup_ms": _ms(answer.times.answer)}
+            told["notice_ms"] = _ms(answer.times.notice)
         if child in one.foreign:
             told["said_tokens"] = one.foreign[child]
         if part is not None:
@@ -185,9 +186,10 @@ def _state(notes: RequestNotes) -> str:
 def _times(one: Attempt, now: float | None) -> dict[str, float | None]:
     """What the request waited, by the scheduler's clock."""
     began = one.allocated if now is None else now
-    looked = max((a.seconds for a in one.answers), default=0.0)
+    looked = one.looked_for
     return {
-        "lookup": _ms(looked),
+        "lookup": _ms(looked.waited - looked.notice),
+        "notice": _ms(looked.notice),
         "other_load": _ms(one.joined_for),
         "until_begun": None if began is None else _ms(began - one.asked),
         "load": None if one.external and one.loaded_at is None else _ms(one.loaded_for),

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
-from tiers.connector.contract.messages import NO_TIMES, LoadTimes
+from tiers.connector.contract.messages import NO_LOOKUP_TIMES, NO_TIMES, LoadTimes, LookupTimes
 from tiers.connector.contract.protocols import Request
 
-Reasons = Mapping[int, Callable[[Request], str]]
-"""Of children that say why they cover no block of a request: what to ask them."""
 
-RawAnswer = tuple[int, range, Sequence[int], float]
-"""A child, the blocks that it was asked for, how much it has of each, and seconds."""
+class Explained(Protocol):
+    """A child that tells of its lookups."""
+
+    def why_nothing(self, request: Request) -> str:
+        """Why it covers no block of a request that is about to begin: a word of
+        `accounts.REASONS`; empty: it was asked, and has none."""
+
+    def lookup_times(self, request: Request) -> LookupTimes:
+        """What its answers about a request that is about to begin took."""
+
+
+RawAnswer = tuple[int, range, Sequence[int]]
+"""A child, the blocks that it was asked for, and how much it has of each."""
 
 
 class TierAnswer(NamedTuple):
     """What a child had of the blocks it was asked for. `miss`: the first block it lacks, or None.
-    `seconds`: until it answered. `why`: why it has nothing, where that is no mere miss."""
+    `times`: what its answers took. `why`: why it has nothing, where that is no mere miss."""
 
     child: int
     first: int
     asked: int
     held: int
     miss: int | None
-    seconds: float
+    times: LookupTimes
     why: str = ""
 
 
@@ -49,22 +58,24 @@ class LoadPart:
         return sum(map(len, self.ranges))
 
 
-def count_answers(raw: Sequence[RawAnswer], request: Request, reasons: Reasons) -> list[TierAnswer]:
+def count_answers(
+    raw: Sequence[RawAnswer], request: Request, tellers: Mapping[int, Explained]
+) -> list[TierAnswer]:
     """What the raw answers come to, for each child that was asked."""
     answers: dict[int, TierAnswer] = {}
-    for child, blocks, held, seconds in raw:
+    for child, blocks, held in raw:
         count, miss = _held(blocks, held)
         before = answers.get(child)
         if before is None:
-            reason = reasons[child](request) if not count and child in reasons else ""
-            answers[child] = TierAnswer(
-                child, blocks.start, len(held), count, miss, seconds, reason
-            )
+            teller = tellers.get(child)
+            times = teller.lookup_times(request) if teller else NO_LOOKUP_TIMES
+            why = teller.why_nothing(request) if teller and not count else ""
+            answers[child] = TierAnswer(child, blocks.start, len(held), count, miss, times, why)
         else:
-            _, first, asked, so_far, first_miss, spent, reason = before
+            _, first, asked, so_far, first_miss, times, why = before
             answers[child] = TierAnswer(
                 *(child, first, asked + len(held), so_far + count),
-                *(miss if first_miss is None else first_miss, spent + seconds, reason),
+                *(miss if first_miss is None else first_miss, times, why),
             )
     return list(answers.values())
 

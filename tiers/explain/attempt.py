@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from tiers.connector.contract.messages import LoadTimes
+from tiers.connector.contract.messages import NO_LOOKUP_TIMES, LoadTimes, LookupTimes
 from tiers.connector.contract.protocols import Request
-from tiers.explain.answers import LoadPart, RawAnswer, Reasons, TierAnswer, count_answers
+from tiers.explain.answers import Explained, LoadPart, RawAnswer, TierAnswer, count_answers
 
 Coverage = Callable[[range], Sequence[int] | None]
 """How much of each of these blocks a child holds, zero for none; None: it is still looking."""
@@ -50,17 +50,7 @@ class Attempt:
     """
 
     __slots__ = (
-        *(
-            "_raw",
-            "_since",
-            "allocated",
-            "answers",
-            "asked",
-            "asks",
-            "cached",
-            "choice",
-            "external",
-        ),
+        *("_raw", "allocated", "answers", "asked", "asks", "cached", "choice", "external"),
         *("foreign", "joined", "limits", "loaded_at", "parts", "preempted", "spent", "started"),
         *("started_at", "tokens", "waits_for"),
     )
@@ -83,7 +73,6 @@ class Attempt:
         self.started: int | None = None
         self.started_at: float | None = None
         self._raw: list[RawAnswer] = []
-        self._since: dict[int, float] = {}
 
     # -- while it is decided -----------------------------------------------------------------
 
@@ -96,13 +85,9 @@ class Attempt:
         """A coverage that notes what it answers."""
 
         def noted(blocks: range) -> Sequence[int] | None:
-            began = time.perf_counter()
             held = coverage(blocks)
-            if held is None:
-                self._since.setdefault(child, began)
-            else:
-                since = self._since.pop(child, began) if self._since else began
-                self._raw.append((child, blocks, held, time.perf_counter() - since))
+            if held is not None:
+                self._raw.append((child, blocks, held))
             return held
 
         return noted
@@ -132,13 +117,13 @@ class Attempt:
         shares: Mapping[int, Sequence[range]],
         external: int,
         request: Request,
-        reasons: Reasons,
+        tellers: Mapping[int, Explained],
     ) -> None:
-        """The engine begins it. `reasons`: of children that say why they cover nothing."""
+        """The engine begins it. `tellers`: the children that tell of their lookups."""
         self.allocated = time.perf_counter()
         self.choice, self.external = choice, external
         self.parts = [LoadPart(child, ranges) for child, ranges in shares.items()]
-        self.answers = count_answers(self._raw, request, reasons)
+        self.answers = count_answers(self._raw, request, tellers)
         self._raw = []
 
     # -- while it loads ----------------------------------------------------------------------
@@ -166,8 +151,13 @@ class Attempt:
     @property
     def waited(self) -> float:
         """Seconds that it waited for tiers so far."""
-        looked = max((answer.seconds for answer in self.answers), default=0.0)
-        return looked + self.joined_for + self.loaded_for
+        return self.looked_for.waited + self.joined_for + self.loaded_for
+
+    @property
+    def looked_for(self) -> LookupTimes:
+        """What the lookup took of the tier that it waited for longest."""
+        times = (answer.times for answer in self.answers)
+        return max(times, key=lambda one: one.waited, default=NO_LOOKUP_TIMES)
 
     @property
     def joined_for(self) -> float:
@@ -218,7 +208,7 @@ class _Unnoted(Attempt):
         shares: Mapping[int, Sequence[range]],
         external: int,
         request: Request,
-        reasons: Reasons,
+        tellers: Mapping[int, Explained],
     ) -> None:
         """Nothing is noted."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiers.connector.contract.protocols import Request, SchedulerOutput
-from tiers.explain.answers import Reasons
+from tiers.explain.answers import Explained
 from tiers.explain.attempt import UNNOTED, Attempt, Decision
 from tiers.explain.notes import RequestNotes
 
@@ -33,10 +33,10 @@ class Explainer:
         choice: Decision,
         shares: Shares,
         external: int,
-        reasons: Reasons,
+        tellers: Mapping[int, Explained],
     ) -> Attempt:
         """The engine begins it; the children load their `shares`, `external` tokens together.
-        `reasons`: see `Attempt.begins`."""
+        `tellers`: see `Attempt.begins`."""
         return UNNOTED
 
     def runs(self, output: SchedulerOutput) -> None:
@@ -94,14 +94,14 @@ class Explanations(Explainer):
         choice: Decision,
         shares: Shares,
         external: int,
-        reasons: Reasons,
+        tellers: Mapping[int, Explained],
     ) -> Attempt:
         """The engine begins it, as it was asked last."""
         notes = self._under_way.get(request.request_id)
         attempt = None if notes is None else notes.pending
         if notes is None or attempt is None:
             return UNNOTED
-        attempt.begins(choice, shares, external, request, reasons)
+        attempt.begins(choice, shares, external, request, tellers)
         notes.add(attempt)
         self._begun[request.request_id] = attempt
         if external and not attempt.preempted:

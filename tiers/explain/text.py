@@ -60,6 +60,9 @@ def _tier(tier: Told) -> str:
         said += f"; held {tier['held_blocks']} of {tier['asked_blocks']} blocks asked for"
         if tier["why"] != "miss" and tier["miss"] is not None:
             said += f", not block {tier['miss']}"
+        if tier["notice_ms"]:
+            took, notice = tier["lookup_ms"], tier["notice_ms"]
+            said += f"; answered in {took:g} ms, which the engine took {notice:g} ms later"
     if "wait_ms" in tier:
         parts = ", ".join(f"{name} {tier[f'{name}_ms']:g}" for name in PARTS)
         said += f"; {tier['wait_ms']:g} ms ({parts})"

@@ -101,7 +101,8 @@ def test_histograms_agree_with_the_counters(served: VllmServer) -> None:
         found = metrics[f"vllm:kvtiers_{name}"]
         return {tier: value for tier, value in found.items() if tier != REFUSED}
 
-    assert ours("lookup_seconds_count") == ours("lookups_total")
+    lookups = ours("lookups_total")
+    assert ours("lookup_seconds_count") == ours("lookup_notice_seconds_count") == lookups
     assert ours("load_seconds_count") == ours("load_size_bytes_count") == {"cpu": 1, "ssd": 1}
     assert ours("store_seconds_count") == {"cpu": 5, "ssd": 4}
     for name in ("lookup_seconds_sum", "load_seconds_sum", "store_seconds_sum"):

@@ -137,6 +137,19 @@ class LoadTimes(NamedTuple):
 NO_TIMES = LoadTimes()
 
 
+class LookupTimes(NamedTuple):
+    """Parts of a lookup, in seconds. `answer`: from the question to the tier's answer. `notice`:
+    from there to the engine's step that took it. `waited`: from the step in which the engine asked
+    first to that one; a question may have come up before."""
+
+    answer: float = 0.0
+    notice: float = 0.0
+    waited: float = 0.0
+
+
+NO_LOOKUP_TIMES = LookupTimes()
+
+
 @dataclass
 class JobResult:
     """How a job ended: on how many ranks, which of its items failed on any of them, and how many

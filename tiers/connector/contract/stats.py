@@ -75,7 +75,12 @@ _BYTES = tuple(float(1 << power) for power in range(16, 33, 2))
 
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "lookup_seconds": (
-        "Seconds from the lookup of a request to the tier's answer.",
+        "Seconds that the tier took to answer about a request; of a lookup that was given up, "
+        "until then.",
+        (1e-5, 3e-5, *_SECONDS),
+    ),
+    "lookup_notice_seconds": (
+        "Seconds for which the answer was there, and waited for a step of the engine.",
         (1e-5, 3e-5, *_SECONDS),
     ),
     "load_seconds": ("Seconds of a load on one rank.", _SECONDS),

@@ -26,7 +26,7 @@ from tiers.connector.multi.weight_agreement import WeightAgreement
 from tiers.connector.policy.choice import LATER, NOBODY, Choice, clip, tokens_of_each
 from tiers.connector.policy.chooser import Chooser, load_costs
 from tiers.connector.policy.load_sharing import LoadSharing
-from tiers.connector.policy.loaders import BlockLoader, reasons_of
+from tiers.connector.policy.loaders import BlockLoader, explained
 from tiers.connector.policy.lookup_latency import LookupLatency
 from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
@@ -93,7 +93,7 @@ class MultiScheduler(EveryChild):
         self._changes = RepeatedLog(logger, "the weights", "changes without a reset")
         self._observers = settings.observers
         self._explainer = settings.explainer
-        self._reasons = reasons_of(children)
+        self._tellers = explained(children)
         self._more_saves: dict[str, int] = {}
 
     def on_new_request(self, request: Request) -> None:
@@ -171,7 +171,7 @@ class MultiScheduler(EveryChild):
             state.wait_budget.loads()
             if self._sharing is not None:
                 self._sharing.begins(state, choice.computed, num_external_tokens)
-        notes = self._explainer.begins(request, choice, shares, num_external_tokens, self._reasons)
+        notes = self._explainer.begins(request, choice, shares, num_external_tokens, self._tellers)
         shared = SharedLoad(len(shares), notes)
         for index, child in enumerate(self.children):
             if index in shares:

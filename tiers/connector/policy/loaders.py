@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from tiers.connector.contract.connector import SchedulerConnector
-from tiers.connector.contract.protocols import Request
 from tiers.connector.policy.requests import RequestState
 from tiers.connector.policy.shared_load import SharedLoad
+from tiers.explain.answers import Explained
 from tiers.loading.load_cost import LoadCost
 
 
@@ -33,11 +33,8 @@ class BlockLoader(Protocol):
 
 
 @runtime_checkable
-class ExplainedLoader(BlockLoader, Protocol):
-    """Capability, scheduler role: the connector says why it covers no block of a request."""
-
-    def why_nothing(self, request: Request) -> str:
-        """A word of `tiers.explain.accounts.REASONS`; empty: it was asked, and has none."""
+class ExplainedLoader(BlockLoader, Explained, Protocol):
+    """Capability, scheduler role: the connector tells of its lookups, and why it has nothing."""
 
 
 @runtime_checkable
@@ -55,6 +52,6 @@ class TimedLoader(BlockLoader, Protocol):
         """Add to its stats what the policy counts and measures."""
 
 
-def reasons_of(children: Sequence[SchedulerConnector]) -> dict[int, Callable[[Request], str]]:
-    """What to ask the children that say why they cover nothing, by their places."""
-    return {i: c.why_nothing for i, c in enumerate(children) if isinstance(c, ExplainedLoader)}
+def explained(children: Sequence[SchedulerConnector]) -> dict[int, Explained]:
+    """The children that tell of their lookups, by their places."""
+    return {i: c for i, c in enumerate(children) if isinstance(c, ExplainedLoader)}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tiers.connector.contract.coverage import MISSING
 from tiers.connector.contract.messages import LoadItem, LoadJob
@@ -19,10 +18,11 @@ from tiers.loading.load_cost import LoadCost
 class TierLoads:
     """The loading half of one tier's scheduler; used by the scheduler's thread alone."""
 
-    def __init__(self, context: TierContext, load_cost: LoadCost) -> None:
-        """`load_cost` learns how long the loads take."""
+    def __init__(self, context: TierContext, load_cost: LoadCost, now: Callable[[], float]) -> None:
+        """`load_cost` learns how long the loads take. `now` gives seconds."""
         self._context = context
         self._load_cost = load_cost
+        self._now = now
         self._orders: list[LoadJob] = []
 
     def take_orders(self) -> list[LoadJob]:
@@ -35,21 +35,22 @@ class TierLoads:
     def coverage(self, own: TierRequest, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks the tier could load; None: ask again."""
         requests, state = self._context.requests, own.state
+        if not self._context.health.reads:
+            own.lookup.timer.went_down(self._now())
+            return [MISSING] * len(blocks)
         asked = range(blocks.start, min(requests.loadable(state), blocks.stop))
         if own.recompute or not asked:
             return [MISSING] * len(blocks)
-        now = time.perf_counter()
-        since = now if own.asked is None else own.asked
+        began = self._now()
         size = len(requests.groups)
         numbers = range(asked.start * size, asked.stop * size)
         parts = self._context.open.manager.coverage(own.lookup, requests.keys(state), numbers)
         if parts is None:
-            own.asked = since
+            own.lookup.timer.asked(began, self._now())
             return None
-        own.asked = None
+        own.lookup.timer.answered(began, self._now())
         if not own.answered:
             own.answered = True
-            self._context.count(lookup_seconds=[time.perf_counter() - since])
             if own.lookup.is_unanswered:
                 self._context.count(lookup_timeouts=1)
         levels = requests.groups.coverage(parts)
@@ -107,6 +108,9 @@ class TierLoads:
         if lookup or hit or blocks:
             tokens = self._tokens(blocks)
             self._context.count(lookups=int(lookup), hits=int(hit), hit_tokens=tokens)
+        if lookup:
+            times = own.lookup.timer.times
+            self._context.count(lookup_seconds=[times.answer], lookup_notice_seconds=[times.notice])
         own.looked_up |= lookup
         own.hit |= hit
 

@@ -11,8 +11,9 @@ from typing import Any
 from spec.offloading import OffloadingSpec
 from tiers.connector.contract.block_events import BlockEvent
 from tiers.connector.contract.connector import SchedulerConnector
-from tiers.connector.contract.coverage import MISSING
 from tiers.connector.contract.messages import (
+    NO_LOOKUP_TIMES,
+    LookupTimes,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
     WorkerHandshake,
@@ -73,7 +74,7 @@ class OffloadingScheduler(SchedulerConnector):
         self._context, self._requests = context, requests
         self._jobs, self._health = context.jobs, context.health
         self._open_manager = open_manager
-        self._loads = TierLoads(context, self.load_cost)
+        self._loads = TierLoads(context, self.load_cost, now)
         self._hints = TierHints(context, now)
         self._stores = TierStores(context, admission, self._hints)
         self._handshakes: dict[int, WorkerHandshake] = {}
@@ -194,12 +195,15 @@ class OffloadingScheduler(SchedulerConnector):
         to_tell = self._is_news or self._context.kv_events.is_announcing
         return (bool(self._jobs) and ends_soon) or to_tell
 
+    def lookup_times(self, request: Request) -> LookupTimes:
+        """See `Explained`."""
+        state = self._requests.get(request)
+        return NO_LOOKUP_TIMES if state is None else self._context.own(state).lookup.timer.times
+
     # -- loading -----------------------------------------------------------------------------
 
     def coverage(self, state: RequestState, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks the tier could load; None: ask again."""
-        if not self._health.reads:
-            return [MISSING] * len(blocks)
         return self._loads.coverage(self._context.own(state), blocks)
 
     def version(self, state: RequestState) -> int | None:
@@ -221,9 +225,9 @@ class OffloadingScheduler(SchedulerConnector):
 
     def _begins(self, state: RequestState, blocks: int) -> None:
         own = self._context.own(state)
-        own.asked = None
         own.lookup.cancel()
         self._loads.count(own, blocks)
+        own.lookup.timer.begin()
 
     def on_new_request(self, request: Request) -> None:
         """Begin to find out what the tier has of a request, if it can't tell at once."""

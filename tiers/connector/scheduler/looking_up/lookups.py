@@ -10,7 +10,14 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from tiers.concurrency.executors import io_executor, wait_a_moment
+from tiers.connector.contract.messages import NO_LOOKUP_TIMES, LookupTimes
 from tiers.connector.scheduler.looking_up.answers import Answers
+
+
+class Reply(Future[list[bool]]):
+    """What a store behind a network says. `at`: when it said so, by the thread that asked."""
+
+    at: float | None = None
 
 
 class Asked(NamedTuple):
@@ -18,8 +25,60 @@ class Asked(NamedTuple):
     cancelled: nobody waited for it any more, and it was never asked. `since`: when it came up."""
 
     first: int
-    answer: Future[list[bool]]
+    answer: Reply
     since: float
+
+
+class LookupTimer:
+    """How long one tier takes to answer about a request, and how long what it said then lies until
+    the engine's next step; used by the scheduler's thread.
+
+    `times`: of the answers that hold now. What a tier answers in the call itself, perhaps in
+    several steps, takes the time within those calls.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """The request begins: what comes is of the next time."""
+        self.forget()
+        self._next()
+
+    def forget(self) -> None:
+        """The answers so far hold no more."""
+        self.times = NO_LOOKUP_TIMES
+
+    def _next(self) -> None:
+        self._since: float | None = None
+        self._within = 0.0
+        self._of_thread: tuple[float, float] | None = None
+
+    def heard(self, answer: float, lay: float) -> None:
+        """A thread had the answer that is taken now, `answer` seconds after the question and `lay`
+        seconds ago."""
+        self._of_thread = answer, lay
+
+    def asked(self, began: float, now: float) -> None:
+        """The tier was asked from `began` to `now`, and has no answer yet."""
+        self._since = began if self._since is None else self._since
+        self._within += now - began
+
+    def went_down(self, now: float) -> None:
+        """The tier is not asked any more: what the request waited for had no answer."""
+        if self._since is not None:
+            self.heard(now - self._since, 0.0)
+            self.answered(now, now)
+
+    def answered(self, began: float, now: float) -> None:
+        """The tier was asked from `began` to `now`, and has answered."""
+        self.asked(began, now)
+        waited = now - (began if self._since is None else self._since)
+        answer, lay = self._of_thread or (self._within, waited - self._within)
+        # The engine asks later than the tier answers where the question came up before.
+        times = LookupTimes(answer, min(lay, waited), waited)
+        self.times = LookupTimes(*map(sum, zip(self.times, times, strict=True)))
+        self._next()
 
 
 class Lookup:
@@ -31,14 +90,24 @@ class Lookup:
 
     def __init__(self) -> None:
         self.answers = Answers()
+        self.timer = LookupTimer()
         self.asked: Asked | None = None
         self.until = math.inf
+        self._is_heard = False
 
     def renew(self) -> None:
         """Forget all answers."""
         self.cancel()
         self.answers.renew()
-        self.asked, self.until = None, math.inf
+        self.timer.forget()
+        self.asked, self.until, self._is_heard = None, math.inf, False
+
+    def heard(self, now: float) -> None:
+        """The answer is taken, or given up; only the first time counts."""
+        if self.asked is not None and not self._is_heard:
+            self._is_heard = True
+            at = now if self.asked.answer.at is None else self.asked.answer.at
+            self.timer.heard(at - self.asked.since, now - at)
 
     @property
     def is_unanswered(self) -> bool:
@@ -58,10 +127,10 @@ class _Question(NamedTuple):
     """Keys that a store is to be asked for, and the answer."""
 
     keys: Sequence[bytes]
-    answer: Future[list[bool]]
+    answer: Reply
 
 
-_REFUSED: Future[list[bool]] = Future()
+_REFUSED = Reply()
 _REFUSED.cancel()
 
 
@@ -120,7 +189,7 @@ class LookupQueue:
             wait = len(self._waiting) * self._each
             if not self._is_free and wait >= max(self._spare, self._soon()):
                 return Asked(first, _REFUSED, now)
-            question = _Question(keys[first:], Future())
+            question = _Question(keys[first:], Reply())
             self._waiting.append(question)
             self._note_free(now)
         self.threads.submit(self._answer)
@@ -181,12 +250,13 @@ class LookupQueue:
         except BaseException as error:  # noqa: BLE001 - raised where the answer is asked for
             for one in call:
                 one.answer.set_exception(error)
+            now = self._clock()
         else:
-            start = 0
+            start, now = 0, self._clock()
             for one in call:
+                one.answer.at = now
                 one.answer.set_result(held[start : start + len(one.keys)])
                 start += len(one.keys)
-        now = self._clock()
         with self._lock:
             self._calls.remove(call)
             self._note_free(now)

@@ -89,6 +89,7 @@ class StoreManager(TierManager):
         """Look the keys up in the index, a long prompt's in several steps, or begin to ask for all
         keys from `asked` on."""
         if not self.health().reads:
+            lookup.timer.went_down(self._clock())
             return [False] * len(asked)
         if (index := self._index) is not None:
             self._follow(index, lookup, keys)
@@ -106,6 +107,7 @@ class StoreManager(TierManager):
         first, answer, _ = question
         if not answer.done() and not self._queue.gives_up(question):
             return None
+        lookup.heard(self._clock())
         is_done = answer.done()
         if is_done and lookup.until == math.inf:
             # The lifetime begins when the answer is first read. Otherwise an engine with slow steps

@@ -20,10 +20,9 @@ class TierRequest:
     `offered`: leading blocks that were offered for storing. `refused`: which keys of those found no
     room, and why (a counter's name). `cut`: why a block was refused for good, so that none behind
     it is stored. `recompute`: this tier failed to load it and is not asked
-    again, so a request is loaded in vain once per tier at most. `asked`: when a lookup was begun
-    that is not answered yet. `answered`: whether any lookup was. `looked_up`, `hit`: whether it is
-    counted among the tier's lookups and hits. `order`: that in which its blocks were stored.
-    `lookup`: the answers of the tier.
+    again, so a request is loaded in vain once per tier at most. `answered`: whether any lookup was.
+    `looked_up`, `hit`: whether it is counted among the tier's lookups and hits. `order`: that in
+    which its blocks were stored. `lookup`: the answers of the tier.
     """
 
     state: RequestState
@@ -31,7 +30,6 @@ class TierRequest:
     refused: dict[int, str] = field(default_factory=dict)
     cut: str | None = None
     recompute: bool = False
-    asked: float | None = None
     answered: bool = False
     looked_up: bool = False
     hit: bool = False
