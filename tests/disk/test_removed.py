@@ -11,6 +11,7 @@ import pytest
 from tests.support.disk_audit import Other, get, keys, opened, put
 from tests.support.disk_mounts import refused
 from tiers.disk.folder import keeping, upkeep
+from tiers.errors import TierNotOpen
 
 SHORT_S = 0.02
 WAIT_S = 30.0
@@ -65,6 +66,24 @@ def test_what_is_removed_under_an_open_tier_is_told_once(
         time.sleep(5 * SHORT_S)
         assert get(store, keys(0)) == [True]
     assert caplog.text.count("removed while the tier is open: index.mdb-lock;") == 1
+
+
+@pytest.mark.usefixtures("often")
+def test_a_folder_above_which_a_file_came_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all else of upkeep fails, too."""
+    monkeypatch.setattr(keeping, "PLACE_EVERY_S", SHORT_S)
+    (tmp_path / "mount").mkdir()
+    with opened(tmp_path / "mount" / "tier") as store:
+        put(store, keys(0))
+        (tmp_path / "mount").rename(tmp_path / "elsewhere")
+        (tmp_path / "mount").write_text("a file")
+        end = time.monotonic() + WAIT_S
+        with pytest.raises(TierNotOpen, match="was removed or replaced"):
+            while time.monotonic() < end:
+                get(store, keys(0))
+                time.sleep(SHORT_S)
 
 
 @pytest.mark.usefixtures("often")

@@ -20,7 +20,16 @@ from tiers.connector.scheduler.looking_up.lookups import Lookup
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
-from tiers.store import Clear, Damages, LocalIndex, Measured, TierStore, Touch, capability
+from tiers.store import (
+    Clear,
+    Damages,
+    LocalIndex,
+    Measured,
+    PutCounts,
+    TierStore,
+    Touch,
+    capability,
+)
 from tiers.testing import Memory, make_key
 from tiers.wrappers import guard as guarding
 from tiers.wrappers import opening
@@ -141,6 +150,36 @@ class PluginSpec(StoreSpec):
 OPEN: list[Callable[[], TierStore]] = []
 
 
+class Mounted(Store):
+    """A store that is there until it is `gone`, and counts what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gone = False
+        self.asked = 0
+        self.finds: Callable[[], object] = bool
+        """What a `put` does before it looks whether the store is gone."""
+
+    def has(self, keys: object) -> list[bool]:
+        self.asked += 1
+        if self.gone:
+            raise TierNotOpen("unmounted")
+        return [True] * len(keys)  # type: ignore[arg-type]
+
+    def get(self, blocks: object) -> list[bool]:
+        return [not held for held in self.has(blocks)]
+
+    def put(self, blocks: object) -> list[bool]:
+        self.finds()
+        return self.has(blocks)
+
+    def damaged(self) -> int:
+        return self.asked
+
+    def counts(self) -> PutCounts:
+        return PutCounts(self.asked, 2 * self.asked)
+
+
 def opened(how: Callable[[], TierStore]) -> Guarded:
     OPEN[:] = [how]
     return open_guarded(PluginSpec.model_validate({"type": "plugin", "deadline": "200ms"}), SITE)
@@ -237,6 +276,96 @@ def test_a_store_that_opens_after_its_tier_was_closed_is_closed(
     store.close()
     go_on.set()
     assert made.closed.wait(60)
+
+
+def test_a_retry_that_hangs_is_no_first_opening() -> None:
+    """Else the state would change with each retry of a tier that is down."""
+    store = opened(raising(TierUnavailable("refused")))
+    assert not store.health.opening
+    began, go_on = threading.Event(), threading.Event()
+
+    def how() -> TierStore:
+        began.set()
+        go_on.wait()
+        return Store()
+
+    OPEN[:] = [how]
+    assert store.has([make_key()]) == [False]
+    assert began.is_set() and not store.health.opening
+    go_on.set()
+    store.close()
+
+
+def reopened(store: Guarded) -> None:
+    until(lambda: store.has([make_key()]) == [True])
+
+
+def test_counts_go_on_where_a_store_is_opened_anew() -> None:
+    first = Mounted()
+    store, blocks = opened(lambda: first), Memory([make_key()], SIZE).blocks
+    for _ in range(3):
+        store.put(blocks), store.get(blocks)
+    assert (store.counts(), store.damaged()) == (PutCounts(5, 10), 6)
+    first.gone, second = True, Mounted()
+    OPEN[:] = [lambda: second]
+    assert store.get(blocks) == [False]
+    reopened(store)
+    until(lambda: store.put(blocks) == [True])
+    assert store.counts() == PutCounts(5 + second.asked, 10 + 2 * second.asked)
+    store.get(blocks)
+    assert store.damaged() == 6 + second.asked
+    store.close()
+
+
+def test_a_verb_that_was_under_way_in_a_lost_store_costs_its_successor_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    first, second = Mounted(), Mounted()
+    began, go_on = threading.Event(), threading.Event()
+
+    def finds() -> None:
+        began.set()
+        go_on.wait()
+
+    first.finds = finds
+    store = opened(lambda: first)
+    putting = threading.Thread(target=store.put, args=[Memory([make_key()], SIZE).blocks])
+    putting.start()
+    began.wait()
+    first.gone = True
+    OPEN[:] = [lambda: second]
+    store.has([make_key()])
+    reopened(store)
+    assert first.closed.wait(60)
+    go_on.set()
+    putting.join()
+    assert not second.closed.is_set() and store.has([make_key()]) == [True]
+    assert caplog.text.count("is open no more") == 1
+    store.close()
+
+
+@pytest.mark.parametrize("error", [TierUnusable("mode 0777"), TierUnavailable("no answer")])
+def test_what_keeps_a_lost_store_from_being_opened_anew_is_told_once(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    first = Mounted()
+    store = opened(lambda: first)
+    first.gone = True
+    tries = []
+
+    def how() -> TierStore:
+        tries.append(error)
+        raise error
+
+    OPEN[:] = [how]
+    until(lambda: store.has([make_key()]) == [False] and len(tries) > 1)
+    assert caplog.text.count("is open no more, and is opened anew: unmounted") == 1
+    assert caplog.text.count(str(error)) == 1
+    OPEN[:] = [Mounted]
+    reopened(store)
+    store.close()
 
 
 @pytest.mark.fault(

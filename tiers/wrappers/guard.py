@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from functools import partial
+from operator import add
 from typing import NamedTuple, cast
 
 from spec.errors import told
@@ -114,8 +115,10 @@ class Guarded(StoreWrapper):
         self._log = GuardLog(tier_name, names)
         self._damaged = 0
         self._put_counts = PutCounts()
+        self._before = PutCounts(), 0
         # Without it two loads that end at once could let the count fall, and vLLM's thread of
-        # metrics ends at a counter that falls.
+        # metrics ends at a counter that falls; nor could a store that is lost be told from the one
+        # that comes after it, whose counts begin anew.
         self._counting = threading.Lock()
         self._closed = False
         self._closing: Call | None = None
@@ -127,7 +130,7 @@ class Guarded(StoreWrapper):
         attempt = _Attempt(self, self._looks, None)
         with attempt:
             return None if capability(self._inner, kind) is None else cast(Capability, self)
-        if attempt.error is not None:
+        if attempt.error is not None and not isinstance(attempt.error, TierNotOpen):
             self._log.cannot_tell(kind.__name__, attempt.error)
         return None
 
@@ -136,7 +139,7 @@ class Guarded(StoreWrapper):
         """How the tier does now."""
         self._notice_late()
         late = self._late
-        is_open, lacks = late is None or late.is_open, bool(self._warning)
+        is_open, lacks = late is None or late.now is not None, bool(self._warning)
         are_closed = self._reads.is_closed and self._looks.is_closed and self._writes.is_closed
         if are_closed and is_open and not lacks:
             return HEALTHY  # asked several times a request
@@ -174,23 +177,28 @@ class Guarded(StoreWrapper):
         return [False] * len(blocks)
 
     def _count_damage(self) -> None:
-        damages = capability(self._inner, Damages)
+        store = self.now()
+        damages = capability(store, Damages)
         if damages is not None:
             found = _count("damaged", damages.damaged())
             with self._counting:
-                more = max(0, found - self._damaged)
+                found += self._before[1]
+                more = max(0, found - self._damaged) if store is self.now() else 0
                 self._damaged += more
             self._log.damaged(more)
 
     def _count_puts(self) -> None:
-        counts = capability(self._inner, Counts)
+        store = self.now()
+        counts = capability(store, Counts)
         if counts is not None:
             said: object = counts.counts()
             if not isinstance(said, PutCounts):
                 raise TierError(f"counts answered a {type(said).__name__}")
             found = [_count("counts", count) for count in said]
             with self._counting:
-                self._put_counts = PutCounts(*map(max, found, self._put_counts))
+                if store is self.now():
+                    found = list(map(add, found, self._before[0]))
+                    self._put_counts = PutCounts(*map(max, found, self._put_counts))
 
     def drop(self, keys: Sequence[bytes]) -> None:
         with self._enter(self._writes) as allowed:
@@ -269,7 +277,7 @@ class Guarded(StoreWrapper):
 
     def join(self) -> None:
         """Open a store that is not open, if a read would be tried; waits a moment for it."""
-        if self._late is not None and not self._late.is_open and not self._closed:
+        if self._late is not None and self._late.now is None and not self._closed:
             with self._enter(self._reads) as allowed:
                 if allowed:
                     self._late.join()
@@ -285,9 +293,19 @@ class Guarded(StoreWrapper):
         call = None if self._reads.is_refusing() else breaker.enter()
         return _Attempt(self, breaker, call)
 
-    def end(self, breaker: Breaker, call: Call | None, error: BaseException | None) -> bool:
-        """Tell the breaker how a call ended; return whether `error` ends here. Here, and only here,
-        any exception of a store is caught: none may reach the engine."""
+    def now(self) -> TierStore:
+        """The store that is open now; none is until the first has opened, and after one is lost."""
+        late = self._late
+        if late is None:
+            return self._inner
+        store = late.now
+        return late if store is None else store
+
+    def end(
+        self, breaker: Breaker, call: Call | None, store: TierStore, error: BaseException | None
+    ) -> bool:
+        """Tell the breaker how a call of this store ended; return whether `error` ends here. Here,
+        and only here, any exception of a store is caught: none may reach the engine."""
         if error is None or isinstance(error, TierFull | RecordError):  # the tier did answer
             if error is not None:
                 self.failures.count(type(error).__name__)
@@ -301,7 +319,7 @@ class Guarded(StoreWrapper):
             return False
         self.failures.count(type(error).__name__)
         if self._late is not None and isinstance(error, TierNotOpen):
-            self._late.lost(error)
+            self._lost(self._late, store, error)
             if call is not None and breaker.failed(call):
                 self._log.not_open(breaker)
             return True
@@ -310,6 +328,14 @@ class Guarded(StoreWrapper):
         if call is not None and breaker.failed(call) and is_news:
             self._log.down(breaker, told(error), trace_of(error))
         return True
+
+    def _lost(self, late: Reopening, store: TierStore, error: TierNotOpen) -> None:
+        with self._counting:
+            is_news = late.lost(store, error)
+            if is_news:
+                self._before = self._put_counts, self._damaged
+        if is_news:
+            late.tell_lost(error)
 
     def _notice_late(self) -> None:
         for breaker in (self._reads, self._writes, self._looks, self._tells):
@@ -323,12 +349,13 @@ class _Attempt:
     or not, to `Guarded.end`. A body that raised is left without a result: answer as for a miss.
     Adds no frame between the guard and the store."""
 
-    __slots__ = ("_breaker", "_call", "_guarded", "error")
+    __slots__ = ("_breaker", "_call", "_guarded", "_store", "error")
 
     def __init__(self, guarded: Guarded, breaker: Breaker, call: Call | None) -> None:
         self._guarded = guarded
         self._breaker = breaker
         self._call = call
+        self._store = guarded.now()
         self.error: BaseException | None = None
 
     def __enter__(self) -> bool:
@@ -336,7 +363,7 @@ class _Attempt:
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> bool:
         self.error = error
-        return self._guarded.end(self._breaker, self._call, error)
+        return self._guarded.end(self._breaker, self._call, self._store, error)
 
 
 def _count(verb: str, found: object) -> int:

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from spec.errors import told
 from tiers.concurrency.executors import in_background
-from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
+from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
 from tiers.store import Capability, Reaches, StoreWrapper, TierStore, capability
 
 JOIN_SECONDS = 1.0
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 class Opener:
-    """Opens a tier's store, and tells once that it can't be had, until it can. Calls overlap
-    nowhere."""
+    """Opens a tier's store, and tells once that it can't be had, until it can, and once more where
+    one that was open can't be opened anew. Calls of `open` overlap nowhere."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Opener:
         self._make = make
         self._announce = announce
         self._level = logging.INFO if announce is None else logging.WARNING
-        self._has_told = False
+        self._has_told = self._was_open = False
         self.reaching: Future[None] = Future()
         """Done when the first store waits for its first answer."""
 
@@ -54,8 +54,12 @@ class Opener:
         except FOR_NOW as error:
             self._tell("is unusable for now, and tried again", error)
             raise
+        except TierUnusable as error:
+            if self._was_open:  # of the first opening whoever asked for it tells
+                self._tell("can't be opened anew, and is tried again", error)
+            raise
         self._reach(store)
-        self._has_told = False
+        self._has_told, self._was_open = False, True
         if self._announce is not None:
             self._announce(store)
         return store
@@ -81,7 +85,8 @@ class Opener:
 
     def lost(self, error: Exception) -> None:
         """A store that was open is open no more."""
-        self._tell("is open no more, and is opened anew", error)
+        line = "tier %s is open no more, and is opened anew: %s"
+        logger.log(self._level, line, self._name, error)
 
     def _tell(self, what: str, error: Exception) -> None:
         if not self._has_told:
@@ -114,8 +119,8 @@ class Reopening(StoreWrapper):
         """Begins to open it."""
         self._opener = opener
         self._opened: TierStore | None = None
-        self._opening = in_background(opener.open, "open")
-        self._closed = self._was_open = False
+        self._first = self._opening = in_background(opener.open, "open")
+        self._closed = False
         # Without it two verbs would open the store twice. Held for no longer than `JOIN_SECONDS`.
         self._lock = threading.Lock()
 
@@ -132,34 +137,38 @@ class Reopening(StoreWrapper):
             return
         with suppress(*FOR_NOW):  # told by the opener
             self._opened = opened(opening, 0)
-            self._was_open = True
 
     @property
-    def is_open(self) -> bool:
-        """Whether verbs go through."""
-        return self._opened is not None
+    def now(self) -> TierStore | None:
+        """The open store, to which verbs go through."""
+        return self._opened
 
     @property
     def is_opening(self) -> bool:
         """Whether the first opening has not ended."""
-        return not self._was_open and not self._opening.done()
+        return not self._first.done()
 
     def join(self) -> None:
         """Open the store if it is not open; waits a moment for that. Raises TierNotOpen."""
         _ = self._inner
 
-    def lost(self, error: Exception) -> None:
-        """The store has said that it is open no more. Does not wait."""
-        store = self._opened
-        if store is None or self._closed:
-            return
-        self._opener.lost(error)
+    def lost(self, store: TierStore, error: Exception) -> bool:
+        """This store has said that it is open no more; return whether it was the open one until
+        now. Does not wait. Calls overlap nowhere: else two verbs that find one store lost could
+        lose the one that came after it, too."""
+        if store is not self._opened or self._closed:
+            return False
         failed: Future[TierStore] = Future()
         failed.set_exception(error)
         self._opening = failed
         self._opened = None
         with suppress(RuntimeError):  # no thread can be had, as while the interpreter ends
             in_background(store.close, "close")
+        return True
+
+    def tell_lost(self, error: Exception) -> None:
+        """Tell of it."""
+        self._opener.lost(error)
 
     @property
     def _inner(self) -> TierStore:
@@ -176,23 +185,28 @@ class Reopening(StoreWrapper):
                     self._opened = opened(self._opening, JOIN_SECONDS)
                 except FOR_NOW as error:
                     raise TierNotOpen(str(error)) from error
-                self._was_open = True
             return self._opened
 
     def capability(self, kind: type[Capability]) -> Capability | None:
         """As the store, once it is open; does not wait for that."""
-        return None if self._opened is None else super().capability(kind)
+        store = self._opened
+        return None if store is None or capability(store, kind) is None else cast(Capability, self)
 
     def _inner_as(self, kind: type[Capability]) -> Capability:
-        if self._opened is None:  # what needs a capability runs where nothing may wait
+        store = self._opened
+        if store is None:  # what needs a capability runs where nothing may wait
             raise TierNotOpen("not open yet")
-        return super()._inner_as(kind)
+        found = capability(store, kind)
+        if found is None:
+            raise TierError(f"the store has no {kind.__name__}")
+        return found
 
     def close(self) -> None:
         """Close the store; one that is being opened is closed as soon as it is open."""
         with self._lock:
             self._closed = True
-        if self._opened is not None:
-            self._opened.close()
+        store = self._opened
+        if store is not None:
+            store.close()
         else:
             self._opening.add_done_callback(_close_unwanted)

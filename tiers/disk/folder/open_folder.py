@@ -63,8 +63,9 @@ class OpenFolder:
         of_index = (index.reopen, self._write_uses, index.clear_readers)
         of_slots = (self._shrink, self._sweep, self._give_back)
         keeping = Keeping(folder, owner.file, self._lose)
-        rest = (self.fingerprints.follow, self._look_at_room, keeping.look)
-        self.upkeep = Upkeep(self.path, self.in_use, (*of_index, *of_slots, *rest))
+        rest = (self.fingerprints.follow, self._look_at_room)
+        # First: what fails in a folder that is gone must not keep that from being noticed.
+        self.upkeep = Upkeep(self.path, self.in_use, (keeping.look, *of_index, *of_slots, *rest))
         self._owner = owner
         self._release = release
         self._swept: Slot | None = None
@@ -183,7 +184,7 @@ class OpenFolder:
     def _look_at_room(self) -> None:
         try:
             found = os.statvfs(self.path)
-        except FileNotFoundError:  # `keeping` tells
+        except (FileNotFoundError, NotADirectoryError):  # `keeping` tells
             return
         free = found.f_bavail * found.f_frsize
         short = slot_allocator.shortage(self.index.usage(), self.capacity, free)
