@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,12 +21,15 @@ from tests.support.replay_chains import (
     disk,
     drive,
     drop_from_disk,
+    encryption,
+    measured,
     names,
     redis,
     scheduler_of,
     workload,
 )
 from tests.support.servers import RedisServer
+from tiers.connector.contract.block_groups import GROUP_BYTES
 from tiers.connector.scheduler.inventory import inventory
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.engine.replay import ReplayEngine
@@ -186,23 +190,53 @@ def test_two_engines_on_a_disk_and_one_dies(
     assert told(third, "disk") == alone, "what a living engine told is left to it"
 
 
+def nothing_beside_it(folder: Path) -> dict[str, Any]:
+    """Settings of a chain whose events may keep nothing, since a file lies in their folder's
+    place: a mode would not keep a superuser out."""
+    (folder / "file").touch()
+    return {"events": {"folder": str(folder / "file" / "events")}}
+
+
+def is_all_there(engine: ReplayEngine) -> bool:
+    """Whether the disk holds all that events say."""
+    manager, held = scheduler_of(engine)._context.open.manager, told(engine, "disk")
+    assert isinstance(manager, StoreManager)
+    return manager._parts.has([*map(_key_of(engine), held)]) == [True] * len(held)
+
+
+def _key_of(engine: ReplayEngine) -> Callable[[bytes], bytes]:
+    assert engine.connector is not None
+    requests = engine.connector._requests
+    return lambda block: requests.generation.key(block + bytes(GROUP_BYTES))
+
+
+@pytest.mark.parametrize("kind", ["plain", "encrypted", "nothing beside it", "reset"])
 def test_what_a_disk_evicts_is_told(
-    engine: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., ReplayEngine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
+    """800 blocks are stored on a disk that has room for 128 of them, or for fewer encrypted."""
     monkeypatch.setattr(inventory, "AUDIT_EVERY", 0.0)
-    made = engine(chain_of(disk(tmp_path, capacity="128KiB")), kv_events=True)
-    drive(made, seed=5)
-    made.settle()
-
-    def is_told() -> bool:
-        manager, held = scheduler_of(made)._context.open.manager, told(made, "disk")
-        assert isinstance(manager, StoreManager)
-        keys = names(made, held)
-        return manager._store.has(keys) == [True] * len(keys)
-
-    until(made, is_told)
-    assert any(not event.stored for event in made.events), "the disk was meant to be too small"
-    assert told(made, "disk")
+    more = encryption(tmp_path) if kind == "encrypted" else {}
+    settings = nothing_beside_it(tmp_path) if kind == "nothing beside it" else {}
+    small = disk(tmp_path / "tier", capacity="1MiB", **more)
+    made = engine(chain_of(small, **settings), kv_events=True)
+    if kind == "reset":
+        made.generate(range(40), 1)
+        made.settle()
+        made.reset_cache()
+        made.events.clear()  # the engine says that all is cleared
+    for first in range(0, 3200, 40):
+        made.generate(range(first, first + 40), 1)
+        made.settle()
+    told_ever = {block for event in made.events if event.stored for block in event.hashes}
+    assert len(told_ever) == 800
+    until(made, lambda: is_all_there(made))
+    assert 64 < len(told(made, "disk")) <= 128
+    if kind == "encrypted":
+        assert not [*tmp_path.rglob("*.runs")], "names and tokens are in no file"
 
 
 def test_what_another_store_holds_is_not_told_as_removed(
@@ -225,6 +259,27 @@ def test_what_another_store_holds_is_not_told_as_removed(
         made.step()
         time.sleep(0.01)
     assert told(made, "disk") == {*first, *second[:5]}
+
+
+def test_what_failed_to_load_and_another_store_holds_is_not_told_as_removed(
+    engine: Callable[..., ReplayEngine],
+    shared_server: RedisServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inventory, "AUDIT_EVERY", 0.0)
+    tiers = disk(tmp_path), redis(shared_server, tmp_path, name="slow")
+    made = engine(chain_of(*tiers, promote=False), prefix_caching=False, kv_events=True)
+    made.generate(range(40), 1)
+    made.settle()
+    damage_disk(tmp_path)
+    made.generate([*range(38), 1, 2], 1)
+    made.settle()
+    assert measured(made, "damaged_blocks", "disk") == 9
+    for _ in range(50):
+        made.step()
+        time.sleep(0.01)
+    assert all(event.stored for event in made.events)
 
 
 def test_what_a_reset_outdated_is_not_told_as_removed(

@@ -43,7 +43,7 @@ COUNTERS = {
     "evictions": "Blocks that this engine evicted for room, from cpu or disk; of a disk each "
     "rank's part. A server evicts by itself.",
     "events_not_kept": "Blocks of KV events that will not be announced again after a restart: they "
-    "came too fast, or their folder failed.",
+    "came too fast, found no room, or their folder failed.",
     "tier_failures": "Operations of the tier that failed.",
     "recorded_requests": "Requests that record wrote; its tier is (chain), the chain itself.",
     "record_dropped": "Requests that record could not write, or not in time; its tier is (chain).",

@@ -64,9 +64,9 @@ class KVEvents:
         for group, first, keys in self._in_order(held):
             run = self._run(state, group, first, keys)
             self._tell(run)
-            # Blocks of a generation are found by this engine alone, and not after a restart.
-            if self._inventory is not None and not self._requests.generation.tag:
-                self._inventory.note(run)
+            if self._inventory is not None:
+                # Blocks of a generation are found by this engine alone, and not after a restart.
+                self._inventory.note(run, lasts=not self._requests.generation.tag)
 
     def _in_order(self, held: dict[bytes, int]) -> Iterable[tuple[int, int, list[bytes]]]:
         """Rows of these keys that follow each other: their group, the first one's place, keys."""
@@ -102,9 +102,9 @@ class KVEvents:
 
     def lost(self, keys: Sequence[bytes]) -> None:
         """These blocks turned out to be gone."""
-        # Keys of before a reset are of no interest: the engine itself says that all is cleared.
-        if not self._wanted:
+        if not self._wanted or (self._inventory is not None and self._inventory.withdraws):
             return
+        # Keys of before a reset are of no interest: the engine itself says that all is cleared.
         requests = self._requests
         hashes: dict[int, list[bytes]] = {}
         for key in keys:

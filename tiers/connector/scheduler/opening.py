@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import or_
+from pathlib import Path
 from typing import NamedTuple
 
 from spec.events import EventsSpec
@@ -36,8 +37,8 @@ OpenManager = Callable[[Sequence[WorkerHandshake], bool, OnEvict], "OpenTier"]
 class OpenTier(NamedTuple):
     """An open tier. `pool`: the chain's slots. `block_bytes`: of a block, over all ranks that store
     a part of it. `slot_bytes`: of its slots in the pool, over all ranks. `inventory`: keeps what
-    events tell of it; None: nothing is kept. `one_writer`: several ranks have the same part, which
-    one stores. `max_blocks`: that it has room for; 0: it has no bound that is known here."""
+    events tell of it; None: the engine takes none. `one_writer`: several ranks have the same part,
+    which one stores. `max_blocks`: that it has room for; 0: it has no bound that is known here."""
 
     manager: TierManager
     pool: SlotPool
@@ -173,23 +174,28 @@ class TierOpener:
     def _inventory(
         self, tier: StoreSpec, manager: TierManager, namespace: bytes
     ) -> Inventory | None:
-        """Keep what is announced of a tier, where the operator has given it a folder for that.
-        Encrypted tiers keep nothing: tokens would lie in the clear beside what hides them."""
+        """Keep what is announced of a tier, in files where the operator has given it a folder for
+        that. Of encrypted tiers nothing lies there: tokens would be in the clear beside what hides
+        them."""
         events = self._events
-        if events is None or tier.encryption is not None or not isinstance(manager, StoreManager):
+        if events is None or not isinstance(manager, StoreManager):
             return None
         beside = tier.notes_folder
-        if events.folder is not None:
+        folder: Path | None = None
+        if tier.encryption is None and events.folder is not None:
             folder = events.folder / f"{tier.tier_name}.{namespace.hex()}"
-        elif beside is not None:
+        elif tier.encryption is None and beside is not None:
             folder = beside / namespace.hex()
-        else:
-            return None
         elsewhere = partial(self._others_hold, manager)
         return Inventory(tier.tier_name, folder, manager.holds, elsewhere, events.announce_rate)
 
-    def _others_hold(self, manager: StoreManager, keys: Sequence[bytes]) -> list[bool]:
-        """Which of these keys another store of the chain holds, as far as it can say now."""
+    def _others_hold(self, manager: StoreManager, keys: Sequence[bytes]) -> list[bool] | None:
+        """Which of these keys another store of the chain holds, as far as it can say now; None:
+        there is no other."""
+        if len(self._stores) < 2:
+            return None
+        if not keys:
+            return []
         held = [False] * len(keys)
         for other in self._stores:
             if other is not manager:

@@ -3,11 +3,15 @@
 A thread of its own does all of it: the scheduler hands it what it tells, and takes from it, in each
 step, a few announcements that have become due. Nothing here waits for the scheduler or makes it
 wait; what has no room is counted, and only what a router knows is the poorer for it.
+
+What may lie in no file, or finds none that can be written, is remembered in memory: what the tier
+evicts of it is told as well, and only the next engine does not announce it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -20,12 +24,14 @@ from tiers.concurrency.handoff import Handoff
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.scheduler.inventory.journal import Journal, read
+from tiers.connector.scheduler.inventory.remembered import Remembered
 from tiers.connector.scheduler.inventory.runs import Run
 
 logger = logging.getLogger(__name__)
 
 Holds = Callable[[Sequence[bytes]], list[bool] | None]
-"""Says which keys the tier holds; None: it can't say now. Called by the inventory's thread."""
+"""Says which keys of one generation the tier holds; None: it can't say now. Called by the
+inventory's thread."""
 
 PAUSE = 0.05
 """Seconds between two looks for what there is to do."""
@@ -58,36 +64,49 @@ class Inventory:
     """What was announced of one tier. `note`, `take` and `is_announcing` are the scheduler's."""
 
     def __init__(
-        self, tier: str, folder: Path, holds: Holds, elsewhere: Holds, rate: float
+        self,
+        tier: str,
+        folder: Path | None,
+        holds: Holds,
+        elsewhere: Holds,
+        rate: float,
     ) -> None:
-        """`folder`: of the journal. `elsewhere`: what other tiers of the same medium hold: events
-        do not tell them apart. `rate`: blocks a second that are announced again at most."""
+        """`folder`: of the journal; None: nothing may lie in files. `elsewhere`: what other tiers
+        of the same medium hold: events do not tell them apart; None: there are none, which it says
+        without I/O when asked for no keys. `rate`: blocks a second that are announced again at
+        most."""
         self._elsewhere = elsewhere
         self.dropped = 0
-        """Blocks so far that were not kept: they are not announced again."""
+        """Blocks so far that were not kept as they should: they are not announced again."""
         self._tier = tier
         self._folder = folder
         self._holds = holds
         self._rate = RateLimit(rate)
         self._audits = RateLimit(AUDIT_RATE)
-        self._noted: Handoff[Run] = Handoff(items=1 << 16, weight=1 << 20)
+        self._noted: Handoff[tuple[Run, bool]] = Handoff(items=1 << 16, weight=1 << 20)
         self._due: Handoff[Due] = Handoff(items=1 << 16, weight=4 * PER_STEP)
         self._told: set[bytes] = set()
         self._stop = threading.Event()
-        self._adopting = True
+        self._adopting = folder is not None
         self._moved = time.monotonic()
         self._audited = time.monotonic()
+        self._journal: Journal | None = None
+        self._remembered = Remembered()
         self._round: list[Path] = []
         self._before: Path | None = None
+        self._unseen = 0
+        self._retry_at = -math.inf
+        self._missing: FileNotFoundError | None = None
+        self._said = ""
         what = "times what is announced could not be kept"
         self._failures = RepeatedLog(logger, f"tier {tier!r}", what)
         self._ended = in_background(self._run, "inventory")
 
     # -- the scheduler's thread ----------------------------------------------------------------
 
-    def note(self, run: Run) -> None:
-        """Keep what has just been told."""
-        is_kept = not self._ended.done() and self._noted.give(run, len(run.keys))
+    def note(self, run: Run, lasts: bool = True) -> None:
+        """Keep what has just been told. `lasts`: whether the next engine finds it, too."""
+        is_kept = not self._ended.done() and self._noted.give((run, lasts), len(run.keys))
         if is_kept:
             self._told.update(run.keys)
         else:
@@ -110,6 +129,12 @@ class Inventory:
         is_moving = time.monotonic() - self._moved < STUCK_SECONDS
         return bool(self._due) or (self._adopting and is_moving)
 
+    @property
+    def withdraws(self) -> bool:
+        """Whether blocks that turn out to be gone are left to be noticed here, since another tier
+        of the same medium may hold them."""
+        return not self._ended.done() and self._elsewhere(()) is not None
+
     def close(self) -> None:
         """Leave what was announced to the next engine; waits a second or two at most."""
         self._stop.set()
@@ -120,76 +145,98 @@ class Inventory:
     # -- the inventory's thread ----------------------------------------------------------------
 
     def _run(self) -> None:
+        while True:
+            self._try(self._open)
+            self._try(self._write)
+            self._try(self._audit)
+            if self._missing is None:
+                self._adopting = bool(self._due)
+            if self._stop.wait(PAUSE):
+                break
+        self._try(self._write)
+        self._close_journal()
+
+    def _try(self, files: Callable[[], None]) -> None:
         try:
-            journal: Journal | None = self._open()
+            files()
         except OSError as error:
-            logger.warning(
+            self._failed(error)
+
+    def _open(self) -> None:
+        """Make the journal, once the folder that it is to lie in is there: a disk may come late."""
+        if self._journal or self._folder is None or time.monotonic() < self._retry_at:
+            return
+        try:
+            self._journal = Journal(self._folder)
+        except FileNotFoundError as error:
+            self._missing = error
+            return
+        self._missing = None
+        self._adopting = True
+        # Only now: an engine that is being started again would else find that others took over
+        # what it had announced.
+        self._adopt(self._journal)
+
+    def _failed(self, error: OSError) -> None:
+        """A file failed, as where a disk is full for a while: what comes is remembered, until
+        another journal takes over what was kept."""
+        self._missing = None
+        self._say(error)
+        self._close_journal()
+        self._retry_at = time.monotonic() + RETRY_SECONDS
+
+    def _say(self, error: OSError) -> None:
+        if str(error) != self._said:
+            self._said = str(error)
+            self._failures.log(
                 "tier %r: what is announced can't be kept in %s (%s): it is not announced again "
                 "after a restart",
                 self._tier,
                 self._folder,
                 error,
             )
-            return
-        while not self._ends_well(journal):
-            journal = None
 
-    def _ends_well(self, journal: Journal | None) -> bool:
-        """Serve until the engine ends. False: a file failed, as where a disk is full for a while;
-        another journal is to take over what was kept."""
-        try:
-            journal = journal or self._open()
+    def _close_journal(self) -> None:
+        journal, self._journal = self._journal, None
+        self._round, self._before = [], None
+        if journal is not None:
             try:
-                self._serve(journal)
-                self._write(journal)
-            finally:
                 journal.close()
-        except OSError as error:
-            self._failures.log(
-                "tier %r: what is announced can't be kept in %s for now (%s)",
-                self._tier,
-                self._folder,
-                error,
-            )
-            self._round, self._before = [], None
-            return self._stop.wait(RETRY_SECONDS)
-        return True
+            except OSError as error:
+                self._say(error)
 
-    def _open(self) -> Journal:
-        """Make the journal, once the folder that it is to lie in is there: a disk may come late."""
-        while True:
-            try:
-                return Journal(self._folder)
-            except FileNotFoundError:
-                if self._stop.wait(PAUSE):
-                    raise
+    def _write(self) -> None:
+        while (noted := self._noted.take()) is not None:
+            self._keep(*noted)
 
-    def _serve(self, journal: Journal) -> None:
-        # Only now: an engine that is being started again would else find that others took over
-        # what it had announced.
-        self._adopt(journal)
-        while not self._stop.is_set():
-            self._adopting = bool(self._due)
-            self._write(journal)
-            self._audit(journal)
-            self._stop.wait(PAUSE)
+    def _keep(self, run: Run, lasts: bool) -> None:
+        """Keep a run in a file, where the next engine finds it; else remember it."""
+        should_last = lasts and self._folder is not None
+        try:
+            if should_last and self._journal is not None and not self._journal.append([run]):
+                self._said = ""
+                return
+        except OSError:
+            self._remember(run, should_last)
+            raise
+        self._remember(run, should_last)
+        if should_last and self._missing is not None:
+            self._say(self._missing)
 
-    def _write(self, journal: Journal) -> None:
-        while (run := self._noted.take()) is not None:
-            try:
-                self.dropped += journal.append([run])
-            except OSError:
-                self.dropped += len(run.keys)
-                raise
+    def _remember(self, run: Run, should_last: bool) -> None:
+        is_kept = self._remembered.add(run)
+        if should_last or not is_kept:
+            self.dropped += len(run.keys)
 
     def _adopt(self, journal: Journal) -> None:
         for file in journal.dead():
             for run in read(file):
                 for held in self._held(run):
-                    self.dropped += journal.append([held])
+                    if journal.append([held]):
+                        self._remember(held, should_last=True)
                     self._rate.take(len(held.keys))
                     self._give(Due(held, held=True))
-                self._write(journal)
+                self._write()
                 if self._stop.is_set():
                     return  # the rest is another engine's to take over, and some of it once more
             file.unlink()
@@ -216,39 +263,63 @@ class Inventory:
 
     # -- what was evicted ----------------------------------------------------------------------
 
-    def _audit(self, journal: Journal) -> None:
-        """Look through one file for what the tier holds no more."""
+    def _audit(self) -> None:
+        """Look through one file, or a part of what is remembered, for what the tier holds no
+        more."""
         if self._due:
             return  # what was found before must be told before, while `but` is up to date
-        if not self._round:
+        if not self._round and not self._unseen:
             if time.monotonic() < self._audited + AUDIT_EVERY:
                 return
             self._audited = time.monotonic()
-            journal.rotate()
-            self._round, self._before = journal.closed()[::-1], None
-            if not self._round:
-                self._told = set()
-                return
-        file = self._round.pop()
+            self._begin_round()
         # What is stored from now on may be looked for before it is, and be told before its loss.
         but = self._told = set[bytes]()
+        for run in self._look_through():
+            self._give(Due(run, held=False, but=but))
+
+    def _begin_round(self) -> None:
+        if self._journal is not None:
+            self._journal.rotate()
+            self._round, self._before = self._journal.closed()[::-1], None
+        self._unseen = self._remembered.rotate()
+
+    def _look_through(self) -> list[Run]:
+        """What is to be told of the next part of a round."""
+        if self._journal is not None and self._round:
+            return self._look_through_file(self._journal, self._round.pop())
+        if not self._unseen:
+            return []
+        self._unseen -= 1
+        kept, lost = self._checked(self._remembered.take())
+        for run in kept:
+            self._remember(run, should_last=False)  # that it should have lasted was counted
+        return lost
+
+    def _look_through_file(self, journal: Journal, file: Path) -> list[Run]:
+        runs = read(file)
+        kept, lost = self._checked(runs)
+        gone = sum(len(run.keys) for run in runs) > sum(len(run.keys) for run in kept)
+        if self._stop.is_set():
+            return []
+        if gone:
+            journal.rewrite(file, kept)
+        if file.exists():
+            self._before = journal.merge(self._before, file)
+        return lost
+
+    def _checked(self, runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+        """The parts that the tier holds, and those that no tier of its medium does."""
         kept: list[Run] = []
         lost: list[Run] = []
-        gone = False
-        for run in read(file):
+        for run in runs:
             for begin in range(0, len(run.keys), BATCH):
                 part = run.part(begin, min(begin + BATCH, len(run.keys)))
                 self._audits.take(len(part.keys))
                 held = self._ask(part.keys)
                 kept += part.held(held)
-                gone = gone or not all(held)
                 lost += self._nowhere(part, held)
-        if gone and not self._stop.is_set():
-            journal.rewrite(file, kept)
-            for run in lost:
-                self._give(Due(run, held=False, but=but))
-        if file.exists():
-            self._before = journal.merge(self._before, file)
+        return kept, lost
 
     def _nowhere(self, run: Run, held: Sequence[bool]) -> Iterator[Run]:
         """Those that are neither held here nor in another tier of the same medium."""

@@ -28,7 +28,10 @@ class RankParts:
         return len(self._namespaces)
 
     def _spaces(self) -> list[bytes]:
-        return [space_of(namespace, self._generation.tag) for namespace in self._namespaces]
+        return self._spaces_of(self._generation.tag)
+
+    def _spaces_of(self, tag: bytes) -> list[bytes]:
+        return [space_of(namespace, tag) for namespace in self._namespaces]
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
         """All names of blocks, block by block."""
@@ -40,9 +43,11 @@ class RankParts:
         """Ask the store which blocks it holds; on the caller's thread."""
         return _everywhere(self._store.has, self._spaces(), keys)
 
-    def has_of_no_generation(self, keys: Sequence[bytes]) -> list[bool]:
-        """The same of keys that are of no generation."""
-        return _everywhere(self._store.has, self._namespaces, keys)
+    def has_of_either(self, keys: Sequence[bytes]) -> list[bool]:
+        """The same of keys that are all of this generation, or all of none."""
+        tag = self._generation.tag  # once: a reset may come at any time, on another thread
+        is_own = bool(keys) and keys[0].endswith(tag)
+        return _everywhere(self._store.has, self._spaces_of(tag if is_own else b""), keys)
 
     def peek(self, index: LocalIndex, keys: Sequence[bytes]) -> list[bool]:
         """Look up in the store's index which blocks it holds. What it lacks of the first rank is

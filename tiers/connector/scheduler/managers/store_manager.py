@@ -164,10 +164,10 @@ class StoreManager(TierManager):
             self._unfound.asked(keys, held)
 
     def holds(self, keys: Sequence[bytes]) -> list[bool] | None:
-        """Ask the store, on the caller's thread, which keys it holds that are of no generation;
-        None: it can't say now."""
+        """Ask the store, on the caller's thread, which keys it holds, all of this generation or all
+        of none; None: it can't say now."""
         failed = self._failures()
-        held = self._parts.has_of_no_generation(keys)
+        held = self._parts.has_of_either(keys)
         return held if self.health().reads_up and self._failures() == failed else None
 
     def _failures(self) -> int:
