@@ -6,6 +6,7 @@ import fcntl
 import os
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tests.support.disk_audit import (
     open_disk,
     opened,
     put,
+    run_code,
     settled,
 )
 from tiers.disk.folder import folder, repair
@@ -59,6 +61,78 @@ def test_a_lock_that_is_held_is_not_the_end(tmp_path: Path) -> None:
     while guarded.has(keys(0)) == [False]:  # as soon as its breaker lets it ask again
         time.sleep(0.01)
     guarded.close()
+
+
+STOPPING = """
+store = open_disk(path)
+put(store, keys(0))
+say("open")
+wait()
+with store._folder.edit():
+    say("edits")
+    os.kill(os.getpid(), signal.SIGSTOP)
+store.close()
+"""
+
+SERVING = """
+store = open_disk(path)
+say("open")
+wait()
+try:
+    put(store, keys(1))
+except TierUnavailable:
+    say(get(store, keys(0)))
+wait()
+store.close()
+"""
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Iterator[tuple[Other, Other]]:
+    """Two others on the folder: one is stopped inside an edit, one serves."""
+    others = Other(STOPPING, tmp_path), Other(SERVING, tmp_path)
+    try:
+        assert [other.hear() for other in others] == ["open"] * 2
+        others[0].tell()
+        assert others[0].hear() == "edits"
+        yield others
+    finally:
+        for other in others:
+            other.kill()
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a process is stopped inside an edit of the index (docker pause, a freezer)",
+    outcome="the others load, store nothing, and end; one that starts joins when it goes on",
+)
+def test_a_process_that_is_stopped_in_an_edit(tmp_path: Path, stopped: tuple[Other, Other]) -> None:
+    """Each step hung for as long as the process was stopped."""
+    peer, serving = stopped
+    run_code(STARTING, tmp_path, timeout=40)
+    serving.tell()
+    assert serving.hear() == "[True]"
+    serving.end(40)
+    guarded = open_guarded(DiskSpec(path=tmp_path, capacity=8 * SLOT), StoreContext(60_000))
+    assert guarded.has(keys(0)) == [False]
+    peer.go_on()
+    peer.end()
+    while guarded.has(keys(0)) == [False]:  # as soon as its breaker lets it ask again
+        time.sleep(0.01)
+    guarded.close()
+    with opened(tmp_path) as store:
+        assert put(store, keys(1)) == [True]
+        audit(store)
+
+
+STARTING = """
+try:
+    open_disk(path)
+except TierNotOpen as error:
+    assert "lslocks" in str(error)
+else:
+    sys.exit("it has opened")
+"""
 
 
 CHECKING = """

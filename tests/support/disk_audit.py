@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -151,19 +152,23 @@ class Other:
         self._process.stdin.write("\n")
         self._process.stdin.flush()
 
+    def go_on(self) -> None:
+        """Let it go on from where it has stopped itself."""
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """kill -9."""
         self._process.kill()
         self._process.communicate()
 
-    def end(self) -> None:
-        """Let it end, which it must do in order."""
-        self._process.communicate("\n", timeout=120)
+    def end(self, seconds: float = 120) -> None:
+        """Let it end, which it must do in order, and within so many seconds."""
+        self._process.communicate("\n", timeout=seconds)
         assert self._process.returncode == 0
 
 
 _OTHER = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from tests.support.disk_audit import *
 from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable

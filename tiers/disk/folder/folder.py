@@ -27,9 +27,9 @@ from tiers.disk.folder.mounts import MEMORY, ONE_HOST, file_system, require_suit
 from tiers.disk.slab import punch
 from tiers.errors import TierNotOpen, TierUnusable
 
-LOCK_SECONDS = 5.0
+LOCK_SECONDS = 1.0
 """Limit for a wait for another process. Nobody holds the folder's lock that long, unless it is
-stopped, its disk hangs, or the index that it checks is very large."""
+stopped or its disk hangs."""
 
 _GONE = ".gone"
 

@@ -25,6 +25,7 @@ from tiers.disk.folder.owner import Owner, Owners
 from tiers.disk.folder.upkeep import Upkeep
 from tiers.disk.index import clean_close, slot_allocator
 from tiers.disk.index.edit import FIRST, Edit
+from tiers.disk.index.environment import BRIEF_WAIT_S, WAIT_S
 from tiers.disk.index.fingerprint_index import FingerprintIndex
 from tiers.disk.index.index import Index
 from tiers.disk.index.rows import Entry, Slot
@@ -309,6 +310,7 @@ class OpenFolder:
                 format_size(before),
             )
         self.resize(capacity)
+        self.index.wait_at_most(WAIT_S)
         self.upkeep.start()
 
     def abandon(self) -> None:
@@ -322,6 +324,7 @@ class OpenFolder:
     def close(self) -> None:
         """Sync the index and close; the owner file of a folder that could not be synced stays."""
         self.upkeep.stop()
+        self.index.wait_at_most(BRIEF_WAIT_S)
         self.fingerprints.stop()
         if self.gone:
             self.abandon()

@@ -202,6 +202,11 @@ class Index:
             yield edit
             edit.save_state()
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Let an edit raise lmdb.LockError once it has waited so long for others of whom none
+        commits; it is `BRIEF_WAIT_S` until this is called."""
+        self._env.wait = seconds
+
     def reopen(self) -> None:
         """Open the index anew if LMDB refuses all (see `environment`)."""
         self._env.reopen()
