@@ -166,6 +166,9 @@ def test_no_more_hints_wait_than_are_obeyed_soon(
     monkeypatch.setattr(tier_hints, "MOST_WAITING", most)
     ask(made, PREFIX, RETAIN)
     assert retained(made) == 0 and measured(made, "retain_refused", "tier") >= 4
+    ask(made, PREFIX, {"demote": {}})
+    assert measured(made, "demote_refused", "tier") >= 4
+    assert measured(made, "demoted_blocks", "tier") == 0
 
 
 def test_what_others_stored_is_retained_too(engine: MakeEngine, tmp_path: Path) -> None:

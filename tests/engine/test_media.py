@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.clock import wait_for
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, scheduler_of
 from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.contract.media import MediaMark, MediaMarks, joined
@@ -318,15 +319,17 @@ def test_an_image_does_not_wait_behind_videos() -> None:
     for video in videos:
         assert not marks.ready(video)
     image = asked("image", seen("image", torch.rand(2)))
+    wait_for(lambda: marks.ready(image))
     assert marks.of(image).shared
     assert not any(map(marks.ready, videos)), "hours of work"
+    begun = [job for job in marks._digester._jobs.values() if job.left < 20_000]
+    assert len(begun) <= digesting.THREADS, "turns for all would make each the later"
     item = weakref.ref(videos[0].mm_features[0].data)
     for video in videos:
         marks.forget(video.request_id)
         video.mm_features.clear()
     assert not marks._digester._jobs and not marks._digesting
-    while item() is not None:
-        time.sleep(0.01)
+    wait_for(lambda: item() is None)
 
 
 @pytest.mark.usefixtures("slow")

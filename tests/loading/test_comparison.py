@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from tiers.loading.comparison import (
     Verdict,
     Wish,
 )
+from tiers.loading.linear_fit import LinearFit
 from tiers.loading.load_cost import LEAST_TOKENS, LoadCost
 from tiers.tuning.simulation.policies import Plan
 
@@ -229,6 +231,36 @@ def test_what_is_queued_counts() -> None:
         made.meters[0].began(job, 1024)
     assert made.meters[0].queued_tokens == 20 * 1024
     assert made.child() is None, "twenty others are before it"
+
+
+def test_what_is_under_way_is_not_looked_through_for_each_request_that_waits() -> None:
+    class Counted(dict[int, Any]):
+        looks = 0
+
+        def values(self) -> Any:
+            for load in super().values():
+                Counted.looks += 1
+                yield load
+
+    made = world(FAST)
+    made.run_many(3)
+    meter = made.meters[0]
+    meter._loads = Counted()
+    for job in range(1000):
+        meter.began(-1 - job, 64)
+    for _ in range(100):
+        made.choose()
+    assert Counted.looks < 100 * 20
+
+
+def test_however_often_a_tier_is_probed_a_probe_has_a_length() -> None:
+    """Of one that only takes its time, and loads nothing sooner than computing."""
+    made = world((0.0, 1.0))
+    for _ in range(2000):
+        made.comparison.decided((), 0, 1.0)
+    made.meters[0]._pace.line = LinearFit(1.0, 0.0)
+    made.comparison.decided((), None, 1e9)
+    assert made.choose().probed == 0
 
 
 def test_requests_keep_away_from_a_tier_that_hangs() -> None:

@@ -150,6 +150,7 @@ class LoadCost:
         return 1 << min(self.failures, MOST_DOUBT)
 
     def _oldest(self) -> float:
-        """Seconds that the oldest load under way has taken so far."""
-        began = min((load.began for load in self._loads.values()), default=math.inf)
-        return max(0.0, self._stepped - began) if began < math.inf else 0.0
+        """Seconds that the oldest load under way has taken so far. Asked for each request that
+        waits, in every step: loads are kept in the order in which they were ordered."""
+        oldest = next(iter(self._loads.values()), None)
+        return 0.0 if oldest is None else max(0.0, self._stepped - oldest.began)

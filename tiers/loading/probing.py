@@ -4,6 +4,8 @@ from __future__ import annotations
 
 SHARE = 0.01
 """Part of the requests' time that probes of one tier may cost."""
+LONGEST = 16
+"""Doublings of a probe's length, at most: no prompt has so many blocks."""
 
 
 class Exploration:
@@ -34,7 +36,7 @@ class Exploration:
 
     def made(self, tier: int) -> None:
         """A request probes."""
-        self._made[tier] = self._made.get(tier, 0) + 1
+        self._made[tier] = min(LONGEST, self._made.get(tier, 0) + 1)
         self._earned.pop(tier, None)
 
     def shorten(self, tier: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -35,6 +36,7 @@ class Host:
     pin = False
 
     def __init__(self) -> None:
+        self.seconds = 0.0
         self.paged: dict[int, int] = {}
         self.before_copy: Callable[[], object] = int
         self.watch = WeightWatch(Unseen(), 1)
@@ -44,7 +46,7 @@ class Host:
         return self
 
     def now(self) -> float:
-        return 0.0
+        return self.seconds
 
     def fence(self) -> object:
         return None
@@ -58,7 +60,7 @@ class Host:
 
 class Store:
     """Each block is its key's number. Lacks the keys in `lacks`; reads of those in `gates` wait
-    until these are open."""
+    until these are open. `before_read` is called with the number of blocks."""
 
     health = HEALTHY
 
@@ -66,10 +68,12 @@ class Store:
         self.lacks: set[bytes] = set()
         self.gates: dict[bytes, threading.Event] = {}
         self.reads: list[list[bytes]] = []
+        self.before_read: Callable[[int], object] = int
         self._filling: set[int] = set()
         self._lock = threading.Lock()
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
+        self.before_read(len(blocks))
         keys = [block.key[-3:] for block in blocks]
         memory = {id(block.payload.obj) for block in blocks}
         with self._lock:
@@ -86,8 +90,9 @@ class Store:
         return [key not in self.lacks for key in keys]
 
 
-def job(number: int, *keys: bytes) -> LoadJob:
-    return LoadJob(number, f"{number}", [LoadItem(key, int(key), None) for key in keys])
+def job(number: int, *keys: bytes, seconds: float = math.inf) -> LoadJob:
+    items = [LoadItem(key, int(key), None) for key in keys]
+    return LoadJob(number, f"{number}", items, seconds)
 
 
 def keys(first: int, count: int) -> list[bytes]:
@@ -170,6 +175,46 @@ def test_the_memory_of_a_load_that_ended_early_is_nobodys_while_it_is_read_into(
     results = {load.job.job_id: load.result for load in ended(loading, 5)}
     assert {number for number, result in results.items() if result.failed} == {0}
     assert all(host.paged[item.target] == item.target for one in others for item in one.items)
+
+
+def test_a_load_that_can_not_end_in_time_gives_way_to_one_that_waits(
+    loading: Loading, host: Host, store: Store
+) -> None:
+    learn(loading, host, store)
+    store.gates = {key: threading.Event() for key in (b"100", b"110", b"130")}
+    loading.begin([job(1, b"100"), job(2, b"110")])
+    wait_for(lambda: [b"100"] in store.reads and [b"110"] in store.reads)
+    loading.begin([job(3, *keys(120, 8), seconds=5), job(4, b"130")])
+    store.gates[b"100"].set()
+    wait_for(lambda: [b"130"] in store.reads)
+    assert keys(120, 2) not in store.reads
+    for gate in store.gates.values():
+        gate.set()
+    results = {load.job.job_id: load.result for load in ended(loading, 4)}
+    assert {number for number, result in results.items() if result.failed} == {3}
+    assert results[3].late and results[3].seconds == 0
+
+
+def test_a_load_that_nobody_waits_behind_is_begun_however_slow_the_tier_was(
+    loading: Loading, host: Host, store: Store
+) -> None:
+    """Short loads say little of a long one; and a probe tells whether the tier is quick again."""
+    learn(loading, host, store)
+    loading.begin([job(1, *keys(120, 8), seconds=5)])
+    (load,) = ended(loading, 1)
+    assert not load.result.failed
+
+
+def learn(loading: Loading, host: Host, store: Store) -> None:
+    """A read takes a second, whatever it brings: so did loads of one block."""
+
+    def takes_a_second(blocks: int) -> None:
+        host.seconds += 1
+
+    store.before_read = takes_a_second
+    for number in range(loads.PACES):
+        loading.begin([job(100 + number, b"001")])
+        ended(loading, 1)
 
 
 def test_memory_that_is_had_before_it_is_short_is_given_back(

@@ -37,8 +37,10 @@ COUNTERS = {
     "store_dropped_budget": "Blocks not stored because write_budget was spent.",
     "store_dropped_down": "Blocks not stored because the tier was down.",
     "store_deferred": "Blocks not stored because fewer requests than store_threshold had them.",
-    "retain_refused": "Blocks that a hint did not retain because max_retained was reached.",
+    "retain_refused": "Blocks that a hint did not retain: max_retained was reached, or too many "
+    "hints waited.",
     "demoted_blocks": "Blocks that a hint made the next to go.",
+    "demote_refused": "Blocks that a hint did not demote because too many hints waited.",
     "hints_ignored": "Hints that are malformed or unknown; their tier is (chain).",
     "evictions": "Blocks that this engine evicted for room, from cpu or disk; of a disk each "
     "rank's part. A server evicts by itself.",

@@ -111,8 +111,8 @@ class Loading:
         load.laps.lap("queue")
         items = len(load.job.items)
         each = min(self._paces, default=0.0)
-        if began + items * each > load.until:
-            # Whoever waits behind it is served in time instead. It may be faster by now.
+        if began + items * each > load.until and self._others_wait():
+            # Those are served in time instead. It may be faster by now.
             self._paces.append(FADE * each)
             load.dropped, load.seconds = True, 0.0
             return
@@ -121,6 +121,11 @@ class Loading:
         load.seconds = self._host.now() - began
         if arrived := load.arrived:
             self._paces.append(load.seconds / arrived)
+
+    def _others_wait(self) -> bool:
+        """Whether a load waits for its turn behind those that run. Where none does, dropping one
+        helps nobody, and paces of before would stay the last word on the tier."""
+        return sum(not future.done() for _, future in self._loads) > LOADERS
 
     def _load_items(self, load: Load, fence: object) -> None:
         numbered = list(enumerate(load.job.items))

@@ -15,8 +15,6 @@ from tiers.connector.scheduler.storing.tenant_quotas import tenant_of
 
 ENDED_AT_ONCE = 512
 """Blocks whose time is over that a step lets go: one to two milliseconds of work."""
-
-
 MOST_WAITING = 1 << 17
 """Blocks of hints that wait for their turn; further ones are refused: who asks for so much in so
 little time would have others wait."""
@@ -86,8 +84,8 @@ class TierHints:
         if not keys:
             return
         if self._blocks_waiting + len(keys) > MOST_WAITING:
-            if own.state.hints.retain is not None:
-                self._context.count(retain_refused=len(keys))
+            retains = own.state.hints.retain is not None
+            self._context.count(**{"retain_refused" if retains else "demote_refused": len(keys)})
             return
         self._waiting.append(_Waiting(own.state, keys, self._now()))
         self._blocks_waiting += len(keys)
