@@ -156,6 +156,14 @@ def test_a_hint_about_a_long_prompt_is_obeyed_over_several_steps(
         clock.now += 1
         made.step()
     assert asked == [25] * 4 and retained(made) == 100
+    made.add(prompt, 1, "", {"kvtiers": {"store": False, "hints": RETAIN}})
+    made.run()
+    assert len(asked) < 8, "the rest waits"
+    made.reset_cache()
+    for _ in range(20):
+        clock.now += 1
+        made.step()
+    assert len(asked) < 8 and retained(made) == 0
 
 
 @pytest.mark.parametrize("most", [0, 3])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from tests.support.clock import Clock
 from tiers.connector.contract.engine import EngineInfo
+from tiers.connector.contract.media import MediaMarks
 from tiers.connector.policy.requests import RequestTable
 from tiers.connector.scheduler.storing.offers import TierRequest, new_offers
 
@@ -32,3 +34,25 @@ def test_a_token_that_was_computed_and_taken_back_completes_no_block() -> None:
     request.num_computed_tokens = 8
     offers = new_offers(table, own, table.ended(state, ([3, 4],)))
     assert offers.paged == [4]
+
+
+def test_what_a_request_waited_for_its_media_is_taken_from_its_time_and_no_more() -> None:
+    clock = Clock(100.0)
+
+    class Media(MediaMarks):
+        is_ready = False
+
+        def ready(self, request: Any) -> bool:
+            return self.is_ready
+
+    media = Media()
+    table = RequestTable(EngineInfo({}, 4, 4, num_blocks=9, media=media), now=clock, max_wait=10.0)
+    request: Any = SimpleNamespace(request_id="1")
+    assert not table.is_marked(request, wait=True)
+    clock.now += 4
+    assert not table.is_marked(request, wait=True)
+    media.is_ready = True
+    assert table.is_marked(request, wait=True)
+    budget = table.of(request).wait_budget
+    clock.now += 5
+    assert budget.left() == 6 and not budget.is_loading
