@@ -15,6 +15,7 @@ from tiers.traces.trace import TraceRequest
 
 CHAIN = """
 version: 1
+load_when: always  # a probe of the disk would be served by it
 tiers:
   - {type: cpu, capacity: 20GiB}
   - {type: disk, capacity: 64GiB, path: /nowhere}
