@@ -231,10 +231,12 @@ def counted(**names: Any) -> Any:
     from tiers.engine.vllm_stats import MultiKVConnectorStats
 
     whole = MultiKVConnectorStats()
-    inner = MultiKVConnectorStats({"cpu": {"hits": 2.0}})
+    inner = MultiKVConnectorStats({"cpu": {"hits": 2.0, "loaded_tokens": 20.0}})
     whole.add("ours", inner, None)
-    whole.add("also-ours", MultiKVConnectorStats({"cpu": {"hits": 3.0}}), None)
-    whole.add("tiers", TierStats({"disk": {"hits": 1.0}}), None)
+    whole.add(
+        "also-ours", MultiKVConnectorStats({"cpu": {"hits": 3.0, "loaded_tokens": 30.0}}), None
+    )
+    whole.add("tiers", TierStats({"disk": {"hits": 1.0, "loaded_tokens": 10.0}}), None)
     for name in ("left", "right"):
         whole.add(name, nixl_stats(1.0), {"kv_connector": "NixlConnector"})
     return whole
@@ -248,11 +250,15 @@ def test_stats_cross_processes_and_names_keep_them_apart() -> None:
     assert rebuilt.to_dict() == whole.to_dict()
     assert type(rebuilt["left"]) is type(whole["left"])
     more = rebuilt.aggregate(counted())
-    assert more["ours/cpu"] == {"hits": 4.0}
-    assert more["also-ours/cpu"] == {"hits": 6.0}
+    assert more["ours/cpu"] == {"hits": 4.0, "loaded_tokens": 40.0}
+    assert more["also-ours/cpu"] == {"hits": 6.0, "loaded_tokens": 60.0}
     assert more["left"].data["transfer_duration"] == [1.0, 1.0]
     line = more.reduce()
-    assert line["disk.hits"] == 2.0
+    assert line["kvtiers"].split("; ") == [
+        "ours/cpu: 40 tokens loaded",
+        "also-ours/cpu: 60 tokens loaded",
+        "disk: 20 tokens loaded",
+    ]
     assert line["right"]["Num successful transfers"] == 2
     more.reset()
     assert more.is_empty() and not whole.is_empty()
