@@ -40,6 +40,7 @@ from tiers.connector.contract.messages import (
     StoreJob,
     WorkerHandshake,
 )
+from tiers.connector.contract.weights import WeightOrders
 from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiWorkerMetadata
 from tiers.engine.replay.requests import CachedRequests, NewRequest
 from tiers.gpu.copier import open_copier
@@ -217,7 +218,7 @@ class Worker:
         self._worker = open_worker(chain, engine, open_copier)
         self._worker.register_kv_caches({"layer": torch.zeros(64, PAYLOAD, dtype=torch.uint8)})
         self._store.goes_on.clear()
-        self._jobs = self._under_way = 0
+        self._jobs = self._under_way = self._steps = 0
         self._random = random.Random(1)
 
     def _orders(self, count: int) -> MultiConnectorMetadata:
@@ -229,7 +230,9 @@ class Worker:
             cpu.reqs_to_store.append(StoreJob(job, [StoreItem(key, job, job % 64)]))
             lagging.reqs_to_store.append(StoreJob(job, [StoreItem(key, job, None)]))
         self._under_way += count
-        return MultiConnectorMetadata((cpu, lagging), {})
+        self._steps += 1
+        weights = WeightOrders(self._steps, {self._steps - 1: True})
+        return MultiConnectorMetadata((cpu, lagging), {}, weights=weights)
 
     def _step(self, count: int) -> float:
         """Milliseconds of a step."""
@@ -252,6 +255,7 @@ class Worker:
 
     def all_end(self) -> float:
         """Milliseconds of the worst step from the one that finds all stores ended."""
+        self._step(0)  # says of the last one that no rank's weights have changed
         self._store.goes_on.set()
         children: Sequence[Any] = self._worker.children
         for child in children:
