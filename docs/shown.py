@@ -4,8 +4,8 @@
 
 In a page, a `yaml` or `json` block whose first line is a comment with a file's name is that file. A
 `console` block has commands, each behind `$ `, and what they print. All of a page's commands run in
-one folder, in order. This writes the outputs into the pages; a test compares them, but for
-milliseconds.
+one folder, in order. This writes the outputs into the pages; a test compares them, but for what
+hangs on a machine's speed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ PAGES = (ROOT / "docs" / "tuning.md",)
 _BLOCK = re.compile(r"^```(yaml|console)\n(.*?)^```$", re.M | re.S)
 _FILE = re.compile(r"# ([\w.-]+\.(?:yaml|json))\n")
 _TIMES = re.compile(r"^( +ms:) .*$|; [\d.]+ ms \(.*\)$", re.M)
+_BY_TIER = re.compile(
+    r"[\d,]+ (?:from )?cpu(?:,| \+) [\d,]+ (?:from )?disk|^ +(?:cpu|disk): \d+ tokens,", re.M
+)
 
 
 def executed(page: str, folder: Path) -> str:
@@ -39,9 +42,15 @@ def executed(page: str, folder: Path) -> str:
     return _BLOCK.sub(replace, page)
 
 
-def without_times(text: str) -> str:
-    """The text without the milliseconds that `kvtiers explain` tells, which no two runs share."""
-    return _TIMES.sub(r"\1", text)
+def without_speeds(text: str) -> str:
+    """The text without what no two runs share: the milliseconds that `kvtiers explain` tells, and
+    how much of a load each of two tiers had, which share it by their speed. Their sum stays."""
+
+    def summed(found: re.Match[str]) -> str:
+        counts = [int(one.replace(",", "")) for one in re.findall(r"\d[\d,]*\d|\d", found[0])]
+        return str(sum(counts)) if len(counts) > 1 else ""
+
+    return _BY_TIER.sub(summed, _TIMES.sub(r"\1", text))
 
 
 def commands(text: str) -> list[str]:
