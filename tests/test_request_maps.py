@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "tiers" / "connector"
-MOST = 5
+MOST = 6
 MAPS = {"dict", "defaultdict", "OrderedDict", "Counter", "set", "WeakKeyDictionary"}
 NAMES = {"str", "Request", "RequestState", "TierRequest", "Any", "object"}
 """Types of keys that may be a request or its name."""
@@ -18,6 +18,7 @@ REQUESTS = {
     "multi/worker.py::MultiWorker._loads_awaited": "on a worker, to which steps alone are told",
     "multi/worker.py::MultiWorker._saves_awaited": "on a worker",
     "policy/requests.py::RequestTable._states": "all else that is known of a request",
+    "policy/requests.py::RequestTable._unmarked": "it has no state before its media are known",
 }
 """Maps that are keyed by requests, and why not the state of the request has it."""
 
@@ -34,6 +35,7 @@ OTHERS = {
     "scheduler/hints/retained.py::Retained._ending[until]": "blocks",
     "scheduler/scheduler.py::OffloadingScheduler._told": "gauges",
     "scheduler/storing/tenant_quotas.py::Tenants._kept": "tenants",
+    "worker/host_slots.py::HostSlots._refused": "tiers",
     "worker/worker.py::OffloadingWorker._measures": "measures",
 }
 """Other maps with such keys, and what those are."""

@@ -1,4 +1,8 @@
-"""No file, class or function of the package is so long that nobody reads it whole."""
+"""No file, class or function of the package is so long that nobody reads it whole.
+
+These are ceilings. Most files stay under 300 lines and most functions under 30, where that costs
+no mixin, no bag and no function of one use.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILE_LINES, CLASS_LINES, CLASS_METHODS, FUNCTION_LINES = 300, 250, 25, 40
+FILE_LINES, CLASS_LINES, CLASS_METHODS, FUNCTION_LINES = 400, 330, 30, 50
 
 
 def too_long(path: str, text: str) -> Iterator[str]:

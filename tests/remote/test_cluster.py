@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections import Counter
@@ -205,6 +206,7 @@ LOST = pytest.mark.fault(
 def test_a_lost_masters_blocks_are_misses_and_the_others_are_served(
     fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     keys = [make_key() for _ in range(30)]
     with cluster(cluster_require_full_coverage="no") as nodes:
         at_first = [node_of(nodes, key) == 0 for key in keys]
