@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -10,8 +10,9 @@ import pytest
 
 from tests.support.known_traffic import BLOCK, BLOCK_TOKENS, KV_BYTES, loop, mixed, once, requests
 from tiers.traces.trace import TraceRequest
-from tiers.tuning.report import YEAR
+from tiers.tuning.report import YEAR, Report
 from tiers.tuning.search.budget import Budget
+from tiers.tuning.search.processes import Job, Simulations
 from tiers.tuning.search.show import left_out
 from tiers.tuning.search.tune import Asked, Tuned, tune
 from tiers.tuning.simulation.chain import SimTier
@@ -70,6 +71,23 @@ def test_order_the_faster_tier_first(fast: str) -> None:
     assert order(found) == [fast, *({"disk", "redis"} - {fast})]
     judged = found.verdict.judged
     assert judged["none"].report.ttft_mean > 2 * judged["chosen"].report.ttft_mean
+
+
+def test_what_is_found_does_not_hang_on_which_simulation_ends_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many chains come to the same here."""
+    media: Media = {"cpu": (200, {}), "disk": (1000, {"load_bandwidth": 100 * MB})}
+    in_order = tuned(hot_and_cold(), budget(media))
+    run = Simulations.run
+
+    def backwards(self: Simulations, jobs: Iterable[Job], *rest: Any) -> list[Report]:
+        return run(self, reversed(list(jobs)), *rest)
+
+    monkeypatch.setattr(Simulations, "run", backwards)
+    other = tuned(hot_and_cold(), budget(media))
+    assert [one.chain for one in other.found.tried] == [one.chain for one in in_order.found.tried]
+    assert other.verdict.chosen.chain == in_order.verdict.chosen.chain
 
 
 def test_a_tier_that_brings_nothing_is_left_out() -> None:

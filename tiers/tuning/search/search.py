@@ -78,6 +78,7 @@ class Trials:
         self._split = split
         self._advance = advance
         self._tried: dict[SimChain, Tried] = {}
+        self._asked: dict[SimChain, int] = {}
 
     def __len__(self) -> int:
         return len(self._tried)
@@ -100,6 +101,8 @@ class Trials:
         """Try chains that were not, `most` at most and none once `is_over`; those that are tried
         by then, in order."""
         asked = list(dict.fromkeys(chains))
+        for chain in asked:
+            self._asked.setdefault(chain, len(self._asked))
         new = islice((chain for chain in asked if chain not in self._tried), most)
         jobs = [(chain, self._split.searched, self._split.warm) for chain in new]
         self._simulations.run(jobs, self._note, is_over)
@@ -134,8 +137,10 @@ class Trials:
         self._tried[chain] = Tried(chain, report, score(report, self.space.budget))
         self._advance(self)
 
-    def _rank(self, one: Tried) -> tuple[Score, tuple[float, ...]]:
-        return one.score, simplicity(one.chain, self.space.budget.machine)
+    def _rank(self, one: Tried) -> tuple[Score, tuple[float, ...], int]:
+        # The last is the order of asking: processes end in any order, and ties must not hang on it.
+        order = self._asked[one.chain]
+        return one.score, simplicity(one.chain, self.space.budget.machine), order
 
 
 def search(trials: Trials, limit: int, is_over: Callable[[], bool] = lambda: False) -> bool:
