@@ -9,7 +9,7 @@
 # make gpu      the tests and figures of CUDA, written to build/gpu.json within ten minutes: needs a GPU
 #               with PyTorch and pytest (of GPU_PYTHON), and no network  ARGS="FILE"
 # make gpu-wheels   fetch what else that needs into build/wheels, to be carried along  GPU_VERSION=3.12
-# make lint     ruff and mypy alone
+# make lint     ruff and mypy alone, and figures of the code's size beside their ceilings
 # make clean    remove what these made here (the demo's model stays in the user's cache folder)
 #
 # All but those for GPUs first make $(VENV) with kvtiers, its extras and an engine: vLLM for CUDA where there
@@ -72,6 +72,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.figures
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

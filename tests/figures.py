@@ -1,0 +1,238 @@
+"""How large the house is: what `make lint` prints beside its ceilings.
+
+    python -m tests.figures [--json]
+
+A figure over its ceiling is marked and fails nothing: look whether the change is worth it, and
+lower a ceiling when a figure has fallen. Code is without docstrings, comments and blank lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any, Self
+
+from tests.support.replay_chains import chain_of, cpu, disk
+from tiers.connector.multi.scheduler import MultiScheduler
+from tiers.disk.index.fingerprint_index import FingerprintTable
+from tiers.engine.replay import ReplayEngine
+
+ROOT = Path(__file__).parents[1]
+FILE_LINES, CLASS_METHODS, FUNCTION_LINES, PAGE_WORDS = 300, 35, 30, 1500
+CEILINGS = {
+    "lines of tiers and spec": 34_000,
+    "folder circles": 0,
+    "files that a look-up runs through": 25,
+    "files that a store runs through": 55,
+    "files that a load runs through": 55,
+    "frames from a look-up to a tier's table": 14,
+}
+"""By the beginning of a figure's name."""
+
+Call = tuple[str, str]
+"""A file of ours and a function in it."""
+
+
+def all_figures() -> dict[str, int]:
+    """Each figure by its name."""
+    return {**sizes(), **circles(), **walks(), **pages()}
+
+
+def sizes() -> dict[str, int]:
+    """Lines by room, and how many files, classes and functions are long."""
+    rooms: dict[str, int] = {}
+    found = dict.fromkeys(("files", "classes", "long files", "wide classes", "long functions"), 0)
+    total = 0
+    for path in _modules():
+        text = path.read_text()
+        tree = ast.parse(text)
+        parts = path.relative_to(ROOT).parts
+        room = "/".join(parts[: min(2, len(parts) - 1)])
+        rooms[room] = rooms.get(room, 0) + _code_lines(tree, text)
+        total += text.count("\n")
+        found["files"] += 1
+        found["long files"] += text.count("\n") > FILE_LINES
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found["classes"] += 1
+                found["wide classes"] += _methods(node) > CLASS_METHODS
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                found["long functions"] += lines > FUNCTION_LINES
+    code = {f"code in {room}": count for room, count in sorted(rooms.items())}
+    return {"lines of tiers and spec": total, **found, **code}
+
+
+def circles() -> dict[str, int]:
+    """How many folders lie on a circle of imports with folders that do not contain them."""
+    graph: dict[str, set[str]] = {}
+    for path in _modules():
+        for name in _imported(ast.parse(path.read_text())):
+            here, there = _folder(path), _home(name)
+            if not _contains(here, there) and not _contains(there, here):
+                graph.setdefault(here, set()).add(there)
+    return {"folder circles": len(on_circles(graph))}
+
+
+def on_circles(graph: dict[str, set[str]]) -> set[str]:
+    """The nodes of a graph that lead to themselves."""
+    return {one for one in graph if one in _reached(graph, one)}
+
+
+def walks() -> dict[str, int]:
+    """Files that one look-up, one store and one load run through, by policy of loads."""
+    found: dict[str, int] = {}
+    for policy in ("first", "longest", "stitched"):
+        looked, stored, loaded, frames = walk(policy)
+        for name, calls in (("look-up", looked), ("store", stored), ("load", loaded)):
+            found[f"files that a {name} runs through, {policy}"] = len({file for file, _ in calls})
+            found[f"functions of a {name}, {policy}"] = len(calls)
+        found[f"frames from a look-up to a tier's table, {policy}"] = frames
+    return found
+
+
+def walk(policy: str) -> tuple[set[Call], set[Call], set[Call], int]:
+    """What a look-up, a request that is stored and one that is loaded from disk call; and the
+    deepest look-up's frames."""
+    with TemporaryDirectory() as folder, Calls() as calls:
+        chain = chain_of(cpu(4), disk(Path(folder)), load_policy=policy)
+        engine = ReplayEngine(chain, prefix_caching=False)
+        calls.of(engine, 1000)  # by then the tiers are open
+        stored, _ = calls.of(engine, 0)
+        loaded, looked = calls.of(engine, 0)
+        engine.close()
+    return looked, stored, loaded, calls.deepest
+
+
+class Calls:
+    """Notes which functions of ours run, on this thread and those begun since."""
+
+    def __init__(self) -> None:
+        self.deepest = 0
+        self._called: set[Call] = set()
+        self._looked: set[Call] = set()
+        self._look_up = MultiScheduler.get_num_new_matched_tokens.__code__
+
+    def __enter__(self) -> Self:
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def of(self, engine: ReplayEngine, first: int) -> tuple[set[Call], set[Call]]:
+        """What serving a prompt, from this token on, calls, and of that what its look-up does."""
+        self._called, self._looked = set(), set()
+        engine.generate(range(first, first + 40))
+        engine.settle()
+        return self._called, self._looked
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        file = os.path.relpath(frame.f_code.co_filename, ROOT)
+        if event != "call" or not file.startswith(("tiers/", "spec/")) or "/replay/" in file:
+            return
+        call = file, frame.f_code.co_qualname
+        self._called.add(call)
+        if depth := _depth(frame, self._look_up):
+            self._looked.add(call)
+            if frame.f_code is FingerprintTable.has.__code__:
+                self.deepest = max(self.deepest, depth)
+
+
+def pages() -> dict[str, int]:
+    """Words of the pages of docs that have many, and of all decisions."""
+    found = {"decisions": 0, "words of decisions": 0}
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        words = len(path.read_text().split())
+        if path.parent.name == "decisions":
+            found["decisions"] += 1
+            found["words of decisions"] += words
+        elif words > PAGE_WORDS:
+            found[f"words of docs/{path.name}"] = words
+    return found
+
+
+def _depth(frame: FrameType | None, start: Any) -> int:
+    """How many frames lie from one of this code to a frame, both counted; 0: none is."""
+    count = 1
+    while frame is not None and frame.f_code is not start:
+        frame, count = frame.f_back, count + 1
+    return 0 if frame is None else count
+
+
+def _modules() -> Iterator[Path]:
+    for part in ("spec", "tiers"):
+        yield from sorted((ROOT / part).rglob("*.py"))
+
+
+def _methods(node: ast.ClassDef) -> int:
+    return sum(isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) for one in node.body)
+
+
+def _code_lines(tree: ast.Module, text: str) -> int:
+    docs: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docs.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(number not in docs and line.strip()[:1] not in ("", "#") for number, line in lines)
+
+
+def _folder(path: Path) -> str:
+    return str(path.parent.relative_to(ROOT))
+
+
+def _contains(one: str, other: str) -> bool:
+    return f"{other}/".startswith(f"{one}/")
+
+
+def _home(name: str) -> str:
+    """The folder of the module that a dotted name is, or is in."""
+    path = ROOT.joinpath(*name.split("."))
+    while not (path.with_suffix(".py").exists() or (path / "__init__.py").exists()):
+        path = path.parent
+    return str(path.relative_to(ROOT)) if path.is_dir() else _folder(path)
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
+            "tiers",
+            "spec",
+        ):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    rest = [start]
+    while rest:
+        new = graph.get(rest.pop(), set()) - found
+        found |= new
+        rest.extend(new)
+    return found
+
+
+def main() -> None:
+    """Print the figures."""
+    found = all_figures()
+    if "--json" in sys.argv:
+        print(json.dumps(found))
+        return
+    for name, value in found.items():
+        ceiling = next((most for start, most in CEILINGS.items() if name.startswith(start)), None)
+        over = "" if ceiling is None else f"  of {ceiling:,}{' <- over' * (value > ceiling)}"
+        print(f"{value:>9,}  {name}{over}")
+
+
+if __name__ == "__main__":
+    main()
