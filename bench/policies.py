@@ -30,8 +30,9 @@ from pydantic import PrivateAttr
 from spec.chain import ChainSpec, LoadPolicy
 from spec.offloading import StoreContext, StoreSpec
 from tiers.connector.chain import open_scheduler
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.messages import (
+from tiers.connector.multi.metadata import MultiWorkerMetadata
+from tiers.contract.engine import EngineInfo
+from tiers.contract.messages import (
     JobResult,
     LoadJob,
     OffloadingConnectorMetadata,
@@ -39,8 +40,7 @@ from tiers.connector.contract.messages import (
     StoreJob,
     WorkerHandshake,
 )
-from tiers.connector.contract.stats import TierStats
-from tiers.connector.multi.metadata import MultiWorkerMetadata
+from tiers.contract.stats import TierStats
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay.requests import CachedRequests, NewRequest
 from tiers.host.memory import ALIGNMENT

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 from spec.load import load_chain
 from spec.record import RecordSpec
-from tiers.connector.contract.protocols import Request
+from tiers.contract.protocols import Request
 from tiers.engine.replay import ReplayEngine, ReplayModel
 from tiers.traces.recorder_writer import Ended, Recording, RecordWriter
 

@@ -24,10 +24,10 @@ from bench.throttled import Link, ThrottledSpec
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec, StoreContext
 from tiers.connector.chain import open_scheduler
-from tiers.connector.contract.block_groups import GROUP_BYTES
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.connector.multi.metadata import MultiWorkerMetadata
+from tiers.contract.block_groups import GROUP_BYTES
+from tiers.contract.engine import EngineInfo
+from tiers.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.index.rows import index_key
 from tiers.disk.slab import slot_bytes

@@ -30,9 +30,10 @@ from bench.report import Case
 from bench.scheduler import HASH_BYTES, NAMESPACE, PAYLOAD, TOKENS, Prompt
 from spec.offloading import StoreContext
 from tiers.connector.chain import open_scheduler, open_worker
-from tiers.connector.contract.block_groups import GROUP_BYTES
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.messages import (
+from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiWorkerMetadata
+from tiers.contract.block_groups import GROUP_BYTES
+from tiers.contract.engine import EngineInfo
+from tiers.contract.messages import (
     JobResult,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -40,8 +41,7 @@ from tiers.connector.contract.messages import (
     StoreJob,
     WorkerHandshake,
 )
-from tiers.connector.contract.weights import WeightOrders
-from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiWorkerMetadata
+from tiers.contract.weights import WeightOrders
 from tiers.engine.replay.requests import CachedRequests, NewRequest
 from tiers.gpu.copier import open_copier
 from tiers.store import Block

@@ -24,7 +24,7 @@ from bench.chain_load import TOKENS, Prompt
 from bench.policies import Output, Step
 from spec.load import load_chain
 from tiers.connector.chain import open_scheduler, open_worker
-from tiers.connector.contract.engine import EngineInfo
+from tiers.contract.engine import EngineInfo
 from tiers.engine.replay.requests import NewRequest
 from tiers.gpu.copier import open_copier
 

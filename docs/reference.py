@@ -15,7 +15,7 @@ import yaml
 from docs import compatibility
 from spec.offloading import OffloadingSpec, StoreSpec
 from spec.schema import chain_schema
-from tiers.connector.contract.stats import COUNTERS, GAUGES, HISTOGRAMS, STATE, STATE_MEANS
+from tiers.contract.stats import COUNTERS, GAUGES, HISTOGRAMS, STATE, STATE_MEANS
 
 Schema = Mapping[str, Any]
 

@@ -18,7 +18,7 @@ import torch
 
 from tests.support.clock import Clock, wait_for
 from tests.support.replay_chains import chain_of, cpu, measured
-from tiers.connector.contract.adapters import RequestMark
+from tiers.contract.adapters import RequestMark
 from tiers.engine import loaded_adapters, request_marks
 from tiers.engine.identity.adapter_files import folder_stamp, settled_stamp
 from tiers.engine.loaded_adapters import SeenAdapters, name_of, weights_digest

@@ -12,10 +12,10 @@ import torch
 from spec.chain import ChainSpec
 from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, measured, scheduler_of
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
-from tiers.connector.contract.generation import Generation
 from tiers.connector.scheduler.looking_up.lookups import Lookup
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.connector.worker.host_slots import HostSlots
+from tiers.contract.generation import Generation
 from tiers.engine.replay import ReplayEngine
 from tiers.errors import TierUnavailable
 from tiers.gpu.copier import CpuCopier

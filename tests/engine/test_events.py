@@ -29,9 +29,9 @@ from tests.support.replay_chains import (
     workload,
 )
 from tests.support.servers import RedisServer
-from tiers.connector.contract.block_groups import GROUP_BYTES
 from tiers.connector.scheduler.inventory import inventory
 from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.contract.block_groups import GROUP_BYTES
 from tiers.engine.replay import ReplayEngine
 from tiers.engine.replay.requests import ReplayRequest
 

@@ -12,10 +12,10 @@ import pytest
 from spec.load import load_chain
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured
 from tests.support.slow_store import LONG, ask
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.pool_size import PoolSize
 from tiers.connector.worker import host_slots, loads
 from tiers.connector.worker.host_slots import HostSlots
+from tiers.contract.engine import EngineInfo
+from tiers.contract.pool_size import PoolSize
 from tiers.engine.replay import ReplayEngine
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import CpuCopier

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.support.compatibility import Cells
-from tiers.connector.contract.adapters import LoadedAdapter
-from tiers.connector.contract.engine import EngineInfo
 from tiers.connector.policy.requests import RequestTable
+from tiers.contract.adapters import LoadedAdapter
+from tiers.contract.engine import EngineInfo
 from tiers.engine.content_marks import ContentMarks
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.loaded_adapters import name_of

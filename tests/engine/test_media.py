@@ -16,10 +16,10 @@ import torch
 
 from tests.support.clock import wait_for
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, scheduler_of
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.media import MediaMark, MediaMarks, joined
 from tiers.connector.policy.requests import RequestState, RequestTable, Scheduled
 from tiers.connector.scheduler.storing.offers import TierRequest, new_offers
+from tiers.contract.engine import EngineInfo
+from tiers.contract.media import MediaMark, MediaMarks, joined
 from tiers.engine import digesting
 from tiers.engine.content_marks import ContentMarks
 from tiers.engine.digesting import content_digest

@@ -18,7 +18,7 @@ from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, measur
 from tests.support.servers import RedisServer
 from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.connector import chain
-from tiers.connector.contract.stats import STATE, STATES
+from tiers.contract.stats import STATE, STATES
 from tiers.disk.folder import keeping
 from tiers.engine.replay import ReplayEngine, answer
 

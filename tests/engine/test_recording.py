@@ -14,8 +14,8 @@ import zstandard
 
 from tests.support.clock import Clock
 from tests.support.replay_chains import MODEL, Marked, chain_of, cpu, drive
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.media import MediaMark, MediaMarks
+from tiers.contract.engine import EngineInfo
+from tiers.contract.media import MediaMark, MediaMarks
 from tiers.engine.hosted_chain import hosted_tiers
 from tiers.engine.replay import ReplayEngine, ReplayModel
 from tiers.traces.opening import open_trace

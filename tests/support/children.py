@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from spec.chain import LoadPolicy
-from tiers.connector.contract.connector import SchedulerConnector, WorkerConnector
-from tiers.connector.contract.messages import LoadJob, OffloadingConnectorMetadata, TransferResults
 from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
+from tiers.contract.connector import SchedulerConnector, WorkerConnector
+from tiers.contract.messages import LoadJob, OffloadingConnectorMetadata, TransferResults
 
 
 class Child(SchedulerConnector, WorkerConnector):

@@ -11,9 +11,9 @@ from spec.chain import ChainSpec
 from spec.load import load_chain
 from spec.offloading import StoreContext
 from tests.support.servers import RedisServer
-from tiers.connector.contract.adapters import RequestMark, RequestMarks
-from tiers.connector.contract.block_groups import GROUP_BYTES
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
+from tiers.contract.adapters import RequestMark, RequestMarks
+from tiers.contract.block_groups import GROUP_BYTES
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 from tiers.engine.replay.blocks import STATE

@@ -12,13 +12,6 @@ from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec
-from tiers.connector.contract.adapters import LoadedAdapters
-from tiers.connector.contract.copier import OpenCopier
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.generation import Generation
-from tiers.connector.contract.observer import RequestObserver
-from tiers.connector.contract.pool_size import PoolSize
-from tiers.connector.contract.weights import Watch
 from tiers.connector.ghosts import open_ghosts
 from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.worker import MultiWorker
@@ -32,6 +25,13 @@ from tiers.connector.scheduler.storing.admission import Admission
 from tiers.connector.scheduler.storing.tenant_quotas import Tenants
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.worker import OffloadingWorker
+from tiers.contract.adapters import LoadedAdapters
+from tiers.contract.copier import OpenCopier
+from tiers.contract.engine import EngineInfo
+from tiers.contract.generation import Generation
+from tiers.contract.observer import RequestObserver
+from tiers.contract.pool_size import PoolSize
+from tiers.contract.weights import Watch
 from tiers.explain.explanations import Explainer
 from tiers.explain.opening import open_explanations
 

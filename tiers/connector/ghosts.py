@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from spec.chain import ChainSpec
-from tiers.connector.contract.protocols import Request
 from tiers.connector.policy.requests import RequestTable
 from tiers.connector.scheduler.opening import ChainPool
+from tiers.contract.protocols import Request
 from tiers.ghosts.ghosts import Ghosts, Setting
 
 

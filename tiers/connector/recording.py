@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from spec.chain import ChainSpec
-from tiers.connector.contract.observer import CHAIN
-from tiers.connector.contract.protocols import Request
 from tiers.connector.policy.requests import RequestTable
 from tiers.connector.scheduler.opening import ChainPool
+from tiers.contract.observer import CHAIN
+from tiers.contract.protocols import Request
 from tiers.traces.recorder import Recorder
 from tiers.traces.recorder_writer import Ended, Recording
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from tiers.connector.contract.media import MARK_BYTES, MediaMark, MediaMarks
+from tiers.contract.media import MARK_BYTES, MediaMark, MediaMarks
 from tiers.engine.digesting import Digester
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import cast
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, StoreSpec
 from spec.registry import tier_class
-from tiers.connector.contract.pool_size import STAGING
+from tiers.contract.pool_size import STAGING
 
 UNHOSTED = {"store_threshold", "max_inflight", "store_rate", "load_rate", "write_budget", "verify"}
 """Settings of a tier that decide about loads and stores: here vLLM decides about those."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import xxhash
 
-from tiers.connector.contract.adapters import LoadedAdapter, LoadedAdapters
+from tiers.contract.adapters import LoadedAdapter, LoadedAdapters
 from tiers.engine.digesting import Unknown, feed
 from tiers.engine.identity.adapter_files import folder_stamp, settled_stamp
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiers.connector.contract.media import MediaMarks
+from tiers.contract.media import MediaMarks
 from tiers.engine.content_marks import ContentMarks
 
 LEAST_NAMES = 1 << 16

@@ -12,13 +12,13 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from tiers.concurrency.executors import io_executor
-from tiers.connector.contract.adapters import (
+from tiers.contract.adapters import (
     AdapterReports,
     LoadedAdapter,
     RequestMark,
     RequestMarks,
 )
-from tiers.connector.contract.media import MARK_BYTES
+from tiers.contract.media import MARK_BYTES
 from tiers.engine.identity.adapter_files import folder_stamp
 from tiers.engine.loaded_adapters import NameOf, name_of
 

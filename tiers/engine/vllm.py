@@ -35,9 +35,6 @@ from spec.chain import ChainSpec
 from spec.events import EventsSpec
 from spec.load import SpecError, load_chain
 from tiers.connector.chain import scheduler_parts, worker_parts
-from tiers.connector.contract.adapters import NO_ADAPTERS, RequestMarks
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.weights import Unseen
 from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
@@ -45,6 +42,9 @@ from tiers.connector.multi.metadata import (
 )
 from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.worker import MultiWorker
+from tiers.contract.adapters import NO_ADAPTERS, RequestMarks
+from tiers.contract.engine import EngineInfo
+from tiers.contract.weights import Unseen
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.media_identity import media_marks
 from tiers.engine.vllm_children import (

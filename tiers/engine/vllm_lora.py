@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import __version__ as vllm_version
 from vllm.logger import init_logger
 
-from tiers.connector.contract.adapters import NO_ADAPTERS, LoadedAdapters, RequestMarks
+from tiers.contract.adapters import NO_ADAPTERS, LoadedAdapters, RequestMarks
 from tiers.engine import loaded_adapters
 from tiers.engine.loaded_adapters import SeenAdapters
 from tiers.engine.request_marks import MarksOfRequests

@@ -27,12 +27,12 @@ from spec.fields import format_size
 from spec.load import load_chain
 from spec.offloading import StoreContext, StoreSpec
 from tiers.block import namespace
-from tiers.connector.contract.copier import Copier
-from tiers.connector.contract.engine import MOMENT
-from tiers.connector.contract.messages import WorkerHandshake
-from tiers.connector.contract.pool_size import PoolSize
 from tiers.connector.hosted.shared_slots import SlotRegion, attach_region, create_region
 from tiers.connector.hosted.tier import HostedTier
+from tiers.contract.copier import Copier
+from tiers.contract.engine import MOMENT
+from tiers.contract.messages import WorkerHandshake
+from tiers.contract.pool_size import PoolSize
 from tiers.engine.hosted_chain import hosted_tiers
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.media_identity import refuse_unmarked_media

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from vllm.v1.worker.worker_base import WorkerBase
 
-from tiers.connector.contract.weights import Unseen, Weights
+from tiers.contract.weights import Unseen, Weights
 from tiers.gpu.words import WORD, Reading, Words
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from tiers.connector.contract.messages import NO_LOOKUP_TIMES, NO_TIMES, LoadTimes, LookupTimes
-from tiers.connector.contract.protocols import Request
+from tiers.contract.messages import NO_LOOKUP_TIMES, NO_TIMES, LoadTimes, LookupTimes
+from tiers.contract.protocols import Request
 
 
 class Explained(Protocol):

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from tiers.connector.contract.messages import NO_LOOKUP_TIMES, LoadTimes, LookupTimes
-from tiers.connector.contract.protocols import Request
+from tiers.contract.messages import NO_LOOKUP_TIMES, LoadTimes, LookupTimes
+from tiers.contract.protocols import Request
 from tiers.explain.answers import Explained, LoadPart, RawAnswer, TierAnswer, count_answers
 
 Coverage = Callable[[range], Sequence[int] | None]

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tiers.connector.contract.protocols import Request, SchedulerOutput
+from tiers.contract.protocols import Request, SchedulerOutput
 from tiers.explain.answers import Explained
 from tiers.explain.attempt import UNNOTED, Attempt, Decision
 from tiers.explain.notes import RequestNotes

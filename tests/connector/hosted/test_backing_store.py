@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from tiers.connector.contract.generation import Generation
 from tiers.connector.hosted.backing_store import BackingStore
+from tiers.contract.generation import Generation
 from tiers.host.slots import SlotPool
 from tiers.store import Block
 from tiers.wrappers.guard import Guarded

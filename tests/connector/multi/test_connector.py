@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.children import Child
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest
-from tiers.connector.contract.messages import TransferResults
 from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
@@ -17,6 +16,7 @@ from tiers.connector.multi.metadata import (
 )
 from tiers.connector.multi.scheduler import MultiScheduler
 from tiers.connector.multi.worker import MultiWorker
+from tiers.contract.messages import TransferResults
 
 
 @pytest.fixture

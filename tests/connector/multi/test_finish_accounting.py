@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.children import Child
-from tiers.connector.contract.messages import LoadJob, OffloadingConnectorMetadata, TransferResults
 from tiers.connector.multi.metadata import MultiConnectorMetadata
 from tiers.connector.multi.worker import MultiWorker
+from tiers.contract.messages import LoadJob, OffloadingConnectorMetadata, TransferResults
 
 CHILDREN = 4
 REQUESTS = "abcdef"

@@ -13,13 +13,13 @@ import torch
 from spec.load import load_chain
 from tests.support.fake_requests import BLOCKS
 from tiers.connector.chain import open_scheduler
-from tiers.connector.contract.connector import Connector, SchedulerConnector, WorkerConnector
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.messages import TransferResults, WorkerHandshake
-from tiers.connector.contract.stats import TierStats
 from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiHandshakeMetadata
 from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.worker import MultiWorker
+from tiers.contract.connector import Connector, SchedulerConnector, WorkerConnector
+from tiers.contract.engine import EngineInfo
+from tiers.contract.messages import TransferResults, WorkerHandshake
+from tiers.contract.stats import TierStats
 
 REQUEST = SimpleNamespace(request_id="r", num_tokens=64, block_hashes=[])
 FAN_OUT: dict[str, tuple[Any, ...]] = {

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tiers.connector.contract.coverage import WAVE
 from tiers.connector.policy.choice import Choice, clip, first, longest, stitched
+from tiers.contract.coverage import WAVE
 
 LOOKING = (None, False)
 MISSING = (0, False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.fake_requests import FakeRequest
-from tiers.connector.contract.engine import EngineInfo, KVGroup
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.requests import RequestState, RequestTable
+from tiers.contract.engine import EngineInfo, KVGroup
 
 TOKENS = 4
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from tests.support.clock import Clock
-from tiers.connector.contract.coverage import COMPLETE, MISSING, NO_WINDOW
 from tiers.connector.policy.choice import Coverage, Stitch, behind, shared, stitched
+from tiers.contract.coverage import COMPLETE, MISSING, NO_WINDOW
 from tiers.loading.load_cost import LoadCost
 
 SIZE = 16

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from tests.support.clock import wait_for
-from tiers.connector.contract.block_events import UNKNOWN, Origin
 from tiers.connector.scheduler.inventory import inventory, journal, remembered
 from tiers.connector.scheduler.inventory.inventory import Due, Inventory
 from tiers.connector.scheduler.inventory.journal import Journal, read
 from tiers.connector.scheduler.inventory.runs import Run, pack, unpack
+from tiers.contract.block_events import UNKNOWN, Origin
 
 
 def run_of(first: int, blocks: int = 3, **origin: object) -> Run:

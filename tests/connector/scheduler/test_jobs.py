@@ -7,15 +7,15 @@ from typing import Any, cast
 
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
-from tiers.connector.contract.adapters import RequestMark
-from tiers.connector.contract.generation import Generation
-from tiers.connector.contract.messages import JobResult, LoadItem, StoreItem
 from tiers.connector.policy.choice import NOBODY
 from tiers.connector.policy.requests import RequestState
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.policy.wait_budget import WaitBudget
 from tiers.connector.scheduler.jobs import Jobs
 from tiers.connector.scheduler.storing.offers import TierRequest
+from tiers.contract.adapters import RequestMark
+from tiers.contract.generation import Generation
+from tiers.contract.messages import JobResult, LoadItem, StoreItem
 
 
 class Unlooked(dict[int, Any]):

@@ -15,14 +15,14 @@ from tests.support.clock import Clock, wait_for
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest, first_step
 from tiers.concurrency.executors import IDLE_WAIT
 from tiers.connector.chain import open_scheduler
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.generation import Generation
-from tiers.connector.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.connector.multi.scheduler import MultiScheduler
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
 from tiers.connector.scheduler.looking_up.lookups import Lookup, LookupQueue
 from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.contract.engine import EngineInfo
+from tiers.contract.generation import Generation
+from tiers.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.store import TierStore
 from tiers.testing import GivenSpec, MemoryStore
 

@@ -6,10 +6,10 @@ import pytest
 
 from tests.support.clock import Clock
 from tests.support.lookups import IndexedNames, look_up
-from tiers.connector.contract.generation import Generation
 from tiers.connector.scheduler.looking_up.lookups import Lookup
 from tiers.connector.scheduler.looking_up.recent_keys import RecentKeys
 from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.contract.generation import Generation
 
 
 def test_keys_are_known_for_half_the_time_at_least_and_all_of_it_at_most() -> None:

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.support.clock import Clock
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.media import MediaMarks
 from tiers.connector.policy.requests import RequestTable
 from tiers.connector.scheduler.storing.offers import TierRequest, new_offers
+from tiers.contract.engine import EngineInfo
+from tiers.contract.media import MediaMarks
 
 
 def test_a_token_that_was_computed_and_taken_back_completes_no_block() -> None:

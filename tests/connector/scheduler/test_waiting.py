@@ -15,16 +15,16 @@ from spec.chain import ChainSpec, LoadPolicy
 from tests.support.clock import Clock
 from tests.support.lookups import IndexedNames
 from tiers.connector.chain import open_scheduler
-from tiers.connector.contract.block_groups import GROUP_BYTES
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.generation import Generation, space_of
-from tiers.connector.contract.messages import JobResult, OffloadingWorkerMetadata, WorkerHandshake
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.connector.scheduler.looking_up.answers import Answers, Changes
 from tiers.connector.scheduler.looking_up.lookup_pace import LookupPace
 from tiers.connector.scheduler.looking_up.lookups import Lookup
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.connector.scheduler.managers.store_uses import StoreUses
+from tiers.contract.block_groups import GROUP_BYTES
+from tiers.contract.engine import EngineInfo
+from tiers.contract.generation import Generation, space_of
+from tiers.contract.messages import JobResult, OffloadingWorkerMetadata, WorkerHandshake
 from tiers.cpu.spec import CpuSpec
 from tiers.engine.replay.requests import NewRequest
 from tiers.host.memory import slot_stride

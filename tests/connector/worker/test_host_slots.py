@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tiers.block import digest
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.messages import StoreItem
-from tiers.connector.contract.pool_size import PoolSize
 from tiers.connector.worker.host_slots import HostSlots
+from tiers.contract.engine import EngineInfo
+from tiers.contract.messages import StoreItem
+from tiers.contract.pool_size import PoolSize
 from tiers.gpu.copier import open_copier
 
 ENGINE = EngineInfo({"model": "m"}, block_tokens=4, hash_tokens=4, num_blocks=8)

@@ -12,12 +12,12 @@ import torch
 
 from tests.support.clock import wait_for
 from tiers.concurrency.rate_limit import RateLimit
-from tiers.connector.contract.messages import LoadItem, LoadJob
-from tiers.connector.contract.weights import Unseen
 from tiers.connector.worker import loads
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loads import Ended, Loading
 from tiers.connector.worker.weight_watch import WeightWatch
+from tiers.contract.messages import LoadItem, LoadJob
+from tiers.contract.weights import Unseen
 from tiers.errors import TierUnusable
 from tiers.host.memory import SlotMemory, slot_stride
 from tiers.store import Block

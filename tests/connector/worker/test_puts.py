@@ -11,9 +11,9 @@ import pytest
 
 from tiers.concurrency.executors import io_executor
 from tiers.concurrency.rate_limit import RateLimit
-from tiers.connector.contract.messages import StoreItem, StoreJob
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.puts import Puts
+from tiers.contract.messages import StoreItem, StoreJob
 from tiers.store import Block, PutCounts
 from tiers.wrappers.guard import Guarded
 

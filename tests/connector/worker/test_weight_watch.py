@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 
-from tiers.connector.contract.generation import Generation
-from tiers.connector.contract.messages import OffloadingConnectorMetadata, StoreJob
-from tiers.connector.contract.weights import Seen, Unseen, WeightOrders, WeightReport
 from tiers.connector.multi.weight_agreement import WeightAgreement
 from tiers.connector.worker.weight_watch import Verdict, WeightWatch
+from tiers.contract.generation import Generation
+from tiers.contract.messages import OffloadingConnectorMetadata, StoreJob
+from tiers.contract.weights import Seen, Unseen, WeightOrders, WeightReport
 
 
 class Crossing:

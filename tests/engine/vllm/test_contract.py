@@ -76,9 +76,9 @@ def test_every_member_that_acts_reaches_the_children() -> None:
     """What the contract declares with a default, the chain's halves hand on to each child."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    from tiers.connector.contract.connector import SchedulerConnector, WorkerConnector
     from tiers.connector.multi.scheduler import MultiScheduler
     from tiers.connector.multi.worker import MultiWorker
+    from tiers.contract.connector import SchedulerConnector, WorkerConnector
 
     by_class = {
         name
@@ -96,7 +96,7 @@ def test_every_member_that_acts_reaches_the_children() -> None:
 def test_each_half_has_the_members_that_vllm_calls_in_its_process() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    from tiers.connector.contract.connector import SchedulerConnector, WorkerConnector
+    from tiers.contract.connector import SchedulerConnector, WorkerConnector
 
     source = inspect.getsource(KVConnectorBase_V1)
     _, on_workers, in_scheduler = re.split(r"# (?:Worker|Scheduler)-side methods", source)
@@ -227,7 +227,7 @@ def nixl_stats(duration: float) -> Any:
 
 def counted(**names: Any) -> Any:
     """What an interval counted: two tiers of ours and children of one class."""
-    from tiers.connector.contract.stats import TierStats
+    from tiers.contract.stats import TierStats
     from tiers.engine.vllm_stats import MultiKVConnectorStats
 
     whole = MultiKVConnectorStats()

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tests.support.metrics import Samples
-from tiers.connector.contract.stats import COUNTERS, GAUGES, HISTOGRAMS, OF_CHAIN, STATES, TierStats
+from tiers.contract.stats import COUNTERS, GAUGES, HISTOGRAMS, OF_CHAIN, STATES, TierStats
 
 CHAIN = {
     "version": 1,

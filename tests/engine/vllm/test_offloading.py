@@ -13,10 +13,10 @@ import pytest
 from tests.support.clock import wait_for
 from tests.support.tiny_vllm import GEMMA, Run, documents, hosted
 from tests.support.vllm_chains import IN_PROCESS, ONE_BY_ONE, disk
-from tiers.connector.contract.messages import WorkerHandshake
-from tiers.connector.contract.weights import Unseen
 from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
 from tiers.connector.hosted.tier import HostedTier
+from tiers.contract.messages import WorkerHandshake
+from tiers.contract.weights import Unseen
 from tiers.cpu.spec import CpuSpec
 
 pytestmark = pytest.mark.vllm

@@ -9,12 +9,12 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from tiers.concurrency.executors import io_executor
-from tiers.connector.contract.generation import Generation, space_of
 from tiers.connector.hosted.requests import HostedRequest, Prefix
 from tiers.connector.hosted.shared_slots import SlotRegion
 from tiers.connector.scheduler.looking_up.lookups import Lookup
 from tiers.connector.scheduler.managers.manager import TierManager
 from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.contract.generation import Generation, space_of
 from tiers.host.slots import SlotPool
 from tiers.store import Block, LocalIndex, batch_blocks, capability
 from tiers.wrappers.guard import Guarded

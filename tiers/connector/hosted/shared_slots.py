@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiers.connector.contract.messages import WorkerHandshake
+from tiers.contract.messages import WorkerHandshake
 from tiers.errors import TierUnusable
 from tiers.host.memory import ALIGNMENT, SlotMemory, slot_stride
 

@@ -12,12 +12,12 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from tiers.connector.contract.generation import Generation
 from tiers.connector.hosted.backing_store import BackingStore, Item, OpenStore
 from tiers.connector.hosted.requests import Gather, Happened, HostedRequest
 from tiers.connector.hosted.shared_slots import SlotRegion
 from tiers.connector.hosted.slot_orders import SlotOrders
 from tiers.connector.scheduler.managers.host_manager import HostManager
+from tiers.contract.generation import Generation
 from tiers.host.slots import Residency, SlotPool
 
 PROMOTION_DEADLINE = 5.0

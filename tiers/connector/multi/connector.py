@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from tiers.connector.contract.connector import Connector
-from tiers.connector.contract.stats import TierStats
+from tiers.contract.connector import Connector
+from tiers.contract.stats import TierStats
 
 C = TypeVar("C", bound=Connector)
 

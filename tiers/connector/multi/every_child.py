@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tiers.connector.contract.connector import SchedulerConnector
-from tiers.connector.contract.protocols import Request
 from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.multi.metadata import MultiHandshakeMetadata
+from tiers.contract.connector import SchedulerConnector
+from tiers.contract.protocols import Request
 
 
 class EveryChild(MultiConnector[SchedulerConnector], SchedulerConnector):

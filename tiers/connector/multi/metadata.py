@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiers.connector.contract.adapters import AdapterReports
-from tiers.connector.contract.weights import WeightOrders, WeightReport
+from tiers.contract.adapters import AdapterReports
+from tiers.contract.weights import WeightOrders, WeightReport
 
 
 @dataclass

@@ -11,11 +11,6 @@ from typing import Any
 
 from spec.chain import LoadPolicy
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.connector.contract.connector import SchedulerConnector
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.observer import RequestObserver
-from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
-from tiers.connector.contract.stats import TierStats
 from tiers.connector.multi.connector import MultiConnector, merge_parameters
 from tiers.connector.multi.every_child import EveryChild
 from tiers.connector.multi.metadata import (
@@ -30,6 +25,11 @@ from tiers.connector.policy.loaders import BlockLoader, explained
 from tiers.connector.policy.lookup_latency import LookupLatency
 from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
+from tiers.contract.connector import SchedulerConnector
+from tiers.contract.engine import EngineInfo
+from tiers.contract.observer import RequestObserver
+from tiers.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
+from tiers.contract.stats import TierStats
 from tiers.explain.explanations import Explainer
 from tiers.loading.comparison import Comparison
 

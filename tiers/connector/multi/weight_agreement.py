@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from tiers.connector.contract.generation import Generation
-from tiers.connector.contract.messages import OffloadingConnectorMetadata
-from tiers.connector.contract.weights import Seen, WeightOrders, WeightReport
+from tiers.contract.generation import Generation
+from tiers.contract.messages import OffloadingConnectorMetadata
+from tiers.contract.weights import Seen, WeightOrders, WeightReport
 
 
 class WeightAgreement:

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from tiers.connector.contract.adapters import NO_ADAPTERS, LoadedAdapters
-from tiers.connector.contract.connector import WorkerConnector
-from tiers.connector.contract.messages import OffloadingConnectorMetadata, TransferResults
-from tiers.connector.contract.weights import NoWatch, Watch
 from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
+from tiers.contract.adapters import NO_ADAPTERS, LoadedAdapters
+from tiers.contract.connector import WorkerConnector
+from tiers.contract.messages import OffloadingConnectorMetadata, TransferResults
+from tiers.contract.weights import NoWatch, Watch
 
 
 class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from tiers.connector.contract.coverage import (
+from tiers.contract.coverage import (
     COMPLETE,
     MISSING,
     NO_WINDOW,

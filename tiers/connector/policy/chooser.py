@@ -7,7 +7,6 @@ from functools import partial
 from typing import NamedTuple
 
 from spec.chain import LoadPolicy
-from tiers.connector.contract.connector import SchedulerConnector
 from tiers.connector.policy.choice import (
     LATER,
     NOBODY,
@@ -26,6 +25,7 @@ from tiers.connector.policy.choice import (
 from tiers.connector.policy.loaders import BlockLoader, TimedLoader
 from tiers.connector.policy.lookup_latency import LookupLatency
 from tiers.connector.policy.requests import RequestState, RequestTable
+from tiers.contract.connector import SchedulerConnector
 from tiers.explain.attempt import UNNOTED, Attempt
 from tiers.loading.comparison import Comparison, Wish
 from tiers.loading.load_cost import LoadCost

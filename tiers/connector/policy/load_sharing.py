@@ -13,11 +13,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from tiers.connector.contract.block_groups import BlockGroups
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.protocols import Request
 from tiers.connector.policy.requests import RequestState
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
+from tiers.contract.block_groups import BlockGroups
+from tiers.contract.engine import EngineInfo
+from tiers.contract.protocols import Request
 
 _Load = tuple[tuple[str, ...] | None, int | None, bytes]
 """What loads have in common that may be shared: the tiers and the tokens that their requests limit

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from tiers.connector.contract.connector import SchedulerConnector
 from tiers.connector.policy.requests import RequestState
 from tiers.connector.policy.shared_load import SharedLoad
+from tiers.contract.connector import SchedulerConnector
 from tiers.explain.answers import Explained
 from tiers.loading.load_cost import LoadCost
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.connector.contract.observer import CHAIN
-from tiers.connector.contract.protocols import Request
+from tiers.contract.observer import CHAIN
+from tiers.contract.protocols import Request
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.connector.contract.protocols import Request
 from tiers.connector.policy.request_hints import HINTS, KEY, entry_of
+from tiers.contract.protocols import Request
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,16 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tiers.connector.contract.adapters import RequestMark
-from tiers.connector.contract.block_groups import BlockGroups
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.generation import Generation
-from tiers.connector.contract.media import MediaMark, joined
-from tiers.connector.contract.protocols import (
+from tiers.connector.policy.choice import NOBODY, Choice
+from tiers.connector.policy.request_hints import NO_HINTS, HintReader, Hints
+from tiers.connector.policy.request_limits import LimitsReader, RequestLimits
+from tiers.connector.policy.wait_budget import WaitBudget
+from tiers.contract.adapters import RequestMark
+from tiers.contract.block_groups import BlockGroups
+from tiers.contract.engine import EngineInfo
+from tiers.contract.generation import Generation
+from tiers.contract.media import MediaMark, joined
+from tiers.contract.protocols import (
     NULL_BLOCK,
     BlockCopy,
     Blocks,
@@ -21,10 +25,6 @@ from tiers.connector.contract.protocols import (
     Request,
     SchedulerOutput,
 )
-from tiers.connector.policy.choice import NOBODY, Choice
-from tiers.connector.policy.request_hints import NO_HINTS, HintReader, Hints
-from tiers.connector.policy.request_limits import LimitsReader, RequestLimits
-from tiers.connector.policy.wait_budget import WaitBudget
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spec.offloading import StoreSpec
-from tiers.connector.contract.messages import WorkerHandshake
+from tiers.contract.messages import WorkerHandshake
 from tiers.errors import TierUnusable
 from tiers.store import Clear, TierStore, capability
 

@@ -20,16 +20,16 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from tiers.connector.contract.generation import Generation
-from tiers.connector.contract.messages import (
+from tiers.connector.policy.shared_load import SharedLoad
+from tiers.connector.scheduler.storing.offers import TierRequest
+from tiers.contract.generation import Generation
+from tiers.contract.messages import (
     JobResult,
     LoadItem,
     LoadJob,
     StoreItem,
     StoreJob,
 )
-from tiers.connector.policy.shared_load import SharedLoad
-from tiers.connector.scheduler.storing.offers import TierRequest
 
 
 @dataclass(kw_only=True)

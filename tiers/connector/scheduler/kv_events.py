@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
-from tiers.connector.contract.block_events import UNKNOWN, BlockEvent, Medium
 from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.scheduler.inventory.inventory import Inventory
 from tiers.connector.scheduler.inventory.runs import Run
+from tiers.contract.block_events import UNKNOWN, BlockEvent, Medium
 
 
 class Place(NamedTuple):

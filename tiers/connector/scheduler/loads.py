@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiers.connector.contract.coverage import MISSING
-from tiers.connector.contract.messages import LoadItem, LoadJob
-from tiers.connector.contract.protocols import NULL_BLOCK
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import PendingLoad
 from tiers.connector.scheduler.managers.manager import DOWN
 from tiers.connector.scheduler.storing.offers import TierRequest
+from tiers.contract.coverage import MISSING
+from tiers.contract.messages import LoadItem, LoadJob
+from tiers.contract.protocols import NULL_BLOCK
 from tiers.loading.load_cost import LoadCost
 
 

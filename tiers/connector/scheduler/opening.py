@@ -12,15 +12,15 @@ from typing import NamedTuple
 from spec.events import EventsSpec
 from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
-from tiers.connector.contract.generation import Generation
-from tiers.connector.contract.messages import WorkerHandshake
-from tiers.connector.contract.pool_size import PoolSize
 from tiers.connector.scheduler.announcing import Announcer
 from tiers.connector.scheduler.hosts import is_local, refuse_several
 from tiers.connector.scheduler.inventory.inventory import Inventory
 from tiers.connector.scheduler.managers.host_manager import HostManager
 from tiers.connector.scheduler.managers.manager import TierManager
 from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.contract.generation import Generation
+from tiers.contract.messages import WorkerHandshake
+from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
 from tiers.host.memory import ALIGNMENT, slot_stride, slots_within
 from tiers.host.slots import SlotPool

@@ -9,17 +9,6 @@ from functools import partial
 from typing import Any
 
 from spec.offloading import OffloadingSpec
-from tiers.connector.contract.block_events import BlockEvent
-from tiers.connector.contract.connector import SchedulerConnector
-from tiers.connector.contract.messages import (
-    NO_LOOKUP_TIMES,
-    LookupTimes,
-    OffloadingConnectorMetadata,
-    OffloadingWorkerMetadata,
-    WorkerHandshake,
-)
-from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
-from tiers.connector.contract.stats import TierStats
 from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.scheduler.context import TierContext
@@ -34,6 +23,17 @@ from tiers.connector.scheduler.storing.stores import TierStores
 from tiers.connector.scheduler.storing.tenant_quotas import Tenants
 from tiers.connector.scheduler.tier_health import TierHealth
 from tiers.connector.scheduler.why_nothing import why_nothing
+from tiers.contract.block_events import BlockEvent
+from tiers.contract.connector import SchedulerConnector
+from tiers.contract.messages import (
+    NO_LOOKUP_TIMES,
+    LookupTimes,
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+    WorkerHandshake,
+)
+from tiers.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
+from tiers.contract.stats import TierStats
 from tiers.errors import TierUnusable
 from tiers.host.slots import SlotPool
 from tiers.loading.load_cost import LoadCost

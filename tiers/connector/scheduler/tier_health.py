@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from tiers.connector.contract.stats import STATE, STATES
+from tiers.contract.stats import STATE, STATES
 from tiers.wrappers.guard import FAILED, Health
 
 logger = logging.getLogger(__name__)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tiers.connector.contract.protocols import Request
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.storing.tenant_quotas import tenant_of
+from tiers.contract.protocols import Request
 
 
 def why_nothing(context: TierContext, request: Request) -> str:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 
 from tiers.block import digest
 from tiers.concurrency.executors import io_executor
-from tiers.connector.contract.copier import Copy
+from tiers.contract.copier import Copy
 
 _AT_ONCE = 64
 

@@ -12,12 +12,12 @@ import torch
 
 from spec.fields import format_size
 from tiers.block import digest, namespace
-from tiers.connector.contract.copier import Copier, Copy, OpenCopier
-from tiers.connector.contract.engine import MOMENT, EngineInfo
-from tiers.connector.contract.messages import StoreItem, WorkerHandshake
-from tiers.connector.contract.pool_size import PoolSize
 from tiers.connector.worker.checksums import Checksums
 from tiers.connector.worker.weight_watch import WeightWatch
+from tiers.contract.copier import Copier, Copy, OpenCopier
+from tiers.contract.engine import MOMENT, EngineInfo
+from tiers.contract.messages import StoreItem, WorkerHandshake
+from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
 from tiers.host.memory import SlotMemory, slot_stride
 from tiers.host.prefault import Prefault

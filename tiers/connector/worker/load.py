@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from tiers.connector.contract.messages import LoadItem, LoadJob, LoadTimes
+from tiers.contract.messages import LoadItem, LoadJob, LoadTimes
 
 Numbered = list[tuple[int, LoadItem]]
 """Items of a load, each with its number among them."""

@@ -12,11 +12,11 @@ from typing import NamedTuple
 from tiers.concurrency.executors import io_executor, wait_a_moment
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.connector.contract.generation import space_of
-from tiers.connector.contract.messages import JobResult, LoadJob
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.load import Load, Numbered
 from tiers.connector.worker.weight_watch import Verdict
+from tiers.contract.generation import space_of
+from tiers.contract.messages import JobResult, LoadJob
 from tiers.errors import TierUnusable
 from tiers.host.memory import SlotMemory, slot_stride
 from tiers.store import Block

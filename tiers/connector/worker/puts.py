@@ -8,10 +8,10 @@ from concurrent.futures import Executor, Future
 from typing import NamedTuple
 
 from tiers.concurrency.rate_limit import RateLimit
-from tiers.connector.contract.generation import space_of
-from tiers.connector.contract.messages import JobResult, StoreItem, StoreJob
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.weight_watch import Verdict
+from tiers.contract.generation import space_of
+from tiers.contract.messages import JobResult, StoreItem, StoreJob
 from tiers.store import GatheredBlock, batch_blocks
 from tiers.wrappers.guard import Guarded
 

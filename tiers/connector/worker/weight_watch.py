@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from concurrent.futures import Future
 
-from tiers.connector.contract.weights import Look, Seen, WeightOrders, WeightReport, Weights
+from tiers.contract.weights import Look, Seen, WeightOrders, WeightReport, Weights
 
 
 class Verdict:

@@ -16,9 +16,12 @@ from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.concurrency.executors import io_executor
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.connector.contract.connector import WorkerConnector
-from tiers.connector.contract.copier import Copy
-from tiers.connector.contract.messages import (
+from tiers.connector.worker.host_slots import HostSlots
+from tiers.connector.worker.loads import Loading
+from tiers.connector.worker.puts import Puts
+from tiers.contract.connector import WorkerConnector
+from tiers.contract.copier import Copy
+from tiers.contract.messages import (
     JobResult,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -27,10 +30,7 @@ from tiers.connector.contract.messages import (
     TransferResults,
     WorkerHandshake,
 )
-from tiers.connector.contract.stats import Measures, merge
-from tiers.connector.worker.host_slots import HostSlots
-from tiers.connector.worker.loads import Loading
-from tiers.connector.worker.puts import Puts
+from tiers.contract.stats import Measures, merge
 from tiers.errors import TierUnusable
 from tiers.wrappers.guard import HEALTHY, Guarded
 from tiers.wrappers.opening import log_name, open_guarded

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
 
-from tiers.connector.contract.protocols import NULL_BLOCK
+from tiers.contract.protocols import NULL_BLOCK
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int], salt: str) -> bytes:

@@ -13,14 +13,14 @@ from typing import Any
 
 from spec.chain import ChainSpec
 from tiers.connector.chain import open_scheduler, open_worker
-from tiers.connector.contract.block_events import BlockEvent
-from tiers.connector.contract.copier import OpenCopier
-from tiers.connector.contract.engine import EngineInfo, LateFacts
-from tiers.connector.contract.stats import TierStats
-from tiers.connector.contract.weights import Weights
 from tiers.connector.multi.scheduler import MultiScheduler
 from tiers.connector.multi.worker import MultiWorker
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
+from tiers.contract.block_events import BlockEvent
+from tiers.contract.copier import OpenCopier
+from tiers.contract.engine import EngineInfo, LateFacts
+from tiers.contract.stats import TierStats
+from tiers.contract.weights import Weights
 from tiers.engine.replay.blocks import BlockPool, has_null
 from tiers.engine.replay.model import VOCABULARY, ReplayModel
 from tiers.engine.replay.requests import ReplayRequest, StepOutput, describe

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from tiers.connector.contract.block_events import Origin
-from tiers.connector.contract.engine import EngineInfo, KVGroup
+from tiers.contract.block_events import Origin
+from tiers.contract.engine import EngineInfo, KVGroup
 from tiers.engine.replay.blocks import STATE
 
 VOCABULARY = 50_000

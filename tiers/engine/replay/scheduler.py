@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from tiers.connector.contract.connector import SchedulerConnector
+from tiers.contract.connector import SchedulerConnector
 from tiers.engine.replay.blocks import BlockPool, BlockTables
 from tiers.engine.replay.requests import (
     ReplayRequest,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tiers.connector.contract.connector import WorkerConnector
+from tiers.contract.connector import WorkerConnector
 from tiers.engine.replay.blocks import STATE
 from tiers.engine.replay.model import ReplayModel, kv_of, states
 from tiers.engine.replay.requests import Step, StepOutput, Work

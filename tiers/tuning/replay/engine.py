@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from tiers.connector.contract.stats import Measures, TierStats
 from tiers.connector.multi.metadata import MultiConnectorMetadata
 from tiers.connector.multi.scheduler import MultiScheduler
 from tiers.connector.policy.requests import RequestTable
+from tiers.contract.stats import Measures, TierStats
 from tiers.engine.replay.blocks import BlockPool
 from tiers.engine.replay.requests import Step, StepOutput
 from tiers.tuning.machine import Machine

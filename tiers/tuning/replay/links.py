@@ -11,7 +11,7 @@ from pydantic import PrivateAttr
 
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import opens_ours
-from tiers.connector.contract.copier import Copier, Copy, OpenCopier
+from tiers.contract.copier import Copier, Copy, OpenCopier
 from tiers.gpu.copier import open_copier
 from tiers.store import Block, StoreWrapper, TierStore
 from tiers.tuning.machine import TierProfile

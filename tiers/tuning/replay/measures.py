@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spec.chain import ChainSpec
-from tiers.connector.contract.stats import Measures
+from tiers.contract.stats import Measures
 from tiers.tuning.machine import Machine, size_of
 from tiers.tuning.replay.engine import ReplayEngine
 from tiers.tuning.report import DAY, Report, TierUse, quantile, stretches

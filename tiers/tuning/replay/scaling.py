@@ -9,8 +9,8 @@ from typing import NamedTuple
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
 from spec.registry import package_of
-from tiers.connector.contract.engine import EngineInfo
-from tiers.connector.contract.pool_size import PoolSize
+from tiers.contract.engine import EngineInfo
+from tiers.contract.pool_size import PoolSize
 from tiers.disk.slab import slot_bytes
 from tiers.errors import KVTiersError
 from tiers.host.memory import slot_stride

@@ -7,14 +7,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tiers.connector.contract.messages import (
+from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiWorkerMetadata
+from tiers.connector.multi.worker import MultiWorker
+from tiers.connector.worker.loads import LOADERS
+from tiers.contract.messages import (
     JobResult,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
-from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiWorkerMetadata
-from tiers.connector.multi.worker import MultiWorker
-from tiers.connector.worker.loads import LOADERS
 from tiers.engine.replay.requests import StepOutput
 from tiers.tuning.replay.clock import Clock
 from tiers.tuning.replay.links import Link

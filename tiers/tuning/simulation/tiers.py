@@ -14,7 +14,7 @@ from tiers.tuning.simulation.workload import Workload
 
 STAGING = 256 << 20
 STEPS = 2
-"""See `tiers/connector/contract/pool_size.py`, as for STAGING."""
+"""See `tiers/contract/pool_size.py`, as for STAGING."""
 SHARE = 0.5
 """Of all slots, what the stores under way of a tier beside others may hold."""
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from tiers.connector.contract.block_events import UNKNOWN
 from tiers.connector.scheduler.inventory.runs import Run, pack, unpack
+from tiers.contract.block_events import UNKNOWN
 
 SEGMENT_BYTES = 256 << 10
 """Bytes that are looked through in one go: 7,500 blocks of long runs."""

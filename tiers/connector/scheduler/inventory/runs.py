@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tiers.connector.contract.block_events import Origin
+from tiers.contract.block_events import Origin
 
 _FRAME = struct.Struct("<II")
 _HEAD = struct.Struct("<HHII")

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from tiers.concurrency.executors import io_executor, wait_a_moment
-from tiers.connector.contract.messages import NO_LOOKUP_TIMES, LookupTimes
 from tiers.connector.scheduler.looking_up.answers import Answers
+from tiers.contract.messages import NO_LOOKUP_TIMES, LookupTimes
 
 
 class Reply(Future[list[bool]]):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import and_
 
-from tiers.connector.contract.generation import Generation, space_of
+from tiers.contract.generation import Generation, space_of
 from tiers.store import LocalIndex, TierStore
 
 

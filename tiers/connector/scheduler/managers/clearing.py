@@ -11,7 +11,7 @@ from itertools import groupby, repeat
 from operator import itemgetter
 
 from tiers.concurrency.executors import io_executor
-from tiers.connector.contract.generation import space_of
+from tiers.contract.generation import space_of
 from tiers.store import Clear, TierStore, capability
 
 

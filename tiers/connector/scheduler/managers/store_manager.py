@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import not_
 
-from tiers.connector.contract.generation import Generation
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
 from tiers.connector.scheduler.hints.retaining import RenewedUses
 from tiers.connector.scheduler.looking_up.answers import Changes
@@ -21,6 +20,7 @@ from tiers.connector.scheduler.managers.clearing import Clearing
 from tiers.connector.scheduler.managers.manager import DOWN, TierManager
 from tiers.connector.scheduler.managers.store_uses import StoreUses
 from tiers.connector.scheduler.managers.store_watch import StoreWatch
+from tiers.contract.generation import Generation
 from tiers.store import LocalIndex, TierStore, Usage, capability
 from tiers.wrappers.guard import HEALTHY, Guarded, Health
 

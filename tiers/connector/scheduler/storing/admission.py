@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from spec.offloading import QUEUE_SECONDS, OffloadingSpec, StoreSpec
-from tiers.connector.contract.pool_size import STAGING, STEPS
 from tiers.connector.scheduler.storing.intake import Intake
 from tiers.connector.scheduler.storing.store_rate import StoreRate
+from tiers.contract.pool_size import STAGING, STEPS
 
 COUNTED = 1 << 18
 """Blocks whose requests are counted; beyond it the oldest counts are forgotten."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from tiers.connector.contract.protocols import NULL_BLOCK
 from tiers.connector.policy.requests import RequestState, RequestTable, Scheduled
 from tiers.connector.scheduler.looking_up.lookups import Lookup
 from tiers.connector.scheduler.managers.store_order import StoreOrder
+from tiers.contract.protocols import NULL_BLOCK
 
 
 @dataclass(eq=False)

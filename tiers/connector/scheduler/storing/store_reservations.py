@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tiers.connector.contract.messages import StoreItem, StoreJob
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.storing.admission import Admission
 from tiers.connector.scheduler.storing.offers import Offers
+from tiers.contract.messages import StoreItem, StoreJob
 
 FOR_ROOM = ("store_dropped_inflight", "store_dropped_no_slot")
 """Why a block is refused that is offered again."""

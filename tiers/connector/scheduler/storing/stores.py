@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from tiers.connector.contract.messages import StoreItem, StoreJob
 from tiers.connector.policy.requests import Scheduled, Step
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.hints.tier_hints import TierHints
@@ -25,6 +24,7 @@ from tiers.connector.scheduler.storing.store_reservations import (
     StoreReservations,
 )
 from tiers.connector.scheduler.storing.tenant_quotas import tenant_of
+from tiers.contract.messages import StoreItem, StoreJob
 from tiers.store import batch_blocks
 
 RETRIES = 256

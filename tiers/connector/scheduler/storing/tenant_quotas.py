@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from spec.tenants import TenantSpec
-from tiers.connector.contract.protocols import Request
 from tiers.connector.scheduler.hints.retained import Bounds
+from tiers.contract.protocols import Request
 
 
 def tenant_of(request: Request) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiers.connector.contract.stats import (
+from tiers.contract.stats import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from tiers.connector.contract.adapters import NO_ADAPTERS, LoadedAdapters, RequestMarks
-from tiers.connector.contract.block_events import Describe, describe_nothing
-from tiers.connector.contract.media import MediaMarks
-from tiers.connector.contract.weights import Unseen, Weights
+from tiers.contract.adapters import NO_ADAPTERS, LoadedAdapters, RequestMarks
+from tiers.contract.block_events import Describe, describe_nothing
+from tiers.contract.media import MediaMarks
+from tiers.contract.weights import Unseen, Weights
 
 
 class KVGroup(NamedTuple):

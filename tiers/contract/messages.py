@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from tiers.connector.contract.stats import Measures, merge
+from tiers.contract.stats import Measures, merge
 from tiers.wrappers.guard import Health
 
 

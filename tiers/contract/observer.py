@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from tiers.connector.contract.protocols import Request
+from tiers.contract.protocols import Request
 
 CHAIN = "(chain)"
 """Stands for the chain itself where measures are named by tier; no tier can be called that."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec
-from tiers.connector.contract.block_groups import BlockGroups
-from tiers.connector.contract.engine import EngineInfo
+from tiers.contract.block_groups import BlockGroups
+from tiers.contract.engine import EngineInfo
 from tiers.host.memory import slots_within
 
 STAGING = 256 << 20

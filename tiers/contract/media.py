@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tiers.connector.contract.protocols import Request
+    from tiers.contract.protocols import Request
 
 MARK_BYTES = 16
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from tiers.connector.contract.messages import TransferResults
-from tiers.connector.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
+from tiers.contract.messages import TransferResults
+from tiers.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
 
 
 class Connector(ABC):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from tiers.connector.contract.block_groups import BlockGroups
-from tiers.connector.contract.coverage import COMPLETE, MISSING, NO_WINDOW, usable
-from tiers.connector.contract.engine import EngineInfo, KVGroup
 from tiers.connector.policy.choice import stitched
+from tiers.contract.block_groups import BlockGroups
+from tiers.contract.coverage import COMPLETE, MISSING, NO_WINDOW, usable
+from tiers.contract.engine import EngineInfo, KVGroup
 
 
 def parts_of(*groups: KVGroup, block_tokens: int = 16, hash_tokens: int = 16) -> BlockGroups:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiers.connector.contract.media import MediaMark
+from tiers.contract.media import MediaMark
 
 if TYPE_CHECKING:
-    from tiers.connector.contract.protocols import Request
+    from tiers.contract.protocols import Request
 
 
 @dataclass

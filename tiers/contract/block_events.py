@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from tiers.connector.contract.protocols import Request
+from tiers.contract.protocols import Request
 
 Medium = Literal["CPU", "STORAGE"]
 """Where a tier keeps its blocks, by the names that vLLM has: host memory, or anything behind it."""

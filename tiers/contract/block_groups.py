@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from tiers.connector.contract.coverage import COMPLETE, MISSING, NO_WINDOW
-from tiers.connector.contract.engine import EngineInfo
+from tiers.contract.coverage import COMPLETE, MISSING, NO_WINDOW
+from tiers.contract.engine import EngineInfo
 
 GROUP_BYTES = 2
 
