@@ -21,7 +21,7 @@ engine's answers stay those of an engine without a cache; what is said is what e
 `any` is every store, a plugin's too; `chain` is all tiers together.
 
 Made by `python tests/fault_matrix.py` from the tests, which `make test` and `make faults` run.
-How long anything waits: [decision 16](decisions/0016-waiting-for-tiers.md).
+How long anything waits: [decision 16](decisions/0016-every-wait-is-bounded.md).
 
 What none of this covers:
 
