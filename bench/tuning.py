@@ -221,8 +221,9 @@ def for_real(chain: SimChain, given: Budget) -> ChainSpec:
         if tier.write_budget is not None:
             keys["write_budget"] = format_rate(tier.write_budget)
         tiers.append(keys)
-    spec = {"version": 1, "load_policy": chain.load_policy, "promote": chain.promote}
-    return ChainSpec.model_validate(spec | {"tiers": tiers})
+    names = ("load_policy", "load_when", "promote")
+    settings = {name: getattr(chain, name) for name in names}
+    return ChainSpec.model_validate({"version": 1, **settings, "tiers": tiers})
 
 
 def table(folder: Path) -> str:

@@ -14,8 +14,9 @@ from tiers.tuning.report import YEAR, Report
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.processes import Job, Simulations
 from tiers.tuning.search.show import left_out
+from tiers.tuning.search.space import Space
 from tiers.tuning.search.tune import Asked, Tuned, tune
-from tiers.tuning.simulation.chain import SimTier
+from tiers.tuning.simulation.chain import SimChain, SimTier
 
 MB = 10**6
 SETTINGS = {"disk": {"path": "/var/lib/kvtiers"}, "redis": {"url": "redis://cache.internal"}}
@@ -129,6 +130,37 @@ def test_load_policy_equal_links_are_used_at_once() -> None:
     found = tuned(requests(loop(10, 50, 200, 100), 2.0), budget(media))
     chosen = found.verdict.chosen
     assert (len(chosen.chain.tiers), chosen.chain.load_policy) == (2, "stitched")
+
+
+@pytest.mark.parametrize(
+    ("objective", "when"), [("mean_ttft", "sooner"), ("saved_seconds", "always")]
+)
+def test_load_when_always_where_slow_loads_still_save_gpus(objective: str, when: str) -> None:
+    """Loading takes half as long again as computing, and costs no GPU anything."""
+    given = budget({"disk": (1000, {"load_bandwidth": 66 * BLOCK})}, objective=objective)
+    found = tuned(requests(loop(10, 50, 200, 100), 2.0), given)
+    chains = [one.chain for one in found.found.tried if one.chain.tiers]
+    assert {chain.load_when for chain in chains} == {"sooner", "always"}
+    chosen = found.verdict.chosen.chain
+    assert chosen.load_when == (when if chosen.tiers else "sooner")
+    assert bool(chosen.tiers) == (when == "always")
+
+
+def test_load_when_is_not_tried_where_no_link_is_slower_than_computing() -> None:
+    """Nor kept, once the slow tier is left out."""
+    given = budget({"cpu": (400, {}), "disk": (1000, {"load_bandwidth": 66 * BLOCK})})
+    space = Space(given, {"cpu": [400 * BLOCK], "disk": [1000 * BLOCK]})
+    cpu, both = (
+        SimChain(tuple(map(space.tier, given.media[:n])), load_when=when)
+        for n, when in ((1, "sooner"), (2, "always"))
+    )
+    assert "load_when" not in {step.kind for step in space.steps(cpu)}
+    assert {step.chain.load_when for step in space.steps(both) if step.kind == "load_when"} == {
+        "sooner"
+    }
+    assert [
+        step.chain for step in space.steps(both) if step.text == "left out" and step.tier == "disk"
+    ] == [cpu]
 
 
 def test_store_threshold_keeps_one_off_documents_out() -> None:

@@ -20,7 +20,7 @@ from tiers.tuning.search.budget import Budget, Constraints, Objective
 from tiers.tuning.search.result import as_json, as_text, as_yaml
 from tiers.tuning.search.score import Gap, Score, excesses, gap, score
 from tiers.tuning.search.sizes import worth_trying
-from tiers.tuning.search.space import POLICIES, simplicity
+from tiers.tuning.search.space import LOAD_WHEN, POLICIES, simplicity
 from tiers.tuning.search.tune import Tuned
 from tiers.tuning.search.words import change, name
 from tiers.tuning.simulation.chain import SimChain, SimTier
@@ -91,6 +91,7 @@ CHAINS = st.builds(
     SimChain,
     tiers=st.lists(TIERS, max_size=2).map(tuple),
     load_policy=st.sampled_from(POLICIES),
+    load_when=st.sampled_from(LOAD_WHEN),
     promote=st.booleans(),
     max_wait=st.sampled_from([10.0, 3.0]),
     staging=SIZES,
@@ -186,7 +187,7 @@ def test_the_chain_file_loads_and_gives_a_reason_for_each_choice(
     assert [tier.type for tier in loaded.tiers] == [tier.type for tier in chosen.tiers]
     assert (loaded.load_policy, loaded.promote) == (chosen.load_policy, chosen.promote)
     assert [t.store_threshold for t in loaded.tiers] == [t.store_threshold for t in chosen.tiers]
-    for key in ("load_policy", "capacity", "store_threshold"):
+    for key in ("load_policy", "load_when", "capacity", "store_threshold"):
         at = text.index(f"{key}: ")
         assert "% ± " in text[at - 300 : at + 100] or "the same" in text[at - 300 : at + 100], key
 

@@ -52,6 +52,7 @@ def chain_yaml(chosen: Tried, budget: Budget, why: Reasons, head: Sequence[str])
     lines = [line for text in head for line in _comment(text)]
     lines += ["version: 1"]
     lines += _choice("load_policy", chain.load_policy, why, None, "")
+    lines += _choice("load_when", chain.load_when, why, None, "")
     lines += _choice("promote", str(chain.promote).lower(), why, None, "")
     lines.append("tiers:")
     for tier, use in zip(chain.tiers, report.tiers, strict=True):

@@ -161,6 +161,7 @@ def _chain(one: Tried) -> dict[str, Any]:
     return {
         "name": name(one.chain),
         "load_policy": one.chain.load_policy,
+        "load_when": one.chain.load_when,
         "promote": one.chain.promote,
         "tiers": tiers,
     }

@@ -1,7 +1,7 @@
 """The chains that a budget allows, and which of them are one step from another.
 
 A chain differs from another by one step if one choice differs: a tier more or less, two tiers
-swapped, the load policy, promotion, or one setting of one tier.
+swapped, the load policy, whether all is loaded, promotion, or one setting of one tier.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from tiers.tuning.simulation.chain import SimChain, SimTier
 POLICIES: tuple[str, ...] = ("stitched", *(p for p in get_args(LoadPolicy) if p != "stitched"))
 """All load policies, the default first."""
 THRESHOLDS = (1, 2, 3)
+LOAD_WHEN: tuple[str, ...] = ("sooner", "always")
+"""The default first."""
 Kind = Literal[
     "tiers",
     "order",
     "load_policy",
+    "load_when",
     "promote",
     "capacity",
     "eviction",
     "store_threshold",
     "write_budget",
 ]
-"""What a step changes; the last six are keys of the chain's YAML."""
+"""What a step changes; the last seven are keys of the chain's YAML."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,9 @@ class Space:
         for policy in policies(len(chain.tiers)):
             if policy != chain.load_policy:
                 yield Step("load_policy", None, policy, replace(chain, load_policy=policy))
+        for when in LOAD_WHEN if self._may_be_slow(chain.tiers) else ():
+            if when != chain.load_when:
+                yield Step("load_when", None, when, replace(chain, load_when=when))
         if len(chain.tiers) > 1:
             text = str(not chain.promote).lower()
             yield Step("promote", None, text, replace(chain, promote=not chain.promote))
@@ -101,17 +107,32 @@ class Space:
         tiers = chain.tiers
         for at, tier in enumerate(tiers):
             less = (*tiers[:at], *tiers[at + 1 :])
-            yield Step("tiers", tier.type, "left out", _of(chain, less))
+            yield Step("tiers", tier.type, "left out", self._of(chain, less))
         for at in range(1, len(tiers)):
             swapped = (*tiers[: at - 1], tiers[at], tiers[at - 1], *tiers[at + 1 :])
             text = f"{tiers[at].type} before {tiers[at - 1].type}"
-            yield Step("order", tiers[at].type, text, _of(chain, swapped))
+            yield Step("order", tiers[at].type, text, self._of(chain, swapped))
         for medium in self.budget.media:
             if all(medium.type != tier.type for tier in tiers):
                 new = self.tier(medium)
                 for at in range(len(tiers) + 1):
                     more = (*tiers[:at], new, *tiers[at:])
-                    yield Step("tiers", medium.type, "added", _of(chain, more))
+                    yield Step("tiers", medium.type, "added", self._of(chain, more))
+
+    def _of(self, chain: SimChain, tiers: tuple[SimTier, ...]) -> SimChain:
+        """The chain with other tiers, and without settings that mean nothing for these."""
+        policy = chain.load_policy if chain.load_policy in policies(len(tiers)) else POLICIES[0]
+        when = chain.load_when if self._may_be_slow(tiers) else LOAD_WHEN[0]
+        promote = chain.promote or len(tiers) < 2
+        return replace(chain, tiers=tiers, load_policy=policy, load_when=when, promote=promote)
+
+    def _may_be_slow(self, tiers: Sequence[SimTier]) -> bool:
+        """Whether computing may be sooner than loading: all GPUs together compute more KV in a
+        second than some tier loads."""
+        machine = self.budget.machine
+        computed = machine.gpus * machine.prefill_rate * machine.kv_bytes_per_token
+        profiles = [machine.tiers[tier.type] for tier in tiers]
+        return any(one.load_bandwidth < computed * one.stored_share for one in profiles)
 
     def _settings(self, chain: SimChain, tier: SimTier) -> Iterator[Step]:
         medium = self.budget.medium(tier.type)
@@ -152,13 +173,6 @@ def _rate(rate: float | None) -> str:
     return "none" if rate is None else format_rate(rate)
 
 
-def _of(chain: SimChain, tiers: tuple[SimTier, ...]) -> SimChain:
-    """The chain with other tiers, and without settings that mean nothing for so few."""
-    policy = chain.load_policy if chain.load_policy in policies(len(tiers)) else POLICIES[0]
-    promote = chain.promote or len(tiers) < 2
-    return replace(chain, tiers=tiers, load_policy=policy, promote=promote)
-
-
 def _with(chain: SimChain, tier: SimTier, kind: Kind, text: str, **changed: object) -> Step:
     tiers = tuple(replace(t, **changed) if t is tier else t for t in chain.tiers)  # type: ignore[arg-type]
     return Step(kind, tier.type, text, replace(chain, tiers=tiers))
@@ -172,6 +186,7 @@ def simplicity(chain: SimChain, machine: Machine) -> tuple[float, ...]:
     """A chain's place among equal ones, the simplest first: few tiers, few settings that are not
     the default (a slower tier before a faster one counts as one), a low price, few bytes."""
     settings = (chain.load_policy != POLICIES[0]) + (not chain.promote)
+    settings += chain.load_when != LOAD_WHEN[0]
     speeds = [_speed(tier.type, machine) for tier in chain.tiers]
     settings += sum(above < below for above, below in combinations(speeds, 2))
     for tier in chain.tiers:

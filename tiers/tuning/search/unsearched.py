@@ -8,7 +8,7 @@ from spec.chain import ChainSpec
 from tiers.tuning.search.budget import TUNED, Budget
 from tiers.tuning.simulation.chain import SimChain
 
-_CHOSEN = {"version", "tiers", "load_policy", "promote"}
+_CHOSEN = {"version", "tiers", "load_policy", "load_when", "promote"}
 
 
 def unsearched(present: ChainSpec, chosen: SimChain, budget: Budget) -> list[str]:
