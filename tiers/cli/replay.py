@@ -104,18 +104,20 @@ def replay(
         report = _simulated(asked) if simulate else _real(asked, speed, scale, folder)
     except KVTiersError as error:
         raise refused(error) from None
-    _say_left_out(asked)
+    _say_left_out(asked, simulate)
     typer.echo(table(report))
     write_result(json_file, report.to_json())
 
 
-def _say_left_out(asked: _Asked) -> None:
+def _say_left_out(asked: _Asked, simulate: bool) -> None:
     from tiers.cli.reading import say_other_model, say_skipped
 
     say_skipped(asked.trace.summary)
     say_other_model(asked.trace, asked.machine)
     if asked.chain.tenants:
         typer.echo("rules of tenants are not replayed: a trace has no names of tenants", err=True)
+    if simulate and asked.chain.ghosts:
+        typer.echo("ghosts are not simulated: --real has them, and curve is exact", err=True)
 
 
 def _simulated(asked: _Asked) -> Report:

@@ -109,7 +109,8 @@ def scheduler_parts(
 
     observers: list[RequestObserver] = [requests.hints]
     observers += open_recorder(chain, requests, pool, now)
-    observers += open_ghosts(chain, requests, pool, now)
+    parts = len(requests.groups)
+    observers += open_ghosts(chain, requests, lambda: pool.slot_bytes * parts, now)
     settings = _settings(chain, requests, observers, now)
     return SchedulerParts([*map(open_tier, chain.tiers)], _names(chain), _identity(chain), settings)
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from spec.chain import ChainSpec
 from tiers.connector.policy.requests import RequestTable
-from tiers.connector.scheduler.opening import ChainPool
 from tiers.contract.protocols import Request
-from tiers.ghosts.ghosts import Ghosts, Setting
+from tiers.ghosts.ghosts import CLOSE_SECONDS, Ghosts, Setting
 
 
 class GhostWatcher:
@@ -38,25 +37,22 @@ class GhostWatcher:
         """The estimates, where they are new."""
         return self._ghosts.take_measures()
 
-    def close(self) -> None:
-        """Report a last time."""
-        self._ghosts.close()
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Report a last time, once all that ended is counted, for which it waits so long."""
+        self._ghosts.close(seconds)
 
 
 def open_ghosts(
-    chain: ChainSpec, requests: RequestTable, pool: ChainPool, now: Callable[[], float]
+    chain: ChainSpec,
+    requests: RequestTable,
+    block_bytes: Callable[[], int],
+    now: Callable[[], float],
 ) -> tuple[GhostWatcher, ...]:
-    """The ghosts of a chain that has any."""
+    """The ghosts of a chain that has any. `block_bytes`: see `Ghosts`."""
     if not chain.ghosts:
         return ()
-    engine, parts = requests.engine, len(requests.groups)
-    ghosts = Ghosts(
-        list(_settings(chain)),
-        engine.block_tokens,
-        engine.hash_tokens,
-        lambda: pool.slot_bytes * parts,
-        now,
-    )
+    settings, engine = list(_settings(chain)), requests.engine
+    ghosts = Ghosts(settings, engine.block_tokens, engine.hash_tokens, block_bytes, now)
     return (GhostWatcher(ghosts, requests),)
 
 

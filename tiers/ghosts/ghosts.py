@@ -174,8 +174,17 @@ class _Follower:
     def tick(self) -> None:
         """Let old counts weigh less, publish, and report, each at its time."""
         now = self._now()
-        if now < self._publishes:
-            return
+        if now >= self._publishes:
+            self._publish(now)
+            if now >= self._reports:
+                self.report()
+
+    def end(self) -> None:
+        """Publish and report what all requests came to."""
+        self._publish(self._now())
+        self.report()
+
+    def _publish(self, now: float) -> None:
         self._publishes = now + PUBLISH_SECONDS
         factor = 0.5 ** ((now - self._decays) / HALF_LIFE)
         self._decays = now
@@ -191,8 +200,6 @@ class _Follower:
             }
             for label, estimate in self.estimates().items()
         }
-        if now >= self._reports:
-            self.report()
 
     def estimates(self) -> dict[str, Estimate]:
         """By label."""
@@ -241,4 +248,4 @@ def _run(follower: _Follower, handoff: Handoff[_Request], stop: threading.Event)
         while (request := handoff.take()) is not None:
             follower.follow(request)
         follower.tick()
-    follower.report()
+    follower.end()

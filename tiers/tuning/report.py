@@ -66,6 +66,18 @@ class TierUse:
 
 
 @dataclass(frozen=True)
+class GhostUse:
+    """What a tier alone would have of the prompts' full blocks, those that the engine has itself
+    included, as ghosts estimate it over all requests: parts of them, `error` twice the standard
+    error."""
+
+    name: str
+    hit_ratio: float
+    error: float
+    store_ratio: float
+
+
+@dataclass(frozen=True)
 class Report:
     """What came of a trace; what only warmed the caches is not counted.
 
@@ -89,6 +101,8 @@ class Report:
     """GPU seconds that tokens from tiers would have taken to compute."""
     stretches: tuple[Stretch, ...] = ()
     """Equal parts of the counted prompts, in the order in which they ended: how much they vary."""
+    ghosts: tuple[GhostUse, ...] = ()
+    """Of a real replay, where the chain has any."""
     too_long: int = 0
     """Counted prompts that the engine's own cache can't hold, so that no engine serves them."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spec.fields import format_size
-from tiers.tuning.report import Report, TierUse
+from tiers.tuning.report import GhostUse, Report, TierUse
 
 _COLUMNS = ("tier", "loads", "stores", "written", "SSD life", "dropped", "hit tokens", "of all")
 
@@ -11,6 +11,7 @@ _COLUMNS = ("tier", "loads", "stores", "written", "SSD life", "dropped", "hit to
 def table(report: Report) -> str:
     """A row for each tier, then the lines for all of them, then the warnings."""
     rows = [_COLUMNS, *(_row(tier, report.prompt_tokens) for tier in report.tiers)]
+    rows += [_ghost(ghost) for ghost in report.ghosts]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
@@ -33,6 +34,11 @@ def _row(tier: TierUse, prompt_tokens: int) -> tuple[str, ...]:
     )
 
 
+def _ghost(ghost: GhostUse) -> tuple[str, ...]:
+    stored, hits = f"{ghost.store_ratio:.1%}", f"{ghost.hit_ratio:.1%} ± {ghost.error:.1%}"
+    return f"ghost {ghost.name}", "-", stored, "-", "-", "-", "-", hits
+
+
 def _sums(report: Report) -> list[str]:
     own = _share(report.engine_hit_tokens, report.prompt_tokens)
     computed = _share(report.computed_tokens, report.prompt_tokens)
@@ -46,6 +52,11 @@ def _sums(report: Report) -> list[str]:
         f"prefill saved: {report.prefill_seconds_saved:,.0f} GPU seconds in "
         f"{report.seconds:,.0f} s",
     ]
+    if report.ghosts:
+        lines.append(
+            "ghosts: how many of all prompts' full blocks this tier alone would store and would "
+            "have, also those that the engine's own cache has"
+        )
     cost = report.cost_per_million_saved_tokens
     if cost is not None:
         lines.append(f"price of a million tokens from tiers: {cost:.4g}")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from spec.chain import ChainSpec
+from tiers.connector.ghosts import GhostWatcher
 from tiers.contract.stats import Measures
 from tiers.tuning.machine import Machine, size_of
 from tiers.tuning.replay.engine import ReplayEngine
-from tiers.tuning.report import DAY, Report, TierUse, quantile, stretches
+from tiers.tuning.report import DAY, GhostUse, Report, TierUse, quantile, stretches
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,21 @@ class Mark:
     stats: Mapping[str, Measures]
 
 
+GHOST_SECONDS = 60.0
+"""Ghosts may count so long at the end: they look at a million blocks in a second."""
 DROPPED = ("store_dropped_no_slot", "store_dropped_inflight", "store_dropped_budget")
 """Counters of blocks that a tier lacked and its rules admitted."""
 
 
 def report_of(
-    engine: ReplayEngine, chain: ChainSpec, machine: Machine, start: Mark, end: Mark
+    engine: ReplayEngine,
+    chain: ChainSpec,
+    machine: Machine,
+    marks: tuple[Mark, Mark],
+    ghosts: Sequence[GhostWatcher],
 ) -> Report:
     """What was done between two marks, and what came of the requests that count."""
+    start, _ = marks
     outcome = engine.outcome
     seconds = max(start.ended - start.now, 1e-9)
     waits = sorted(one.wait for one in outcome.served)
@@ -39,7 +47,7 @@ def report_of(
         seconds=seconds,
         gpu_load=outcome.busy / seconds / machine.gpus,
         tiers=tuple(
-            _use(engine, chain, machine, tier.tier_name, place, (start, end), seconds)
+            _use(engine, chain, machine, tier.tier_name, place, marks, seconds)
             for place, tier in enumerate(chain.tiers)
         ),
         prompt_tokens=outcome.prompt_tokens,
@@ -50,7 +58,16 @@ def report_of(
         ttft_p99=quantile(waits, 0.99),
         prefill_seconds_saved=sum(outcome.tier_tokens.values()) / machine.prefill_rate,
         stretches=stretches(outcome.served),
+        ghosts=tuple(one for watcher in ghosts for one in _ghosts(watcher)),
     )
+
+
+def _ghosts(watcher: GhostWatcher) -> Iterator[GhostUse]:
+    """What they say when all requests are counted."""
+    watcher.close(GHOST_SECONDS)
+    for name, said in watcher.take_measures().items():
+        values = (said[f"ghost_{what}"] for what in ("hit_ratio", "hit_error", "store_ratio"))
+        yield GhostUse(name, *values)
 
 
 def _use(

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec
 from tiers.connector.chain import open_worker, scheduler_parts
+from tiers.connector.ghosts import GhostWatcher, open_ghosts
 from tiers.connector.multi.scheduler import MultiScheduler
 from tiers.contract.engine import EngineInfo
 from tiers.traces.trace import TraceRequest
@@ -61,9 +62,9 @@ def replay(
     CannotReplay, NoServer.
     """
     trace = list(requests)
-    with _opened(trace, block_tokens, chain, machine, options) as driver:
+    with _opened(trace, block_tokens, chain, machine, options) as (driver, ghosts):
         mark = driver.run(trace, int(len(trace) * warm), options.progress)
-        return report_of(driver.engine, chain, machine, mark, driver.mark())
+        return report_of(driver.engine, chain, machine, (mark, driver.mark()), ghosts)
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def _opened(
     chain: ChainSpec,
     machine: Machine,
     options: ReplayOptions,
-) -> Iterator[Driver]:
+) -> Iterator[tuple[Driver, tuple[GhostWatcher, ...]]]:
     """Make all that a replay runs on, and end it in any case."""
     words = max(1, options.bytes_per_token * block_tokens // WORD)
     scale = Scale(machine.kv_bytes_per_token * block_tokens, words * WORD)
@@ -88,9 +89,13 @@ def _opened(
         behind, links = linked(small, machine, scale, clock)
         kv = _paged_kv(num_blocks, words)
         parts = scheduler_parts(behind, info, clock.now)
-        scheduler = MultiScheduler(*parts)
         states = parts.settings.requests
         assert states is not None, "tiers share them"
+        # Their time stands still: all requests of a replay weigh the same.
+        ghosts = open_ghosts(chain, states, lambda: scale.real_bytes, lambda: 0.0)
+        observers = (*parts.settings.observers, *ghosts)
+        settings = replace(parts.settings, observers=observers)
+        scheduler = MultiScheduler(*parts._replace(settings=settings))
         stack.callback(scheduler.shutdown)
         hosts = _host_links(chain, links)
         copier = copier_over(next(iter(hosts.values()), None))
@@ -103,7 +108,7 @@ def _opened(
         engine = ReplayEngine(
             scheduler, states, worker, kv, num_blocks, block_tokens, machine, clock
         )
-        yield Driver(engine, worker, clock, links)
+        yield Driver(engine, worker, clock, links), ghosts
 
 
 def _paged_kv(num_blocks: int, words: int) -> PagedKV:

@@ -34,8 +34,9 @@ class Scale(NamedTuple):
         return int(size // (self.real_bytes * stored_share))
 
 
-_WATCH = {"record", "ghosts", "explain"}
-"""Keys of a chain about live traffic, which a replay is none of: a replay is not recorded."""
+_LEFT_OUT = {"record", "explain", "ghosts"}
+"""Keys of a chain about live traffic, which a replay is none of. Ghosts count blocks of the
+trace's size, and not of the replay's: the replay has them apart."""
 
 
 class CannotReplay(KVTiersError):
@@ -70,7 +71,7 @@ def scaled(
     hosts = sum(tier.capacity // stride for tier in tiers if isinstance(tier, HostSpec))
     slots = PoolSize.of(chain, engine).slots(scale.real_bytes)
     staging = max(1, slots - hosts) * stride
-    kept = chain.model_fields_set - _WATCH - {"tiers", "staging"}
+    kept = chain.model_fields_set - _LEFT_OUT - {"tiers", "staging"}
     settings = chain.model_dump(mode="json", include=kept)  # a duration is text, as in the YAML
     return ChainSpec.model_validate({**settings, "tiers": tuple(tiers), "staging": staging})
 
