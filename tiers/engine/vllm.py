@@ -1,7 +1,7 @@
 """vLLM's side of the contract: this module and its `vllm_*` parts alone import vLLM.
 
-`KVTiersConnector` is a connector as vLLM makes and calls it: the half of the chain that its role
-asks for, with the members that speak in vLLM's own words.
+`KVTiersConnector` is the connector that vLLM makes by name. It gets the half of the chain that its
+role asks for, with members that speak in vLLM's own words.
 """
 # ruff: noqa: E402
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -170,40 +170,20 @@ def configured_tiers(vllm_config: VllmConfig) -> list[str]:
         return []
 
 
-class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type: ignore[misc]
-    """A chain of tiers, or a list of any connectors, as a vLLM connector. vLLM calls the members of
-    its role alone."""
+class KVTiersConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """A chain of tiers, or a list of any connectors, as a vLLM connector.
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
-        chain = configured_chain(vllm_config)
-        self._makers: dict[str, dict[str, Any]] = {}
-        self._keeps = chain is not None and chain.on_reset == "keep"
-        said = EventsSpec() if chain is None else chain.events
-        self._as_vllm = AsVllm(said, group_kinds(kv_cache_config))
-        decides = role is KVConnectorRole.SCHEDULER
-        if chain is not None:
-            info = engine_info(vllm_config, kv_cache_config, role, chain)
-            if decides:
-                MultiScheduler.__init__(self, *scheduler_parts(chain, info))
-            else:
-                in_step = copies_in_step(vllm_config, told=tells_connectors())
-                opener = partial(open_copier, in_step=in_step)
-                MultiWorker.__init__(self, *worker_parts(chain, info, opener))
-            return
-        listed = child_configs(vllm_config)
-        refuse_groups(listed, kv_cache_config)
-        self._makers = {child.name: child.maker for child in listed}
-        made = [child.cls(child.vllm_config, role, kv_cache_config) for child in listed]
-        names = [child.name for child in listed]
-        if decides:
-            block_tokens = vllm_config.cache_config.block_size
-            settings = MultiSettings(load_policy(vllm_config), block_tokens)
-            MultiScheduler.__init__(self, made, names, identity(vllm_config), settings)
-        else:
-            MultiWorker.__init__(self, made, names, identity(vllm_config))
+    vLLM calls the class members here without an object. What it makes is one of `HALVES`, as the
+    role says: each is complete, and has none of the other's members.
+    """
+
+    _makers: Mapping[str, dict[str, Any]] = {}
+
+    def __new__(
+        cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> KVTiersConnector:
+        made: KVTiersConnector = super().__new__(HALVES[role])
+        return made
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -217,6 +197,70 @@ class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return any_requires_piecewise(extra_config)
 
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MultiKVConnectorStats:
+        return rebuild(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVTiersPromMetrics:
+        tiers = configured_tiers(vllm_config)
+        args = (vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return KVTiersPromMetrics(*args, tiers)
+
+    def _listed(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> tuple[list[Any], list[str], str]:
+        """This role's halves of the listed connectors, their names, and what is the same for both
+        roles of one list."""
+        listed = child_configs(vllm_config)
+        refuse_groups(listed, kv_cache_config)
+        self._makers = {child.name: child.maker for child in listed}
+        made = [child.cls(child.vllm_config, role, kv_cache_config) for child in listed]
+        return made, [child.name for child in listed], identity(vllm_config)
+
+    def _counted(self, by_child: Mapping[str, Any]) -> MultiKVConnectorStats | None:
+        """Each child's stats, in a form that vLLM adds up."""
+        if not by_child:
+            return None
+        whole = MultiKVConnectorStats()
+        for name, stats in by_child.items():
+            whole.add(name, stats, self._makers.get(name))
+        return whole
+
+
+def _another_roles(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands where vLLM's base class asks each connector for members of both roles."""
+    raise TypeError(f"vLLM calls this on a connector of the other role than {self.role}")
+
+
+class SchedulerHalf(MultiScheduler, KVTiersConnector):
+    """What decides, in the scheduler's process."""
+
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _another_roles
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        chain = configured_chain(vllm_config)
+        # Listed connectors may hear of resets themselves.
+        self._hears_resets = chain is not None and chain.on_reset != "keep"
+        events = EventsSpec() if chain is None else chain.events
+        self._as_vllm = AsVllm(events, group_kinds(kv_cache_config))
+        if chain is not None:
+            info = engine_info(vllm_config, kv_cache_config, role, chain)
+            MultiScheduler.__init__(self, *scheduler_parts(chain, info))
+        else:
+            settings = MultiSettings(load_policy(vllm_config), vllm_config.cache_config.block_size)
+            listed = self._listed(vllm_config, role, kv_cache_config)
+            MultiScheduler.__init__(self, *listed, settings)
+
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
@@ -225,15 +269,6 @@ class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type
 
         found = super().get_external_cache_hit_sources(request, num_external_tokens)
         return {CacheHitSource(source): tokens for source, tokens in found.items()}
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = super().get_transfer_results(finished_req_ids)
-        try:
-            from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-        except ImportError:
-            # vLLM before 0.30 does not call this; an outer connector of ours does.
-            return results
-        return KVConnectorTransferResults(**vars(results))
 
     def take_events(self) -> Iterator[Any]:
         return self._as_vllm(super().take_events())
@@ -252,21 +287,20 @@ class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type
         self._hear_resets(gpu_block_pool)
 
     def _hear_resets(self, cache: Any) -> None:
-        """Take a reset of the engine's own cache for one of the tiers; listed connectors may hear
-        of it themselves."""
-        if not self._makers and not self._keeps:
+        """Take a reset of the engine's own cache for one of the tiers."""
+        if self._hears_resets:
             before_resets(cache, self.reset_cache)
 
     def reset_cache(self) -> bool:
         """Never load again what was stored so far, or, with `on_reset: keep`, all of it; False:
-        ask again, loads are under way.
+        ask again, loads are in flight.
 
         vLLM calls this before weights change, after they have, and also where none will, such as
         for sleep, and says nothing of which. Its own prefix cache it also resets without calling
         this. An engine that starts later with the same facts finds what was stored before the
         first reset.
         """
-        if not self._makers and not self._keeps:
+        if self._hears_resets:
             logger.warning_once(
                 "kvtiers was reset: this engine loads nothing again that it stored before. If its "
                 "weights never change while it runs (sleep, pause and reset_prefix_cache reset "
@@ -275,30 +309,44 @@ class KVTiersConnector(MultiScheduler, MultiWorker, KVConnectorBase_V1):  # type
         return super().reset_cache()
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
-        counted = self.stats_by_child()
-        if not counted:
-            return None
-        whole = MultiKVConnectorStats()
-        for name, stats in counted.items():
-            whole.add(name, stats, self._makers.get(name))
-        return whole
+        return self._counted(self.stats_by_child())
 
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MultiKVConnectorStats:
-        return rebuild(data)
 
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVTiersPromMetrics:
-        tiers = configured_tiers(vllm_config)
-        args = (vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        return KVTiersPromMetrics(*args, tiers)
+class WorkerHalf(MultiWorker, KVTiersConnector):
+    """What moves bytes, in the process of each rank."""
 
+    get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = _another_roles
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        chain = configured_chain(vllm_config)
+        if chain is not None:
+            info = engine_info(vllm_config, kv_cache_config, role, chain)
+            in_step = copies_in_step(vllm_config, told=tells_connectors())
+            opener = partial(open_copier, in_step=in_step)
+            MultiWorker.__init__(self, *worker_parts(chain, info, opener))
+        else:
+            MultiWorker.__init__(self, *self._listed(vllm_config, role, kv_cache_config))
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        try:
+            from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+        except ImportError:
+            # vLLM before 0.30 does not call this; an outer connector of ours does.
+            return results
+        return KVConnectorTransferResults(**vars(results))
+
+    def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
+        return self._counted(self.stats_by_child())
+
+
+HALVES = {KVConnectorRole.SCHEDULER: SchedulerHalf, KVConnectorRole.WORKER: WorkerHalf}
+for _half in HALVES.values():
+    # vLLM's MultiConnector sends a connector's stats and metrics by its class's name.
+    _half.__name__ = KVTiersConnector.__name__
 
 if REPORTS_FAILED_REQUESTS:
     # Else vLLM itself manages all layers as one group, since we don't say that we can do more.

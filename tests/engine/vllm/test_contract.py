@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,12 +47,13 @@ def members(base: type) -> dict[str, Any]:
 def test_every_member_of_the_base_class_is_ours() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
-    from tiers.engine.vllm import KVTiersConnector
+    from tiers.engine.vllm import HALVES
 
     theirs = members(KVConnectorBase_V1) | members(SupportsHMA)
     ours = {
         name
-        for cls in KVTiersConnector.__mro__
+        for half in HALVES.values()
+        for cls in half.__mro__
         if cls.__module__.startswith("tiers.")
         for name in vars(cls)
     }
@@ -63,13 +65,31 @@ def test_every_member_of_the_base_class_is_ours() -> None:
 def test_every_member_takes_what_vllm_passes() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    from tiers.engine.vllm import KVTiersConnector
+    from tiers.engine.vllm import HALVES, _another_roles
 
     for name, theirs in members(KVConnectorBase_V1).items():
-        if callable(theirs):
-            parameters = inspect.signature(theirs).parameters
-            ours = inspect.signature(getattr(KVTiersConnector, name)).parameters
-            assert list(ours) == list(parameters), name
+        for half in HALVES.values() if callable(theirs) else ():
+            ours = getattr(half, name)
+            if ours is not _another_roles:
+                parameters = inspect.signature(theirs).parameters
+                assert list(inspect.signature(ours).parameters) == list(parameters), name
+
+
+def test_the_role_picks_a_class_without_a_member_of_the_other_role() -> None:
+    """A worker with the scheduler's members lacks what they work on, and fails when it ends."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from tiers.contract.connector import Connector, SchedulerConnector, WorkerConnector
+    from tiers.engine.vllm import HALVES, KVTiersConnector, _another_roles
+
+    for half, other in zip(HALVES.values(), (WorkerConnector, SchedulerConnector), strict=True):
+        assert issubclass(half, KVTiersConnector) and not issubclass(half, other)
+        named = {n for n in {*dir(other)} - {*dir(Connector)} if not n.startswith("_")}
+        alive = [getattr(half, n) for n in named & {*dir(half)}]
+        theirs = [getattr(KVConnectorBase_V1, n, None) for n in named]
+        assert [m for m in alive if m is not _another_roles and m not in theirs] == []
+        assert not inspect.isabstract(half)
+        assert half.__name__ == "KVTiersConnector", "vLLM's MultiConnector keys stats by it"
 
 
 def test_every_member_that_acts_reaches_the_children() -> None:
@@ -364,19 +384,12 @@ def test_a_reset_of_the_engines_own_cache_is_one_of_the_tiers(binds: str, on_res
     vLLM before 0.30 hands over its pool alone."""
     from vllm.v1.core.block_pool import BlockPool
 
-    from tiers.engine.vllm import KVTiersConnector
+    from tiers.engine.vllm import SchedulerHalf
 
-    class Counting(KVTiersConnector):
-        resets = 0
-
-        def __init__(self) -> None:
-            self.children = ()
-            self._makers = {}
-            self._keeps = on_reset == "keep"
-
-        def reset_cache(self) -> bool:
-            Counting.resets += 1
-            return True
+    resets: list[str] = []
+    connector: Any = object.__new__(SchedulerHalf)
+    connector.children, connector._hears_resets = (), on_reset == "forget"
+    connector.reset_cache = partial(resets.append, "reset")
 
     pool = BlockPool(8, True, 16)
     cache = (
@@ -384,10 +397,10 @@ def test_a_reset_of_the_engines_own_cache_is_one_of_the_tiers(binds: str, on_res
         if binds == "bind_gpu_block_pool"
         else SimpleNamespace(reset_prefix_cache=pool.reset_prefix_cache, block_pool=pool)
     )
-    getattr(Counting(), binds)(cache)
+    getattr(connector, binds)(cache)
     pool.get_new_blocks(2)
     assert cache.reset_prefix_cache() is False, "vLLM's own answer"
-    assert Counting.resets == (on_reset == "forget")
+    assert len(resets) == (on_reset == "forget")
 
 
 def test_listeners_hear_once_that_weights_changed() -> None:
@@ -396,15 +409,12 @@ def test_listeners_hear_once_that_weights_changed() -> None:
 
     from spec.events import EventsSpec
     from tiers.connector.multi.scheduler import MultiScheduler
-    from tiers.engine.vllm import KVTiersConnector
+    from tiers.engine.vllm import SchedulerHalf
     from tiers.engine.vllm_events import AsVllm, GroupKind
 
-    class Changing(KVTiersConnector):
-        def __init__(self) -> None:
-            MultiScheduler.__init__(self, [])
-            self._as_vllm = AsVllm(EventsSpec(), [GroupKind("full_attention")])
-
-    connector = Changing()
+    connector = object.__new__(SchedulerHalf)
+    MultiScheduler.__init__(connector, [])
+    connector._as_vllm = AsVllm(EventsSpec(), [GroupKind("full_attention")])
     assert list(connector.take_events()) == []
     connector.weights_changed()
     (event,) = connector.take_events()

@@ -63,7 +63,6 @@ class MultiScheduler(EveryChild):
 
     limits_requests = True
     """It applies what a request says of itself (see `limits`), also as a child of another."""
-    _observers: Sequence[RequestObserver] = ()
 
     def __init__(
         self,
