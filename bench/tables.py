@@ -1,38 +1,54 @@
-"""The tables of docs/benchmarks.md, made from the results that are committed.
+"""The table of docs/benchmarks.md, made from the results that are committed.
 
     python -m bench.tables
 
-writes them between the two markers. Results are `bench/results/<date>-<hardware>.json`, as
-`kvtiers bench all --json` writes them; of each hardware the newest counts. A picture of the same
-name (`python -m bench.plot RESULT --png`) is shown below its tables. What `kvtiers bench disk
---blocks N` wrote is `bench/results/index/<date>-<hardware>-<N>.json`, and what `python -m
-bench.turns` wrote is `bench/results/turns/<date>-<hardware>.json`; both get tables of their own.
+writes it between the two markers. Results are `bench/results/<date>-<hardware>.json`, as
+`kvtiers bench all --json` writes them; of each hardware the newest is a column. The rows are those
+of `SHOWN`; a result has all others.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from itertools import groupby
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
-from bench.report import COMPARED, LESS_IS_BETTER, Row, number, read_json, times
-from bench.turns import aimed
+from bench.report import Row, number, read_json, times
 
 CHECKOUT = Path(__file__).parents[1]
 RESULTS = CHECKOUT / "bench" / "results"
 PAGE = CHECKOUT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- measured: python -m bench.tables -->", "<!-- /measured -->"
-INDEX = "<!-- index: python -m bench.tables -->", "<!-- /index -->"
-TURNS = "<!-- turns: python -m bench.tables -->", "<!-- /turns -->"
 _DATE = len("2026-01-01-")
-_HEAD = """\
-| case | ours | beside | ratio | target | verdict | spread | what it spent |
-|---|---|---|---|---|---|---|---|"""
-_TOLD = 0.05
-"""A smaller part of a row's time is not told."""
+SHOWN = {
+    "cpu: gather, beside memcpy": ("cpu", "gather *"),
+    "cpu: scatter, beside memcpy": ("cpu", "scatter *"),
+    "cpu: load end to end, beside the gather": ("cpu", "CPU tier load *"),
+    "decide 8,192 blocks in cpu, p99": ("scheduler", "decide *, in cpu, *: p99"),
+    "decide 8,192 blocks on disk, p99": ("scheduler", "decide *, on disk, * p99"),
+    "look 8,192 blocks up remotely: begin and poll": ("scheduler", "look *"),
+    "scheduler's step, 8 encrypted ranks, 50,000 stores": ("steps", "scheduler, 8 *, encrypted*"),
+    "worker's step, 50,000 stores": ("steps", "worker*"),
+    "disk: store, buffered, beside memcpy": ("disk", "store, buffered, *"),
+    "disk: warm load, beside memcpy": ("disk", "warm load, buffered, *"),
+    "disk: store beside a file per block": ("disk", "store, buffered beside *"),
+    "disk: warm load beside a file per block": ("disk", "warm load beside file *"),
+    "disk: store beside vLLM's fs tier": ("disk", "store beside vLLM*"),
+    "disk: warm load beside vLLM's fs tier": ("disk", "warm load beside vLLM*"),
+    "disk: direct store beside a raw loop": ("disk", "store, direct, *"),
+    "disk: direct load beside a raw loop": ("disk", "load, direct, *"),
+    "disk: random load, more than memory": ("disk", "random load, more than memory, *"),
+    "disk: reopen 1,000,000 blocks": ("disk", "index: reopen 1,000,000 blocks"),
+    "TTFT, cpu, beside the engine's own cache": ("e2e", "TTFT, 1000 tokens from cpu *"),
+    "TTFT, disk, beside the engine's own cache": ("e2e", "TTFT, 1000 tokens from disk *"),
+    "throughput without hits, beside no connector": ("e2e", "throughput, * no connector"),
+    "redis: store beside a raw socket": ("remote", "store 64 blocks of 2048 KiB"),
+    "redis: load beside a raw socket": ("remote", "load 64 blocks of 2048 KiB"),
+    "redis: load beside LMCache": ("remote", "load 64 blocks of 2048 KiB, LMCache"),
+    "redis: load of 64 KiB beside LMCache": ("remote", "load 64 blocks of 64 KiB, LMCache"),
+}
+"""What the table calls a row, and its suite and case in a result (`*` stands for anything)."""
 
 
 def newest(folder: Path = RESULTS) -> list[Path]:
@@ -43,113 +59,38 @@ def newest(folder: Path = RESULTS) -> list[Path]:
 
 def section(results: Sequence[Path]) -> str:
     """What belongs between the markers, for these results."""
-    return "\n\n".join(_of_one(path) for path in results) or "No result is committed yet."
+    heads = [f"[{path.stem}](../bench/results/{path.name})" for path in results]
+    measured = [read_json(path)[1] for path in results]
+    lines = [["case", "target", *heads], ["---"] * (2 + len(heads))]
+    for name in SHOWN:
+        found = [row_of(name, rows) for rows in measured]
+        if known := [row for row in found if row is not None]:
+            cells = ("" if row is None else _cell(row) for row in found)
+            lines.append([name, _target(known[-1]), *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _of_one(path: Path) -> str:
-    machine, rows = read_json(path)
-    aimed = [row for row in rows if row.target is not None]
-    measured = [row for row in aimed if row.ours is not None]
-    parts = [_headline(path, machine)]
-    for suite, of_suite in groupby(measured, key=lambda row: row.suite):
-        lines = "\n".join(map(_line, of_suite))
-        parts.append(f"#### {suite}\n\n{_HEAD}\n{lines}")
-    absent = [row for row in aimed if row.ours is None]
-    if absent:
-        lines = "\n".join(f"- {row.suite}: {row.case}: {row.why}." for row in absent)
-        parts.append(f"#### Not measured there\n\n{lines}")
-    picture = path.with_suffix(".png")
-    if picture.exists():
-        parts.append(f"![{path.stem}](../bench/results/{picture.name})")
-    return "\n\n".join(parts)
-
-
-def index_section(folder: Path = RESULTS / "index") -> str:
-    """What belongs between the markers of the index: a column for each number of blocks."""
-    found: dict[str, dict[int, Path]] = {}
-    for path in sorted(folder.glob("*-*-*-*.json")):
-        hardware, _, blocks = path.stem[_DATE:].rpartition("-")
-        found.setdefault(hardware, {})[int(blocks)] = path
-    return "\n\n".join(_of_sizes(sizes) for sizes in found.values())
-
-
-def _of_sizes(sizes: dict[int, Path]) -> str:
-    columns, heads = [], []
-    for blocks, path in sorted(sizes.items()):
-        machine, rows = read_json(path)
-        heads.append(f"[{blocks:,}](../bench/results/index/{path.name})")
-        columns.append({row.case.replace(f"{blocks:,} ", ""): _cell(row) for row in rows})
-    lines = [
-        f"| {' | '.join((case, *(column.get(case, '') for column in columns)))} |"
-        for case in columns[-1]
-    ]
-    head = f"| | {' | '.join(heads)} |\n|---{'|---' * len(heads)}|"
-    told = f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}, {machine['date']}:"
-    return "\n".join((told, "", head, *lines))
-
-
-def turns_section(folder: Path = RESULTS / "turns") -> str:
-    """What belongs between the markers of the turns: cases that have a target, then and now."""
-    return "\n\n".join(map(_of_turns, newest(folder)))
-
-
-def _of_turns(path: Path) -> str:
-    result = json.loads(path.read_text())
-    machine, then, now = result["machine"], result["then"], result["now"]
-    told = (
-        f"[{path.stem}](../bench/results/turns/{path.name}): {machine['cpu']}, {machine['cores']} "
-        f"cores, {machine['date']}; {then['commit']} then and {now['commit']} now, "
-        f"{result['turns']} turns."
-    )
-    lines = [COMPARED, ("---",) * len(COMPARED), *aimed(result)]
-    return "\n".join((told, "", *(f"| {' | '.join(line)} |" for line in lines)))
+def row_of(name: str, rows: Sequence[Row]) -> Row | None:
+    """The row that the table calls so, if it has a target and was measured."""
+    suite, case = SHOWN[name]
+    aimed = (row for row in rows if row.target is not None and row.ours is not None)
+    return next((r for r in aimed if r.suite == suite and fnmatchcase(r.case, case)), None)
 
 
 def _cell(row: Row) -> str:
-    beside = f" ({row.peer_name} {number(row.peer)})" if row.peer else ""
-    beside += f" (limit {number(row.limit)})" if row.limit else ""
-    return f"{number(row.ours)} {row.unit}{beside}"
-
-
-def _headline(path: Path, machine: dict[str, Any]) -> str:
-    chip = machine["gpu"] or machine["cpu"]
-    link = f"[{path.stem}](../bench/results/{path.name})"
-    return (
-        f"### {path.stem}\n\n"
-        f"{chip}, {machine['cores']} cores, load {machine['load']}, {machine['date']}: {link}."
-    )
-
-
-def _line(row: Row) -> str:
-    beside, ratio = _beside(row)
-    cells = (
-        row.case,
-        f"{number(row.ours)} {row.unit}",
-        beside,
-        ratio,
-        _target(row),
-        {True: "met", False: "missed", None: "not compared"}[row.met],
-        "" if row.spread is None else f"{row.spread:.0%}",
-        ", ".join(f"{kind} {part:.0%}" for kind, part in row.spent.items() if part >= _TOLD),
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-def _beside(row: Row) -> tuple[str, str]:
+    """The ratio, where the target is one, and the figure."""
+    missed = ", missed" if row.met is False else ""
+    figure = f"{number(row.ours)} {row.unit}"
     if row.of == "ours":
-        return "", ""
-    if row.of == "peer":
-        return f"{row.peer_name} {number(row.peer)}".strip(), times(row.of_peer)
-    peer = f"; {row.peer_name} {number(row.peer)} ({times(row.of_peer)})" if row.peer else ""
-    return f"limit {number(row.limit)}{peer}", times(row.of_limit)
+        return f"{figure}{missed}"
+    return f"{times(row.of_peer if row.of == 'peer' else row.of_limit)}{missed} ({figure})"
 
 
 def _target(row: Row) -> str:
     """A ratio, or a figure in the case's unit."""
     if row.of != "ours":
-        return f"{row.target:.3g}"
-    bound = "at most" if row.unit in LESS_IS_BETTER else "at least"
-    return f"{bound} {row.target:.3g} {row.unit}"
+        return f"{row.target:.2g}"
+    return f"{row.target:.3g} {row.unit}"
 
 
 def put_in(text: str, new: str, begin: str = BEGIN, end: str = END) -> str:
@@ -163,9 +104,7 @@ def put_in(text: str, new: str, begin: str = BEGIN, end: str = END) -> str:
 
 def main() -> int:
     """The command."""
-    text = put_in(PAGE.read_text(), section(newest()))
-    text = put_in(text, index_section(), *INDEX)
-    PAGE.write_text(put_in(text, turns_section(), *TURNS))
+    PAGE.write_text(put_in(PAGE.read_text(), section(newest())))
     return 0
 
 

@@ -84,12 +84,6 @@ def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
     return compared(*_sides(result))
 
 
-def aimed(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The same of rows that have a target now."""
-    then, now = _sides(result)
-    return compared(then, [row for row in now if row.target is not None])
-
-
 def _sides(result: dict[str, Any]) -> tuple[list[Row], list[Row]]:
     then, now = ([Row(**row) for row in result[side]["rows"]] for side in ("then", "now"))
     return then, now

@@ -106,6 +106,14 @@ def test_decisions_are_few() -> None:
     assert len(DECISIONS) <= 31
 
 
+WORDS = {"benchmarks.md": 1500}
+
+
+@pytest.mark.parametrize(("page", "words"), WORDS.items(), ids=WORDS)
+def test_a_page_stays_as_short_as_it_was_made(page: str, words: int) -> None:
+    assert len((ROOT / "docs" / page).read_text().split()) <= words
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 140
 
