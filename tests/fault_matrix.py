@@ -1,72 +1,82 @@
-"""The fault matrix, from the tests that inject the faults: python tests/fault_matrix.py
+"""The faults that tests inject, by what an operator sees: `python -m tests.fault_matrix`
 
-Each such test says, in its marker `fault`, the tier, the fault and what happens.
+writes docs/faults.md from `faults.toml` beside this file, whose rows name the tests that break what
+they say. Each such test has the marker `fault`.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 TESTS = Path(__file__).parent
+TABLE = TESTS / "faults.toml"
 PAGE = TESTS.parent / "docs" / "faults.md"
-TIERS = ("any", "cpu", "disk", "redis", "chain")
 HEAD = """\
 # Faults
 
-What happens when something below the engine breaks, and the test that breaks it. In every row the
-engine's answers stay those of an engine without a cache; what is said is what else to expect.
-`any` is every store, a plugin's too; `chain` is all tiers together.
+When something below the engine breaks, answers stay those of an engine without a cache: blocks that
+can't be loaded are computed. This page says what else to expect, by what you see. Each line has a
+test that breaks the thing (`make test`, `make faults`; names in `tests/faults.toml`).
 
-Made by `python tests/fault_matrix.py` from the tests, which `make test` and `make faults` run.
-How long anything waits: [decision 16](decisions/0016-every-wait-is-bounded.md).
+Not covered:
 
-What none of this covers:
-
-- Under vLLM's own `OffloadingConnector` a bit that flips in host memory between the copy off the
-  device and the store is stored under a right checksum. Use memory that corrects errors.
-- The first sentinel to answer is believed. One that was cut off names an old master; what is stored
-  there is lost with it, and found again by nobody.
-- Which KV a draft model (EAGLE, MTP) has for a block's last position depends on the next token.
-  Loaded blocks may so cost it some acceptance, never a wrong token.
-
-| tier | fault | what happens | test |
-|---|---|---|---|
+- Under vLLM's own `OffloadingConnector` a bit that flips in host memory before the store gets a
+  right checksum. Use memory that corrects errors.
+- The first sentinel to answer is believed. One that was cut off names an old master.
+- A draft model (EAGLE, MTP) may accept less after a load, never a wrong token.
 """
 
 
 class Row(NamedTuple):
-    """A fault, and the test that injects it."""
+    """What breaks, what happens then, and the functions of the tests that break it."""
 
-    tier: str
     fault: str
     outcome: str
-    test: str
+    tests: Sequence[str]
 
 
-def rows() -> list[Row]:
-    """All rows, by tier, file and place in it."""
-    found = [row for file in sorted(TESTS.rglob("test_*.py")) for row in _rows_of(file)]
-    return sorted(found, key=lambda row: TIERS.index(row.tier))
+def symptoms() -> dict[str, list[Row]]:
+    """The rows of the page, by the symptom."""
+    table = tomllib.loads(TABLE.read_text())
+    return {one["title"]: [Row(*row) for row in one["rows"]] for one in table["symptom"]}
 
 
-def _rows_of(file: Path) -> Iterator[Row]:
-    for node in ast.walk(ast.parse(file.read_text())):
-        if not isinstance(node, ast.FunctionDef):
-            continue
-        for mark in node.decorator_list:
-            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.fault":
-                said = {one.arg: ast.literal_eval(one.value) for one in mark.keywords}
-                name = f"{file.relative_to(TESTS)}::{node.name}"
-                yield Row(said["tier"], said["fault"], said["outcome"], name)
+def marked() -> Iterator[str]:
+    """The functions of all tests that inject a fault."""
+    for file in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(map(_is_fault, node.decorator_list)):
+                yield node.name
+
+
+def _is_fault(mark: ast.expr) -> bool:
+    return ast.unparse(mark.func if isinstance(mark, ast.Call) else mark) == "pytest.mark.fault"
+
+
+def problems(rows: Sequence[Row], tests: Sequence[str]) -> list[str]:
+    """What keeps the rows from being those of the tests: each test in one row, none else."""
+    named = Counter(test for row in rows for test in row.tests)
+    return [
+        *(f"{row.fault}: no test" for row in rows if not row.tests),
+        *(f"{test}: in no row of {TABLE.name}" for test in tests if test not in named),
+        *(f"{test}: in several rows" for test, count in named.items() if count > 1),
+        *(f"{test}: no test with the marker fault" for test in named if test not in tests),
+        *(f"{test}: several tests" for test, count in Counter(tests).items() if count > 1),
+    ]
 
 
 def page() -> str:
     """The page as it should be."""
-    lines = [f"| {r.tier} | {r.fault} | {r.outcome} | `{r.test}` |\n" for r in rows()]
-    return HEAD + "".join(lines)
+    parts = [HEAD]
+    for title, rows in symptoms().items():
+        lines = [f"- **{row.fault}.** {row.outcome}\n" for row in rows]
+        parts.append(f"\n## {title}\n\n{''.join(lines)}")
+    return "".join(parts)
 
 
 if __name__ == "__main__":
