@@ -61,11 +61,7 @@ def test_a_tier_that_cannot_be_measured_is_said(
     assert not profile.exists()
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="kvtiers bench tiers measures a tier that is full",
-    outcome="it does so beside it, on the same device; no block is evicted",
-)
+@pytest.mark.fault
 def test_a_full_disk_tier_loses_no_block(kvtiers: Callable[..., Ran], tmp_path: Path) -> None:
     chain, profile = tmp_path / "chain.yaml", tmp_path / "profile.json"
     spec = DiskSpec(path=tmp_path / "disk", capacity=64 * slot_bytes(65536))
@@ -82,11 +78,7 @@ def test_a_full_disk_tier_loses_no_block(kvtiers: Callable[..., Ran], tmp_path: 
         assert not list(spec.path.glob(".kvtiers-bench-*"))
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="kvtiers bench tiers would measure a live server",
-    outcome="nothing is written to it unless the tier is named with --live; then it is dropped",
-)
+@pytest.mark.fault
 def test_a_live_server_is_written_to_only_if_it_is_named(
     kvtiers: Callable[..., Ran], tmp_path: Path, server: RedisServer
 ) -> None:

@@ -42,11 +42,7 @@ def fuzz(tmp_path: Path, rounds: int) -> None:
     run_code(FUZZ, *where, 17, rounds, timeout=500)
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="flipped bits in a closed index",
-    outcome="the tier starts empty; no crash",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
 def test_bits_flipped_in_a_closed_index(tmp_path: Path) -> None:
     fuzz(tmp_path, 15)
@@ -54,19 +50,13 @@ def test_bits_flipped_in_a_closed_index(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-@pytest.mark.fault(
-    tier="disk",
-    fault="flipped bits in a closed index, a thousand times",
-    outcome="the tier starts empty; no crash",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
 def test_bits_flipped_in_a_closed_index_a_thousand_times(tmp_path: Path) -> None:
     fuzz(tmp_path, 1000)
 
 
-@pytest.mark.fault(
-    tier="disk", fault="a damaged or missing seal", outcome="the tier starts empty; or goes on"
-)
+@pytest.mark.fault
 def test_a_damaged_seal_counts_and_a_missing_one_does_not(tmp_path: Path) -> None:
     seal = tmp_path / "index.seal"
     for content, kept in ((None, True), (b"", False), (b"0" * 32, False)):
@@ -81,9 +71,7 @@ def test_a_damaged_seal_counts_and_a_missing_one_does_not(tmp_path: Path) -> Non
             assert get(store, keys(0)) == [kept]
 
 
-@pytest.mark.fault(
-    tier="disk", fault="LMDB's lock file of garbage", outcome="set up anew; nothing is lost"
-)
+@pytest.mark.fault
 def test_a_garbage_lock_file(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0))
@@ -116,11 +104,7 @@ with opened(path) as store:
 """
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="damage in the index that shows while it is open",
-    outcome="the verbs that meet it fail; the tier starts empty at the next open",
-)
+@pytest.mark.fault
 def test_damage_found_while_open_is_not_kept(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0, 1, 2))

@@ -44,11 +44,7 @@ def kill(child: subprocess.Popen[str]) -> None:
     child.communicate()
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="kill -9 at random moments of stores, loads, evictions and commits",
-    outcome="reopens clean; books exact; every block served is right",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("mode", ["buffered none", "direct batch", "direct sync"], indirect=True)
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     chance = random.Random(11)
@@ -65,11 +61,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-@pytest.mark.fault(
-    tier="disk",
-    fault="kill -9 a hundred times, at random moments of stores, loads, evictions and commits",
-    outcome="reopens clean; books exact; every block served is right",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("mode", ["all of them in turn"], indirect=True)
 def test_killed_a_hundred_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(5)
@@ -86,11 +78,7 @@ def test_killed_a_hundred_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-@pytest.mark.fault(
-    tier="disk",
-    fault="kill -9 a hundred times, while other processes use the same path",
-    outcome="the others go on; the killed one's slots are freed by the next to open",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
 def test_killed_a_hundred_times_beside_others(tmp_path: Path) -> None:
     chance = random.Random(6)
@@ -112,11 +100,7 @@ def test_killed_a_hundred_times_beside_others(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-@pytest.mark.fault(
-    tier="disk",
-    fault="kill -9 two dozen times, while blocks are dropped and the tier shrinks",
-    outcome="reopens clean; every block that is left is there",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
 def test_killed_while_the_tier_gives_space_back(tmp_path: Path) -> None:
     chance = random.Random(7)
@@ -131,11 +115,7 @@ def test_killed_while_the_tier_gives_space_back(tmp_path: Path) -> None:
             audit(store, lists=1 << 16)
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="kill -9 inside a slab write, a hole punch, an allocation, a commit, a close",
-    outcome="reopens clean; books exact; every block served is right",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("mode", ["buffered none"], indirect=True)
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_inside(tmp_path: Path, point: str) -> None:
@@ -149,11 +129,7 @@ def test_killed_inside(tmp_path: Path, point: str) -> None:
         assert list((tmp_path / "owners").iterdir()) == []
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="one of several processes on a path is killed",
-    outcome="the others go on; nothing leaks",
-)
+@pytest.mark.fault
 def test_processes_share_a_folder_and_one_is_killed(tmp_path: Path) -> None:
     children = [run_child("churn", tmp_path, seed, 60) for seed in range(2)]
     victim = run_child("churn", tmp_path, 9, 10**9)
@@ -173,11 +149,7 @@ def test_processes_share_a_folder_and_one_is_killed(tmp_path: Path) -> None:
     assert list((tmp_path / "owners").iterdir()) == []
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="kill -9 while slots are reserved",
-    outcome="the next to open frees them",
-)
+@pytest.mark.fault
 def test_reservations_of_the_living_stay_and_of_the_dead_go(tmp_path: Path) -> None:
     child = started("reserve", tmp_path)
     with opened(tmp_path) as store:
@@ -192,11 +164,7 @@ def test_reservations_of_the_living_stay_and_of_the_dead_go(tmp_path: Path) -> N
         audit(store)
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="the machine goes down, `durability: none`",
-    outcome="the tier starts empty",
-)
+@pytest.mark.fault
 def test_a_reboot_without_a_close_empties_the_tier(tmp_path: Path) -> None:
     child = started("churn", tmp_path, 1, 10**9)
     time.sleep(0.1)

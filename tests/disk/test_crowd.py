@@ -42,11 +42,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clean_close, "CHECK_WAIT_S", 0.5)
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a process that is stopped, or hangs, while it opens the tier",
-    outcome="not opened for now; joins when the lock is free",
-)
+@pytest.mark.fault
 def test_a_lock_that_is_held_is_not_the_end(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0))
@@ -101,11 +97,7 @@ def stopped(tmp_path: Path) -> Iterator[tuple[Other, Other]]:
             other.kill()
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a process is stopped inside an edit of the index (docker pause, a freezer)",
-    outcome="the others load, store nothing, and end; one that starts joins when it goes on",
-)
+@pytest.mark.fault
 def test_a_process_that_is_stopped_in_an_edit(tmp_path: Path, stopped: tuple[Other, Other]) -> None:
     """Each step hung for as long as the process was stopped."""
     peer, serving = stopped
@@ -146,11 +138,7 @@ clean_close.compute = slow
 """
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a large index: checking it takes longer than others wait to open the tier",
-    outcome="not opened for now by the others; they join when it is checked",
-)
+@pytest.mark.fault
 def test_the_folder_is_not_locked_while_its_index_is_checked(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0))
@@ -279,11 +267,7 @@ store.close()
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-@pytest.mark.fault(
-    tier="disk",
-    fault="nine processes open a large tier at once, with half of its capacity",
-    outcome="all open; it shrinks in steps beside them, and loses the oldest blocks only",
-)
+@pytest.mark.fault
 def test_nine_processes_open_at_once(tmp_path: Path) -> None:
     count = 100_000
     fill_index(tmp_path, count)
@@ -325,11 +309,7 @@ wait()
 """
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="kill -9 while a wiped tier's files are removed",
-    outcome="the next to open removes them",
-)
+@pytest.mark.fault
 def test_files_of_a_wiped_tier_go_without_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

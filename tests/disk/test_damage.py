@@ -35,11 +35,7 @@ from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
 pytestmark = pytest.mark.usefixtures("mode")
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a flipped bit in a slab record",
-    outcome="a miss; the block is dropped and can be stored again",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("piece", [8 << 20, 2 * PAGE], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("offset", [20, 500, PAGE, 3 * PAGE - 1, SLOT // 2, PAGE + PAYLOAD - 1])
 def test_a_flipped_bit_is_a_miss_and_the_block_goes(
@@ -80,11 +76,7 @@ def test_a_block_that_is_stored_anew_while_it_is_read_is_not_damaged(tmp_path: P
         assert get(store, keys(0)) == [True]
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a record in another block's slot",
-    outcome="a miss; the block is dropped",
-)
+@pytest.mark.fault
 def test_a_record_in_anothers_slot_is_a_miss(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0, 1))
@@ -94,11 +86,7 @@ def test_a_record_in_anothers_slot_is_a_miss(tmp_path: Path) -> None:
         audit(store)
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="an older record of the same key comes back",
-    outcome="a miss",
-)
+@pytest.mark.fault
 def test_an_older_record_of_the_same_key_is_a_miss(tmp_path: Path) -> None:
     from tiers.testing import Memory
 
@@ -111,11 +99,7 @@ def test_an_older_record_of_the_same_key_is_a_miss(tmp_path: Path) -> None:
         assert get(store, keys(0)) == [False]
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="slab file truncated while open",
-    outcome="misses for what is gone; stores go on",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("piece", [8 << 20, 2 * PAGE], ids=["whole", "in pieces"])
 def test_a_slab_cut_while_open_is_a_miss(
     tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
@@ -132,11 +116,7 @@ def test_a_slab_cut_while_open_is_a_miss(
         audit(store)
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="slab file truncated or missing at open",
-    outcome="the tier starts empty",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_slab_cut_while_closed_empties_the_tier(tmp_path: Path, damage: str) -> None:
     with opened(tmp_path) as store:
@@ -154,11 +134,7 @@ def test_a_slab_cut_while_closed_empties_the_tier(tmp_path: Path, damage: str) -
         audit(store)
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="index file of garbage, or truncated",
-    outcome="the tier starts empty",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("sealed", [True, False])
 @pytest.mark.parametrize("damage", ["garbage", "cut", "short"])
 def test_a_damaged_index_empties_the_tier(tmp_path: Path, damage: str, sealed: bool) -> None:
@@ -177,11 +153,7 @@ def test_a_damaged_index_empties_the_tier(tmp_path: Path, damage: str, sealed: b
         audit(store)
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="index of another kvtiers version",
-    outcome="refused at open, by name; the files stay",
-)
+@pytest.mark.fault
 def test_an_index_of_another_format_is_left_alone(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0))
@@ -195,11 +167,7 @@ def test_an_index_of_another_format_is_left_alone(tmp_path: Path) -> None:
     assert slab_path(tmp_path).stat().st_size > 0
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="index file of another LMDB version",
-    outcome="refused at open, by name; the files stay",
-)
+@pytest.mark.fault
 def test_an_index_of_another_lmdb_is_left_alone(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0))
@@ -214,11 +182,7 @@ def test_an_index_of_another_lmdb_is_left_alone(tmp_path: Path) -> None:
     assert index.read_bytes() == content
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="another program's LMDB file",
-    outcome="refused at open, by name; the file stays",
-)
+@pytest.mark.fault
 def test_another_programs_index_is_left_alone(tmp_path: Path) -> None:
     index = str(tmp_path / "index.mdb")
     with lmdb.open(index, subdir=False, mode=0o600) as env, env.begin(write=True) as txn:
@@ -240,11 +204,7 @@ def file_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="some writes of a batch fail",
-    outcome="those blocks are not stored; nothing leaks",
-)
+@pytest.mark.fault
 def test_writes_that_fail_cost_their_own_blocks_only(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(*range(8)))
@@ -258,11 +218,7 @@ def test_writes_that_fail_cost_their_own_blocks_only(tmp_path: Path) -> None:
         audit(store)
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="the slab file can not grow",
-    outcome="stores evict; growth resumes when it can",
-)
+@pytest.mark.fault
 def test_a_tier_that_can_not_grow_evicts(tmp_path: Path) -> None:
     with opened(tmp_path, slots=100) as store:
         with file_limit(6 * SLOT):
@@ -274,11 +230,7 @@ def test_a_tier_that_can_not_grow_evicts(tmp_path: Path) -> None:
         assert store.usage().blocks == 16
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="every slab read and write fails",
-    outcome="misses; works again when the device does; nothing leaks",
-)
+@pytest.mark.fault
 def test_a_broken_slab_leaks_no_slot(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(*range(8)))
@@ -299,11 +251,7 @@ def test_a_broken_slab_leaks_no_slot(tmp_path: Path) -> None:
         audit(store)
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="no room in the index",
-    outcome="blocks are declined until some are dropped",
-)
+@pytest.mark.fault
 def test_a_full_index_declines_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiers.disk.folder import opening
     from tiers.disk.index.index import Index
@@ -316,11 +264,7 @@ def test_a_full_index_declines_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
         assert put(store, [key(0) + bytes(80)], 1000) == [True]
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="the folder is removed while open",
-    outcome="loads go on from the open files; a restart begins empty",
-)
+@pytest.mark.fault
 def test_a_folder_removed_under_the_store_kills_nothing(tmp_path: Path) -> None:
     store = open_disk(tmp_path / "t")
     put(store, keys(0, 1))

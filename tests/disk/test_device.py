@@ -71,11 +71,7 @@ store.close()
 """
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="the file system has no byte left, and later has",
-    outcome="loads go on; blocks are not stored, or replace older ones; stores resume",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("mode", ["buffered none", "buffered sync"])
 def test_a_disk_that_fills_and_empties(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -128,11 +124,7 @@ subprocess.run(["umount", mount], check=True)
 """
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="the path turns read-only while it is open",
-    outcome="loads go on, stores fail; stores resume when it can be written again",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("mode", ["buffered none", "direct sync"])
 def test_a_path_that_turns_read_only(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -151,11 +143,7 @@ def commits_end_at(store: DiskStore) -> int:
     return found
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="an error of the device in the write that ends a commit, `durability: sync`",
-    outcome="misses for a second or two; then the index is opened anew, with all that was stored",
-)
+@pytest.mark.fault
 def test_an_index_that_lmdb_gave_up_is_opened_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,11 +191,7 @@ class Stall:
         self._patch.undo()
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a slow disk: loads and stores take long",
-    outcome="lookups answer from the index meanwhile; other blocks load; nothing is lost",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_a_slow_disk_holds_up_no_lookup(
     tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
@@ -241,11 +225,7 @@ def reads_fail(monkeypatch: pytest.MonkeyPatch, slots: set[int], error: int) -> 
     monkeypatch.setattr(Slab, "read", read)
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a bad sector: the device can't read a block any more",
-    outcome="a miss; the block is dropped and can be stored again",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EUCLEAN])
 def test_a_block_on_a_bad_sector_goes(
     tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
@@ -278,11 +258,7 @@ def test_an_error_that_may_pass_drops_no_block(
         assert store.damaged() == 0
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a block is evicted, and its slot written again, while a slow load is under way",
-    outcome="a miss, never the other block",
-)
+@pytest.mark.fault
 def test_a_load_overtaken_by_an_eviction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path, slots=4) as store, ThreadPoolExecutor(1) as aside:
         put(store, keys(0, 1, 2, 3))
@@ -297,11 +273,7 @@ def test_a_load_overtaken_by_an_eviction(tmp_path: Path, monkeypatch: pytest.Mon
         audit(store)
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="the process is ending, and its threads take no more calls",
-    outcome="no byte is moved after a load or store has failed so",
-)
+@pytest.mark.fault
 def test_a_load_that_was_refused_threads_leaves_none_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,11 +298,7 @@ def test_a_load_that_was_refused_threads_leaves_none_behind(
         assert [bytes(block.payload) for block in memory.blocks] == then
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="the store is closed while a load hangs on the disk",
-    outcome="the close returns; the load ends when the disk does, and then the folder is let go",
-)
+@pytest.mark.fault
 def test_a_close_waits_for_no_hung_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_disk(tmp_path)
     put(store, keys(0))

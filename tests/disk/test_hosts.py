@@ -46,11 +46,7 @@ def left_by(host: Host, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.rename(file.with_name(f"{host.boot}.{one}.{host.machine}.{pid}.{host.name}"))
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a path that another host has open, or may have",
-    outcome="not opened for now, by that host's name; nothing of it is touched",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("alive", [True, False])
 def test_another_hosts_folder_is_left_alone(
     tmp_path: Path, alive: bool, here: Host, monkeypatch: pytest.MonkeyPatch
@@ -85,11 +81,7 @@ def test_a_host_of_a_live_owner_is_refused_on_any_file_system(
         assert get(store, keys(0)) == [True]
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a disk that was moved here from a host that went down, `durability: none`",
-    outcome="the tier starts empty",
-)
+@pytest.mark.fault
 def test_a_disk_that_moved_from_another_host(
     tmp_path: Path, here: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,11 +126,7 @@ def test_the_machines_name(
 SHARED = ["nfs", "nfs4", "cifs", "ceph", "lustre", "9p", "virtiofs", "fuse", "fuse.s3fs"]
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a path on a network file system, or another that hosts share",
-    outcome="refused at open, by the file system's type; nothing is made there",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("kind", SHARED)
 def test_a_network_file_system(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on(kind, monkeypatch, tmp_path)
@@ -216,11 +204,7 @@ store.close()
 """
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="two containers on one path, whose processes have equal numbers",
-    outcome="the second is not opened while the first is there, by cause and remedy; then it joins",
-)
+@pytest.mark.fault
 def test_containers_with_equal_process_numbers(tmp_path: Path) -> None:
     if subprocess.run([*CONTAINER, "true"], capture_output=True).returncode != 0:
         pytest.skip("this user can't make a namespace of process numbers")

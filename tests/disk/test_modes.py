@@ -185,11 +185,7 @@ store.close()
 """
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="ext2 or ext3, which allocate no space, and little memory to spare",
-    outcome="`io: auto` is buffered; `direct` is refused at open",
-)
+@pytest.mark.fault
 def test_a_file_system_that_allocates_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,11 +211,7 @@ def test_one_process_opens_a_folder_in_one_mode(
     store.close()
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a sync that fails, `durability: sync`",
-    outcome="the batch is not stored",
-)
+@pytest.mark.fault
 def test_a_sync_that_fails_promises_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,11 +270,7 @@ subprocess.run(["umount", str(mount)], check=True)
 """
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a power cut",
-    outcome="as `durability` says: nothing, what the device had, or all; never a wrong block",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("io", ["buffered", "direct"])
 @pytest.mark.parametrize("durability", ["none", "batch", "sync"])
 def test_a_power_cut(

@@ -25,11 +25,7 @@ from tiers.disk.spec import DiskSpec
 from tiers.errors import TierUnusable
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a file where the folder should be",
-    outcome="refused at open; the file stays",
-)
+@pytest.mark.fault
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "tier").write_text("mine")
     refused(tmp_path / "tier", "is a file; name a folder")
@@ -37,17 +33,13 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
     assert (tmp_path / "tier").read_text() == "mine"
 
 
-@pytest.mark.fault(tier="disk", fault="a folder that can not be made", outcome="refused at open")
+@pytest.mark.fault
 def test_a_place_where_nothing_can_be_made() -> None:
     refused(Path("/proc/kvtiers"), "can't be made")
     refused(Path("/sys"), "others|belongs|written")
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a symbolic link as the folder, or in it",
-    outcome="refused at open; nothing is written through it",
-)
+@pytest.mark.fault
 def test_links_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -59,11 +51,7 @@ def test_links_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "victim").exists()
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a link in place of any of the tier's files",
-    outcome="refused at open; nothing is written through it",
-)
+@pytest.mark.fault
 def test_links_in_place_of_files(tmp_path: Path) -> None:
     with opened(tmp_path / "tier") as store:
         put(store, keys(0))
@@ -86,11 +74,7 @@ def test_links_in_place_of_files(tmp_path: Path) -> None:
         assert get(store, keys(0)) == [True]
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a file of the tier that others may read, or that belongs to another user",
-    outcome="refused at open",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("name", ["index.mdb", "index.seal", "slab-65536.dat", "lock"])
 def test_files_that_are_not_the_tiers_alone(tmp_path: Path, name: str) -> None:
     with opened(tmp_path) as store:
@@ -106,18 +90,14 @@ def test_files_that_are_not_the_tiers_alone(tmp_path: Path, name: str) -> None:
         assert get(store, keys(0)) == [True]
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a folder that other users can write to",
-    outcome="refused at open",
-)
+@pytest.mark.fault
 def test_a_folder_that_others_can_write_to(tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir()
     (tmp_path / "tier").chmod(0o777)
     refused(tmp_path / "tier", "mode 0777")
 
 
-@pytest.mark.fault(tier="disk", fault="another user's folder", outcome="refused at open")
+@pytest.mark.fault
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_another_users_folder(tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir()
@@ -131,11 +111,7 @@ def test_a_capacity_below_one_block(tmp_path: Path) -> None:
     assert not (tmp_path / "tier").exists()
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a read-only file system at open",
-    outcome="refused at open; nothing is lost",
-)
+@pytest.mark.fault
 def test_a_read_only_mount(tmp_path: Path) -> None:
     store = open_disk(tmp_path)
     put(store, keys(0))
@@ -155,11 +131,7 @@ for where in (path, path / "below"):
     store.close()
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="an error of the device while the tier is opened",
-    outcome="not opened for now; it joins when the device works",
-)
+@pytest.mark.fault
 def test_an_error_while_coming_in_is_no_owner_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,11 +147,7 @@ def test_an_error_while_coming_in_is_no_owner_for_ever(
         assert put(store, keys(0)) == [True]
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a full file system",
-    outcome="stores evict their own; nothing leaks",
-)
+@pytest.mark.fault
 def test_a_full_file_system(tmp_path: Path) -> None:
     body = """
 store = open_disk(path / "tier", slots=1000)
@@ -205,11 +173,7 @@ store.close()
     run_mounted(f'mount -t tmpfs -o size=20m,mode=700 none "{tmp_path}"', body, tmp_path)
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="the process forks with the tier open",
-    outcome="the child is refused; the parent goes on",
-)
+@pytest.mark.fault
 def test_a_forked_child_is_refused(tmp_path: Path) -> None:
     store = open_disk(tmp_path)
     put(store, keys(0))

@@ -34,11 +34,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "EVERY_S", SHORT_S)
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="the index or its lock is removed while a process has it open",
-    outcome="no other process joins, by name and remedy; that one goes on",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("name", ["index.mdb", "index.mdb-lock"])
 def test_no_process_joins_where_a_file_was_removed(tmp_path: Path, name: str) -> None:
     other = Other(OPEN, tmp_path)

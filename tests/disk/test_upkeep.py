@@ -182,11 +182,7 @@ with store._folder.index._env.begin() as txn:
 """
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="kill -9 while a process reads the index",
-    outcome="the others clear its reader; the index does not grow",
-)
+@pytest.mark.fault
 def test_a_reader_that_died_holds_no_page_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,11 +278,7 @@ def test_a_close_finds_no_step_under_way(tmp_path: Path, monkeypatch: pytest.Mon
         time.sleep(0.005)  # each ends by itself
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="the disk hangs in what is done in the background, while the store is closed",
-    outcome="the close returns; the folder is let go when the disk answers",
-)
+@pytest.mark.fault
 def test_a_close_does_not_wait_for_a_step_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,11 +18,7 @@ LOADED, STORED = 10, 11
 """Blocks of the prompt, and with the answer."""
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a bit flips in host memory between the gather and the write",
-    outcome="a miss; the block is computed anew",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_bit_that_flips_before_the_write_is_a_miss(
     engine: Callable[..., ReplayEngine],

@@ -46,11 +46,7 @@ def unusable(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "unusable" in r.getMessage()]
 
 
-@pytest.mark.fault(
-    tier="cpu",
-    fault="its capacity is more than the machine, or the control group, has left",
-    outcome="unusable before any memory is taken, with the numbers; the other tiers serve",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_capacity_beyond_the_limit_is_refused_and_the_others_serve(
     engine: MakeEngine,
@@ -209,11 +205,7 @@ def test_pinning_stops_when_the_memory_is_used_up_by_others(
     assert not pinned
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="there is no memory left to load its blocks through, or it can't be pinned",
-    outcome="unusable, said once by its name; the engine starts, the other tiers serve",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("error", [TierUnusable("CUDA error 2"), OSError(12, "no memory")])
 def test_a_tier_that_gets_no_memory_to_load_through_is_unusable_by_name(
     engine: MakeEngine,

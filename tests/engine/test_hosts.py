@@ -35,11 +35,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "unusable" in r.getMessage()]
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="ranks, or the scheduler, are on other hosts or in other containers",
-    outcome="unusable, saying who is where and what to use instead; cpu and redis serve",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("hosts", "who"),
     [

@@ -71,11 +71,7 @@ def until(engine: ReplayEngine, tier: str) -> None:
         assert time.monotonic() < limit, f"{tier} never joined"
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="identifying the weights takes longer than starting",
-    outcome="the engine serves, with its cpu tier; other tiers join when it is done",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_tier_that_others_share_joins_when_the_facts_are_known(
     make: Callable[..., ReplayEngine],
@@ -130,11 +126,7 @@ def test_a_load_of_requests_is_right_before_and_after(
     until(make(chain_of(disk(tmp_path)), _known()), "disk")
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="opening it, once the weights are identified, fails on a rank in whatever way",
-    outcome="unusable, said once by its name; the engine serves on",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), TierUnusable("no disk")])
 def test_a_tier_that_one_rank_can_not_open_late_is_said_once(

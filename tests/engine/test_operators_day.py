@@ -109,11 +109,7 @@ def test_a_folder_that_others_may_write_to(
     assert "tier 'disk' is unusable" in line and "chmod it to 0700" in line
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="not there when the engine starts",
-    outcome="the start does not wait; one line, configured and not reached yet; joins by itself",
-)
+@pytest.mark.fault
 def test_a_server_that_is_not_there_and_comes(
     engine: MakeEngine,
     tmp_path: Path,
@@ -142,11 +138,7 @@ def test_a_server_that_is_not_there_and_comes(
     assert trouble(caplog) == [line], "recovery is no trouble"
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a file system with less room than the capacity",
-    outcome="one line and the state degraded; what fits is kept",
-)
+@pytest.mark.fault
 def test_a_file_system_smaller_than_the_capacity(
     engine: MakeEngine, small_mount: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,11 +155,7 @@ def test_a_file_system_smaller_than_the_capacity(
     assert stored > evicted and measured(made, "store_failures", "disk") == 0
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="the folder is removed, replaced or emptied while it is open",
-    outcome="one line within seconds; the files are closed, and the tier joins in the new folder",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("how", ["removed", "replaced", "emptied"])
 def test_a_folder_that_goes_while_it_is_open(
     engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
@@ -198,11 +186,7 @@ def test_a_folder_that_goes_while_it_is_open(
     assert measured(again, "loaded_blocks", "disk") > 0, "the folder is a tier again"
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="another engine on the folder says a smaller capacity",
-    outcome="one line in both logs and the state degraded in the first; blocks are evicted",
-)
+@pytest.mark.fault
 def test_a_smaller_capacity_that_another_engine_says(
     engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,11 +209,7 @@ def test_a_smaller_capacity_that_another_engine_says(
     assert measured(made, "capacity_bytes", "disk") == 160 << 10
 
 
-@pytest.mark.fault(
-    tier="cpu",
-    fault="one of several is larger than what memory is left",
-    outcome="that one is refused, by its own size; the others serve",
-)
+@pytest.mark.fault
 def test_a_cpu_tier_that_is_too_large_costs_the_others_nothing(
     engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -83,11 +83,7 @@ def shared() -> None:
     MAKE[:] = [lambda: made]
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin's store lives in the process that opened it",
-    outcome="nothing is found, and one line says why",
-)
+@pytest.mark.fault
 def test_a_store_of_which_nothing_is_ever_found_says_so_once(
     engine: Callable[..., ReplayEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,11 +111,7 @@ def test_a_store_of_which_something_is_found_says_nothing(
     assert not [line for line in caplog.messages if "open the store separately" in line]
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="one rank can't open its store for now",
-    outcome="the tier is not ended for the engine; it serves when that rank has joined",
-)
+@pytest.mark.fault
 def test_a_rank_that_is_late_does_not_end_the_tier(engine: Callable[..., ReplayEngine]) -> None:
     made_one, tries = Store(), iter(range(1000))
 
@@ -142,11 +134,7 @@ class SaysSpec(PluginSpec):
     verifies = True
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin says that it verifies and does not; a bit is flipped in each stored block",
-    outcome="no wrong answer; one line says that it is not believed, one that blocks are damaged",
-)
+@pytest.mark.fault
 def test_flipped_bits_of_a_store_that_says_it_verifies_are_misses(
     engine: Callable[..., ReplayEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,11 +163,7 @@ def exits(*args: object) -> Any:
     raise SystemExit("a plugin exits")
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin's peek, touch, has or close hangs, or exits the process",
-    outcome="the engine steps on; the tiers below serve",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("wrong", [hangs, exits])
 @pytest.mark.parametrize("verbs", [("peek",), ("touch",), ("has",), ("peek", "close")])
 def test_a_verb_that_hangs_or_exits_stops_nobody(
@@ -221,11 +205,7 @@ def hang_in_each_verb() -> None:
         print(verb, flush=True)
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin's has, get, put or touch hangs when the process is to end",
-    outcome="it ends a second later",
-)
+@pytest.mark.fault
 def test_a_process_ends_though_verbs_hang() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HUNG], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -139,11 +139,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "took" in record.getMessage()]
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="it takes less than half of what it is offered",
-    outcome="one line says so, with the setting to change; again after an hour at most",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [

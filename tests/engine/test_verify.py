@@ -22,11 +22,7 @@ from tiers.engine.replay import ReplayEngine, answer
 PROMPT = list(range(100, 141))
 
 
-@pytest.mark.fault(
-    tier="cpu",
-    fault="a bit flips in host memory (verify: always)",
-    outcome="a miss; the block is computed anew and the tier forgets it",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_flipped_bit_in_host_memory_is_a_miss(
     engine: Callable[..., ReplayEngine], tmp_path: Path, world_size: int

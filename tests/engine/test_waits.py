@@ -24,11 +24,7 @@ def chain(*above: OffloadingSpec, max_wait: Any = "300ms", **settings: Any) -> C
     )
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a load hangs",
-    outcome="the request waits max_wait at most; what arrives later touches nothing",
-)
+@pytest.mark.fault
 def test_a_load_that_hangs_is_given_up_and_never_arrives_later(
     engine: Callable[..., ReplayEngine], store: TroubledStore
 ) -> None:
@@ -47,11 +43,7 @@ def test_a_load_that_hangs_is_given_up_and_never_arrives_later(
         assert other.output == answer(MODEL, other.prompt, 40, 1)
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a load hangs half way",
-    outcome="blocks that have arrived by max_wait are used, the rest computed",
-)
+@pytest.mark.fault
 def test_what_has_arrived_is_used(
     engine: Callable[..., ReplayEngine], store: TroubledStore
 ) -> None:
@@ -64,11 +56,7 @@ def test_what_has_arrived_is_used(
     assert measured(made, "load_failures") == 36
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="reads hang",
-    outcome="after the deadline nobody asks or waits; it joins again by itself",
-)
+@pytest.mark.fault
 def test_nobody_is_asked_of_a_tier_whose_reads_hang_until_they_work_again(
     engine: Callable[..., ReplayEngine], store: TroubledStore
 ) -> None:
@@ -91,12 +79,7 @@ def test_nobody_is_asked_of_a_tier_whose_reads_hang_until_they_work_again(
     assert measured(made, "loaded_tokens") >= 100 * MODEL.block_tokens
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="writes hang",
-    outcome="its `max_inflight` fills, further blocks are dropped and counted; reads and other "
-    "tiers go on",
-)
+@pytest.mark.fault
 def test_writes_that_hang_hold_back_neither_answers_nor_reads_nor_other_tiers(
     engine: Callable[..., ReplayEngine], store: TroubledStore
 ) -> None:
@@ -131,11 +114,7 @@ def test_a_tier_is_given_what_two_requests_had(
     assert len(store.blocks) == 101
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="what the folder is to lie on is not there at start",
-    outcome="said once; it joins by itself when it is",
-)
+@pytest.mark.fault
 def test_a_tier_that_could_not_be_opened_joins_later(
     engine: Callable[..., ReplayEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -65,11 +65,7 @@ def tiers(request: Any, tmp_path: Path, shared_server: RedisServer) -> list[dict
     return list(each.values()) if request.param == "all" else [each[request.param]]
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="the weights change in place, on any rank, and the engine says nothing",
-    outcome="nothing of before is served, others find nothing since, and the log says so",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("on_reset", ["forget", "keep"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_is_served_to_or_by_other_weights(

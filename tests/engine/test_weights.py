@@ -199,11 +199,7 @@ def test_a_name_alone_makes_no_blob(tmp_path: Path, name: str) -> None:
 # -- what changes meanwhile ----------------------------------------------------------------------
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="weights change while the engine loads them",
-    outcome="its KV is shared with nobody, and the log says why",
-)
+@pytest.mark.fault
 def test_weights_that_change_while_the_engine_starts_are_nobody_s(model: Path) -> None:
     config = SimpleNamespace(model=str(model), revision=None)
     files = source(config, SimpleNamespace(load_format="auto"), None, time.time())
@@ -333,11 +329,7 @@ def _other_digest(text: str) -> str:
     ],
     ids=["empty", "zeros", "half", "deep", "null", "short", "no hex", "a number", "another file's"],
 )
-@pytest.mark.fault(
-    tier="any",
-    fault="what is kept of weights' digests is damaged",
-    outcome="the weights are read again",
-)
+@pytest.mark.fault
 def test_damaged_entries_are_read_again(
     settled: Path, tmp_path: Path, reads: list[int], damage: Callable[[str], str]
 ) -> None:

@@ -83,9 +83,7 @@ def is_alone(nodes: list[RedisServer], key: bytes) -> bool:
     return bool(cluster_command(node, "COUNTKEYSINSLOT", slot) == 0)
 
 
-@pytest.mark.fault(
-    tier="redis", fault="a Cluster's slot has moved", outcome="served from its new node"
-)
+@pytest.mark.fault
 def test_a_slot_that_moved_is_found_again(nodes: list[RedisServer]) -> None:
     store = open_store(url_of(*nodes))
     key = next(key for key in iter(make_key, None) if is_alone(nodes, key))
@@ -145,11 +143,7 @@ def test_a_value_that_came_is_not_asked_for_again_where_another_has_moved(
         store.close()
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a Cluster's slot is just moving",
-    outcome="what has moved is a miss, the rest is served",
-)
+@pytest.mark.fault
 def test_what_left_a_moving_slot_is_a_miss_and_the_others_are_served(
     nodes: list[RedisServer],
 ) -> None:
@@ -168,11 +162,7 @@ def test_what_left_a_moving_slot_is_a_miss_and_the_others_are_served(
         store.close()
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a node of a Cluster is down at start",
-    outcome="another is asked for the map",
-)
+@pytest.mark.fault
 def test_a_node_that_is_down_at_first_is_passed_over_for_the_next(
     nodes: list[RedisServer],
 ) -> None:
@@ -182,11 +172,7 @@ def test_a_node_that_is_down_at_first_is_passed_over_for_the_next(
     store.close()
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a Cluster's URL, and no Cluster there",
-    outcome="misses",
-)
+@pytest.mark.fault
 def test_a_server_that_is_no_cluster_is_unavailable(shared_server: RedisServer) -> None:
     store = open_store(f"redis+cluster://127.0.0.1:{shared_server.port}")
     with pytest.raises(TierUnavailable):
@@ -232,11 +218,7 @@ def test_a_lost_masters_blocks_are_misses_and_the_others_are_served(
         guarded.close()
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="one node of a Cluster takes no writes (NOREPLICAS)",
-    outcome="its blocks are not stored, all are loaded; stores again by itself",
-)
+@pytest.mark.fault
 def test_a_node_that_takes_no_writes_still_serves_its_blocks(nodes: list[RedisServer]) -> None:
     guarded = Guarded(open_store(url_of(*nodes)), "remote")
     keys, more = ([make_key() for _ in range(30)] for _ in range(2))
@@ -256,11 +238,7 @@ def test_a_node_that_takes_no_writes_still_serves_its_blocks(nodes: list[RedisSe
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="redis",
-    fault="every node of a Cluster is lost",
-    outcome="misses; joins again by itself",
-)
+@pytest.mark.fault
 def test_a_cluster_without_a_node_is_down_and_back_when_they_are() -> None:
     keys = [make_key() for _ in range(12)]
     with cluster() as nodes:
@@ -282,11 +260,7 @@ def test_a_cluster_without_a_node_is_down_and_back_when_they_are() -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="redis",
-    fault="a Cluster that needs every slot covered loses a master",
-    outcome="misses as soon as the others refuse to serve; joins again by itself",
-)
+@pytest.mark.fault
 def test_a_cluster_that_refuses_to_serve_is_down_and_back_after_a_restart() -> None:
     keys = [make_key() for _ in range(12)]
     with cluster() as nodes:
@@ -302,11 +276,7 @@ def test_a_cluster_that_refuses_to_serve_is_down_and_back_after_a_restart() -> N
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="redis",
-    fault="a Cluster's replica takes over from its master",
-    outcome="the master's blocks are misses until it has; then they are served",
-)
+@pytest.mark.fault
 def test_a_replica_that_took_over_serves_its_masters_blocks() -> None:
     keys = [make_key() for _ in range(30)]
     with cluster() as nodes, ExitStack() as stack:
@@ -320,11 +290,7 @@ def test_a_replica_that_took_over_serves_its_masters_blocks() -> None:
         assert is_up(guarded)
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a Cluster's slots move to another node during loads and stores",
-    outcome="what is just moving is a miss; everything is served afterwards",
-)
+@pytest.mark.fault
 def test_slots_that_move_under_load_cost_misses_and_never_a_wrong_block(
     nodes: list[RedisServer],
 ) -> None:
@@ -366,11 +332,7 @@ def _has(store: TierStore, keys: list[bytes]) -> bool:
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="redis",
-    fault="the master is killed, Sentinel appoints another",
-    outcome="misses until it has; then the replica's blocks are served",
-)
+@pytest.mark.fault
 def test_sentinels_next_master_serves_when_the_first_is_killed() -> None:
     valkey = binaries()["valkey"]
     keys = [make_key() for _ in range(8)]
@@ -394,11 +356,7 @@ def test_sentinels_next_master_serves_when_the_first_is_killed() -> None:
         assert put(store, fresh) == [True]
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a service that no sentinel knows",
-    outcome="misses, and the log says so",
-)
+@pytest.mark.fault
 def test_a_service_no_sentinel_knows_is_unavailable() -> None:
     with ExitStack() as stack:
         master = stack.enter_context(RedisServer(binaries()["valkey"]))
@@ -409,11 +367,7 @@ def test_a_service_no_sentinel_knows_is_unavailable() -> None:
             store.has([make_key()])
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a sentinel, or a node of a Cluster, that accepts and never answers",
-    outcome="the next is asked; where none answers, misses after the timeout",
-)
+@pytest.mark.fault
 def test_one_that_never_answers_leaves_time_for_the_next(nodes: list[RedisServer]) -> None:
     with ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

@@ -52,11 +52,7 @@ def every_verb(store: RedisStore) -> list[Callable[[], object]]:
     ]
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="killed server, over TCP and a unix socket",
-    outcome="misses; joins again by itself",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("over", ["url", "unix_url"])
 def test_a_killed_server_is_unavailable_and_back_after_a_restart(
     server: RedisServer, over: str
@@ -73,11 +69,7 @@ def test_a_killed_server_is_unavailable_and_back_after_a_restart(
         assert get(store, key) == [True]
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="restarted server, between two calls",
-    outcome="nothing but misses of what it lost",
-)
+@pytest.mark.fault
 def test_a_restart_between_two_calls_goes_unnoticed(server: RedisServer) -> None:
     key = make_key()
     with opened(server.url) as store:
@@ -87,11 +79,7 @@ def test_a_restart_between_two_calls_goes_unnoticed(server: RedisServer) -> None
         assert put(store, key) == [True]
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="server that hangs before or after we connect (SIGSTOP)",
-    outcome="misses after the timeout; joins again by itself",
-)
+@pytest.mark.fault
 def test_a_hung_server_is_unavailable_and_back_when_it_goes_on(server: RedisServer) -> None:
     key = make_key()
     with opened(server.url, timeout="500ms") as store:
@@ -105,11 +93,7 @@ def test_a_hung_server_is_unavailable_and_back_when_it_goes_on(server: RedisServ
         assert get(store, key) == [True]
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="server down at start",
-    outcome="joins when it is up",
-)
+@pytest.mark.fault
 def test_a_server_that_was_down_at_open_is_used_once_it_is_up() -> None:
     server = RedisServer(binaries()["valkey"])
     try:
@@ -121,11 +105,7 @@ def test_a_server_that_was_down_at_open_is_used_once_it_is_up() -> None:
         server.close()
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a bit flipped in a value",
-    outcome="a miss; the value is dropped",
-)
+@pytest.mark.fault
 def test_a_flipped_bit_anywhere_is_a_miss_and_dropped(shared_server: RedisServer) -> None:
     client = shared_server.client()
     for codec in ("none", "zstd"):
@@ -144,11 +124,7 @@ def test_a_flipped_bit_anywhere_is_a_miss_and_dropped(shared_server: RedisServer
             assert get(store, bad) == [True]
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a bit flipped anywhere in a large value",
-    outcome="a miss; the value is dropped",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_a_flipped_bit_in_any_piece_of_a_large_block_is_a_miss(
     shared_server: RedisServer, codec: str
@@ -173,11 +149,7 @@ def test_a_flipped_bit_in_any_piece_of_a_large_block_is_a_miss(
         store.drop(keys)
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a value cut short",
-    outcome="a miss; the value is dropped",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 100])
 def test_a_cut_value_is_a_miss_and_dropped(shared_server: RedisServer, length: int) -> None:
     key = make_key()
@@ -191,11 +163,7 @@ def test_a_cut_value_is_a_miss_and_dropped(shared_server: RedisServer, length: i
         assert store.has([key]) == [False]
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="another key's value in its place",
-    outcome="a miss; the value is dropped",
-)
+@pytest.mark.fault
 def test_another_keys_value_is_a_miss(shared_server: RedisServer) -> None:
     key, other = make_key(), make_key()
     client = shared_server.client()
@@ -208,11 +176,7 @@ def test_another_keys_value_is_a_miss(shared_server: RedisServer) -> None:
         assert store.has([key, other]) == [False, True]
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a stranger's list under our name",
-    outcome="a miss; dropped, and stored anew",
-)
+@pytest.mark.fault
 def test_a_key_of_another_type_is_a_miss_and_heals(shared_server: RedisServer) -> None:
     key, good = make_key(), make_key()
     client = shared_server.client()
@@ -282,11 +246,7 @@ def test_a_batch_of_many_windows(shared_server: RedisServer) -> None:
         store.drop(keys)
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="full server (maxmemory, noeviction)",
-    outcome="what does not fit is not stored; loads go on",
-)
+@pytest.mark.fault
 def test_a_full_server_stores_what_fits_and_serves_on() -> None:
     full = RedisServer(binaries()["valkey"], maxmemory="8mb", maxmemory_policy="noeviction")
     keys = [make_key() for _ in range(200)]
@@ -300,11 +260,7 @@ def test_a_full_server_stores_what_fits_and_serves_on() -> None:
         assert put(store, keys[-1]) == [True]
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="evicting server (maxmemory, allkeys-lru)",
-    outcome="misses",
-)
+@pytest.mark.fault
 def test_an_evicting_server_only_misses() -> None:
     small = RedisServer(binaries()["valkey"], maxmemory="8mb", maxmemory_policy="allkeys-lru")
     keys = [make_key() for _ in range(200)]
@@ -353,11 +309,7 @@ def test_a_server_that_wants_a_password_and_gets_none_is_unavailable(
             assert put(store, make_key()) == [True]
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="unknown host, unknown database",
-    outcome="misses",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("url", ["redis://no-such-host.invalid", "redis://127.0.0.1/900"])
 def test_a_place_that_is_not_there_is_unavailable(url: str, shared_server: RedisServer) -> None:
     url = url.replace("127.0.0.1", f"127.0.0.1:{shared_server.port}")

@@ -44,11 +44,7 @@ def unavailable_within_limit(store: RedisStore, verb: str, key: bytes) -> None:
     assert ended.wait(HANG_LIMIT), "held for as long as the server drips, or not unavailable"
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="replies that drip, for each verb",
-    outcome="misses after the timeout; joins again by itself",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("verb", ["has", "put", "get", "drop"])
 def test_a_server_that_drips_its_replies_holds_no_verb(
     shared_server: RedisServer, verb: str
@@ -62,11 +58,7 @@ def test_a_server_that_drips_its_replies_holds_no_verb(
         assert get(store, key) == [True]
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a greeting that drips",
-    outcome="misses after the timeout",
-)
+@pytest.mark.fault
 def test_a_server_that_drips_its_greeting_holds_no_verb(shared_server: RedisServer) -> None:
     with Link(shared_server) as link:
         # What it says to a client that greets it: an error of 70 bytes and some +OK.
@@ -75,11 +67,7 @@ def test_a_server_that_drips_its_greeting_holds_no_verb(shared_server: RedisServ
             unavailable_within_limit(store, "has", make_key())
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a reply that breaks off or falls silent in the middle",
-    outcome="misses; the rest of it is never taken for another reply",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("fault", ["cut_after", "stall_after"])
 @pytest.mark.parametrize("passed", [0, 3, 200, HEADER_BYTES + 5000])
 def test_a_reply_that_ends_in_the_middle_spoils_none_after_it(
@@ -99,11 +87,7 @@ def test_a_reply_that_ends_in_the_middle_spoils_none_after_it(
         assert link.accepted == connections + 1
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="replies fall silent after some of a batch's blocks",
-    outcome="the blocks that arrived are served, the others are misses",
-)
+@pytest.mark.fault
 def test_blocks_that_arrived_before_the_server_fell_silent_are_kept(
     shared_server: RedisServer,
 ) -> None:
@@ -119,11 +103,7 @@ def test_blocks_that_arrived_before_the_server_fell_silent_are_kept(
         assert get(store, *keys) == [True] * 20
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="the answer to a store is lost",
-    outcome="whole blocks are stored, or none",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("fault", ["cut_after", "stall_after"])
 def test_a_store_whose_answer_is_lost_leaves_whole_blocks_or_none(
     shared_server: RedisServer, fault: str
@@ -140,11 +120,7 @@ def test_a_store_whose_answer_is_lost_leaves_whole_blocks_or_none(
         assert get(store, *keys) == [True] * 40
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a stranger's value of another length",
-    outcome="a miss; no memory but the block's own is touched",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     "length",
     [0, HEADER_BYTES, HEADER_BYTES + PAYLOAD - 1, HEADER_BYTES + PAYLOAD + 1, 10 << 20],
@@ -170,11 +146,7 @@ def test_a_value_of_another_length_is_a_miss_and_touches_nothing_else(
         assert store.has([before, bad, after]) == [True, False, True]
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="keys deleted between lookup and load",
-    outcome="misses",
-)
+@pytest.mark.fault
 def test_what_is_evicted_between_has_and_get_is_a_miss(shared_server: RedisServer) -> None:
     keys = [make_key() for _ in range(5)]
     with opened(shared_server.url, timeout=TIMEOUT) as store:
@@ -184,11 +156,7 @@ def test_what_is_evicted_between_has_and_get_is_a_miss(shared_server: RedisServe
         assert get(store, *keys) == [True, False, True, True, False]
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="server killed while it answers",
-    outcome="misses; joins again by itself",
-)
+@pytest.mark.fault
 def test_a_server_killed_while_it_answers_is_unavailable(server: RedisServer) -> None:
     keys = [make_key() for _ in range(200)]
     with opened(server.url, timeout="10s") as store:
@@ -205,11 +173,7 @@ def test_a_server_killed_while_it_answers_is_unavailable(server: RedisServer) ->
         assert get(store, *keys) == [False] * 200
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a server that is no Redis",
-    outcome="misses",
-)
+@pytest.mark.fault
 def test_a_server_that_speaks_another_language_is_unavailable() -> None:
     import http.server
 

@@ -73,11 +73,7 @@ def test_the_password_of_a_server_without_users(password: dict[str, str]) -> Non
         exercise(store)
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a user who may not do what is needed",
-    outcome="the tier is down, and the log says which command",
-)
+@pytest.mark.fault
 def test_a_user_who_may_not_store_is_told(
     guarded_server: RedisServer, password: dict[str, str]
 ) -> None:
@@ -90,11 +86,7 @@ def test_a_user_who_may_not_store_is_told(
 
 
 @pytest.mark.parametrize("fault", ["wrong password", "no such user", "dead server", "no redis"])
-@pytest.mark.fault(
-    tier="redis",
-    fault="wrong password, unknown user, dead server",
-    outcome="misses; no log and no error shows the password",
-)
+@pytest.mark.fault
 def test_no_fault_shows_the_password(
     guarded_server: RedisServer,
     password: dict[str, str],

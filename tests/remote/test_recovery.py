@@ -163,11 +163,7 @@ def test_a_fault_costs_misses_shows_and_passes(debuggable: RedisServer, fault: F
         assert is_up(tier)
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a server that takes no writes (a replica)",
-    outcome="no stores; loads go on; stores again by itself",
-)
+@pytest.mark.fault
 def test_a_server_that_takes_no_writes_still_serves_loads(server: RedisServer) -> None:
     keys = [make_key() for _ in range(6)]
     with Link(server) as link, guarded_tier(link.url) as tier:
@@ -182,11 +178,7 @@ def test_a_server_that_takes_no_writes_still_serves_loads(server: RedisServer) -
         assert is_up(tier)
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a server killed and restarted again and again under load",
-    outcome="misses meanwhile, never a wrong block; joins again by itself",
-)
+@pytest.mark.fault
 def test_restarts_under_load_cost_misses_and_never_a_wrong_block(server: RedisServer) -> None:
     keys = [make_key() for _ in range(20)]
     with guarded_tier(server.url) as tier:

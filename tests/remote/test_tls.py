@@ -66,11 +66,7 @@ def test_blocks_travel_over_tls(
         ("plain", "no TLS with this server"),
     ],
 )
-@pytest.mark.fault(
-    tier="redis",
-    fault="another server's certificate, or a server without TLS",
-    outcome="the tier is down, and the log says why",
-)
+@pytest.mark.fault
 def test_a_server_that_can_not_be_made_sure_of_is_unavailable(
     shared_server: RedisServer,
     ours: Authority,
@@ -160,11 +156,7 @@ def test_files_of_tls_that_are_of_no_use_are_named_at_open(ours: Authority, tmp_
         RedisSpec.model_validate({"url": "redis://cache", "tls": {}})
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a server that drips its replies, over TLS",
-    outcome="misses after the timeout; joins again by itself",
-)
+@pytest.mark.fault
 def test_dripped_replies_over_tls_hold_no_verb(shared_server: RedisServer, ours: Authority) -> None:
     key = make_key()
     with (
@@ -186,11 +178,7 @@ def test_dripped_replies_over_tls_hold_no_verb(shared_server: RedisServer, ours:
         assert get(store, key) == [True]
 
 
-@pytest.mark.fault(
-    tier="redis",
-    fault="a server that accepts and never says anything, over TLS",
-    outcome="misses after the timeout",
-)
+@pytest.mark.fault
 def test_a_handshake_that_is_never_answered_is_unavailable() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,

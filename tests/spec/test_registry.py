@@ -98,11 +98,7 @@ def test_a_broken_plugin_troubles_only_those_who_use_it(
     assert says in told and "\n" not in told
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin was made for another version of kvtiers",
-    outcome="one line says what of ours it misses, with both versions",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("source", "needs"),
     [
@@ -126,11 +122,7 @@ HANGS = "import time\nfrom pydantic import field_serializer, field_validator\n" 
 SLEEPS = "        time.sleep(3600)\n"
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin's validator, serializer or host_local hangs",
-    outcome="after ten seconds the chain's error names its package, at an engine's start too",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     "member",
     [
@@ -153,11 +145,7 @@ def test_a_plugin_that_hangs_in_its_settings_is_named(
 PRINTS = "import os\nprint('by print')\nos.write(1, b'by a library\\n')\n" + GOOD
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin prints while it is imported",
-    outcome="it goes to stderr: the output of a command stays what it is",
-)
+@pytest.mark.fault
 def test_what_a_plugin_prints_goes_to_stderr(
     plugin: Install, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,11 +165,7 @@ def test_a_type_that_two_packages_provide_is_nobodys(plugin: Install) -> None:
     assert chain(type="cpu", capacity=1) == ""
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="another package provides a tier type with the name of ours",
-    outcome="ours is used; one line names the package",
-)
+@pytest.mark.fault
 def test_a_name_of_ours_is_nobody_else_s(plugin: Install, caplog: pytest.LogCaptureFixture) -> None:
     plugin("mydisk", GOOD, disk="TapeSpec", cpu="TapeSpec")
     for _ in range(2):
@@ -207,11 +191,7 @@ def checked(error: str) -> str:
     return head + BROKEN + CHECKS.format(error)
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin's module or settings raise anything, exit, or say what can't be",
-    outcome="validate and schema name its package in one line, and go on with the others",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("source", "says"),
     [

@@ -172,9 +172,7 @@ def test_any_failure_is_a_miss_and_opens_the_breaker(error: Exception | str, clo
     assert guarded.failures.by_kind() == {type(store.error).__name__: 2}
 
 
-@pytest.mark.fault(
-    tier="any", fault="the store says that it is full", outcome="not stored; it is asked on"
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("error", [TierFull("full"), RecordError("bad")])
 def test_a_full_tier_or_a_bad_record_is_a_miss_and_no_more(error: Exception) -> None:
     store = Everything()
@@ -194,11 +192,7 @@ def test_a_request_to_stop_is_no_failure(stop: BaseException) -> None:
         Guarded(store, "t").has([KEY])
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin gives too few answers",
-    outcome="a miss, counted",
-)
+@pytest.mark.fault
 def test_a_store_that_answers_too_little_is_a_miss() -> None:
     class Short(Peeking):
         def _answer(self, verb: str, count: int) -> list[bool]:
@@ -273,11 +267,7 @@ def test_a_call_from_before_the_failure_decides_nothing(clock: Clock) -> None:
     assert not is_up(guarded)
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="writes fail",
-    outcome="reads go on",
-)
+@pytest.mark.fault
 def test_a_tier_that_takes_nothing_still_gives(clock: Clock) -> None:
     class ReadOnly(Store):
         def put(self, blocks: Sequence[Block]) -> list[bool]:
@@ -310,11 +300,7 @@ def start_get(guarded: Guarded) -> threading.Thread:
     return thread
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a verb never returns",
-    outcome="it takes one thread; nobody tries again before it returns",
-)
+@pytest.mark.fault
 def test_what_hangs_takes_one_thread_and_is_left_alone(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -615,11 +601,7 @@ def test_a_real_server_goes_and_comes_back(
     assert is_up(guarded_redis)
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin's put writes into the payload it is given",
-    outcome="the put fails; what other tiers serve is unchanged",
-)
+@pytest.mark.fault
 def test_a_put_can_t_change_what_it_is_given() -> None:
     class Scribbles(Store):
         def put(self, blocks: Sequence[Block]) -> list[bool]:

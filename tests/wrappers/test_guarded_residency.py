@@ -132,11 +132,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin's host tier raises, answers nonsense, or gives up slots that are not its own",
-    outcome="it drops out, named; its slots are free, and the others' stay theirs",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_goes_wrong_ends_that_tier_alone(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
     made, pool = manager(type("Odd", (Fifo,), WRONG[wrong]))

@@ -150,11 +150,7 @@ class OneBit(Store):
         return got
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin's get says True for zeros, another block, a changed bit, or nothing at all",
-    outcome="a miss, counted as damage, and dropped",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("liar", [Zeroed, ZeroedBehindTheHeader, AnothersPayload, Idle, OneBit])
 def test_a_get_that_lies_is_a_miss(liar: type[Store]) -> None:
     store = opened(liar)
@@ -181,11 +177,7 @@ def test_what_a_key_had_before_is_not_served_from_scratch_memory() -> None:
     assert store.get(Memory([key], SIZE).blocks) == [False]
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin goes on writing into memory after get has answered",
-    outcome="what is served was verified where the plugin can't reach it",
-)
+@pytest.mark.fault
 def test_memory_that_is_written_to_later_is_never_the_caller_s() -> None:
     class Late(Store):
         kept: ClassVar[list[memoryview]] = []
@@ -217,11 +209,7 @@ STRANGE: list[Callable[[int], object]] = [
 ]
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin answers in another shape: a generator, a dict, a string, numbers, too many",
-    outcome="a miss, counted; the tier is left alone for a while",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("strange", range(len(STRANGE)))
 @pytest.mark.parametrize("verb", ["has", "put", "get"])
 @pytest.mark.parametrize("spec", [DictSpec, VerifyingSpec])
@@ -290,11 +278,7 @@ class Raises(Careful):
         raise KeyError("of a bug")
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin says that it verifies, and serves damage, or can't be tried",
-    outcome="it is given our checksummed records; one line says what it serves, or why",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("spec", "store", "says"),
     [

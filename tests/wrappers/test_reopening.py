@@ -89,11 +89,7 @@ def test_a_disk_mounted_late_has_every_capability(late: Guarded) -> None:
     assert late.peek([*some, make_key()]) == [True] * 3 + [False]
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="mounted after the engine has started",
-    outcome="looked up in memory, kept by use, cleared by a reset, like one that was there",
-)
+@pytest.mark.fault
 def test_a_disk_mounted_late_is_looked_up_touched_and_cleared(tmp_path: Path) -> None:
     late = mounted_late(tmp_path, blocks=10)
     generation = Generation(is_own=True)
@@ -192,11 +188,7 @@ def raising(error: BaseException) -> Callable[[], TierStore]:
     return how
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin's open raises anything at all",
-    outcome="the tier is unusable, named with its package; the others serve",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("error", [KeyError("host"), ZeroDivisionError(), SystemExit(3)])
 def test_an_open_that_raises_is_that_tier_s_failure(error: BaseException) -> None:
     with pytest.raises(TierUnusable, match=f"open .*{type(error).__name__}"):
@@ -221,11 +213,7 @@ def test_what_may_pass_is_tried_again(error: Exception, caplog: pytest.LogCaptur
     store.close()
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin's open hangs",
-    outcome="the engine starts; the tier joins when it is open",
-)
+@pytest.mark.fault
 def test_an_open_that_hangs_holds_up_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -368,9 +356,7 @@ def test_what_keeps_a_lost_store_from_being_opened_anew_is_told_once(
     store.close()
 
 
-@pytest.mark.fault(
-    tier="any", fault="a plugin's close hangs", outcome="the engine ends without it, and says so"
-)
+@pytest.mark.fault
 def test_a_close_that_hangs_holds_up_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -415,11 +401,7 @@ class RefusesSpec(StoreSpec):
 """
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a plugin's open returns None, exits, or says that it can't be used",
-    outcome="the chain goes on without it; the line names the package and its version",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("kind", "says"),
     [("none", "open returned a NoneType"), ("exits", "SystemExit: 3"), ("refuses", "no tape in")],

@@ -280,11 +280,7 @@ class _Hangs(DiskStore):
         return super().get(blocks)
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a load hangs when the engine shuts down (in vLLM's OffloadingConnector)",
-    outcome="it is waited for 10 s at most",
-)
+@pytest.mark.fault
 def test_a_load_that_hangs_does_not_keep_an_engine_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,11 +231,7 @@ def test_a_tier_that_is_down_is_asked_again_and_the_engine_need_not_step(
     assert due(after, 1) == [Due(run_of(1), held=True)]
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="the folder for events can't be written, or is not there",
-    outcome="said once; routers learn what is evicted; it is not announced after a restart",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("lacks", ["a folder of its own", "the folder around it"])
 def test_a_folder_that_can_not_be_made_is_said_once_and_losses_are_told(
     opened: Callable[..., Inventory],

@@ -102,11 +102,7 @@ def asking() -> Iterator[Asking]:
     made.manager.close()
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="more lookups a second than the store can answer, and it hangs",
-    outcome="what is waited for in vain is never asked; past capacity each answer still serves",
-)
+@pytest.mark.fault
 def test_what_was_waited_for_in_vain_is_never_asked(asking: Asking) -> None:
     asking.occupy()
     waiting = asking.ask(b"waits")

@@ -94,11 +94,7 @@ def slow(engine: MakeEngine, **more: Any) -> ReplayEngine:
     return made
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a load fails for which other requests wait",
-    outcome="they go on at once; one of them loads",
-)
+@pytest.mark.fault
 def test_a_load_that_fails_wakes_the_others(engine: MakeEngine, store: TroubledStore) -> None:
     made = slow(engine)
     store.faults.lost_batches = 1
@@ -118,11 +114,7 @@ def step_until_one_loads(made: ReplayEngine, requests: list[ReplayRequest]) -> R
     return loading[0]
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a request is aborted for whose load others wait",
-    outcome="they go on at once; one of them loads",
-)
+@pytest.mark.fault
 def test_an_aborted_loader_wakes_the_others(engine: MakeEngine, store: TroubledStore) -> None:
     made = slow(engine)
     store.pace.hang("get")
@@ -136,11 +128,7 @@ def test_an_aborted_loader_wakes_the_others(engine: MakeEngine, store: TroubledS
     assert hits(made) == 2 * 16
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a load hangs for which other requests wait",
-    outcome="they wait max_wait at most, and compute",
-)
+@pytest.mark.fault
 def test_a_load_that_hangs_keeps_nobody_longer_than_it_may_wait(
     engine: MakeEngine, store: TroubledStore
 ) -> None:

@@ -230,11 +230,7 @@ class RaiserSpec(StoreSpec):
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="any",
-    fault="plugins that lie and raise stand before the cpu tier, in a real engine",
-    outcome="the same tokens; the cpu tier serves; each is named with its package",
-)
+@pytest.mark.fault
 def test_plugins_that_lie_and_raise(
     run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
 ) -> None:

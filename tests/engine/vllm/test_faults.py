@@ -80,12 +80,7 @@ class Vandal(threading.Thread):
         return path
 
 
-@pytest.mark.fault(
-    tier="chain",
-    fault="real vLLM: Redis hangs, dies and restarts, a slab is damaged and the disk full, over "
-    "and over, during 200 requests",
-    outcome="every token as without a chain; p99 TTFT at most the cold one and max_wait",
-)
+@pytest.mark.fault
 @pytest.mark.timeout(900)
 def test_two_hundred_requests(run_vllm: Callable[..., Run], small_disk: Path) -> None:
     batches = [[request] for request in REQUESTS]

@@ -26,11 +26,7 @@ def disk(path: Path) -> dict[str, object]:
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="any",
-    fault="a processor packs KV in another way than the one that stored it",
-    outcome="nothing is shared",
-)
+@pytest.mark.fault
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX")
 def test_a_processor_without_amx_takes_no_kv_of_one_that_has_it(
     run_vllm: Callable[..., Run], tmp_path: Path
@@ -68,11 +64,7 @@ def held(lock: Path) -> Iterator[int]:
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="disk",
-    fault="identifying the weights takes longer than starting, in a real engine",
-    outcome="it serves meanwhile; the tier joins when it is done",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("multiprocessing", ["0", "1"])
 def test_an_engine_serves_while_its_weights_are_identified(
     run_vllm: Callable[..., Run], tiny_llama: Path, tmp_path: Path, multiprocessing: str
@@ -98,11 +90,7 @@ def test_an_engine_serves_while_its_weights_are_identified(
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="disk",
-    fault="an adapter's files are replaced after the engine has loaded it",
-    outcome="its KV is that of the weights that were loaded; who loads the others shares nothing",
-)
+@pytest.mark.fault
 def test_an_adapter_is_what_was_loaded_and_not_what_is_there(
     run_vllm: Callable[..., Run], tmp_path: Path
 ) -> None:

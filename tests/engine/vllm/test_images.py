@@ -60,12 +60,7 @@ def answers(
     return {"red": red, "blue": blue, "green": green}
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="images are named by a counter (no prefix caching, no processor cache), and the engine "
-    "is restarted",
-    outcome="the first image of a process never gets KV of another process's first",
-)
+@pytest.mark.fault
 def test_images_named_by_a_counter_are_not_mixed_up(
     see: Callable[..., Run], answers: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -77,11 +72,7 @@ def test_images_named_by_a_counter_are_not_mixed_up(
     assert "names images by a counter" in restarted.log
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a client gives a new image the uuid of one that was seen before a restart",
-    outcome="it is computed; images that are the same are loaded, with a uuid and without",
-)
+@pytest.mark.fault
 def test_a_clients_name_for_an_image_is_not_believed(
     see: Callable[..., Run], answers: dict[str, Any], tmp_path: Path
 ) -> None:

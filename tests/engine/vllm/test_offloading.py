@@ -38,11 +38,7 @@ def test_host_memory_serves_what_the_engine_evicted(
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="disk",
-    fault="vLLM's own connector hosts the tiers; a slab is damaged, the engine restarted",
-    outcome="misses; every token is right",
-)
+@pytest.mark.fault
 def test_disk_serves_a_restarted_engine_and_damage_is_a_miss(
     run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
 ) -> None:
@@ -67,11 +63,7 @@ def test_disk_serves_a_restarted_engine_and_damage_is_a_miss(
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="redis",
-    fault="vLLM's own connector hosts the tiers; Redis is dead",
-    outcome="misses; every token is right",
-)
+@pytest.mark.fault
 def test_redis_serves_another_engine_and_a_dead_one_is_a_miss(
     run_vllm: Callable[..., Run], answers: list[list[list[int]]], server: Any
 ) -> None:

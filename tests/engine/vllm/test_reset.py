@@ -20,12 +20,7 @@ IN_PROCESS = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="any",
-    fault="the engine sleeps, or its weights change in place and it is reset",
-    outcome="nothing of before is served; others on the same disk, and an engine that is told to "
-    "keep, lose nothing",
-)
+@pytest.mark.fault
 def test_sleep_and_new_weights(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", {**LLAMA, "initializer_range": 0.4})
     change = [
@@ -83,11 +78,7 @@ def is_never_another_s(
     assert sum(tokens for batch in policy.cached for tokens in batch) >= FULL * len(told)
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a training loop changes the weights in place and resets the engine's own cache alone",
-    outcome="nothing of before is served, and a replica on the same disk gets nothing since",
-)
+@pytest.mark.fault
 def test_a_trainer_in_the_engines_process(
     run_vllm: Callable[..., Run], tmp_path: Path, policies: list[str]
 ) -> None:

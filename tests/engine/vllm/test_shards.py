@@ -19,11 +19,7 @@ TWO = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="disk",
-    fault="two ranks; the shard of one is damaged",
-    outcome="that request is computed, on both; every token is right",
-)
+@pytest.mark.fault
 def test_a_shard_damaged_on_one_rank_costs_its_own_request_alone(
     run_vllm: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -134,11 +134,7 @@ class MovableSpec(FixedSpec):
         return self.model_copy(update={"path": folder})
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="a trace is replayed for real over a plugin's tier",
-    outcome="the tier is moved as its spec says, at the replay's scale, or refused by name",
-)
+@pytest.mark.fault
 def test_a_plugins_tier_is_moved_or_refused(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
