@@ -10,17 +10,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from spec.encryption import EncryptionSpec
 from spec.fields import ByteRate, ByteSize, Duration
 
-if TYPE_CHECKING:  # for annotations only: the specs know no tier at run time
-    from tiers.host.slots import Residency, Slots
-    from tiers.store import TierStore
-    from tiers.trial import Medium
+# The specs know nothing of `tiers`, which has these (`tiers/store.py`, `tiers/trial.py`,
+# `tiers/host/slots.py`). Whoever overrides a method below names them.
+TierStore: TypeAlias = Any
+Medium: TypeAlias = Any
+Slots: TypeAlias = Any
+Residency: TypeAlias = Any
 
 HIT_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
 """Names that vLLM has for the source of tokens that were loaded."""

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -71,14 +71,29 @@ def sizes() -> dict[str, int]:
 
 
 def circles() -> dict[str, int]:
-    """How many folders lie on a circle of imports with folders that do not contain them."""
+    """How many files and folders are knotted."""
+    return {"folder circles": len(knots())}
+
+
+def knots() -> set[str]:
+    """The files and folders that lie on a circle of imports, each with what lies beside it."""
+    arrows = (
+        (path.relative_to(ROOT).parts, _home(name).relative_to(ROOT).parts)
+        for path in _modules()
+        for name in _imported(ast.parse(path.read_text()))
+    )
+    return on_circles(beside(arrows))
+
+
+def beside(arrows: Iterable[tuple[tuple[str, ...], tuple[str, ...]]]) -> dict[str, set[str]]:
+    """Arrows from module to module as ones between the two files or folders that lie side by side
+    where the modules' paths part. Also those of functions and for type checkers count."""
     graph: dict[str, set[str]] = {}
-    for path in _modules():
-        for name in _imported(ast.parse(path.read_text())):
-            here, there = _folder(path), _home(name)
-            if not _contains(here, there) and not _contains(there, here):
-                graph.setdefault(here, set()).add(there)
-    return {"folder circles": len(on_circles(graph))}
+    for here, there in arrows:
+        if here != there:
+            same = next(i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b)
+            graph.setdefault("/".join(here[: same + 1]), set()).add("/".join(there[: same + 1]))
+    return graph
 
 
 def on_circles(graph: dict[str, set[str]]) -> set[str]:
@@ -187,20 +202,12 @@ def _code_lines(tree: ast.Module, text: str) -> int:
     return sum(number not in docs and line.strip()[:1] not in ("", "#") for number, line in lines)
 
 
-def _folder(path: Path) -> str:
-    return str(path.parent.relative_to(ROOT))
-
-
-def _contains(one: str, other: str) -> bool:
-    return f"{other}/".startswith(f"{one}/")
-
-
-def _home(name: str) -> str:
-    """The folder of the module that a dotted name is, or is in."""
+def _home(name: str) -> Path:
+    """The file of the module that a dotted name is, or is in."""
     path = ROOT.joinpath(*name.split("."))
     while not (path.with_suffix(".py").exists() or (path / "__init__.py").exists()):
         path = path.parent
-    return str(path.relative_to(ROOT)) if path.is_dir() else _folder(path)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:

@@ -28,9 +28,8 @@ from tests.support.disk_audit import (
     run_code,
     settled,
 )
-from tiers.disk.folder import folder, repair
+from tiers.disk.folder import clean_close, folder, repair
 from tiers.disk.folder.folder import Folder
-from tiers.disk.index import clean_close
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen
 from tiers.wrappers.opening import open_guarded
@@ -128,7 +127,7 @@ else:
 
 
 CHECKING = """
-from tiers.disk.index import clean_close
+from tiers.disk.folder import clean_close
 digest = clean_close.compute
 def slow(index):
     say("digests")

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.gpu.test_pages import BLOCKS, LAYOUTS
-from tiers.gpu.page_copies import Copies, PageCopies, open_copies
+from tiers.gpu.cuda import open_copies
+from tiers.gpu.page_copies import Copies, PageCopies
 from tiers.gpu.pages import block_pages
 
 kernel: Any = pytest.importorskip("tiers.gpu.page_kernel", exc_type=ImportError)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.support.disk_audit import get, key, open_disk, put
 from tiers.disk import slab
-from tiers.disk.index import clean_close
+from tiers.disk.folder import clean_close
 from tiers.disk.index.edit import Edit
 from tiers.disk.slab import slot_bytes
 from tiers.errors import TierFull

@@ -14,16 +14,20 @@ together while the last crosses the bus, and the device memory taken is known at
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from importlib.util import find_spec
 
 import torch
 
-from tiers.gpu.page_copies import open_copies
+from tiers.gpu.page_copies import Copies, PageCopies
 from tiers.gpu.pages import PagedKV
 from tiers.gpu.staging import Staging, mark, wait_for
 from tiers.host.memory import pinned_together, slot_stride
+
+logger = logging.getLogger(__name__)
 
 _Copy = Callable[[torch.Tensor, torch.Tensor], None]
 """Queues a copy between rows and staged ones."""
@@ -186,3 +190,22 @@ def cross(
         if last == len(slots) or slots[last] != slots[last - 1] + 1 or slots[last] % together == 0:
             copy(rows[slots[first] : slots[last - 1] + 1], staged[first:last])
             first = last
+
+
+def open_copies(pages: Sequence[torch.Tensor]) -> Copies:
+    """Copies by one kernel, if it compiles and copies here what PyTorch copies; else by PyTorch."""
+    if find_spec("triton") is None:
+        logger.info("Triton is not installed: blocks are copied by a launch a layer")
+        return PageCopies(pages)
+    why = "it copied other bytes than PyTorch"
+    try:
+        # Here, since it needs Triton, which few machines without a device have.
+        from tiers.gpu.page_kernel import KernelCopies, agrees, unit_of
+
+        unit = unit_of(pages)
+        if agrees(pages, unit):
+            return KernelCopies(pages, unit)
+    except Exception as error:  # noqa: BLE001 - a compiler of any version fails in its own ways
+        why = f"{type(error).__name__}: {error}"
+    logger.warning("blocks are copied by a launch a layer, since Triton's kernel failed: %s", why)
+    return PageCopies(pages)

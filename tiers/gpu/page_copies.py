@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
-
-logger = logging.getLogger(__name__)
 
 
 class Copies(Protocol):
@@ -56,21 +52,3 @@ class PageCopies:
             stop = start + page.shape[1]
             yield page, rows[:, start:stop]
             start = stop
-
-
-def open_copies(pages: Sequence[torch.Tensor]) -> Copies:
-    """Copies by one kernel, if it compiles and copies here what PyTorch copies; else by PyTorch."""
-    if find_spec("triton") is None:
-        logger.info("Triton is not installed: blocks are copied by a launch a layer")
-        return PageCopies(pages)
-    why = "it copied other bytes than PyTorch"
-    try:
-        from tiers.gpu.page_kernel import KernelCopies, agrees, unit_of
-
-        unit = unit_of(pages)
-        if agrees(pages, unit):
-            return KernelCopies(pages, unit)
-    except Exception as error:  # noqa: BLE001 - a compiler of any version fails in its own ways
-        why = f"{type(error).__name__}: {error}"
-    logger.warning("blocks are copied by a launch a layer, since Triton's kernel failed: %s", why)
-    return PageCopies(pages)

@@ -42,7 +42,7 @@ class StoreUnderTest:
     def medium(self, store: TierStore) -> Medium:
         """How the bytes of blocks in the open store are reached, as the spec says unless a subclass
         says it."""
-        found = self.make_spec().medium(store)
+        found: Medium | None = self.make_spec().medium(store)
         if found is None:
             raise NotImplementedError(
                 f"{type(self).__name__} verifies: let its spec's `medium` say how its stored bytes "

@@ -173,9 +173,10 @@ class GuardedResidency:
 
 def open_residency(spec: HostSpec, pool: SlotPool, max_slots: int) -> Residency:
     """A host tier's bookkeeping, guarded unless it is trusted. Raises TierUnusable."""
-    if spec.is_trusted:
-        return spec.residency(pool, max_slots)
-    return GuardedResidency(spec, pool, max_slots)
+    if not spec.is_trusted:
+        return GuardedResidency(spec, pool, max_slots)
+    trusted: Residency = spec.residency(pool, max_slots)
+    return trusted
 
 
 def health_of(residency: Residency) -> Health:

@@ -18,12 +18,12 @@ from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import io_executor
 from tiers.disk.access import Access
 from tiers.disk.failures import Damaged, translated
-from tiers.disk.folder import repair
+from tiers.disk.folder import clean_close, repair
 from tiers.disk.folder.folder import Folder
 from tiers.disk.folder.keeping import Keeping
 from tiers.disk.folder.owner import Owner, Owners
 from tiers.disk.folder.upkeep import Upkeep
-from tiers.disk.index import clean_close, slot_allocator
+from tiers.disk.index import slot_allocator
 from tiers.disk.index.edit import FIRST, Edit
 from tiers.disk.index.environment import BRIEF_WAIT_S, WAIT_S
 from tiers.disk.index.fingerprint_index import FingerprintIndex

@@ -17,11 +17,10 @@ from typing import NamedTuple
 from tiers.disk.access import Access
 from tiers.disk.direct_io import choose_direct
 from tiers.disk.failures import Damaged, translated
-from tiers.disk.folder import repair
+from tiers.disk.folder import clean_close, repair
 from tiers.disk.folder.folder import Folder
 from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.folder.owner import Owner, Owners, scan_owners
-from tiers.disk.index import clean_close
 from tiers.disk.index.index import Index
 from tiers.disk.index.rows import Slot
 from tiers.disk.slab import Slabs
