@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,10 +23,11 @@ from tiers.cli.arguments import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from spec.chain import ChainSpec
     from tiers.traces.trace import Trace, TraceRequest
+    from tiers.tuning.report import Report
     from tiers.tuning.search.budget import Budget
     from tiers.tuning.search.search import Trials
     from tiers.tuning.search.tune import Asked, Tuned
@@ -52,6 +54,14 @@ Judge = Annotated[
         "of TRACE.",
     ),
 ]
+Real = Annotated[
+    bool,
+    typer.Option(
+        "--real",
+        help="Serve the finalists with real connectors and stores too, in places of their own, and "
+        "choose by that where it tells.",
+    ),
+]
 Processes = Annotated[int, typer.Option(min=1, max=64, help="Simulate in this many processes.")]
 
 INTERRUPTED = 130
@@ -69,6 +79,7 @@ def tune(
     chains: Chains = 250,
     minutes: Minutes = None,
     judge: Judge = None,
+    real: Real = False,
     processes: Processes = 2,
     conversations: Conversations = 16,
     skip_bad_lines: SkipBadLines = False,
@@ -94,7 +105,7 @@ def tune(
     try:
         opened = open_trace(trace, skip_bad_lines, conversations)
         other = None if judge is None else open_trace(judge, skip_bad_lines, conversations)
-        found = _search(opened, other, given, present, chains, minutes, processes)
+        found = _search(opened, other, given, present, chains, minutes, processes, real)
     except KVTiersError as error:
         raise refused(error) from None
     names = [one_line(path.name) for path in (trace, judge) if path is not None]
@@ -113,7 +124,9 @@ def _search(
     chains: int,
     minutes: float | None,
     processes: int,
+    real: bool,
 ) -> Tuned:
+    from spec.registry import stdout_to_stderr
     from tiers.cli.reading import bars, say_other_model
     from tiers.tuning.search.tune import Asked
     from tiers.tuning.search.tune import tune as run
@@ -125,7 +138,30 @@ def _search(
         say_other_model(trace, budget.machine)
         judge = None if other is None else _read(other, trace.header.block_tokens)
         seconds = None if minutes is None else minutes * 60
+        size = trace.header.block_tokens
+
+        def serve(
+            some: Sequence[TraceRequest],
+            warm: float,
+            is_interrupted: Callable[[], bool],
+            chain: ChainSpec,
+        ) -> Report:
+            from tiers.tuning.replay import ReplayOptions, replay
+
+            def note(count: int) -> None:
+                if is_interrupted():
+                    raise KeyboardInterrupt
+                if count % 100 == 0:
+                    text = f"serving a finalist: {count:,} of {len(some):,} requests"
+                    progress.update(bar, description=text, refresh=True)
+
+            options = ReplayOptions(progress=note)
+            with stdout_to_stderr():  # stores may print
+                return replay(some, size, chain, budget.machine, warm=warm, options=options)
+
         asked = Asked(chains, seconds, processes=processes, judge=judge)
+        if real:
+            asked = replace(asked, serve=serve)
         began = time.monotonic()
 
         def show(trials: Trials) -> None:
@@ -133,7 +169,7 @@ def _search(
             total = max(chains, len(trials))
             progress.update(bar, total=total, completed=len(trials), description=text, refresh=True)
 
-        return run(requests, trace.header.block_tokens, budget, present, asked, show)
+        return run(requests, size, budget, present, asked, show)
 
 
 def _read(trace: Trace, block_tokens: int | None = None) -> list[TraceRequest]:

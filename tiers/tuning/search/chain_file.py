@@ -11,39 +11,13 @@ import yaml
 from spec.fields import exact_size, format_rate
 from tiers.tuning.report import Report, TierUse
 from tiers.tuning.search.budget import Budget
-from tiers.tuning.search.score import excesses, gap
 from tiers.tuning.search.search import Tried
-from tiers.tuning.search.tune import Tuned
-from tiers.tuning.search.words import change, percent, size
+from tiers.tuning.search.words import percent, size
 from tiers.tuning.simulation.chain import SimTier
 
 WIDTH = 100
 Reasons = Mapping[tuple[str, str | None], Sequence[str]]
 """By what is chosen, and for which tier: what the other choices come to."""
-
-
-def reasons(tuned: Tuned) -> Reasons:
-    """What each chain that was tried and is one step from the chosen one came to, by the figures
-    by which all was chosen."""
-    chosen = tuned.verdict.chosen
-    texts: dict[tuple[str, str | None], list[str]] = {}
-    for step in tuned.space.steps(chosen.chain):
-        other = tuned.found.of(step.chain)
-        if other is not None:
-            said = f"{step.text}: {compared(other, chosen, tuned.budget)}"
-            texts.setdefault((step.kind, step.tier), []).append(said)
-    if tuned.growth is not None:
-        for tier in chosen.chain.tiers:
-            if (tier.capacity or 0) > tuned.space.sizes[tier.type][0]:
-                texts[("capacity", tier.type)].append("all that the searched requests fill")
-    return texts
-
-
-def compared(other: Tried, mine: Tried, budget: Budget) -> str:
-    """How much the objective changes, or which constraint is broken."""
-    if other.score.excess > mine.score.excess:
-        return "; ".join(text for text, _ in excesses(other.report, budget))
-    return change(gap(other.report, mine.report, budget), budget.objective)
 
 
 def chain_yaml(chosen: Tried, budget: Budget, why: Reasons, head: Sequence[str]) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from spec.chain import ChainSpec
-from tiers.tuning.search.chain_file import chain_yaml, reasons
-from tiers.tuning.search.score import cost, gap
+from tiers.tuning.search.budget import TUNED, Budget
+from tiers.tuning.search.chain_file import Reasons, chain_yaml
+from tiers.tuning.search.score import cost, excesses, gap
 from tiers.tuning.search.search import Tried
-from tiers.tuning.search.show import frontier, has_prices, notes, plot, price_of, table
+from tiers.tuning.search.show import finals, frontier, has_prices, notes, plot, price_of, table
 from tiers.tuning.search.tune import Tuned
-from tiers.tuning.search.unsearched import unsearched
 from tiers.tuning.search.verdict import Judged
 from tiers.tuning.search.words import change, expected, name, seconds
+from tiers.tuning.simulation.chain import SimChain
 
 
 def as_text(tuned: Tuned, judged_on: str | None = None) -> str:
@@ -22,10 +24,18 @@ def as_text(tuned: Tuned, judged_on: str | None = None) -> str:
     return "\n\n".join(
         [
             f"{_where(tuned, judged_on)}:\n{table(tuned.verdict, tuned.budget)}",
+            *_real(tuned),
             "\n".join(notes(tuned)),
             plot(tuned.found, tuned.budget, chosen),
         ]
     )
+
+
+def _real(tuned: Tuned) -> Iterator[str]:
+    """What serving the finalists came to."""
+    if tuned.verdict.finalists:
+        head = "Finalists, simulated and served with real connectors and stores, on requests"
+        yield f"{head} {_searched(tuned)}:\n{finals(tuned.verdict, tuned.budget)}"
 
 
 def _where(tuned: Tuned, judged_on: str | None) -> str:
@@ -77,10 +87,52 @@ def _beside(label: str, tuned: Tuned) -> str:
     return f"Against {what} (TTFT mean {seconds(other.report.ttft_mean)}): {said}."
 
 
+def reasons(tuned: Tuned) -> Reasons:
+    """What each chain that was tried and is one step from the chosen one came to, by the figures
+    by which all was chosen."""
+    chosen = tuned.verdict.chosen
+    texts: dict[tuple[str, str | None], list[str]] = {}
+    for step in tuned.space.steps(chosen.chain):
+        other = tuned.found.of(step.chain)
+        if other is not None:
+            said = f"{step.text}: {compared(other, chosen, tuned.budget)}"
+            texts.setdefault((step.kind, step.tier), []).append(said)
+    if tuned.growth is not None:
+        for tier in chosen.chain.tiers:
+            if (tier.capacity or 0) > tuned.space.sizes[tier.type][0]:
+                texts[("capacity", tier.type)].append("all that the searched requests fill")
+    return texts
+
+
+def compared(other: Tried, mine: Tried, budget: Budget) -> str:
+    """How much the objective changes, or which constraint is broken."""
+    if other.score.excess > mine.score.excess:
+        return "; ".join(text for text, _ in excesses(other.report, budget))
+    return change(gap(other.report, mine.report, budget), budget.objective)
+
+
+_CHOSEN = {"version", "tiers", "load_policy", "load_when", "promote"}
+
+
+def unsearched(present: ChainSpec, chosen: SimChain, budget: Budget) -> Iterator[str]:
+    """Keys that the present chain sets and no search chooses, in its order, but those of tiers that
+    the chosen chain lacks."""
+    for key in type(present).model_fields:
+        if key in present.model_fields_set - _CHOSEN:
+            yield key
+    types = {tier.type for tier in chosen.tiers}
+    for tier in present.tiers:
+        if tier.type in types:
+            written = {"type", *TUNED, *budget.medium(tier.type).settings}
+            for key in type(tier).model_fields:
+                if key in tier.model_fields_set - written:
+                    yield f"{key} of {tier.tier_name}"
+
+
 def lacking(tuned: Tuned, present: ChainSpec | None) -> str | None:
     """What the present chain has beyond what the search chose, in words."""
     chosen = tuned.verdict.chosen.chain
-    keys = unsearched(present, chosen, tuned.budget) if present is not None else []
+    keys = [] if present is None else list(unsearched(present, chosen, tuned.budget))
     if not keys:
         return None
     return f"The present chain has more, which no search chooses: {', '.join(keys)}. Add it here."
@@ -109,6 +161,15 @@ def as_json(tuned: Tuned, trace: str) -> dict[str, Any]:
         },
         "best_of_search": _chain(verdict.best),
         "broken": tuned.broken,
+        "finalists": {
+            label: {
+                "name": name(one.simulated.chain),
+                "simulated": one.simulated.report.to_json(),
+                "real": None if one.real is None else one.real.to_json(),
+                "why": one.why,
+            }
+            for label, one in verdict.finalists.items()
+        },
         "tried": len(found.tried),
         "tried_all": found.is_all,
         "within": {share: found.near(float(share) / 100) for share in ("1", "5", "10")},

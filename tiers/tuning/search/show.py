@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from tiers.tuning.search.budget import Budget
+from tiers.tuning.search.finalists import Finalist
 from tiers.tuning.search.score import LEAST, cost, excesses, gap
 from tiers.tuning.search.search import Found, Tried
 from tiers.tuning.search.space import Space
@@ -55,6 +56,44 @@ def _row(label: str, one: Judged, chosen: Judged, budget: Budget) -> tuple[str, 
         percent(max(links, default=0.0)),
         f"{min(lives):.2g} y" if lives else "-",
         "-" if price is None else f"{price:,.0f}",
+    )
+
+
+FINAL_COLUMNS = (
+    "", "TTFT mean", "real", "p99", "real", "from tiers", "real", "objective, real"
+)  # fmt: skip
+
+
+def finals(verdict: Verdict, budget: Budget) -> str:
+    """The chains that were served for real, two lines each, and which the verdict goes by."""
+    chosen = verdict.finalists["chosen"]
+    rows = [_final(label, one, chosen, budget) for label, one in verdict.finalists.items()]
+    head, *lines = _aligned([FINAL_COLUMNS, *rows])
+    names = [
+        f"    {name(one.simulated.chain)}{one.why and f': not served: {one.why}'}"
+        for one in verdict.finalists.values()
+    ]
+    text = "\n".join([head, *chain.from_iterable(zip(lines, names, strict=True))])
+    if verdict.chosen.chain == chosen.simulated.chain:
+        return f"{text}\nNone served better by more than chance: the choice stands."
+    now = name(verdict.chosen.chain)
+    return f"{text}\n{now} served better by more than chance: it is chosen instead."
+
+
+def _final(label: str, one: Finalist, chosen: Finalist, budget: Budget) -> tuple[str, ...]:
+    said, real = one.simulated.report, one.real
+    if real is None:
+        return label, seconds(said.ttft_mean), "-", seconds(said.ttft_p99), *["-"] * 4
+    changed = ""
+    if one is not chosen and chosen.real is not None:
+        changed = change(gap(real, chosen.real, budget), budget.objective)
+    both = (said, real)
+    return (
+        label,
+        *(seconds(report.ttft_mean) for report in both),
+        *(seconds(report.ttft_p99) for report in both),
+        *(percent(report.tier_hit_tokens / max(1, report.prompt_tokens)) for report in both),
+        changed,
     )
 
 

@@ -6,11 +6,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from spec.chain import ChainSpec
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.curve import measure
+from tiers.tuning.report import Report
 from tiers.tuning.search.budget import Budget
+from tiers.tuning.search.finalists import Finalist, Serve, choose_served, serve_all
 from tiers.tuning.search.processes import Simulations, interrupts
 from tiers.tuning.search.score import excesses
 from tiers.tuning.search.search import Found, Split, Trials, Tried, search
@@ -26,12 +29,18 @@ ENOUGH = 160
 """Requests that tell chains apart: some in each stretch."""
 
 
+ServeRequests = Callable[[Sequence[TraceRequest], float, Callable[[], bool], ChainSpec], Report]
+"""Serves requests with a chain, of which a fraction only warms; an interrupt, of which the function
+tells, is raised."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """How long a search may take and what it goes by.
 
     `limit`: chains, `seconds`: of the search. `processes`: see `Simulations`. `judge`: requests of
-    another trace, which what was chosen is judged on.
+    another trace, which what was chosen is judged on. `serve`: serves finalists for real, given
+    what the search saw.
     """
 
     limit: int = LIMIT
@@ -39,6 +48,7 @@ class Asked:
     split: Split = field(default_factory=Split)
     processes: int = 0
     judge: Sequence[TraceRequest] | None = None
+    serve: ServeRequests | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,13 @@ def tune(
             is_all = search(trials, asked.limit, lambda: time.monotonic() > ends)
             trials.run(compared.values())
             chosen = settled(trials, demand.growth is not None)
+            finalists: Mapping[str, Finalist] = {}
+            if asked.serve is not None:
+                warm = split.warm / split.searched
+                serve = partial(asked.serve, searched, warm, is_interrupted)
+                chosen, finalists = _finals(chosen, compared, present, trials, serve)
             verdict = _judged(chosen, compared, trials, simulations, asked, block_tokens)
+            verdict = replace(verdict, finalists=finalists)
         except KeyboardInterrupt:
             if not len(trials):
                 raise
@@ -106,6 +122,22 @@ def tune(
     return Tuned(
         budget, len(requests), counted, split, space, found, verdict, demand.growth, is_cut_off
     )
+
+
+def _finals(
+    chosen: Tried,
+    compared: Mapping[str, SimChain],
+    present: ChainSpec | None,
+    trials: Trials,
+    serve: Serve,
+) -> tuple[Tried, Mapping[str, Finalist]]:
+    """Serve the finalists for real; which of them to choose then."""
+    finalists = serve_all(chosen, compared, present, trials, serve)
+    better = choose_served(finalists, trials.space.budget)
+    if better is not None:
+        # What each of its choices brings is to be known, too.
+        trials.run(step.chain for step in trials.space.steps(better.chain))
+    return better or chosen, finalists
 
 
 def _judged(

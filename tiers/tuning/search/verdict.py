@@ -9,10 +9,11 @@ the search nor this choice saw.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tiers.tuning.report import Report
 from tiers.tuning.search.budget import Budget
+from tiers.tuning.search.finalists import Finalist
 from tiers.tuning.search.processes import Simulations
 from tiers.tuning.search.score import LEAST, Score, score
 from tiers.tuning.search.search import Trials, Tried
@@ -38,13 +39,15 @@ class Verdict:
 
     `best`: what scored best in the search; `chosen`: the simplest that can't be told from it.
     `judged`: by what they are called, the chosen chain (`chosen`) and others on requests that it
-    was not chosen by, or on those where not `is_unseen`.
+    was not chosen by, or on those where not `is_unseen`. `finalists`: those that were served for
+    real, by what they were called when the simulation had chosen.
     """
 
     chosen: Tried
     best: Tried
     judged: Mapping[str, Judged]
     is_unseen: bool
+    finalists: Mapping[str, Finalist] = field(default_factory=dict)
 
 
 def settled(trials: Trials, grows: bool) -> Tried:
