@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, Literal
 from unittest import SkipTest
 
 import pytest
-import redis as redis_client
 
 from spec.encryption import KEY_BYTES
 from spec.offloading import StoreContext, StoreSpec
-from tests.support.damage import SlabMedium
+from tests.support.damage import ServerMedium, SlabMedium
 from tests.support.servers import RedisServer
 from tiers.block import address_of, digest
 from tiers.disk.spec import DiskSpec
@@ -46,22 +45,6 @@ class KnowsChecksums(StoreContract):
         with self.opened() as store:
             assert list(store.put(blocks))[1]
             assert self.hits(store, keys) == [False, True]
-
-
-class ServerMedium:
-    """A Redis tier's values; `name`: what the server calls a block, behind the tier's prefix."""
-
-    def __init__(self, url: str, name: Callable[[bytes], bytes]) -> None:
-        self._url = url
-        self._name = name
-
-    def read(self, key: bytes) -> bytes:
-        with redis_client.Redis.from_url(self._url) as client:
-            return cast(bytes, client.get(b"kvtiers:" + self._name(key)))
-
-    def write(self, key: bytes, data: bytes) -> None:
-        with redis_client.Redis.from_url(self._url) as client:
-            client.set(b"kvtiers:" + self._name(key), data, keepttl=True)
 
 
 class TestMemory(StoreContract):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
@@ -39,23 +38,6 @@ from tiers.wrappers.opening import open_guarded
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "LOCK_SECONDS", 0.5)
     monkeypatch.setattr(clean_close, "CHECK_WAIT_S", 0.5)
-
-
-@pytest.mark.fault
-def test_a_lock_that_is_held_is_not_the_end(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        put(store, keys(0))
-    held = os.open(tmp_path / "lock", os.O_RDWR)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    with pytest.raises(TierNotOpen, match="another process has been opening or closing"):
-        open_disk(tmp_path)
-    spec = DiskSpec(path=tmp_path, capacity=8 * SLOT)
-    guarded = open_guarded(spec, StoreContext(60_000))
-    assert guarded.has(keys(0)) == [False]
-    os.close(held)
-    while guarded.has(keys(0)) == [False]:  # as soon as its breaker lets it ask again
-        time.sleep(0.01)
-    guarded.close()
 
 
 STOPPING = """

@@ -28,33 +28,10 @@ from tests.support.disk_audit import (
     slab_path,
 )
 from tiers.disk import slab as slab_files
-from tiers.disk.index.rows import index_key
 from tiers.disk.slab import PAGE
-from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
+from tiers.errors import TierFull, TierNotOpen, TierUnusable
 
 pytestmark = pytest.mark.usefixtures("mode")
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("piece", [8 << 20, 2 * PAGE], ids=["whole", "in pieces"])
-@pytest.mark.parametrize("offset", [20, 500, PAGE, 3 * PAGE - 1, SLOT // 2, PAGE + PAYLOAD - 1])
-def test_a_flipped_bit_is_a_miss_and_the_block_goes(
-    tmp_path: Path, offset: int, piece: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slab_files, "_PIECE", piece)
-    with opened(tmp_path) as store:
-        put(store, keys(0, 1, 2))
-        slot = store._folder.index.find([index_key(key(1))])[0].slot.number  # type: ignore[union-attr]
-        with slab_path(tmp_path).open("r+b") as slab:
-            slab.seek(slot * SLOT + offset)
-            byte = slab.read(1)[0]
-            slab.seek(-1, os.SEEK_CUR)
-            slab.write(bytes([byte ^ 4]))
-        assert get(store, keys(0, 1, 2)) == [True, False, True]
-        assert store.peek(keys(0, 1, 2)) == [True, False, True]
-        audit(store)
-        assert put(store, keys(1)) == [True]
-        assert get(store, keys(1)) == [True]
 
 
 def test_a_block_that_is_stored_anew_while_it_is_read_is_not_damaged(tmp_path: Path) -> None:
@@ -74,16 +51,6 @@ def test_a_block_that_is_stored_anew_while_it_is_read_is_not_damaged(tmp_path: P
         assert get(store, keys(0)) == [False]
         assert store.damaged() == 0 and store.has(keys(0)) == [True]
         assert get(store, keys(0)) == [True]
-
-
-@pytest.mark.fault
-def test_a_record_in_anothers_slot_is_a_miss(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        put(store, keys(0, 1))
-        data = slab_path(tmp_path).read_bytes().ljust(2 * SLOT, b"\0")
-        slab_path(tmp_path).write_bytes(data[SLOT : 2 * SLOT] + data[:SLOT])
-        assert get(store, keys(0, 1)) == [False, False]
-        audit(store)
 
 
 @pytest.mark.fault
@@ -228,27 +195,6 @@ def test_a_tier_that_can_not_grow_evicts(tmp_path: Path) -> None:
             audit(store)
         assert all(put(store, keys(*range(20, 30))))
         assert store.usage().blocks == 16
-
-
-@pytest.mark.fault
-def test_a_broken_slab_leaks_no_slot(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        put(store, keys(*range(8)))
-        handle = store._folder.slabs[SLOT]._handle
-        kept = os.dup(handle)
-        broken = os.open("/dev/full", os.O_RDWR)
-        os.dup2(broken, handle)
-        with pytest.raises((TierFull, TierUnavailable)):
-            put(store, keys(10, 11, 12))
-        with pytest.raises(TierUnavailable):
-            get(store, keys(10, 11, 12)) if any(store.peek(keys(10))) else put(store, keys(13))
-        os.dup2(kept, handle)
-        os.close(kept)
-        os.close(broken)
-        assert put(store, keys(20)) == [True]
-        audit(store)
-        assert put(store, keys(*range(30, 38))) == [True] * 8
-        audit(store)
 
 
 @pytest.mark.fault

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from tests.support.disk_audit import (
     put,
 )
 from tests.support.disk_mounts import refused, run_mounted
-from tiers.disk.folder import owner
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierUnusable
 
@@ -129,22 +127,6 @@ for where in (path, path / "below"):
     store = open_disk(tmp_path)
     assert get(store, keys(0)) == [True]
     store.close()
-
-
-@pytest.mark.fault
-def test_an_error_while_coming_in_is_no_owner_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(_: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    handles = len(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, "sync_folder", broken)
-        refused(tmp_path, "Input/output error")
-    assert len(os.listdir("/proc/self/fd")) == handles
-    with opened(tmp_path) as store:
-        assert put(store, keys(0)) == [True]
 
 
 @pytest.mark.fault

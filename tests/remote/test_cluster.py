@@ -180,14 +180,7 @@ def test_a_server_that_is_no_cluster_is_unavailable(shared_server: RedisServer) 
     store.close()
 
 
-LOST = pytest.mark.fault(
-    tier="redis",
-    fault="a Cluster loses a master",
-    outcome="its blocks are misses, those of the others are served; joins again by itself",
-)
-
-
-@LOST
+@pytest.mark.fault
 @pytest.mark.parametrize("fault", ["kill", pytest.param("hang", marks=pytest.mark.faults)])
 def test_a_lost_masters_blocks_are_misses_and_the_others_are_served(
     fault: str, caplog: pytest.LogCaptureFixture

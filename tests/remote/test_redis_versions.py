@@ -18,10 +18,9 @@ ROOT = Path(__file__).parents[2]
 OLDEST = "5.3.0"
 NEWEST = "8.1"
 USES_PRIVATES = [
-    "test_faults.py",
-    "test_link.py",
+    "test_store.py",
+    "test_stream.py",
     "test_login.py",
-    "test_recovery.py",
     "test_tls.py",
 ]
 

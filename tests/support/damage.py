@@ -9,7 +9,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import redis
 
 from tiers.block import HEADER_BYTES, parse_header
 from tiers.disk.slab import PAGE
@@ -67,6 +69,22 @@ class SlabMedium:
         with slab.open("r+b") as file:
             file.seek(start)
             file.write(data.ljust(size, b"\0"))
+
+
+class ServerMedium:
+    """A Redis tier's values; `name`: what the server calls a block, behind the tier's prefix."""
+
+    def __init__(self, url: str, name: Callable[[bytes], bytes] = lambda key: key) -> None:
+        self._url = url
+        self._name = name
+
+    def read(self, key: bytes) -> bytes:
+        with redis.Redis.from_url(self._url) as client:
+            return cast(bytes, client.get(b"kvtiers:" + self._name(key)))
+
+    def write(self, key: bytes, data: bytes) -> None:
+        with redis.Redis.from_url(self._url) as client:
+            client.set(b"kvtiers:" + self._name(key), data, keepttl=True)
 
 
 def damage_all(folder: str) -> None:
