@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.support.damage import plain_linears, replace
+
 
 def checkpoint(path: str) -> dict[str, torch.Tensor]:
     """The weights in a model's folder."""
@@ -44,8 +46,68 @@ def copy_parameters(worker: Any, path: str) -> None:
         one.data = before[name]
 
 
+def transfer(llm: Any, path: str) -> None:
+    """Update the weights as vLLM's own weight transfer does, which resets nothing."""
+    llm.init_weight_transfer_engine({"init_info": {}})
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"path": path}})
+    llm.finish_weight_update()
+
+
+def transfer_from_folders() -> None:
+    """Let this process have a backend of weight transfer that needs no GPU: `folders`."""
+    plain_linears()
+    from dataclasses import dataclass
+
+    from vllm.distributed.weight_transfer import base
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    @dataclass
+    class Init(base.WeightTransferInitInfo):  # type: ignore[misc]
+        pass
+
+    @dataclass
+    class Update(base.WeightTransferUpdateInfo):  # type: ignore[misc]
+        path: str
+
+    class Folders(base.WeightTransferEngine):  # type: ignore[misc]
+        init_info_cls, update_info_cls = Init, Update
+
+        def init_transfer_engine(self, init_info: Any) -> None: ...
+
+        def start_weight_update(self) -> None: ...
+
+        def finish_weight_update(self) -> None: ...
+
+        def shutdown(self) -> None: ...
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            self.receive_weights(self.parse_update_info(update_info))
+
+        def receive_weights(self, update_info: Any) -> None:
+            self.model.load_weights(checkpoint(update_info.path).items())
+
+    WeightTransferEngineFactory.register_engine("folders", Folders)
+
+
+def turn(worker: Any) -> None:
+    """On a worker: change what no look at the weights sees, the table of rotary embeddings."""
+    for name, buffer in worker.get_model().named_buffers():
+        if name.endswith("cos_sin_cache"):
+            buffer.copy_(buffer.flip(0))
+
+
+def turn_in_place(llm: Any) -> None:
+    """Change an engine of this process so that nothing but a reset can tell."""
+    llm.collective_rpc(turn)
+
+
 class Trained:
     """A worker extension, as trainers in processes of their own bring."""
+
+    def turn(self) -> None:
+        """As `turn`."""
+        turn(self)
 
     def update_weight(self, path: str) -> None:
         """Load new weights one by one."""
@@ -101,8 +163,16 @@ class Async:
         self._engine.shutdown()
 
 
-def add_lora(llm: Any, folder: str) -> Any:
+def add_lora(llm: Any, folder: str, load_inplace: bool = False) -> Any:
     """Load an adapter as the server does, before any request needs it."""
     from tests.support.vllm_child import adapter
 
-    return llm.llm_engine.add_lora(adapter([], 0, {"adapter": folder}))
+    lora = adapter([], 0, {"adapter": folder})
+    lora.load_inplace = load_inplace
+    return llm.llm_engine.add_lora(lora)
+
+
+def reload_lora(llm: Any, folder: str, other: str) -> Any:
+    """Write the files of another adapter over those of a folder, and load it in place."""
+    replace(folder, other)
+    return add_lora(llm, folder, load_inplace=True)

@@ -8,8 +8,9 @@ requests of each batch are aborted, at random moments), `preempt` (each batch is
 how many tokens of its answer it is preempted, and the engine's own cache emptied), `before` (for
 the number of a batch, or `start`, the function of `damage` that is called before it, and its
 arguments), `told` (for the number of a batch, the methods of LLM, or functions of `training`, that
-are called before it, and their arguments), `settled` (whether each batch begins when all that was
-stored before is there) and `is_async` (whether the engine is an AsyncLLM).
+are called before it, or with `preempt` when it is preempted, and their arguments), `settled`
+(whether each batch begins when all that was stored before is there) and `is_async` (whether the
+engine is an AsyncLLM).
 The result:
 per batch and request its tokens, the tokens that came from any cache, and the logits that its
 sampling parameters ask for; the tiers' counters, and how the chain explains its requests.
@@ -28,6 +29,7 @@ import random
 import sys
 import time
 import zlib
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
@@ -93,7 +95,7 @@ def run(job: dict[str, Any]) -> None:
     multiprocessing.get_context = lambda method=None: forking
     before = job.get("before", {})
     if change := before.get("start"):
-        getattr(damage, change[0])(*change[1:])
+        (getattr(damage, change[0], None) or getattr(training, change[0]))(*change[1:])
     llm: Any = training.Async(**job["engine"]) if job.get("is_async") else LLM(**job["engine"])
     batches = []
     spoken: list[list[int]] = []
@@ -103,11 +105,10 @@ def run(job: dict[str, Any]) -> None:
         if change := before.get(str(number)):
             settle(llm)
             getattr(damage, change[0])(*change[1:])
-        for method, arguments in job.get("told", {}).get(str(number), ()):
+        told = [partial(tell, llm, *one) for one in job.get("told", {}).get(str(number), ())]
+        for step in () if job.get("preempt") else told:
             settle(llm)
-            step = getattr(training, method, None)
-            told = getattr(llm, method) if step is None else partial(step, llm)
-            assert told(**arguments) is not False, method
+            step()
         batch = [(whole(spoken, *one), *one[1:]) for one in batch]
         requests = [(prompt(*one), params(*one)) for one in batch]
         if job.get("abort"):
@@ -115,7 +116,7 @@ def run(job: dict[str, Any]) -> None:
             continue
         if job.get("preempt"):
             (request,) = requests
-            batches.append([preempted(llm.llm_engine, *request, job["preempt"])])
+            batches.append([preempted(llm.llm_engine, *request, job["preempt"], told)])
             spoken.append([*batch[0][0], *batches[-1][0]["tokens"]])
             continue
         prompts, sampling = zip(*requests, strict=True)
@@ -139,6 +140,13 @@ def run(job: dict[str, Any]) -> None:
     }
     llm.llm_engine.engine_core.shutdown()
     Path(job["result"]).write_text(json.dumps(result))
+
+
+def tell(llm: Any, method: str, arguments: dict[str, Any]) -> None:
+    """Call a method of LLM, or a function of `training`."""
+    step = getattr(training, method, None)
+    called = getattr(llm, method) if step is None else partial(step, llm)
+    assert called(**arguments) is not False, method
 
 
 def whole(
@@ -236,8 +244,10 @@ def with_aborts(engine: Any, requests: list[Any], aborts: int) -> list[dict[str,
     return [results.get(str(number), nothing) for number in range(len(requests))]
 
 
-def preempted(engine: Any, prompt: Any, params: Any, after: int) -> dict[str, Any]:
-    """Run a request alone, which is preempted once."""
+def preempted(
+    engine: Any, prompt: Any, params: Any, after: int, told: Sequence[Callable[[], None]] = ()
+) -> dict[str, Any]:
+    """Run a request alone, which is preempted once, just after what is `told` then."""
     chunks = watched(engine.engine_core.engine_core.scheduler)
     engine.add_request("0", prompt, params)
     result: dict[str, Any] = {"tokens": []}
@@ -247,6 +257,8 @@ def preempted(engine: Any, prompt: Any, params: Any, after: int) -> dict[str, An
             result = shown(output)
         if due and len(result["tokens"]) >= after:
             due = False
+            for step in told:
+                step()
             assert engine.reset_prefix_cache(reset_running_requests=True)
     return {**result, "chunks": chunks}
 

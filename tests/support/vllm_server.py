@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class VllmServer:
                     "HF_HUB_OFFLINE": "1",
                     "VLLM_NO_USAGE_STATS": "1",
                     "VLLM_LOG_STATS_INTERVAL": "1",
+                    "VLLM_SERVER_DEV_MODE": "1",  # for resets by HTTP
                 },
             )
         self._wait_until_it_answers()
@@ -131,15 +132,19 @@ class VllmServer:
         }
         if tiers is not None:
             body["kv_transfer_params"] = {"kvtiers": {"tiers": list(tiers)}}
-        headers = {"Content-Type": "application/json"}
-        if replica is not None:
-            headers["X-data-parallel-rank"] = str(replica)
+        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
+        choice = self.post("/v1/completions", body, headers)["choices"][0]
+        return [int(token) for token in choice["token_ids"]]
+
+    def post(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
+        """What the server answers to a POST."""
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}/v1/completions", json.dumps(body).encode(), headers
+            f"http://127.0.0.1:{self._port}{path}",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", **(headers or {})},
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
-            choice = json.load(answer)["choices"][0]
-        return [int(token) for token in choice["token_ids"]]
+            return json.load(answer)
 
     def settle(self, replica: int | None = None) -> None:
         """Let steps tell of all transfers; they are of requests too short to have a block."""

@@ -54,7 +54,7 @@ class HostedManager(OffloadingManager):  # type: ignore[misc]
         named = list(keys)
         ordered = _head_first(named, req_context)
         slots = dict(zip(ordered, self.tier.prepare_load(req_context.req_id, ordered), strict=True))
-        return SlotsSpec([slots[key] for key in named], [])
+        return SlotsSpec([slots[key] for key in named], [], self.tier.generation)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.tier.touch(_head_first(keys, req_context))

@@ -29,8 +29,8 @@ COPIERS = 2
 
 @dataclass
 class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
-    """The host slots of a transfer, in the order of its paged blocks; of a store also the keys, and
-    their generation."""
+    """The host slots of a transfer, in the order of its paged blocks, and the generation of its
+    keys; of a store also the keys."""
 
     slots: list[int]
     keys: list[bytes]
@@ -95,7 +95,9 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
     ) -> bool:
         parts = list(self._parts(dst_spec, src_spec.slots))
         fences = [copier.fence() for copier, _, _ in parts]
-        load = partial(self._load, parts, fences, src_spec.slots)
+        self._watch.bind(WeightOrders())
+        verdict = self._watch.loads(src_spec.generation)
+        load = partial(self._load, parts, fences, src_spec, verdict)
         self._submit(self._expedited if expedited else self._loader, job_id, dst_spec, load)
         return True
 
@@ -103,12 +105,20 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
         self,
         parts: list[tuple[Copier, list[int], list[int]]],
         fences: list[object],
-        slots: list[int],
+        slots: SlotsSpec,
+        verdict: Verdict,
     ) -> float:
         began = time.perf_counter()
         for (copier, blocks, rows), fence in zip(parts, fences, strict=True):
             copier.scatter(self._region.memory.rows, rows, blocks, fence)
-        self._region.end(slots)
+        if not verdict.alike():
+            logger.error(
+                "the weights changed without a reset, and a request is served KV of the old ones: "
+                "vLLM's OffloadingConnector accepts no failed load. Nothing more is loaded until a "
+                "reset with reset_connector=True: send one before each change of the weights"
+            )
+            self._region.ends(slots.generation)
+        self._region.end(slots.slots)
         return time.perf_counter() - began
 
     def _parts(

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.checkpoints import write_adapter
-from tests.support.tiny_vllm import LLAMA, Run, documents
+from tests.support.tiny_vllm import LLAMA, LLAMA_4, Run, documents
 
 pytestmark = pytest.mark.vllm
 
@@ -113,3 +114,64 @@ def test_an_adapter_is_what_was_loaded_and_not_what_is_there(
     third = run_vllm(batches, tiers, **options)
     assert third.tokens == plain.tokens, "and who loads the same weights shares"
     assert third.loaded() == {"disk": 2 * 9 * 32}
+
+
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="disk",
+    fault="an adapter is loaded again with other weights, in place or after it was evicted",
+    outcome="nothing of before is served, and who loads what is there now finds nothing of it",
+)
+@pytest.mark.parametrize("how", ["evicted", "in place"])
+def test_an_adapter_is_loaded_again(run_vllm: Callable[..., Run], tmp_path: Path, how: str) -> None:
+    """By an engine with room for one, whose own cache would tell the versions apart by nothing."""
+    names = ("served", "following", "other")
+    served, following, other = (
+        str(write_adapter(tmp_path / name, LLAMA, seed)) for seed, name in enumerate(names)
+    )
+    tiers, (one,) = [disk(tmp_path / "disk")], PROMPTS[0]
+    first, between = [(*one, {"adapter": served})], [(*one, {"adapter": other})]
+    options: dict[str, Any] = {"max_loras": 1, "max_cpu_loras": 1, "enable_prefix_caching": False}
+    options |= {"enable_lora": True, "max_lora_rank": 8}
+    batches = [first, between, first, first, between, first]
+    change: dict[str, Any] = {"before": {"5": ["replace", served, following]}}
+    if how == "in place":
+        change = {"told": {"5": [["reload_lora", {"folder": served, "other": following}]]}}
+    run = run_vllm(batches, tiers, settled=True, **change, **options)
+    now = run_vllm([first, between], **options)
+    assert run.tokens[0] != now.tokens[0], "the versions answer differently"
+    expected = [run.tokens[0], now.tokens[1], run.tokens[0], run.tokens[0], now.tokens[1]]
+    assert run.tokens == [*expected, now.tokens[0]]
+    loaded = 9 * 32
+    assert run.cached == [[0], [0], [loaded], [loaded], [loaded], [0]]
+    told = {n: [["add_lora", {"folder": one}]] for n, one in (("0", served), ("1", other))}
+    again = run_vllm([first, between], tiers, told=told, **options)
+    assert again.tokens == now.tokens and again.cached == [[0], [loaded]]
+
+
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="any",
+    fault="a model decides how it computes by a setting that is no part of its configuration",
+    outcome="engines whose models were made otherwise share nothing",
+)
+def test_llama_4_by_the_longest_request(
+    run_vllm: Callable[..., Run], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It scales the queries of some layers if requests may have more than 32,768 tokens."""
+    options = {
+        "model": str(tiny_model(LLAMA_4)),
+        "num_gpu_blocks_override": 1100,
+        "disable_hybrid_kv_cache_manager": True,
+        # As long as what is loaded: another chunk would round otherwise.
+        "max_num_batched_tokens": COMPLETE // len(PROMPTS),
+        "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    }
+    tiers = [disk(tmp_path)]
+    short = run_vllm(PROMPTS, tiers, max_model_len=32768, **options)
+    plain = run_vllm(PROMPTS, max_model_len=32800, **options)
+    assert short.tokens != plain.tokens, "the scale must matter"
+    scaled = run_vllm(PROMPTS, tiers, max_model_len=32800, **options)
+    assert scaled.tokens == plain.tokens and scaled.loaded() == {}
+    shorter = run_vllm(PROMPTS, tiers, max_model_len=16384, **options)
+    assert shorter.tokens == short.tokens and shorter.loaded() == {"disk": COMPLETE}

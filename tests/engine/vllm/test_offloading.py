@@ -345,7 +345,9 @@ def test_a_store_is_refused_whose_engine_takes_new_weights(
         spec._facts([])
 
 
-def test_a_block_that_other_weights_computed_is_not_held(tmp_path: Path) -> None:
+def test_a_block_that_other_weights_computed_is_not_held(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     import torch
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
@@ -379,4 +381,17 @@ def test_a_block_that_other_weights_computed_is_not_held(tmp_path: Path) -> None
     assert not store(1) and region.has_ended(b"")
     assert store(2, b"next") and not region.has_ended(b"next")
     assert not store(3), "an order from before the reset"
+
+    def load(slot: int) -> None:
+        paged = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
+        worker.submit_load(slot, SlotsSpec([slot], [], b"next"), paged)
+        worker.wait({slot})
+        assert [result.success for result in worker.get_finished()] == [True], "vLLM asserts it"
+
+    load(2)
+    assert not region.has_ended(b"next") and not caplog.records
+    shown.weights = b"newer"
+    load(2)
+    assert region.has_ended(b"next"), "where nothing is stored a load tells"
+    assert "is served KV of the old ones" in caplog.text
     worker.shutdown()

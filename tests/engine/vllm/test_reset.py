@@ -132,3 +132,52 @@ def test_weights_change_under_vllms_own_connector(
     replica = run_vllm(ASKED, kv_transfer_config=tiers, **IN_PLACE, **IN_PROCESS)
     assert replica.tokens == [plain.tokens[0], base]
     assert replica.cached == [[FULL], [0]]
+
+
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="any",
+    fault="weights arrive by vLLM's weight transfer, and nothing is reset",
+    outcome="nothing of before is served, and nobody else finds what the engine stores",
+)
+def test_weights_are_transferred(
+    run_vllm: Callable[..., Run], tmp_path: Path, policies: list[str]
+) -> None:
+    """An engine with a weight_transfer_config shares nothing from the start."""
+    disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
+    told = {2: [("transfer", {"path": policies[0]})]}
+    one, other = ASKED
+    rounds = [one, one, one, other, other]
+    options = {**IN_PROCESS, **IN_PLACE, "weight_transfer_config": {"backend": "folders"}}
+    options["before"] = {"start": ["transfer_from_folders"]}
+    plain = run_vllm(rounds, told=told, **options)
+    assert plain.tokens[0] != plain.tokens[2], "the weights must matter"
+    policy = run_vllm(rounds, [disk], told=told, settled=True, **options)
+    assert policy.tokens == plain.tokens
+    assert policy.cached == [[0], [FULL], [0], [0], [FULL]]
+    (base,) = run_vllm([other], **IN_PLACE, **IN_PROCESS).tokens
+    replica = run_vllm(ASKED, [disk], **IN_PLACE, **IN_PROCESS)
+    assert replica.tokens == [plain.tokens[0], base]
+    assert replica.cached == [[0], [0]]
+
+
+@pytest.mark.faults
+@pytest.mark.fault(
+    tier="any",
+    fault="weights change where no look sees it, and a reset preempts what runs",
+    outcome="what runs begins anew with nothing of before, and others find nothing since",
+)
+def test_running_requests_are_reset(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
+    disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
+    one, other = ([(prompt, 40)] for [(prompt, _)] in ASKED)
+    told: dict[int, Any] = {1: [("turn_in_place", {})]}
+    options = {**IN_PROCESS, "preempt": 8}
+    rounds = [one, one, one, other]
+    plain = run_vllm(rounds, told=told, **options)
+    assert plain.tokens[0] != plain.tokens[1] != plain.tokens[2], "what changed must matter"
+    policy = run_vllm(rounds, [disk], told=told, settled=True, **options)
+    assert policy.tokens == plain.tokens
+    (base,) = run_vllm([other], **IN_PROCESS).tokens
+    replica = run_vllm([one, other], [disk], **IN_PROCESS)
+    assert replica.tokens == [plain.tokens[0], base]
+    assert replica.cached == [[FULL], [0]]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.support.metrics import Samples
-from tests.support.tiny_vllm import documents
+from tests.support.tiny_vllm import Run, documents
 from tests.support.vllm_server import VllmServer
 from tiers.host.memory import slot_stride
 
@@ -22,6 +23,8 @@ BLOCK_BYTES = 4 * 2 * 2 * 32 * 32 * 4
 """Layers, K and V, heads, their size, tokens per block, float32."""
 REFUSED = "everybodys"
 """A tier whose folder others may write to."""
+TRAINED = "tests.support.training.Trained"
+"""A worker extension that changes weights."""
 FIRST: list[Samples] = []
 """The metrics before the first request."""
 PATIENCE = 60.0
@@ -45,7 +48,7 @@ def served(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     chain.write_text(
         yaml.safe_dump({"version": 1, "load_when": "always", "staging": "64MiB", "tiers": tiers})
     )
-    server = VllmServer(tiny_llama, chain, folder / "log")
+    server = VllmServer(tiny_llama, chain, folder / "log", **{"worker-extension-cls": TRAINED})
     try:
         FIRST[:] = [_opened(server)]
         answers = [server.complete(prompt, 8) for prompt in PROMPTS]
@@ -157,3 +160,24 @@ def test_our_log_lines_look_like_the_engines(served: VllmServer) -> None:
     assert ["'cpu'" in opened[0], "'ssd'" in opened[1], len(opened)] == [True, True, 2], opened
     lines += opened + [line for line in log if "chain of 2 tier(s)" in line]
     assert all(" pid=" in line and " INFO " in line for line in lines), lines
+
+
+@pytest.mark.fault(
+    tier="any",
+    fault="weights change where no look sees it, and the engine's own cache is reset by HTTP",
+    outcome="nothing of before is served, and a replica on the same disk gets nothing since",
+)
+def test_a_reset_by_http(served: VllmServer, run_vllm: Callable[..., Run]) -> None:
+    """The last test here: it changes what the others count."""
+    old, (new,) = PROMPTS[3], documents(1, 600, seed=7)
+    before = served.metrics()["vllm:kvtiers_loaded_tokens_total"]
+    served.post("/collective_rpc", {"method": "turn"})
+    assert served.post("/reset_prefix_cache") == {"success": True}
+    answers = [[served.complete(prompt, 8)] for prompt in (old, new)]
+    served.settle()
+    assert served.metrics()["vllm:kvtiers_loaded_tokens_total"] == before
+    disk = {"type": "disk", "capacity": "64MiB", "path": str(served.log.with_name("disk"))}
+    asked: list[list[Any]] = [[(old, 8)], [(new, 8)]]
+    replica = run_vllm(asked, [{**disk, "name": "ssd"}], worker_extension_cls=TRAINED)
+    assert replica.cached == [[18 * 32], [0]]
+    assert replica.tokens[0] != answers[0] and replica.tokens[1] != answers[1], "it must matter"
