@@ -101,6 +101,32 @@ def test_all_that_we_import_is_there(path: Path) -> None:
     assert not missing, "not in this version, or imported since it was recorded (see record.py)"
 
 
+CHANGES_NOTHING = {
+    "get_model": "returns it",
+    "compute_weight_checksums": "reads",
+    "supports_draft_weight_updates": "says",
+    "init_weight_transfer_engine": "update_weights follows",
+    "start_weight_update": "as does it there",
+    "shutdown_weight_transfer_engine": "ends a connection",
+    "start_draft_weight_update": "drafts make no wrong tokens",
+}
+"""Members of a worker that have to do with weights, and why their calls are not counted."""
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_what_we_wrap_is_there_and_is_all(path: Path) -> None:
+    from tiers.engine.vllm_weights import DOORS
+
+    wrapped = json.loads(path.read_text())["wrapped"]
+    assert wrapped.pop("LRUCacheWorkerLoRAManager") == {"add_adapter": ["lora_request"]}
+    worker = wrapped.pop("Worker").keys()
+    assert worker - CHANGES_NOTHING.keys() <= {*DOORS}, "may change weights, and is not counted"
+    assert {*DOORS} - worker <= {"reset_weights"}, "vLLM before 0.32 has no such one"
+    for name, members in wrapped.items():
+        assert members.keys() == {"reset_prefix_cache"}, name
+
+
 @pytest.mark.parametrize("version", ["0.29.0", "0.30.1", "0.33.0", "0.33.1.dev7+gabc.cpu"])
 def test_a_version_of_the_range_is_served(version: str) -> None:
     check_version(version)

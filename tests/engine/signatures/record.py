@@ -28,6 +28,14 @@ BASES = {
     "OffloadingSpec": "vllm.v1.kv_offload.base",
 }
 """Classes of vLLM's that ours derive from, and where they are."""
+WRAPPED = {
+    "Worker": ("vllm.v1.worker.gpu_worker", "weight|load_model|get_model"),
+    "LRUCacheWorkerLoRAManager": ("vllm.lora.worker_manager", "add_adapter"),
+    "KVCacheManager": ("vllm.v1.core.kv_cache_manager", "reset_prefix_cache"),
+    "BlockPool": ("vllm.v1.core.block_pool", "reset_prefix_cache"),
+    "Scheduler": ("vllm.v1.core.sched.scheduler", "reset_prefix_cache"),
+}
+"""Classes of which we wrap members to see weights and resets, and which members may be those."""
 
 
 def imported() -> Iterator[tuple[str, str]]:
@@ -42,7 +50,11 @@ def record(read: Callable[[str], str | None]) -> dict[str, Any]:
     """The facts of one version; `read` gives the text of one of its files, None if it has none."""
     names = {module: names_in(module, read) for module in sorted({m for m, _ in imported()})}
     bases = {name: members(name, source(module, read)) for name, module in BASES.items()}
-    return {"bases": bases, "names": names}
+    wrapped = {}
+    for name, (module, may_be) in WRAPPED.items():
+        found = members(name, source(module, read))
+        wrapped[name] = {m: takes for m, takes in found.items() if re.search(may_be, m)}
+    return {"bases": bases, "names": names, "wrapped": wrapped}
 
 
 def source(module: str, read: Callable[[str], str | None]) -> ast.Module:

@@ -117,11 +117,7 @@ def test_an_adapter_is_what_was_loaded_and_not_what_is_there(
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="disk",
-    fault="an adapter is loaded again with other weights, in place or after it was evicted",
-    outcome="nothing of before is served, and who loads what is there now finds nothing of it",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("how", ["evicted", "in place"])
 def test_an_adapter_is_loaded_again(run_vllm: Callable[..., Run], tmp_path: Path, how: str) -> None:
     """By an engine with room for one, whose own cache would tell the versions apart by nothing."""
@@ -150,11 +146,7 @@ def test_an_adapter_is_loaded_again(run_vllm: Callable[..., Run], tmp_path: Path
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="any",
-    fault="a model decides how it computes by a setting that is no part of its configuration",
-    outcome="engines whose models were made otherwise share nothing",
-)
+@pytest.mark.fault
 def test_llama_4_by_the_longest_request(
     run_vllm: Callable[..., Run], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

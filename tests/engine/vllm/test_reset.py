@@ -135,11 +135,7 @@ def test_weights_change_under_vllms_own_connector(
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="any",
-    fault="weights arrive by vLLM's weight transfer, and nothing is reset",
-    outcome="nothing of before is served, and nobody else finds what the engine stores",
-)
+@pytest.mark.fault
 def test_weights_are_transferred(
     run_vllm: Callable[..., Run], tmp_path: Path, policies: list[str]
 ) -> None:
@@ -162,11 +158,7 @@ def test_weights_are_transferred(
 
 
 @pytest.mark.faults
-@pytest.mark.fault(
-    tier="any",
-    fault="weights change where no look sees it, and a reset preempts what runs",
-    outcome="what runs begins anew with nothing of before, and others find nothing since",
-)
+@pytest.mark.fault
 def test_running_requests_are_reset(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
     disk = {"type": "disk", "capacity": "64MiB", "path": str(tmp_path / "disk")}
     one, other = ([(prompt, 40)] for [(prompt, _)] in ASKED)

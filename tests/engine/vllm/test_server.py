@@ -162,11 +162,7 @@ def test_our_log_lines_look_like_the_engines(served: VllmServer) -> None:
     assert all(" pid=" in line and " INFO " in line for line in lines), lines
 
 
-@pytest.mark.fault(
-    tier="any",
-    fault="weights change where no look sees it, and the engine's own cache is reset by HTTP",
-    outcome="nothing of before is served, and a replica on the same disk gets nothing since",
-)
+@pytest.mark.fault
 def test_a_reset_by_http(served: VllmServer, run_vllm: Callable[..., Run]) -> None:
     """The last test here: it changes what the others count."""
     old, (new,) = PROMPTS[3], documents(1, 600, seed=7)

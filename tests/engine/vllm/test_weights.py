@@ -153,21 +153,3 @@ def test_the_worker_is_found_among_the_callers(worker: Worker) -> None:
 
     assert isinstance(Base(Model()).initialize_from_config(None), ModelWeights)
     assert isinstance(make(), Unseen)
-
-
-def test_the_members_that_change_weights_are_this_vllms() -> None:
-    from vllm.v1.worker.gpu_worker import Worker as GpuWorker
-
-    from tiers.engine.vllm_weights import DOORS
-
-    assert {*DOORS} - {*dir(GpuWorker)} <= {"reset_weights"}, "vLLM before 0.32 has no such one"
-    named = {name for name in dir(GpuWorker) if "weight" in name and name.split("_")[0] in VERBS}
-    assert named <= {*DOORS, *BEFORE}, "a member that may change weights, and is not counted"
-
-
-VERBS = {"load", "reload", "update", "finish", "start", "reset", "init", "set", "apply"}
-BEFORE = {
-    "start_weight_update": "update_weights follows",
-    "init_weight_transfer_engine": "as does it there",
-    "start_draft_weight_update": "drafts make no wrong tokens",
-}
