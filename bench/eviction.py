@@ -25,7 +25,7 @@ from typing import Any, get_args
 from bench.main import Scale
 from bench.policies import TRACE, read_trace
 from bench.report import Case, Point
-from tiers.connector.scheduler.looking_up.lookups import Lookup
+from tiers.connector.scheduler.lookup.lookups import Lookup
 from tiers.connector.scheduler.managers.host_manager import HostManager
 from tiers.contract.coverage import leading
 from tiers.cpu.spec import CpuSpec

@@ -193,17 +193,10 @@ def test_every_folder_is_a_room() -> None:
     assert inner == {name for name in ROOMS if name.startswith("connector/")}
 
 
-SCHEDULER = "tiers/connector/scheduler/"
-KNOTTED = {
-    *(SCHEDULER + name for name in ("context.py", "jobs.py", "opening.py")),
-    *(SCHEDULER + name for name in ("hints", "managers", "storing")),
-}
-
-
 def test_no_circle_of_imports() -> None:
     """Neither of files nor of folders that lie side by side, at any depth of the house; imports in
     functions and for type checkers alone count, too."""
-    assert figures.knots() == KNOTTED
+    assert figures.knots() == set()
 
 
 def test_a_folder_circle_is_one_although_no_file_is_on_one() -> None:

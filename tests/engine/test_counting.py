@@ -26,7 +26,7 @@ from tests.support.replay_chains import (
 )
 from tests.support.servers import RedisServer
 from tests.support.slow_store import SlowSpec, TroubledStore
-from tiers.connector.scheduler.looking_up.lookup_pace import LookupPace
+from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
 from tiers.connector.scheduler.managers.host_manager import HostManager
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.disk.store import DiskStore

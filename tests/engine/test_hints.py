@@ -27,8 +27,8 @@ from tests.support.replay_chains import (
 )
 from tests.test_readme import blocks
 from tiers.connector.policy.request_hints import MAX_TTL
-from tiers.connector.scheduler.hints import tier_hints
-from tiers.connector.scheduler.looking_up.lookup_pace import LookupPace
+from tiers.connector.scheduler import tier_hints
+from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
 from tiers.disk.slab import slot_bytes
 from tiers.disk.store import DiskStore
 from tiers.engine.replay import ReplayEngine, answer

@@ -17,7 +17,8 @@ import torch
 from tests.support.clock import wait_for
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, scheduler_of
 from tiers.connector.policy.requests import RequestState, RequestTable, Scheduled
-from tiers.connector.scheduler.storing.offers import TierRequest, new_offers
+from tiers.connector.scheduler.store_reservations import new_offers
+from tiers.connector.scheduler.tier_request import TierRequest
 from tiers.contract.engine import EngineInfo
 from tiers.contract.media import MediaMark, MediaMarks, joined
 from tiers.engine import digesting

@@ -14,7 +14,7 @@ from spec.load import load_chain
 from tests.support.clock import wait_for
 from tests.support.replay_chains import MODEL, SLOT, measured, scheduler_of
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
-from tiers.connector.scheduler.storing.intake import AGAIN, WINDOW
+from tiers.connector.scheduler.admission.admission import AGAIN, WINDOW
 from tiers.engine.replay import ReplayEngine, ReplayModel
 from tiers.store import Block
 
@@ -107,7 +107,7 @@ def test_offering_again_costs_a_step_the_same_however_much_waits(
     for _ in range(2):
         made.step()
     assert sum(asked) <= 2 * 4, "it lags behind, and yet it is offered old blocks"
-    monkeypatch.setattr("tiers.connector.scheduler.storing.stores.RETRIES", 5)
+    monkeypatch.setattr("tiers.connector.scheduler.stores.RETRIES", 5)
     store.pace.resume()
     while scheduler.slots_pinned:
         asked.clear()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from tiers.connector.policy.choice import stitched
-from tiers.connector.scheduler.looking_up.lookups import Lookup
+from tiers.connector.scheduler.lookup.lookups import Lookup
 from tiers.connector.scheduler.managers.manager import TierManager
 from tiers.store import Block
 

@@ -10,7 +10,7 @@ import pytest
 
 from spec.offloading import HostSpec
 from tests.support.lookups import look_up
-from tiers.connector.scheduler.looking_up.lookups import Lookup
+from tiers.connector.scheduler.lookup.lookups import Lookup
 from tiers.connector.scheduler.managers.host_manager import HostManager
 from tiers.errors import TierUnusable
 from tiers.host.slots import SlotPool, Slots

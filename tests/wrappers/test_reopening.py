@@ -15,7 +15,7 @@ from spec.registry import tier_class
 from tests.support.lookups import look_up
 from tests.support.plugin_packages import Install
 from tiers.block import NAMESPACE_BYTES
-from tiers.connector.scheduler.looking_up.lookups import Lookup
+from tiers.connector.scheduler.lookup.lookups import Lookup
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.contract.generation import Generation, space_of
 from tiers.disk.spec import DiskSpec

@@ -18,11 +18,11 @@ from tiers.connector.multi.worker import MultiWorker
 from tiers.connector.policy.requests import RequestTable
 from tiers.connector.policy.wait_budget import lookup_seconds
 from tiers.connector.recording import open_recorder
+from tiers.connector.scheduler.admission.admission import Admission
+from tiers.connector.scheduler.admission.tenant_quotas import Tenants
 from tiers.connector.scheduler.announcing import Announcer
 from tiers.connector.scheduler.opening import ChainPool, TierOpener
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
-from tiers.connector.scheduler.storing.admission import Admission
-from tiers.connector.scheduler.storing.tenant_quotas import Tenants
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.worker import OffloadingWorker
 from tiers.contract.adapters import LoadedAdapters

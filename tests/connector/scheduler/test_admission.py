@@ -8,12 +8,11 @@ from typing import Any, cast
 import pytest
 
 from tests.support.clock import Clock
+from tiers.connector.scheduler.admission.admission import COUNTED, Admission
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.managers.manager import TierManager
 from tiers.connector.scheduler.opening import OpenTier
-from tiers.connector.scheduler.storing.admission import COUNTED, Admission
-from tiers.connector.scheduler.storing.offers import Offers
-from tiers.connector.scheduler.storing.store_reservations import StoreReservations
+from tiers.connector.scheduler.store_reservations import Offers, StoreReservations
 from tiers.connector.scheduler.tier_health import TierHealth
 from tiers.disk.spec import DiskSpec
 from tiers.host.slots import SlotPool

@@ -12,7 +12,7 @@ from tiers.connector.policy.requests import RequestState
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.policy.wait_budget import WaitBudget
 from tiers.connector.scheduler.jobs import Jobs
-from tiers.connector.scheduler.storing.offers import TierRequest
+from tiers.connector.scheduler.tier_request import TierRequest
 from tiers.contract.adapters import RequestMark
 from tiers.contract.generation import Generation
 from tiers.contract.messages import JobResult, LoadItem, StoreItem

@@ -18,7 +18,7 @@ from tiers.connector.chain import open_scheduler
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.connector.multi.scheduler import MultiScheduler
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
-from tiers.connector.scheduler.looking_up.lookups import Lookup, LookupQueue
+from tiers.connector.scheduler.lookup.lookups import Lookup, LookupQueue
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.contract.engine import EngineInfo
 from tiers.contract.generation import Generation

@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.clock import Clock
 from tests.support.lookups import IndexedNames, look_up
-from tiers.connector.scheduler.looking_up.lookups import Lookup
-from tiers.connector.scheduler.looking_up.recent_keys import RecentKeys
+from tiers.connector.scheduler.lookup.lookups import Lookup
+from tiers.connector.scheduler.lookup.recent_keys import RecentKeys
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.contract.generation import Generation
 

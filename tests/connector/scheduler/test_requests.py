@@ -7,7 +7,8 @@ from typing import Any
 
 from tests.support.clock import Clock
 from tiers.connector.policy.requests import RequestTable
-from tiers.connector.scheduler.storing.offers import TierRequest, new_offers
+from tiers.connector.scheduler.store_reservations import new_offers
+from tiers.connector.scheduler.tier_request import TierRequest
 from tiers.contract.engine import EngineInfo
 from tiers.contract.media import MediaMarks
 

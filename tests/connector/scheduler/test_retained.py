@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from tests.support.clock import Clock
-from tiers.connector.scheduler.hints.retained import Bounds, Retained
+from tiers.connector.scheduler.admission.retained import Retained
+from tiers.connector.scheduler.admission.tenant_quotas import Bounds
 
 PLENTY = Bounds(1000, 1000)
 

@@ -16,9 +16,9 @@ from tests.support.clock import Clock
 from tests.support.lookups import IndexedNames
 from tiers.connector.chain import open_scheduler
 from tiers.connector.multi.metadata import MultiWorkerMetadata
-from tiers.connector.scheduler.looking_up.answers import Answers, Changes
-from tiers.connector.scheduler.looking_up.lookup_pace import LookupPace
-from tiers.connector.scheduler.looking_up.lookups import Lookup
+from tiers.connector.scheduler.lookup.answers import Answers, Changes
+from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
+from tiers.connector.scheduler.lookup.lookups import Lookup
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.connector.scheduler.managers.store_uses import StoreUses
 from tiers.contract.block_groups import GROUP_BYTES

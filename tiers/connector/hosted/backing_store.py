@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tiers.concurrency.executors import io_executor
 from tiers.connector.hosted.requests import HostedRequest, Prefix
 from tiers.connector.hosted.shared_slots import SlotRegion
-from tiers.connector.scheduler.looking_up.lookups import Lookup
+from tiers.connector.scheduler.lookup.lookups import Lookup
 from tiers.connector.scheduler.managers.manager import TierManager
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.contract.generation import Generation, space_of

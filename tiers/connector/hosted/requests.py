@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tiers.connector.scheduler.looking_up.lookups import Lookup
-from tiers.connector.scheduler.managers.store_order import StoreOrder
+from tiers.connector.scheduler.lookup.lookups import Lookup
+from tiers.connector.scheduler.tier_request import StoreOrder
 from tiers.host.slots import SlotPool
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tiers.connector.policy.requests import RequestState, RequestTable
+from tiers.connector.scheduler.admission.tenant_quotas import Tenants
 from tiers.connector.scheduler.jobs import Jobs
 from tiers.connector.scheduler.kv_events import KVEvents
 from tiers.connector.scheduler.opening import NOT_OPEN, OpenTier
-from tiers.connector.scheduler.storing.offers import TierRequest
-from tiers.connector.scheduler.storing.tenant_quotas import Tenants
 from tiers.connector.scheduler.tier_health import TierHealth
+from tiers.connector.scheduler.tier_request import TierRequest
 
 
 class Count(Protocol):

@@ -21,7 +21,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from tiers.connector.policy.shared_load import SharedLoad
-from tiers.connector.scheduler.storing.offers import TierRequest
+from tiers.connector.scheduler.tier_request import TierRequest
 from tiers.contract.generation import Generation
 from tiers.contract.messages import (
     JobResult,

@@ -8,7 +8,7 @@ from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import PendingLoad
 from tiers.connector.scheduler.managers.manager import DOWN
-from tiers.connector.scheduler.storing.offers import TierRequest
+from tiers.connector.scheduler.tier_request import TierRequest
 from tiers.contract.coverage import MISSING
 from tiers.contract.messages import LoadItem, LoadJob
 from tiers.contract.protocols import NULL_BLOCK

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tiers.connector.scheduler.admission.tenant_quotas import tenant_of
 from tiers.connector.scheduler.context import TierContext
-from tiers.connector.scheduler.storing.tenant_quotas import tenant_of
 from tiers.contract.protocols import Request
 
 

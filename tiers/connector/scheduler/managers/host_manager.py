@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiers.connector.scheduler.hints.retaining import HeldSlots
-from tiers.connector.scheduler.looking_up.answers import Changes
-from tiers.connector.scheduler.looking_up.lookup_pace import LookupPace
-from tiers.connector.scheduler.looking_up.lookups import Lookup
+from tiers.connector.scheduler.lookup.answers import Changes
+from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
+from tiers.connector.scheduler.lookup.lookups import Lookup
 from tiers.connector.scheduler.managers.manager import DOWN, TierManager
+from tiers.connector.scheduler.managers.retaining import HeldSlots
 from tiers.host.slots import Demotes, Residency, SlotPool
 from tiers.wrappers.guard import Health
 from tiers.wrappers.residency import health_of

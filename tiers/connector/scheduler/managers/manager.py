@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiers.connector.scheduler.hints.retaining import Retaining
-from tiers.connector.scheduler.looking_up.lookup_pace import LookupPace
-from tiers.connector.scheduler.looking_up.lookups import Lookup
+from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
+from tiers.connector.scheduler.lookup.lookups import Lookup
+from tiers.connector.scheduler.managers.retaining import Retaining
 from tiers.store import Usage
 from tiers.wrappers.guard import HEALTHY, Health
 

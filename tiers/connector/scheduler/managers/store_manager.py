@@ -9,15 +9,15 @@ from itertools import compress
 from operator import not_
 
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
-from tiers.connector.scheduler.hints.retaining import RenewedUses
-from tiers.connector.scheduler.looking_up.answers import Changes
-from tiers.connector.scheduler.looking_up.lookup_pace import LookupPace
-from tiers.connector.scheduler.looking_up.lookups import Asked, Lookup, LookupQueue
-from tiers.connector.scheduler.looking_up.rank_parts import RankParts
-from tiers.connector.scheduler.looking_up.recent_keys import RecentKeys
-from tiers.connector.scheduler.looking_up.unfound import UnfoundKeys
+from tiers.connector.scheduler.lookup.answers import Changes
+from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
+from tiers.connector.scheduler.lookup.lookups import Asked, Lookup, LookupQueue
+from tiers.connector.scheduler.lookup.rank_parts import RankParts
+from tiers.connector.scheduler.lookup.recent_keys import RecentKeys
+from tiers.connector.scheduler.lookup.unfound import UnfoundKeys
 from tiers.connector.scheduler.managers.clearing import Clearing
 from tiers.connector.scheduler.managers.manager import DOWN, TierManager
+from tiers.connector.scheduler.managers.retaining import RenewedUses
 from tiers.connector.scheduler.managers.store_uses import StoreUses
 from tiers.connector.scheduler.managers.store_watch import StoreWatch
 from tiers.contract.generation import Generation

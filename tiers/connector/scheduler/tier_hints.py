@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from tiers.connector.policy.request_hints import NO_HINTS
 from tiers.connector.policy.requests import RequestState
+from tiers.connector.scheduler.admission.retained import Retained
+from tiers.connector.scheduler.admission.tenant_quotas import tenant_of
 from tiers.connector.scheduler.context import TierContext
-from tiers.connector.scheduler.hints.retained import Retained
-from tiers.connector.scheduler.storing.offers import TierRequest
-from tiers.connector.scheduler.storing.tenant_quotas import tenant_of
+from tiers.connector.scheduler.tier_request import TierRequest
 
 ENDED_AT_ONCE = 512
 """Blocks whose time is over that a step lets go: one to two milliseconds of work."""

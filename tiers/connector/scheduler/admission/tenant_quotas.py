@@ -5,15 +5,22 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from spec.tenants import TenantSpec
-from tiers.connector.scheduler.hints.retained import Bounds
 from tiers.contract.protocols import Request
 
 
 def tenant_of(request: Request) -> str:
     """Whose request it is: its cache salt, without which its blocks are everybody's."""
     return getattr(request, "cache_salt", None) or ""
+
+
+class Bounds(NamedTuple):
+    """How many blocks may be retained for all tenants together, and for one of them."""
+
+    all: int
+    one: int
 
 
 class Tenants:

@@ -7,23 +7,21 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from tiers.connector.policy.requests import Scheduled, Step
+from tiers.connector.scheduler.admission.admission import Admission
+from tiers.connector.scheduler.admission.tenant_quotas import tenant_of
 from tiers.connector.scheduler.context import TierContext
-from tiers.connector.scheduler.hints.tier_hints import TierHints
 from tiers.connector.scheduler.jobs import PendingStore
-from tiers.connector.scheduler.storing.admission import Admission
-from tiers.connector.scheduler.storing.offers import (
+from tiers.connector.scheduler.store_reservations import (
+    FOR_ROOM,
+    NOT_YET,
     NOTHING,
     Offers,
-    TierRequest,
+    StoreReservations,
     new_offers,
     offers_again,
 )
-from tiers.connector.scheduler.storing.store_reservations import (
-    FOR_ROOM,
-    NOT_YET,
-    StoreReservations,
-)
-from tiers.connector.scheduler.storing.tenant_quotas import tenant_of
+from tiers.connector.scheduler.tier_hints import TierHints
+from tiers.connector.scheduler.tier_request import TierRequest
 from tiers.contract.messages import StoreItem, StoreJob
 from tiers.store import batch_blocks
 

@@ -6,14 +6,8 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-
-class Bounds(NamedTuple):
-    """How many blocks may be retained for all tenants together, and for one of them."""
-
-    all: int
-    one: int
+from tiers.connector.scheduler.admission.tenant_quotas import Bounds
 
 
 class Retained:

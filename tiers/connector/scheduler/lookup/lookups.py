@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from tiers.concurrency.executors import io_executor, wait_a_moment
-from tiers.connector.scheduler.looking_up.answers import Answers
+from tiers.connector.scheduler.lookup.answers import Answers
 from tiers.contract.messages import NO_LOOKUP_TIMES, LookupTimes
 
 

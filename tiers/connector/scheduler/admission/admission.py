@@ -1,0 +1,211 @@
+"""Admission: which missing blocks a tier stores, why not the others, and what to change then."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from spec.fields import format_rate, format_size
+from spec.offloading import QUEUE_SECONDS, OffloadingSpec, StoreSpec
+from tiers.contract.pool_size import STAGING, STEPS
+from tiers.wrappers.opening import log_name
+
+logger = logging.getLogger(__name__)
+
+HALF_LIFE = 10.0
+"""Seconds of storing after which a measurement counts half."""
+
+
+class StoreRate:
+    """Blocks a second of one tier, over all ranks, while it stores; of late counts most.
+
+    Idle time does not count, so that a tier with little to do is not taken to be slow. Used by the
+    scheduler's thread alone.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = self._seconds = 0.0
+
+    def ended(self, blocks: int, seconds: float) -> None:
+        """A job has stored so many blocks, in so many seconds on the slowest rank."""
+        left = 0.5 ** (seconds / HALF_LIFE)
+        # A job that took very long counts no more than the time that is remembered.
+        counts = (1 - left) * HALF_LIFE / math.log(2) / seconds if seconds else 1.0
+        self._blocks = self._blocks * left + blocks * counts
+        self._seconds = self._seconds * left + seconds * counts
+
+    def blocks_in(self, seconds: float) -> float | None:
+        """How many blocks it stores in this time; None: nothing was measured."""
+        return self._blocks * seconds / self._seconds if self._seconds else None
+
+
+COUNTED = 1 << 18
+"""Blocks whose requests are counted; beyond it the oldest counts are forgotten."""
+BURST = 3600.0
+"""Seconds whose part of a write budget may be spent at once."""
+
+
+class Admission:
+    """A tier's rules of what is stored; used by the scheduler's thread alone.
+
+    What it answers is None, or the name of the counter (see `stats`) for what is not stored.
+    `now` gives seconds, never going back. `alone`: whether the chain has no other tier, which this
+    one could starve of slots when it lags behind. `step_blocks`: what a step of the engine
+    completes at most. `intake` counts what comes of it all, `rate` learns how fast the tier stores.
+    """
+
+    def __init__(
+        self,
+        spec: OffloadingSpec,
+        now: Callable[[], float],
+        alone: bool = False,
+        step_blocks: int = 0,
+    ) -> None:
+        store = spec if isinstance(spec, StoreSpec) else None
+        self.intake = Intake(spec, now)
+        self.rate = StoreRate()
+        self._max_inflight = store.max_inflight if store is not None else None
+        self._share = 1.0 if alone else 0.5
+        self._step_blocks = step_blocks
+        self._store_threshold = spec.store_threshold
+        self._budget = store.write_budget if store is not None else None
+        self._now = now
+        self._counts: dict[bytes, int] = {}
+        self._left = (self._budget or 0.0) * BURST
+        self._since = now()
+
+    def most_inflight(self, block_bytes: int, slots: int) -> int:
+        """How many blocks may be on their way into the tier, of a pool of so many slots.
+
+        What lies longer than `QUEUE_SECONDS` comes late and holds memory that others could use. A
+        tier that has stored nothing yet may have as much as `staging` is made for.
+        """
+        # A tier that lags behind may not hold all slots: it would starve the others.
+        most = max(1, int(slots * self._share))
+        if not block_bytes:
+            return most
+        if self._max_inflight is not None:
+            return min(most, max(1, self._max_inflight // block_bytes))
+        stored = self.rate.blocks_in(QUEUE_SECONDS)
+        if stored is None:
+            stored = max(STEPS * self._step_blocks, STAGING // block_bytes)
+        return min(most, max(1, int(stored)))
+
+    def refuses(self, key: bytes, size: int) -> str | None:
+        """Ask for a block of `size` bytes that the tier lacks: once per request, and again where it
+        was admitted and found no room."""
+        if not self._is_touched_enough(key):
+            return "store_deferred"
+        return None if self._can_pay(size) else "store_dropped_budget"
+
+    def _is_touched_enough(self, key: bytes) -> bool:
+        if self._store_threshold == 1:
+            return True
+        count = self._counts.pop(key, 0) + 1
+        self._counts[key] = count
+        if len(self._counts) > COUNTED:
+            del self._counts[next(iter(self._counts))]
+        return count >= self._store_threshold
+
+    def _can_pay(self, size: int) -> bool:
+        if self._budget is None:
+            return True
+        now, before = self._now(), self._since
+        self._since = now
+        self._left = min(self._budget * BURST, self._left + (now - before) * self._budget)
+        return self._left >= size
+
+    def stores(self, key: bytes, size: int) -> None:
+        """The block is on its way; when it goes again, it has to be asked for anew."""
+        self._counts.pop(key, None)
+        self._left -= size
+
+
+WINDOW = 60.0
+"""Seconds over which what a tier takes is compared with what it is offered."""
+AGAIN = 3600.0
+"""Seconds after which it is said again."""
+FEWEST = 16
+"""Blocks lost in that time that are not worth a line."""
+INTENDED = ("store_deferred", "store_dropped_down")
+"""What is left out as the operator wishes, or with a line of the guard's."""
+
+
+class Intake:
+    """Counts one tier's blocks, over all ranks as one; used by the scheduler's thread alone.
+
+    `now` gives seconds, never going back.
+    """
+
+    def __init__(self, spec: OffloadingSpec, now: Callable[[], float]) -> None:
+        self._spec = spec
+        self._now = now
+        self._since: float | None = None
+        self._quiet_until = 0.0
+        self._offered = 0
+        self._lost: Counter[str] = Counter()
+
+    def offered(self, taken: int, refused: Mapping[str, int]) -> None:
+        """So many new blocks were taken, and so many refused, by the names of their counters."""
+        lost = {name: count for name, count in refused.items() if name not in INTENDED}
+        if self._since is None:
+            self._since = self._now()
+            self._quiet_until = max(self._quiet_until, self._since)
+        self._offered += taken + sum(lost.values())
+        self._lost.update(lost)
+
+    def taken_later(self, reasons: Mapping[str, int]) -> None:
+        """Blocks that were refused for these reasons were taken after all."""
+        self._lost.subtract(reasons)
+
+    def failed(self, blocks: int) -> None:
+        """The tier did not store so many blocks that it had taken."""
+        self._lost["store_failures"] += blocks
+
+    def look(self) -> None:
+        """Say so, when the time is over, if the tier took under half."""
+        now = self._now()
+        if self._since is None or now < self._since + WINDOW:
+            return
+        lost = sum(self._lost.values())
+        if now >= self._quiet_until and lost >= FEWEST and 2 * lost > self._offered:
+            self._quiet_until = now + AGAIN
+            (reason, _), *_ = self._lost.most_common(1)
+            logger.warning(
+                "tier %r took %d of the %d blocks that it was offered in %.0f s: %s",
+                log_name(self._spec),
+                max(0, self._offered - lost),
+                self._offered,
+                now - self._since,
+                self._remedy(reason),
+            )
+        self._since, self._offered = None, 0
+        self._lost.clear()
+
+    def _remedy(self, reason: str) -> str:
+        store = self._spec if isinstance(self._spec, StoreSpec) else None
+        if reason == "store_dropped_budget" and store is not None and store.write_budget:
+            return (
+                f"raise its write_budget, now {format_rate(store.write_budget)}, or keep out with "
+                "store_threshold: 2 what is asked for only once"
+            )
+        if reason == "store_failures":
+            return (
+                "it did not store the others; look for its errors in this log, and at its capacity "
+                "and the room that it has"
+            )
+        if reason == "store_dropped_no_slot" or store is None:
+            return "no slot of host memory was free; raise staging"
+        most = store.max_inflight
+        if most is None:
+            setting = f"staging, set its max_inflight (now what it stores in {QUEUE_SECONDS:g} s)"
+        else:
+            setting = f"its max_inflight, now {format_size(most)}"
+        if store.store_rate is not None:
+            setting += f" or its store_rate, now {format_rate(store.store_rate)}"
+        return (
+            f"it stores more slowly than blocks come; raise {setting}, or keep out with "
+            "store_threshold: 2 what is asked for only once"
+        )

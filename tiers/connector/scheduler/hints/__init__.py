@@ -1,1 +1,0 @@
-"""What requests say of the future of their blocks, obeyed in one tier."""

@@ -1,1 +1,0 @@
-"""Which blocks a tier stores, and what they take until they are stored."""
