@@ -35,7 +35,7 @@ CHAINS = {
     "cpu, disk": SimChain((CPU, DISK)),
     "cpu, disk, redis": SimChain((CPU, DISK, REDIS)),
     "cpu, disk, first": SimChain((CPU, DISK), load_policy="first"),
-    "cpu with s3fifo, disk": SimChain((SimTier("cpu", "cpu", True, 256 * GB, "s3fifo"), DISK)),
+    "cpu with arc, disk": SimChain((SimTier("cpu", "cpu", True, 256 * GB, "arc"), DISK)),
 }
 MACHINE = Machine(
     kv_bytes_per_token=1 << 17,

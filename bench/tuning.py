@@ -75,7 +75,7 @@ HEALTHY = {
 }
 HAND = {
     "memory": [
-        "cpu", "cpu/2", "cpu/4", "cpu:2", "cpu:3", "cpu arc", "cpu s3fifo", "cpu:2 arc",
+        "cpu", "cpu/2", "cpu/4", "cpu:2", "cpu:3", "cpu arc", "cpu/2 arc", "cpu:2 arc",
         "cpu; always", "cpu:2; always",
     ],
     "memory-and-ssd": [

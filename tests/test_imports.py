@@ -129,7 +129,7 @@ ROOMS: dict[str, set[str]] = {
     "testing": set(),
     "traces": {"concurrency"},
     "ghosts": {"concurrency"},
-    "tuning": {"traces", "loading"},
+    "tuning": {"traces", "loading", "host"},
     "tuning/profiling": {"tuning", "wrappers", "host"},
     "tuning/replay": {
         "tuning",

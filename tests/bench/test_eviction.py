@@ -51,4 +51,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_default_serves_more_than_lru_where_room_is_short() -> None:
     prompts = [one.block_hashes for one in read_trace(TRACE, 1000)]
     (row,) = measure(prompts, [5.0])
-    assert 1.1 * row["lru"] < row["s3fifo"] < row["opt"]
+    assert 1.1 * row["lru"] < row["arc"] < row["opt"]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from tiers.cpu.arc import ArcResidency
-from tiers.cpu.ghost_list import GhostList
 from tiers.cpu.lru import LruResidency
 from tiers.cpu.residency import SlotResidency
-from tiers.cpu.s3fifo import S3FifoResidency
+from tiers.host.arc import History
 from tiers.host.slots import SlotPool
 
 
@@ -47,8 +46,8 @@ def test_lru_keeps_the_head_of_a_prefix_longer_than_its_tail() -> None:
         assert kept(tier, range(4)) == list(range(count))
 
 
-def test_one_long_prompt_does_not_sweep_arc_and_s3fifo() -> None:
-    for policy, survivors in ((LruResidency, 0), (ArcResidency, 10), (S3FifoResidency, 10)):
+def test_one_long_prompt_does_not_sweep_arc() -> None:
+    for policy, survivors in ((LruResidency, 0), (ArcResidency, 10)):
         pool = SlotPool(41)
         tier = policy(pool, 40)
         use(pool, tier, *range(10), *range(10))
@@ -67,18 +66,8 @@ def test_arc_gives_more_room_to_blocks_used_once_when_they_come_back() -> None:
     assert len(kept(tier, range(200, 204))) > 1
 
 
-def test_s3fifo_takes_back_at_once_what_went_too_early() -> None:
-    pool = SlotPool(9)
-    tier = S3FifoResidency(pool, 8)
-    use(pool, tier, *range(12))
-    assert 0 not in kept(tier, range(12))
-    use(pool, tier, 0)
-    use(pool, tier, *range(100, 108))
-    assert 0 in kept(tier, range(12))
-
-
-def test_gone_keys_are_remembered_to_a_bound() -> None:
-    gone = GhostList(10)
+def test_evicted_keys_are_remembered_to_a_bound() -> None:
+    gone = History[bytes](10)
     for number in range(100):
         gone.add(key(number))
     assert 5 <= len(gone) <= 10

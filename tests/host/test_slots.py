@@ -28,7 +28,7 @@ class PoolAndTier(RuleBasedStateMachine):
         self.written: dict[int, bytes] = {}
         """Which block's bytes each slot has, as a worker would find it."""
 
-    @initialize(eviction=st.sampled_from(["lru", "arc", "s3fifo"]))
+    @initialize(eviction=st.sampled_from(["lru", "arc"]))
     def open(self, eviction: str) -> None:
         """Any policy may evict what it likes, but says so."""
         spec = CpuSpec.model_validate({"capacity": 1, "eviction": eviction})

@@ -50,7 +50,7 @@ def test_what_is_retold_is_what_a_simulation_tells() -> None:
     chains = [
         made(cpu, eviction, disk, threshold)
         for cpu, eviction, disk, threshold in product(
-            (10**5, held[0] + 1, held[0] - 1, 60), ("lru", "arc", "s3fifo"), disks, (1, 2)
+            (10**5, held[0] + 1, held[0] - 1, 60), ("lru", "arc"), disks, (1, 2)
         )
     ]
     reports = {chain: simulate(WORKLOAD, SIZE, chain, MACHINE, warm=0.5) for chain in chains}
@@ -59,7 +59,7 @@ def test_what_is_retold_is_what_a_simulation_tells() -> None:
         found = retold(known, reports[known], chain, MACHINE)
         assert found in (None, reports[chain]) and (found is not None or known != chain)
         told += found is not None and known != chain
-    assert told > 500
+    assert told > 300
     assert len(set(reports.values())) > 30
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from spec.offloading import HostSpec
 from tiers.cpu.arc import ArcResidency
 from tiers.cpu.lru import LruResidency
 from tiers.cpu.residency import SlotResidency
-from tiers.cpu.s3fifo import S3FifoResidency
 from tiers.host.slots import Slots
+
+
+def _as_eviction(value: object) -> object:
+    if value == "s3fifo":
+        raise ValueError("write eviction: arc, which serves as much or more where room is short")
+    return value
 
 
 class CpuSpec(HostSpec):
@@ -21,15 +25,14 @@ class CpuSpec(HostSpec):
     is_trusted: ClassVar[bool] = True
 
     type: Literal["cpu"] = "cpu"
-    eviction: Literal["lru", "arc", "s3fifo"] = Field(
+    eviction: Annotated[Literal["lru", "arc"], BeforeValidator(_as_eviction)] = Field(
         default="lru",
         description="Choose the block to evict. lru: the least recently used. arc: one used once "
-        "or one used again, whichever kind has paid less. s3fifo: one not used since it was "
-        "stored.",
+        "or one used again, whichever kind has paid less; for a tier that is small beside the "
+        "traffic.",
     )
 
     def residency(self, pool: Slots, max_slots: int) -> SlotResidency:
         """Keep `max_slots` blocks at most, chosen by the eviction policy."""
-        policies: dict[str, Callable[[Slots, int], SlotResidency]]
-        policies = {"lru": LruResidency, "arc": ArcResidency, "s3fifo": S3FifoResidency}
-        return policies[self.eviction](pool, max_slots)
+        policy = ArcResidency if self.eviction == "arc" else LruResidency
+        return policy(pool, max_slots)

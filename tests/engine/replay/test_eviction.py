@@ -30,7 +30,7 @@ from tiers.engine.replay.requests import ReplayRequest
 BLOCKS = 8
 """Blocks that each tier has room for, and that the prefix has."""
 SIZE = MODEL.block_tokens
-TIERS = ["lru", "arc", "s3fifo", "disk"]
+TIERS = ["lru", "arc", "disk"]
 
 
 def tier(kind: str, folder: Path) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def test_a_prefix_stored_in_batches_is_evicted_from_its_tail(
     assert held(made, tokens) == [True] * 4 + [False] * 4
 
 
-@pytest.mark.parametrize("kind", ["lru", "arc", "s3fifo"])
+@pytest.mark.parametrize("kind", ["lru", "arc"])
 def test_what_waited_for_a_store_goes_before_what_came_later(
     engine: Callable[..., ReplayEngine], store: TroubledStore, kind: str
 ) -> None:
@@ -165,7 +165,7 @@ def test_a_long_answer_counts_its_head_as_used_a_few_times_only(
     assert touched and sum(touched) <= 3 * blocks
 
 
-@pytest.mark.parametrize("kind", ["lru", "arc", "s3fifo"])
+@pytest.mark.parametrize("kind", ["lru", "arc"])
 def test_a_prompt_larger_than_the_tier_leaves_its_head(
     engine: Callable[..., ReplayEngine], tmp_path: Path, kind: str
 ) -> None:

@@ -20,7 +20,7 @@ class SimTier:
     capacity: int | None = None
     """None: as the machine's profile says, else without limit."""
     eviction: str = "lru"
-    """`lru`, `arc` or `s3fifo`; stores have `lru`."""
+    """`lru` or `arc`; stores have `lru`."""
     store_threshold: int = 1
     max_inflight: int | None = None
     store_rate: float | None = None

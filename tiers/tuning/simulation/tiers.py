@@ -6,8 +6,8 @@ import math
 
 from spec.offloading import QUEUE_SECONDS
 from tiers.tuning.machine import Machine, TierProfile
+from tiers.tuning.simulation.arc_space import ArcSpace
 from tiers.tuning.simulation.chain import SimChain, SimTier
-from tiers.tuning.simulation.queues import ArcSpace, S3FifoSpace
 from tiers.tuning.simulation.spaces import LruSpace, TimedSpace
 from tiers.tuning.simulation.tier import Tier, TierSettings
 from tiers.tuning.simulation.workload import Workload
@@ -44,7 +44,7 @@ def tiers_of(chain: SimChain, machine: Machine, workload: Workload) -> list[Tier
 def _space(tier: SimTier, blocks: float, runs: int) -> LruSpace:
     if tier.ttl is not None:
         return TimedSpace(blocks, runs, tier.ttl)
-    spaces = {"lru": LruSpace, "arc": ArcSpace, "s3fifo": S3FifoSpace}
+    spaces = {"lru": LruSpace, "arc": ArcSpace}
     if tier.eviction not in spaces:
         known = ", ".join(spaces)
         raise ValueError(f"{tier.name}: found eviction {tier.eviction!r}; simulated are {known}")

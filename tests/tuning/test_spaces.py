@@ -1,0 +1,64 @@
+"""The simulation's spaces, by runs of blocks, evict what the cpu tier evicts, slot by slot."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from bench.eviction import replay
+from tiers.tuning.simulation.arc_space import ArcSpace
+from tiers.tuning.simulation.spaces import LruSpace
+
+SPACES = {"lru": LruSpace, "arc": ArcSpace}
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    """Chats that go on in turns, and documents that are asked about once; a number for each block,
+    which stands for all before it, too."""
+    rng = random.Random(seed)
+    fresh = iter(range(10**6))
+    chats: list[list[int]] = []
+    prompts = []
+    for _ in range(300):
+        if rng.random() < 0.4:
+            prompts.append([next(fresh) for _ in range(rng.randint(1, 12))])
+            continue
+        if not chats or rng.random() < 0.2:
+            chats.append([])
+        chat = rng.choice(chats[-12:])
+        chat += [next(fresh) for _ in range(rng.randint(1, 4))]
+        prompts.append(chat[:])
+    return prompts
+
+
+def simulated(prompts: Sequence[Sequence[int]], eviction: str, blocks: int) -> int:
+    """Hits of a space, with a run for each block."""
+    space = SPACES[eviction](blocks, 1 + max(map(max, prompts)))
+    hits = 0
+    for prompt in prompts:
+        held = [space.held[block] for block in prompt]
+        hits += [*held, 0].index(0)
+        lacking = [(block, 1) for block, has in zip(prompt, held, strict=True) if not has]
+        space.touch(prompt)
+        for block, _ in lacking:
+            space.known[block] = 1
+        if lacking:
+            space.store((lacking, len(lacking), prompt))
+        assert space.used == sum(space.held) <= blocks
+    return hits
+
+
+@pytest.mark.parametrize("blocks", [100, 200])
+@pytest.mark.parametrize("eviction", SPACES)
+@pytest.mark.parametrize("seed", range(4))
+def test_simulation_and_cpu_tier_hit_the_same_blocks(eviction: str, blocks: int, seed: int) -> None:
+    prompts = prompts_of(seed)
+    keys = [[b"%d" % block for block in prompt] for prompt in prompts]
+    hits = replay(keys, eviction, blocks)
+    assert hits > 100
+    # The tier makes room block by block, a space for all that one job stores: arc's share moves
+    # in between.
+    near = 0 if eviction == "lru" else hits // 50
+    assert simulated(prompts, eviction, blocks) == pytest.approx(hits, abs=near)
