@@ -6,6 +6,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+RETRY_AFTER = 1.0
+"""Seconds until a failed tier is tried again; doubled by each trial that fails."""
+
+RETRY_AFTER_MAX = 30.0
+"""Most seconds between two trials."""
+
 
 @dataclass(eq=False)
 class Call:

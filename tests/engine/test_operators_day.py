@@ -20,7 +20,7 @@ from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.connector import chain
 from tiers.contract.stats import STATE, STATES
 from tiers.disk.folder import keeping
-from tiers.engine.replay import ReplayEngine, answer
+from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 
 MakeEngine = Callable[..., ReplayEngine]
 OTHER = """
@@ -75,7 +75,7 @@ def serve(made: ReplayEngine, seed: int = 5, count: int = 20) -> None:
     """Serve requests, each of which must be answered as without tiers."""
     for prompt, tokens in workload(seed, count):
         request = made.generate(prompt, tokens)
-        assert request.output == answer(MODEL, prompt, tokens)
+        assert request.output == answer(made.model, prompt, tokens, len(made.workers))
     made.settle()
 
 
@@ -110,15 +110,19 @@ def test_a_folder_that_others_may_write_to(
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_that_is_not_there_and_comes(
     engine: MakeEngine,
     tmp_path: Path,
     server: RedisServer,
     caplog: pytest.LogCaptureFixture,
+    ranks: int,
 ) -> None:
+    """Of two ranks with the same KV the second stores nothing, and joins all the same."""
     server.kill()
     dead = redis(server, tmp_path, name="dead")
-    made = engine(chain_of(dead, disk(tmp_path / "disk")))
+    model = ReplayModel(replicated=ranks > 1)
+    made = engine(chain_of(dead, disk(tmp_path / "disk")), model=model, world_size=ranks)
     assert state(made, "disk") == "open"
     until(lambda: state(made, "dead") == "down")
     serve(made)
@@ -132,7 +136,7 @@ def test_a_server_that_is_not_there_and_comes(
     assert "tier 'dead' is open" not in caplog.text
     server.start()
     until(lambda: "tier 'dead' is open" in caplog.text)
-    serve_until(made, lambda: state(made, "dead") == "open")
+    until(lambda: state(made, "dead") == "open")
     serve(made, seed=200)
     assert measured(made, "stored_blocks", "dead") > 0
     assert trouble(caplog) == [line], "recovery is no trouble"
@@ -223,22 +227,26 @@ def test_a_cpu_tier_that_is_too_large_costs_the_others_nothing(
     assert measured(made, "capacity_bytes", "cpu") == 30 * SLOT
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_blocks_that_the_engines_end_loses(
     engine: MakeEngine,
-    store: TroubledStore,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
 ) -> None:
+    """One rank tells of them: the others lose the same ones."""
     monkeypatch.setattr(chain, "DRAIN_SECONDS", 0.1)
-    made = engine(ChainSpec(version=1, tiers=(SlowSpec(type="slow"),)))
-    store.pace.hang("put")
+    stores: list[TroubledStore] = []
+    monkeypatch.setattr(SlowSpec, "open", lambda *_: stores.append(TroubledStore()) or stores[-1])
+    made = engine(ChainSpec(version=1, tiers=(SlowSpec(type="slow"),)), world_size=ranks)
+    for store in stores:
+        store.pace.hang("put")
     made.generate(range(40), 1)
     made.step()
-    blocks = int(measured(made, "storing_bytes")) // MODEL.payload_bytes
+    blocks = int(measured(made, "storing_bytes")) // MODEL.payload_bytes // ranks
     made.closed = True
     for worker in made.workers:
         worker.close()
-    store.pace.resume()
     assert made.connector is not None
     made.connector.shutdown()
     (line,) = trouble(caplog)

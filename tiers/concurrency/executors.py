@@ -105,7 +105,7 @@ def _serve(calls: SimpleQueue[_Call | None]) -> None:
     while (call := calls.get()) is not None:
         future, run = call
         if future.set_running_or_notify_cancel():
-            _settle(future, run)
+            settle(future, run)
         del call, future, run  # an idle thread keeps nobody's memory
     calls.put(None)  # for the next thread
 
@@ -150,13 +150,14 @@ def in_background(call: Callable[[], T], name: str) -> Future[T]:
 
     def run() -> None:
         widen_affinity()
-        _settle(ended, call)
+        settle(ended, call)
 
     threading.Thread(target=run, name=f"kvtiers-{name}", daemon=True).start()
     return ended
 
 
-def _settle(future: Future[T], call: Callable[[], T]) -> None:
+def settle(future: Future[T], call: Callable[[], T]) -> None:
+    """Run `call`, and hand its result to `future`, or whatever it raised."""
     try:
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - raised where the result is asked for

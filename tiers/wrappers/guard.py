@@ -16,7 +16,7 @@ from operator import add
 from typing import NamedTuple, cast
 
 from spec.errors import told
-from tiers.breaker import Breaker, Call
+from tiers.breaker import RETRY_AFTER, RETRY_AFTER_MAX, Breaker, Call
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import in_background
 from tiers.errors import RecordError, TierError, TierFull, TierNotOpen
@@ -40,12 +40,6 @@ from tiers.store import (
 )
 from tiers.wrappers.guard_log import GuardLog, trace_of
 from tiers.wrappers.reopening import Reopening
-
-RETRY_AFTER = 1.0
-"""Seconds until a failed tier is tried again; doubled by each trial that fails."""
-
-RETRY_AFTER_MAX = 30.0
-"""Most seconds between two trials."""
 
 DEADLINE = 10.0
 """Seconds after which a verb that has not returned counts as failed."""
@@ -130,7 +124,7 @@ class Guarded(StoreWrapper):
         attempt = _Attempt(self, self._looks, None)
         with attempt:
             return None if capability(self._inner, kind) is None else cast(Capability, self)
-        if attempt.error is not None and not isinstance(attempt.error, TierNotOpen):
+        if attempt.error is not None:
             self._log.cannot_tell(kind.__name__, attempt.error)
         return None
 
@@ -138,15 +132,14 @@ class Guarded(StoreWrapper):
     def health(self) -> Health:
         """How the tier does now."""
         self._notice_late()
-        late = self._late
-        is_open, lacks = late is None or late.now is not None, bool(self._warning)
+        late, is_open, lacks = self._late, self._is_open, bool(self._warning)
         are_closed = self._reads.is_closed and self._looks.is_closed and self._writes.is_closed
         if are_closed and is_open and not lacks:
             return HEALTHY  # asked several times a request
         reads = (self._reads, self._looks)
         return Health(
-            reads=not any(breaker.is_refusing() for breaker in reads),
-            writes=not self._writes.is_refusing(),
+            reads=is_open and not any(breaker.is_refusing() for breaker in reads),
+            writes=is_open and not self._writes.is_refusing(),
             reads_up=is_open and all(breaker.is_closed for breaker in reads),
             writes_up=is_open and self._writes.is_closed,
             opening=late is not None and late.is_opening,
@@ -275,22 +268,20 @@ class Guarded(StoreWrapper):
                 self._warning = str(cast(Warns, self._inner).warning())
         return self._warning
 
-    def join(self) -> None:
-        """Open a store that is not open, if a read would be tried; waits a moment for it."""
-        if self._late is not None and self._late.now is None and not self._closed:
-            with self._enter(self._reads) as allowed:
-                if allowed:
-                    self._late.join()
+    @property
+    def _is_open(self) -> bool:
+        return self._late is None or self._late.now is not None
 
     def _enter(self, breaker: Breaker) -> _Attempt:
         """Begin a call that `breaker` decides on."""
         self._notice_late()
-        return _Attempt(self, breaker, breaker.enter())
+        return _Attempt(self, breaker, breaker.enter() if self._is_open else None)
 
     def _look(self, breaker: Breaker) -> _Attempt:
         """Begin a call that needs no I/O: it is no trial of reads, but waits until one is due."""
         self._notice_late()
-        call = None if self._reads.is_refusing() else breaker.enter()
+        is_refused = not self._is_open or self._reads.is_refusing()
+        call = None if is_refused else breaker.enter()
         return _Attempt(self, breaker, call)
 
     def now(self) -> TierStore:
@@ -319,23 +310,16 @@ class Guarded(StoreWrapper):
             return False
         self.failures.count(type(error).__name__)
         if self._late is not None and isinstance(error, TierNotOpen):
-            self._lost(self._late, store, error)
-            if call is not None and breaker.failed(call):
-                self._log.not_open(breaker)
+            breaker.leave(call)
+            with self._counting:
+                if self._late.lost(store, error):
+                    self._before = self._put_counts, self._damaged
             return True
         # What was under way when the store was closed may end anyhow; the engine is ending as well.
         is_news = not self._closed or call is self._closing
         if call is not None and breaker.failed(call) and is_news:
             self._log.down(breaker, told(error), trace_of(error))
         return True
-
-    def _lost(self, late: Reopening, store: TierStore, error: TierNotOpen) -> None:
-        with self._counting:
-            is_news = late.lost(store, error)
-            if is_news:
-                self._before = self._put_counts, self._damaged
-        if is_news:
-            late.tell_lost(error)
 
     def _notice_late(self) -> None:
         for breaker in (self._reads, self._writes, self._looks, self._tells):

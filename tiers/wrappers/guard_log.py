@@ -24,7 +24,6 @@ class GuardLog:
         self._damage = RepeatedLog(_log, self._where, "blocks were damaged")
         self._has_told = False
         self._changes = {breaker: self._changes_of(breaker) for breaker in breakers}
-        self._untold: set[Breaker] = set()
 
     def _changes_of(self, breaker: Breaker) -> RepeatedLog:
         return RepeatedLog(
@@ -37,7 +36,6 @@ class GuardLog:
 
     def down(self, breaker: Breaker, why: str, trace: BaseException | None) -> None:
         """A breaker has opened."""
-        self._untold.discard(breaker)
         self._changes[breaker].log(
             "%s: %s are down (%s); tried again every %g s or more",
             self._where,
@@ -47,15 +45,8 @@ class GuardLog:
             exc_info=trace,
         )
 
-    def not_open(self, breaker: Breaker) -> None:
-        """A breaker has opened since the store is not open, of which whoever opens it tells."""
-        self._untold.add(breaker)
-
     def up(self, breaker: Breaker) -> None:
         """A breaker has closed."""
-        if breaker in self._untold:
-            self._untold.discard(breaker)
-            return
         line, level = "%s: %s are up again", logging.INFO
         self._changes[breaker].log(line, self._where, self._names[breaker], level=level)
 

@@ -17,7 +17,7 @@ from tiers.store import TierStore
 from tiers.trial import find_lie
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.integrity import VerifiedStore, record_bytes
-from tiers.wrappers.reopening import Opener, Reopening
+from tiers.wrappers.reopening import Reopening
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +39,15 @@ def open_guarded(
 ) -> Guarded:
     """Open a tier's store; the caller owns it. Raises TierUnusable.
 
-    One that can't be opened for now is opened by the verbs, when its breaker lets them try; one
-    that takes long to open joins when it is open. `in_step`: the engine waits meanwhile, which it
+    One that can't be opened for now is tried again, and joins when it is open, as one does that
+    takes long. `in_step`: the engine waits meanwhile, which it
     may only for a moment. `announce` is called with the open store, on the thread that opened it.
     """
     name = log_name(spec)
     # Each worker opens the store as well; the operator is told once.
     level = logging.DEBUG if announce is None else logging.WARNING
     try:
-        store = Reopening(Opener(name, partial(_open, spec, site, level), announce))
+        store = Reopening(name, partial(_open, spec, site, level), announce)
         store.first(STEP_SECONDS if in_step else max(OPEN_SECONDS, spec.deadline))
     except TierUnusable as error:
         if package_of(spec) is None:

@@ -7,16 +7,14 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, cast
 
 from spec.errors import told
-from tiers.concurrency.executors import in_background
-from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
+from tiers.breaker import RETRY_AFTER, RETRY_AFTER_MAX
+from tiers.concurrency.executors import in_background, settle
+from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
 from tiers.store import Capability, Reaches, StoreWrapper, TierStore, capability
-
-JOIN_SECONDS = 1.0
-"""Seconds that a verb waits for a store to open."""
 
 REACH_SECONDS = 0.2
 """Seconds that a start waits for the first answer of a store that is elsewhere."""
@@ -27,9 +25,10 @@ FOR_NOW = (TierNotOpen, TierUnavailable, OSError)
 logger = logging.getLogger(__name__)
 
 
-class Opener:
-    """Opens a tier's store, and tells once that it can't be had, until it can, and once more where
-    one that was open can't be opened anew. Calls of `open` overlap nowhere."""
+class Reopening(StoreWrapper):
+    """A TierStore that a thread of its own opens: again and again until it is open, and anew when
+    it is `lost`. While it is not open each verb raises TierNotOpen, and it has no capabilities. One
+    line tells that it can't be had, until it can."""
 
     def __init__(
         self,
@@ -37,176 +36,129 @@ class Opener:
         make: Callable[[], TierStore],
         announce: Callable[[TierStore], None] | None,
     ) -> None:
-        """`announce` hears of each store that has opened, in the one process of an engine that
-        tells of it; None: in the others."""
+        """Begins to open it. `announce` is called with each store that has opened, in the one
+        process of an engine that tells of it; None: in the others."""
         self._name = name
         self._make = make
         self._announce = announce
         self._level = logging.INFO if announce is None else logging.WARNING
-        self._has_told = self._was_open = False
-        self.reaching: Future[None] = Future()
-        """Done when the first store waits for its first answer."""
-
-    def open(self) -> TierStore:
-        """Make a store, and have an answer from it if it is elsewhere. Raises what that raises."""
-        try:
-            store = self._make()
-        except FOR_NOW as error:
-            self._tell("is unusable for now, and tried again", error)
-            raise
-        except TierUnusable as error:
-            if self._was_open:  # of the first opening whoever asked for it tells
-                self._tell("can't be opened anew, and is tried again", error)
-            raise
-        self._reach(store)
-        self._has_told, self._was_open = False, True
-        if self._announce is not None:
-            self._announce(store)
-        return store
-
-    def _reach(self, store: TierStore) -> None:
-        elsewhere = capability(store, Reaches)
-        if elsewhere is None:
-            return
-        if not self.reaching.done():
-            self.reaching.set_result(None)
-        try:
-            elsewhere.reach()
-        except BaseException as error:
-            store.close()
-            if isinstance(error, FOR_NOW):
-                self._tell("is configured, not reached yet, and tried again", error)
-            raise
-
-    def late(self, seconds: float) -> None:
-        """The first store has not opened after so long."""
-        line = "tier %s: open has not returned after %g s; it joins when it does"
-        logger.log(self._level, line, self._name, seconds)
-
-    def lost(self, error: Exception) -> None:
-        """A store that was open is open no more."""
-        line = "tier %s is open no more, and is opened anew: %s"
-        logger.log(self._level, line, self._name, error)
-
-    def _tell(self, what: str, error: Exception) -> None:
-        if not self._has_told:
-            self._has_told = True
-            logger.log(self._level, "tier %s %s: %s", self._name, what, error)
-
-
-def opened(opening: Future[TierStore], seconds: float) -> TierStore:
-    """Return the store that is being opened; wait `seconds` at most. Raises the Exception that
-    `open` raised, TierUnusable if it ended its thread otherwise, and TierNotOpen if it has not
-    returned."""
-    if not wait([opening], seconds).done:
-        raise TierNotOpen(f"open has not returned after {seconds:g} s; it joins when it does")
-    error = opening.exception()
-    if error is not None and not isinstance(error, Exception):
-        raise TierUnusable(f"open ended with {told(error)}")
-    return opening.result()
-
-
-def _close_unwanted(opening: Future[TierStore]) -> None:
-    with suppress(BaseException):  # nobody is left to hear of it
-        opening.result().close()
-
-
-class Reopening(StoreWrapper):
-    """A TierStore that its verbs open. Until one succeeds, each verb raises TierNotOpen and the
-    store has no capabilities; from then on it is as the inner store, until that is `lost`."""
-
-    def __init__(self, opener: Opener) -> None:
-        """Begins to open it."""
-        self._opener = opener
-        self._opened: TierStore | None = None
-        self._first = self._opening = in_background(opener.open, "open")
-        self._closed = False
-        # Without it two verbs would open the store twice. Held for no longer than `JOIN_SECONDS`.
+        self.now: TierStore | None = None
+        """The open store, to which verbs go."""
+        self._first: Future[BaseException | None] = Future()
+        self._reaching: Future[None] = Future()
+        self._has_told = self._was_open = self._is_late = False
+        self._closed, self._wanted = threading.Event(), threading.Event()
+        # Without it a store that opens while its tier is closed would stay open.
         self._lock = threading.Lock()
+        in_background(self._run, "open")
 
     def first(self, seconds: float) -> None:
         """Wait for the first opening, `seconds` at most, and less for what is elsewhere. Raises
         what `open` raised, unless that was for now."""
-        opening, reaching = self._opening, self._opener.reaching
-        first: list[Future[Any]] = [opening, reaching]
+        first: list[Future[Any]] = [self._first, self._reaching]
         wait(first, seconds, FIRST_COMPLETED)
-        if reaching.done() and not wait([opening], REACH_SECONDS).done:
+        if self._reaching.done():
+            wait([self._first], REACH_SECONDS)
+        self._is_late = True
+        if not self._first.done():
+            if not self._reaching.done():
+                line = "tier %s: open has not returned after %g s; it joins when it does"
+                logger.log(self._level, line, self._name, seconds)
             return
-        if not opening.done():
-            self._opener.late(seconds)
-            return
-        with suppress(*FOR_NOW):  # told by the opener
-            self._opened = opened(opening, 0)
-
-    @property
-    def now(self) -> TierStore | None:
-        """The open store, to which verbs go through."""
-        return self._opened
+        error = self._first.result()
+        if error is not None and not isinstance(error, FOR_NOW):
+            self.close()
+            if isinstance(error, Exception):
+                raise error
+            raise TierUnusable(f"open ended with {told(error)}")
 
     @property
     def is_opening(self) -> bool:
         """Whether the first opening has not ended."""
         return not self._first.done()
 
-    def join(self) -> None:
-        """Open the store if it is not open; waits a moment for that. Raises TierNotOpen."""
-        _ = self._inner
-
     def lost(self, store: TierStore, error: Exception) -> bool:
         """This store has said that it is open no more; return whether it was the open one until
-        now. Does not wait. Calls overlap nowhere: else two verbs that find one store lost could
-        lose the one that came after it, too."""
-        if store is not self._opened or self._closed:
-            return False
-        failed: Future[TierStore] = Future()
-        failed.set_exception(error)
-        self._opening = failed
-        self._opened = None
+        now. Does not wait."""
+        with self._lock:
+            if store is not self.now or self._closed.is_set():
+                return False
+            self.now = None
+        line = "tier %s is open no more, and is opened anew: %s"
+        logger.log(self._level, line, self._name, error)
         with suppress(RuntimeError):  # no thread can be had, as while the interpreter ends
             in_background(store.close, "close")
+        self._wanted.set()
         return True
 
-    def tell_lost(self, error: Exception) -> None:
-        """Tell of it."""
-        self._opener.lost(error)
+    def _run(self) -> None:
+        pause = RETRY_AFTER
+        while not self._closed.is_set():
+            opening: Future[None] = Future()
+            settle(opening, self._open)
+            error = opening.exception()
+            if error is not None:
+                self._tell(error)
+            if not self._first.done():
+                self._first.set_result(error)
+            if error is None:
+                self._wanted.wait()
+                self._wanted.clear()
+            self._closed.wait(pause)
+            pause = RETRY_AFTER if error is None else min(2 * pause, RETRY_AFTER_MAX)
+
+    def _open(self) -> None:
+        """Make a store, have an answer from it if it is elsewhere, and let verbs go to it."""
+        store = self._make()
+        with ExitStack() as unless_used:
+            unless_used.callback(_close, store)
+            if (elsewhere := capability(store, Reaches)) is not None:
+                if not self._reaching.done():
+                    self._reaching.set_result(None)
+                elsewhere.reach()
+            with self._lock:
+                if self._closed.is_set():
+                    return
+                unless_used.pop_all()
+                self.now = store
+        self._has_told, self._was_open = False, True
+        if self._announce is not None:
+            self._announce(store)
+
+    def _tell(self, error: BaseException) -> None:
+        what = f"can't be opened{' anew' if self._was_open else ''}, and is tried again"
+        if isinstance(error, FOR_NOW):
+            what = "is unusable for now, and tried again"
+            if self._reaching.done():
+                what = "is configured, not reached yet, and tried again"
+        elif not self._is_late:
+            return  # whoever waits for the first opening tells of it
+        if not self._has_told:
+            self._has_told = True
+            logger.log(self._level, "tier %s %s: %s", self._name, what, error)
 
     @property
     def _inner(self) -> TierStore:
-        """The store, which a verb that asks for it opens. Raises TierNotOpen, and TierUnusable."""
-        if (store := self._opened) is not None:
-            return store
-        with self._lock:
-            if self._opened is None:
-                if self._closed:
-                    raise TierNotOpen("closed before it could be opened")
-                if self._opening.done() and self._opening.exception() is not None:
-                    self._opening = in_background(self._opener.open, "open")
-                try:
-                    self._opened = opened(self._opening, JOIN_SECONDS)
-                except FOR_NOW as error:
-                    raise TierNotOpen(str(error)) from error
-            return self._opened
+        store = self.now
+        if store is None:
+            raise TierNotOpen("not open yet")
+        return store
 
     def capability(self, kind: type[Capability]) -> Capability | None:
-        """As the store, once it is open; does not wait for that."""
-        store = self._opened
+        """As the store, while it is open."""
+        store = self.now
         return None if store is None or capability(store, kind) is None else cast(Capability, self)
-
-    def _inner_as(self, kind: type[Capability]) -> Capability:
-        store = self._opened
-        if store is None:  # what needs a capability runs where nothing may wait
-            raise TierNotOpen("not open yet")
-        found = capability(store, kind)
-        if found is None:
-            raise TierError(f"the store has no {kind.__name__}")
-        return found
 
     def close(self) -> None:
         """Close the store; one that is being opened is closed as soon as it is open."""
         with self._lock:
-            self._closed = True
-        store = self._opened
+            self._closed.set()
+            store = self.now
+        self._wanted.set()
         if store is not None:
             store.close()
-        else:
-            self._opening.add_done_callback(_close_unwanted)
+
+
+def _close(store: TierStore) -> None:
+    with suppress(BaseException):  # nobody is left to hear of it
+        store.close()

@@ -47,7 +47,6 @@ class StoreWatch:
             pause = max(EVERY, (time.monotonic() - began) / PART)
 
     def _look(self) -> None:
-        self._store.join()
         self._hear()
         if (measured := capability(self._store, Measured)) is not None:
             self.usage = measured.usage()
