@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -37,7 +38,6 @@ from tiers.wrappers.opening import open_guarded
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "LOCK_SECONDS", 0.5)
-    monkeypatch.setattr(clean_close, "CHECK_WAIT_S", 0.5)
 
 
 STOPPING = """
@@ -90,7 +90,7 @@ def test_a_process_that_is_stopped_in_an_edit(tmp_path: Path, stopped: tuple[Oth
     assert guarded.has(keys(0)) == [False]
     peer.go_on()
     peer.end()
-    while guarded.has(keys(0)) == [False]:  # as soon as its breaker lets it ask again
+    while guarded.has(keys(0)) == [False]:  # as soon as it is tried again
         time.sleep(0.01)
     guarded.close()
     with opened(tmp_path) as store:
@@ -138,6 +138,47 @@ def test_the_folder_is_not_locked_while_its_index_is_checked(tmp_path: Path) -> 
     assert first.hear() == "digests"
     first.end()
     assert (tmp_path / "index.seal").exists()
+
+
+STOPPED_CHECKING = """
+from tiers.disk.index import clean_close
+digest = clean_close.compute
+def stops(index):
+    clean_close.compute = digest
+    say("digests")
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return digest(index)
+clean_close.compute = stops
+open_disk(path).close()
+"""
+
+
+@pytest.mark.fault(
+    tier="disk",
+    fault="a process is stopped while it checks a closed index",
+    outcome="not opened for now by the others, which wait a second; they join when it goes on",
+)
+def test_a_process_that_is_stopped_while_it_checks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+    peer = Other(STOPPED_CHECKING, tmp_path)
+    try:
+        assert peer.hear() == "digests"
+        caplog.set_level(logging.INFO)
+        guarded = open_guarded(DiskSpec(path=tmp_path, capacity=8 * SLOT), StoreContext(60_000))
+        assert "has been checking the tier's index" in caplog.text, "else a start waits longer"
+        assert guarded.has(keys(0)) == [False]
+        guarded.close()
+        guarded = open_guarded(DiskSpec(path=tmp_path, capacity=8 * SLOT), StoreContext(60_000))
+        peer.go_on()
+        peer.end()
+        while guarded.has(keys(0)) == [False]:
+            time.sleep(0.01)
+        guarded.close()
+    finally:
+        peer.kill()
 
 
 def test_another_folder_opens_while_one_is_checked(

@@ -26,8 +26,9 @@ from tiers.disk.folder.owner import Owner, scan_owners
 from tiers.disk.slab import sync_folder
 from tiers.errors import TierNotOpen
 
-CHECK_WAIT_S = 30.0
-"""Seconds that opening waits for another process that checks the index: 60 GB at 2 GB/s."""
+CHECK_WAIT_S = 1.0
+"""Seconds that opening waits for another process that checks the index, 2 GB of it; one that is
+stopped would be waited for in vain."""
 
 _TRIES = 3
 _CONDEMNED = b"damaged"
