@@ -21,6 +21,7 @@ from tiers.connector.scheduler.store_reservations import new_offers
 from tiers.connector.scheduler.tier_request import TierRequest
 from tiers.contract.engine import EngineInfo
 from tiers.contract.media import MediaMark, MediaMarks, joined
+from tiers.contract.observer import CHAIN
 from tiers.engine import digesting
 from tiers.engine.content_marks import ContentMarks
 from tiers.engine.digesting import content_digest
@@ -265,7 +266,7 @@ def test_a_request_goes_on_without_tiers_where_its_images_are_not_waited_for(
         return MediaMark([(0, b"its own")], shared=False)
 
     monkeypatch.setattr(MediaMarks, "ready", lambda *_: bool(given_up))
-    monkeypatch.setattr(MediaMarks, "give_up", lambda *_, late: given_up.append(late))
+    monkeypatch.setattr(MediaMarks, "give_up", lambda *_, late: not given_up.append(late))
     monkeypatch.setattr(MediaMarks, "of", of)
     if why == "no tier works":
         scheduler_of(made)._health.ended()
@@ -278,6 +279,7 @@ def test_a_request_goes_on_without_tiers_where_its_images_are_not_waited_for(
         assert time.monotonic() < end
     assert given_up == [why == "it takes too long"]
     made.settle()
+    assert measured(made, "media_timeouts", CHAIN) == sum(given_up)
     assert measured(made, "stored_blocks") == 0
 
 
@@ -343,7 +345,7 @@ def test_what_a_name_stood_for_is_open_while_its_digest_is_missing() -> None:
     )
     for late in (first, video):
         assert not marks.ready(late)
-        marks.give_up(late)
+        assert marks.give_up(late) and not marks.give_up(late)
         assert marks.ready(late) and not marks.of(late).shared and marks.of(late).steps
     marks._given_up["1"][0].content.result()
     same = asked("3", *first.mm_features)

@@ -196,7 +196,9 @@ def test_an_open_that_gives_no_store_is_that_tier_s_failure() -> None:
 @pytest.mark.parametrize(
     "error", [TierNotOpen("locked"), TierUnavailable("refused"), OSError(5, "I/O")]
 )
-def test_what_may_pass_is_tried_again_while_nobody_asks(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_may_pass_is_tried_again_while_nobody_asks(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     store = opened(raising(error))
     assert "plugin (package tests) is unusable for now" in caplog.text

@@ -107,7 +107,7 @@ def scheduler_parts(
             now,
         )
 
-    observers: list[RequestObserver] = [requests.hints]
+    observers: list[RequestObserver] = []
     observers += open_recorder(chain, requests, pool, now)
     parts = len(requests.groups)
     observers += open_ghosts(chain, requests, lambda: pool.slot_bytes * parts, now)

@@ -56,9 +56,11 @@ class MediaMarks:
         """Whether `of` answers at once."""
         return True
 
-    def give_up(self, request: Request, *, late: bool = True) -> None:
+    def give_up(self, request: Request, *, late: bool = True) -> bool:
         """Nobody waits for the mark any more: `of` answers with one of its own from now on, and
-        nothing of the request may be stored. `late`: because finding out takes too long."""
+        nothing of the request may be stored. `late`: because finding out takes too long. Return
+        whether anything was not found out by now."""
+        return False
 
     def of(self, request: Request) -> MediaMark:
         """Its mark; waits for the rest of the work where that is not done yet."""

@@ -42,6 +42,8 @@ COUNTERS = {
     "demoted_blocks": "Blocks that a hint made the next to go.",
     "demote_refused": "Blocks that a hint did not demote because too many hints waited.",
     "hints_ignored": "Hints that are malformed or unknown; their tier is (chain).",
+    "media_timeouts": "Requests computed without tiers since their images, audio or video were not "
+    "digested within max_wait; their tier is (chain).",
     "evictions": "Blocks that this engine evicted for room, from cpu or disk; of a disk each "
     "rank's part. A server evicts by itself.",
     "events_not_kept": "Blocks of KV events that will not be announced again after a restart: they "
@@ -104,7 +106,7 @@ STATE_MEANS = (
     "can't be used as it is configured."
 )
 
-OF_CHAIN = frozenset({"hints_ignored", "recorded_requests", "record_dropped"})
+OF_CHAIN = frozenset({"hints_ignored", "media_timeouts", "recorded_requests", "record_dropped"})
 """Measures of the chain itself, under the tier name of `observer.CHAIN`."""
 
 LAST = GAUGES.keys() | {STATE}

@@ -92,12 +92,12 @@ class ContentMarks(MediaMarks):
         self.expect(request)
         return all(one.content.done() for one in self._digesting.get(request.request_id, ()))
 
-    def give_up(self, request: Any, *, late: bool = True) -> None:
+    def give_up(self, request: Any, *, late: bool = True) -> bool:
         """Wait for the digests of a request no more: its mark is nobody else's, and nothing of it
         is stored. `late`: because they take too long."""
         media = self._unmarked(request)
         if not media:
-            return
+            return False
         if late and _LATE not in self._said:
             self._said.add(_LATE)
             logger.warning(_LATE, request.request_id)
@@ -109,6 +109,7 @@ class ContentMarks(MediaMarks):
         given_up = self._given_up.setdefault(request.request_id, [])
         given_up += asked + unasked
         self._undigested.update(one.medium.identifier for one in asked + unasked)
+        return True
 
     def of(self, request: Any) -> MediaMark:
         """Return a request's mark, which grows if media are added while it runs. Waits for the

@@ -306,10 +306,10 @@ class MultiScheduler(EveryChild):
         return saving > 0, merged
 
     def stats_by_child(self) -> dict[str, Any]:
-        """As of any connector; observers add theirs."""
+        """As of any connector; what is known of requests and observers add theirs."""
         stats = super().stats_by_child()
-        for observer in self._observers:
-            for name, measures in observer.take_measures().items():
+        for source in (self._requests, *self._observers):
+            for name, measures in source.take_measures().items():
                 stats.setdefault(name, TierStats()).add(name, **measures)
         return stats
 

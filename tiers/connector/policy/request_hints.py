@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.contract.observer import CHAIN
 from tiers.contract.protocols import Request
 
 logger = logging.getLogger(__name__)
@@ -70,13 +69,14 @@ class _Said(NamedTuple):
 
 
 class HintReader:
-    """Reads the hints of a chain's requests; a `RequestObserver` that counts those it ignores.
+    """Reads the hints of a chain's requests, and counts those it ignores.
 
     A hint that is malformed or unknown never matters to the request or to its other hints.
     """
 
     def __init__(self) -> None:
-        self._ignored = 0
+        self.ignored = 0
+        """Hints, so far."""
         self._log = RepeatedLog(logger, "chain", "hints were ignored")
 
     def read(self, request: Request) -> Hints:
@@ -86,25 +86,11 @@ class HintReader:
         for number, said in enumerate(_all_said(request)):
             found = "too many actions" if number >= MAX_ACTIONS else _read(said)
             if isinstance(found, str):
-                self._ignored += 1
+                self.ignored += 1
                 self._log.log("request %s: a hint is ignored: %.300r", request.request_id, found)
             else:
                 hints = hints._replace(**found)
         return hints
-
-    def arrived(self, request: Request) -> None:
-        """Nothing: a request's hints are read with its limits."""
-
-    def ended(self, request: Request) -> None:
-        """Nothing."""
-
-    def take_measures(self) -> Mapping[str, Mapping[str, float]]:
-        """How many hints were ignored since the last call."""
-        ignored, self._ignored = self._ignored, 0
-        return {CHAIN: {"hints_ignored": ignored}} if ignored else {}
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def entry_of(request: Request) -> Any:

@@ -17,6 +17,7 @@ from tiers.contract.block_groups import BlockGroups
 from tiers.contract.engine import EngineInfo
 from tiers.contract.generation import Generation
 from tiers.contract.media import MediaMark, joined
+from tiers.contract.observer import CHAIN
 from tiers.contract.protocols import (
     NULL_BLOCK,
     BlockCopy,
@@ -132,8 +133,9 @@ class RequestTable:
         self.groups = BlockGroups(engine)
         self.step = Step([], set())
         """The step whose orders are being made."""
-        self.hints = HintReader()
-        """Reads what requests say of their prompts' blocks; for the chain's observers, too."""
+        self._hints = HintReader()
+        self._media_late = 0
+        self._counted = {"hints_ignored": 0, "media_timeouts": 0}
         self._now = now
         self._max_wait = max_wait
         self._prompt_only = prompt_only
@@ -158,13 +160,19 @@ class RequestTable:
         more. `max_wait` is charged; without `wait` media are not waited for at all."""
         if self.ready(request):
             return True
-        media = self.engine.media
         budget = self._unmarked.setdefault(request.request_id, self._wait_budget())
         budget.loads()
         if wait and budget.left() > 0:
             return False
-        media.give_up(request, late=wait)
+        self._media_late += self.engine.media.give_up(request, late=wait) and wait
         return self.ready(request)
+
+    def take_measures(self) -> dict[str, dict[str, float]]:
+        """See `RequestObserver`."""
+        now = {"hints_ignored": self._hints.ignored, "media_timeouts": self._media_late}
+        more = {name: count - self._counted[name] for name, count in now.items()}
+        self._counted = now
+        return {CHAIN: {name: count for name, count in more.items() if count}}
 
     def _wait_budget(self) -> WaitBudget:
         return WaitBudget(self._now, self._max_wait)
@@ -185,7 +193,7 @@ class RequestTable:
                 may_store=limits.store is not False,
                 prompt_only=limits.store == "prompt"
                 or (self._prompt_only and limits.store is None),
-                hints=self.hints.read(request),
+                hints=self._hints.read(request),
             )
         return state
 
