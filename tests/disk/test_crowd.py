@@ -153,11 +153,7 @@ open_disk(path).close()
 """
 
 
-@pytest.mark.fault(
-    tier="disk",
-    fault="a process is stopped while it checks a closed index",
-    outcome="not opened for now by the others, which wait a second; they join when it goes on",
-)
+@pytest.mark.fault
 def test_a_process_that_is_stopped_while_it_checks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
