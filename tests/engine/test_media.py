@@ -261,12 +261,16 @@ def test_a_request_goes_on_without_tiers_where_its_images_are_not_waited_for(
     made = engine(chain, prefix_caching=False, late_facts=NeverKnown() if late else None)
     given_up: list[bool] = []
 
+    def give_up(*_: object, late: bool) -> bool:
+        given_up.append(late)
+        return True
+
     def of(_: MediaMarks, request: Any) -> MediaMark:
         assert given_up, "every request waits"
         return MediaMark([(0, b"its own")], shared=False)
 
     monkeypatch.setattr(MediaMarks, "ready", lambda *_: bool(given_up))
-    monkeypatch.setattr(MediaMarks, "give_up", lambda *_, late: not given_up.append(late))
+    monkeypatch.setattr(MediaMarks, "give_up", give_up)
     monkeypatch.setattr(MediaMarks, "of", of)
     if why == "no tier works":
         scheduler_of(made)._health.ended()

@@ -21,6 +21,7 @@ from tiers.connector import chain
 from tiers.contract.stats import STATE, STATES
 from tiers.disk.folder import keeping
 from tiers.engine.replay import ReplayEngine, ReplayModel, answer
+from tiers.store import TierStore
 
 MakeEngine = Callable[..., ReplayEngine]
 OTHER = """
@@ -237,7 +238,12 @@ def test_blocks_that_the_engines_end_loses(
     """One rank tells of them: the others lose the same ones."""
     monkeypatch.setattr(chain, "DRAIN_SECONDS", 0.1)
     stores: list[TroubledStore] = []
-    monkeypatch.setattr(SlowSpec, "open", lambda *_: stores.append(TroubledStore()) or stores[-1])
+
+    def own(*_: object) -> TierStore:
+        stores.append(TroubledStore())
+        return stores[-1]
+
+    monkeypatch.setattr(SlowSpec, "open", own)
     made = engine(ChainSpec(version=1, tiers=(SlowSpec(type="slow"),)), world_size=ranks)
     for store in stores:
         store.pace.hang("put")

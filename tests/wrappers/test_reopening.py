@@ -33,7 +33,7 @@ from tiers.store import (
 from tiers.testing import Memory, make_key
 from tiers.wrappers import guard as guarding
 from tiers.wrappers import opening
-from tiers.wrappers.guard import HEALTHY, Guarded, Health
+from tiers.wrappers.guard import FAILED, HEALTHY, Guarded
 from tiers.wrappers.opening import open_guarded
 
 SIZE = 4096 * 4
@@ -202,7 +202,7 @@ def test_what_may_pass_is_tried_again_while_nobody_asks(
     caplog.set_level(logging.INFO)
     store = opened(raising(error))
     assert "plugin (package tests) is unusable for now" in caplog.text
-    assert store.has([make_key()]) == [False] and store.health == Health(*[False] * 4)
+    assert store.has([make_key()]) == [False] and store.health == FAILED
     OPEN[:] = [Store]
     until(lambda: store.health == HEALTHY)
     store.close()
@@ -223,7 +223,7 @@ def test_an_open_that_hangs_holds_up_nobody(
     store = opened(how)
     assert "open has not returned after 0.2 s" in caplog.text
     assert store.put(Memory([make_key()], SIZE).blocks) == [False]
-    assert store.health == Health(*[False] * 4, opening=True)
+    assert store.health == FAILED._replace(opening=True)
     go_on.set()
     until(lambda: store.health == HEALTHY)
     store.close()

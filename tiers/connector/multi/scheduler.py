@@ -308,8 +308,10 @@ class MultiScheduler(EveryChild):
     def stats_by_child(self) -> dict[str, Any]:
         """As of any connector; what is known of requests and observers add theirs."""
         stats = super().stats_by_child()
-        for source in (self._requests, *self._observers):
-            for name, measures in source.take_measures().items():
+        measured = [self._requests.take_measures()]
+        measured += [observer.take_measures() for observer in self._observers]
+        for one in measured:
+            for name, measures in one.items():
                 stats.setdefault(name, TierStats()).add(name, **measures)
         return stats
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -167,7 +167,7 @@ class RequestTable:
         self._media_late += self.engine.media.give_up(request, late=wait) and wait
         return self.ready(request)
 
-    def take_measures(self) -> dict[str, dict[str, float]]:
+    def take_measures(self) -> Mapping[str, Mapping[str, float]]:
         """See `RequestObserver`."""
         now = {"hints_ignored": self._hints.ignored, "media_timeouts": self._media_late}
         more = {name: count - self._counted[name] for name, count in now.items()}
