@@ -19,8 +19,8 @@ from typing import NamedTuple
 import pytest
 
 from spec.offloading import StoreContext, StoreSpec
+from tests.disk.audit import audit
 from tests.support.damage import ServerMedium, SlabMedium
-from tests.support.disk_audit import audit
 from tests.support.servers import RedisServer, binaries
 from tests.support.topologies import Link, wait_until
 from tiers.block import HEADER_BYTES

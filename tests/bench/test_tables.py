@@ -8,7 +8,7 @@ import pytest
 
 from bench.report import read_json, write_json
 from bench.tables import PAGE, SHOWN, newest, put_in, row_of, section
-from tests.support.bench_rows import row
+from tests.bench.rows import row
 
 
 def test_the_page_shows_the_newest_results() -> None:

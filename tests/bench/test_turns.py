@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.report import Row
 from bench.turns import CHECKOUT, lines, medians, run
-from tests.support.bench_rows import row
+from tests.bench.rows import row
 
 
 def turn(ours: float, *cases: str, **more: object) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import disk_audit
+from tests.disk import audit as disk_audit
 
 
 @pytest.fixture(params=["buffered none", "direct none"])

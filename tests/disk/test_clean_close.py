@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.disk_audit import Other, audit, get, key, keys, opened, put, run_code
+from tests.disk.audit import Other, audit, get, key, keys, opened, put, run_code
 from tiers.disk.index.rows import index_key
 from tiers.errors import TierUnavailable
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.support.disk_audit import MODE, SLOT, audit, get, keys, opened, put, run_child
-from tests.support.disk_child import NUMBERS, POINTS, payload_of_number
+from tests.disk.audit import MODE, SLOT, audit, get, keys, opened, put
+from tests.disk.child import NUMBERS, POINTS, payload_of_number, running, started
 from tiers.disk.store import DiskStore
 from tiers.errors import TierFull
 
@@ -32,18 +31,6 @@ def check(store: DiskStore) -> int:
     return served
 
 
-def started(*args: object) -> subprocess.Popen[str]:
-    """A child that has opened the tier."""
-    child = run_child(*args)
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    return child
-
-
-def kill(child: subprocess.Popen[str]) -> None:
-    child.kill()
-    child.communicate()
-
-
 @pytest.mark.fault
 @pytest.mark.parametrize("mode", ["buffered none", "direct batch", "direct sync"], indirect=True)
 def test_killed_at_any_moment(tmp_path: Path) -> None:
@@ -52,7 +39,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     for round_ in range(8):
         child = started("churn", tmp_path, round_, 10**9)
         time.sleep(chance.uniform(0.0, 0.15))
-        kill(child)
+        child.kill()
         with opened(tmp_path, slots=16) as store:
             served += check(store)
             assert store.usage().blocks == sum(store.peek(keys(*range(NUMBERS))))
@@ -70,7 +57,7 @@ def test_killed_a_hundred_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(MODE, MODES[round_ % 3])
         child = started("churn", tmp_path, round_, 10**9)
         time.sleep(chance.uniform(0.0, 0.3))
-        kill(child)
+        child.kill()
         with opened(tmp_path, slots=16) as store:
             served += check(store)
     assert served > 500
@@ -86,13 +73,13 @@ def test_killed_a_hundred_times_beside_others(tmp_path: Path) -> None:
     crowd = [started("churn", tmp_path, seed, 10**9) for seed in range(2)]
     for round_ in range(100):
         time.sleep(chance.uniform(0.0, 0.2))
-        kill(crowd.pop(0))
+        crowd.pop(0).kill()
         with opened(tmp_path, slots=16) as store:
             served += check(store)
         crowd.append(started("churn", tmp_path, round_, 10**9))
     for child in crowd:
-        assert child.poll() is None, "a bystander died of it"
-        kill(child)
+        assert child.lives, "a bystander died of it"
+        child.kill()
     with opened(tmp_path, slots=16) as store:
         served += check(store)
     assert served > 500
@@ -107,7 +94,7 @@ def test_killed_while_the_tier_gives_space_back(tmp_path: Path) -> None:
     for round_ in range(24):
         child = started("shrink", tmp_path, round_)
         time.sleep(chance.uniform(0.0, 0.2))
-        kill(child)
+        child.kill()
         with opened(tmp_path, slots=800) as store:
             named = [number for number in range(800) if store.has(keys(number))[0]]
             assert all(get(store, keys(*named), 9_000))
@@ -120,9 +107,8 @@ def test_killed_while_the_tier_gives_space_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_inside(tmp_path: Path, point: str) -> None:
     for count in (1, 9):
-        child = run_child("die", tmp_path, point, count)
-        child.communicate()
-        assert child.returncode == -signal.SIGKILL, "it never came to that point"
+        child = running("die", tmp_path, point, count)
+        assert child.gone() == -signal.SIGKILL, "it never came to that point"
         with opened(tmp_path, slots=16) as store:
             check(store)
             assert store.usage().blocks == sum(store.peek(keys(*range(NUMBERS))))
@@ -131,19 +117,17 @@ def test_killed_inside(tmp_path: Path, point: str) -> None:
 
 @pytest.mark.fault
 def test_processes_share_a_folder_and_one_is_killed(tmp_path: Path) -> None:
-    children = [run_child("churn", tmp_path, seed, 60) for seed in range(2)]
-    victim = run_child("churn", tmp_path, 9, 10**9)
+    children = [running("churn", tmp_path, seed, 60) for seed in range(2)]
+    victim = running("churn", tmp_path, 9, 10**9)
     with opened(tmp_path, slots=16) as store:
         for number in range(0, 2 * NUMBERS, 3):
             with suppress(TierFull):  # the others may have every slot reserved just now
                 put(store, keys(number % NUMBERS), payload_of_number(number % NUMBERS))
             get(store, keys(number % NUMBERS), payload_of_number(number % NUMBERS))
-        assert victim.stdout is not None and victim.stdout.readline() == "ready\n"
+        assert victim.hear() == "ready"
         victim.kill()
-        victim.communicate()
         for child in children:
-            child.communicate(timeout=60)
-            assert child.returncode == 0
+            child.end(60)
     with opened(tmp_path, slots=16) as store:
         audit(store)
     assert list((tmp_path / "owners").iterdir()) == []
@@ -156,8 +140,7 @@ def test_reservations_of_the_living_stay_and_of_the_dead_go(tmp_path: Path) -> N
         assert store.usage().used == 2 * SLOT
         assert put(store, keys(*range(8))) == [True] * 6 + [False] * 2
         audit(store)
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
+    child.kill()
     with opened(tmp_path) as store:
         assert store.usage().used == 6 * SLOT
         assert put(store, keys(*range(8))) == [True] * 8
@@ -168,7 +151,7 @@ def test_reservations_of_the_living_stay_and_of_the_dead_go(tmp_path: Path) -> N
 def test_a_reboot_without_a_close_empties_the_tier(tmp_path: Path) -> None:
     child = started("churn", tmp_path, 1, 10**9)
     time.sleep(0.1)
-    kill(child)
+    child.kill()
     (owner,) = (tmp_path / "owners").iterdir()
     boot = "0" * 8 + "-0000-0000-0000-" + "0" * 12
     owner.rename(owner.with_name(f"{boot}.{owner.name.partition('.')[2]}"))

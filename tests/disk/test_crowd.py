@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from spec.offloading import StoreContext
-from tests.support.clock import wait_for
-from tests.support.disk_audit import (
+from tests.disk.audit import (
     SLOT,
     Other,
     audit,
@@ -28,6 +27,7 @@ from tests.support.disk_audit import (
     run_code,
     settled,
 )
+from tests.support.clock import wait_for
 from tiers.disk.folder import clean_close, folder, repair
 from tiers.disk.folder.folder import Folder
 from tiers.disk.spec import DiskSpec

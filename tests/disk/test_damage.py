@@ -15,7 +15,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from tests.support.disk_audit import (
+from tests.disk.audit import (
     PAYLOAD,
     SLOT,
     audit,

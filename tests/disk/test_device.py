@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.disk_audit import MODE, PAYLOAD, audit, get, keys, open_disk, opened, put
-from tests.support.disk_mounts import run_mounted
+from tests.disk.audit import MODE, PAYLOAD, audit, get, keys, open_disk, opened, put, run_mounted
 from tiers.disk.folder import upkeep
 from tiers.disk.slab import Slab
 from tiers.disk.store import DiskStore

@@ -15,8 +15,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from tests.support.disk_audit import Other, get, keys, open_disk, opened, put, run_child
-from tests.support.disk_child import NUMBERS
+from tests.disk.audit import Other, get, keys, open_disk, opened, put
+from tests.disk.child import NUMBERS, running
 from tiers.disk.folder.open_folder import THREADS
 from tiers.disk.folder.upkeep import Upkeep
 from tiers.disk.index import edit
@@ -103,11 +103,10 @@ def test_it_follows_stores_evictions_and_drops(tmp_path: Path) -> None:
 def test_it_sees_what_other_processes_do(tmp_path: Path) -> None:
     with opened(tmp_path, slots=16) as store:
         settled(store)
-        child = run_child("churn", tmp_path, 3, 60)
-        while child.poll() is None:
+        child = running("churn", tmp_path, 3, 60)
+        while child.lives:
             store.peek(EVERY)
-        child.communicate()
-        assert child.returncode == 0
+        assert child.gone() == 0
         settled(store)
         held = agree(store)
         assert any(held[:NUMBERS])

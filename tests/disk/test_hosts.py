@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.disk_audit import Other, get, key, keys, open_disk, opened, put
-from tests.support.disk_mounts import refused, run_mounted
+from tests.disk.audit import Other, get, key, keys, open_disk, opened, put, refused, run_mounted
 from tiers.disk.folder import mounts, owner
 from tiers.disk.folder.owner import Host, Owner
 from tiers.errors import TierNotOpen, TierUnusable

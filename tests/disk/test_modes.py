@@ -14,8 +14,7 @@ from typing import ClassVar
 import pytest
 
 from spec.offloading import StoreContext
-from tests.support.disk_audit import MODE, SLOT, audit, key, keys, open_disk, put, slab_path
-from tests.support.disk_mounts import run_mounted
+from tests.disk.audit import MODE, SLOT, audit, key, keys, open_disk, put, run_mounted, slab_path
 from tiers.disk.direct_io import choose_direct
 from tiers.disk.slab import PAGE, Slab
 from tiers.disk.spec import DiskSpec
@@ -165,7 +164,7 @@ def test_an_error_that_may_pass_says_nothing_of_direct_io(
 
 WITHOUT_EXTENTS = """
 import os
-from tests.support.disk_audit import MODE
+from tests.disk.audit import MODE
 from tiers.disk import direct_io
 mount = path / "mount"
 direct_io.spare_memory = lambda: 0
@@ -234,7 +233,7 @@ def test_a_sync_that_fails_promises_nothing(
 
 POWER_CUT = """
 import os, shutil, subprocess
-from tests.support.disk_audit import MODE
+from tests.disk.audit import MODE
 image, copy, mount = path / "image", path / "copy", path / "mount"
 
 def mounted(file):

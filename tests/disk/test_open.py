@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tests.support.disk_audit import (
+from tests.disk.audit import (
     SLOT,
     get,
     keys,
     open_disk,
     opened,
     put,
+    refused,
+    run_mounted,
 )
-from tests.support.disk_mounts import refused, run_mounted
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierUnusable
 

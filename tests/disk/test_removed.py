@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.disk_audit import Other, get, keys, opened, put
-from tests.support.disk_mounts import refused
+from tests.disk.audit import Other, get, keys, opened, put, refused
 from tiers.disk.folder import keeping, upkeep
 from tiers.errors import TierNotOpen
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.disk_audit import PAYLOAD, SLOT, allocated, audit, get, key, keys, open_disk, put
+from tests.disk.audit import PAYLOAD, SLOT, allocated, audit, get, key, keys, open_disk, put
 from tiers.disk.slab import slot_bytes
 from tiers.errors import TierFull, TierUnavailable
 

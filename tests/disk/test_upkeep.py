@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spec.offloading import StoreContext
-from tests.support.disk_audit import (
+from tests.disk.audit import (
     SLOT,
     Other,
     allocated,

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from spec.chain import ChainSpec
-from tests.support.cuda_model import Event, LateThreads, Model, Site, Stream
+from tests.gpu.cuda_model import Event, LateThreads, Model, Site, Stream
+from tests.gpu.streamed_engine import ORDERS, STREAMS, StreamedCopier, StreamedEngine
 from tests.support.replay_chains import SLOT, measured
-from tests.support.streamed_engine import ORDERS, STREAMS, StreamedCopier, StreamedEngine
 from tiers.cpu.spec import CpuSpec
 from tiers.gpu import cuda, staging
 from tiers.gpu.page_copies import PageCopies

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from tests.support.cuda_model import Model, Site
+from tests.gpu.cuda_model import Model, Site
 from tiers.gpu import words as module
 from tiers.gpu.words import WORD, Words
 

@@ -14,8 +14,7 @@ import pytest
 from redis.crc import key_slot
 
 from spec.offloading import StoreContext
-from tests.support.health import is_up
-from tests.support.redis_verbs import PAYLOAD, get, name, put
+from tests.support.redis_verbs import PAYLOAD, get, is_up, name, put
 from tests.support.servers import RedisServer, binaries
 from tests.support.topologies import (
     Sentinel,

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from spec.offloading import StoreContext
-from tests.support.health import is_up
-from tests.support.redis_verbs import PAYLOAD, opened
+from tests.support.redis_verbs import PAYLOAD, is_up, opened
 from tests.support.servers import RedisServer, binaries
 from tiers.errors import TierUnavailable, TierUnusable
 from tiers.remote.spec import RedisSpec

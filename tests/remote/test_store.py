@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.health import is_up
-from tests.support.redis_verbs import PAYLOAD, get, name, opened, put
+from tests.support.redis_verbs import PAYLOAD, get, is_up, name, opened, put
 from tests.support.servers import RedisServer, binaries
 from tests.support.topologies import wait_until
 from tiers.block import HEADER_BYTES

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from spec.offloading import StoreContext
-from tests.support.health import is_up
-from tests.support.redis_verbs import PAYLOAD, get, opened, put
+from tests.remote.tls_front import Authority, TlsFront
+from tests.support.redis_verbs import PAYLOAD, get, is_up, opened, put
 from tests.support.servers import RedisServer, binaries, free_port
-from tests.support.tls_front import Authority, TlsFront
 from tests.support.topologies import Sentinel, cluster
 from tiers.errors import TierUnavailable, TierUnusable
 from tiers.remote.spec import RedisSpec

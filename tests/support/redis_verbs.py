@@ -11,6 +11,7 @@ from tiers.remote.spec import RedisSpec
 from tiers.remote.store import RedisStore
 from tiers.store import TierStore
 from tiers.testing import Memory
+from tiers.wrappers.guard import Guarded
 
 PAYLOAD = 65536
 
@@ -42,3 +43,8 @@ def get(store: TierStore, *keys: bytes, payload_bytes: int = PAYLOAD) -> list[bo
 def name(key: bytes) -> bytes:
     """What a key is called on a server by default."""
     return b"kvtiers:" + key
+
+
+def is_up(guarded: Guarded) -> bool:
+    """Whether reads and writes worked when they were last tried."""
+    return guarded.health.reads_up and guarded.health.writes_up

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from spec.record import MIN_BYTES, RecordSpec
+from tests.disk.audit import run_mounted
 from tests.support.clock import Clock, wait_for
-from tests.support.disk_mounts import run_mounted
 from tiers.errors import RecordingError
 from tiers.traces import recorder
 from tiers.traces.opening import open_trace

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.known_traffic import BLOCK, BLOCK_TOKENS, KV_BYTES, loop, requests
+from tests.tuning.known_traffic import BLOCK, BLOCK_TOKENS, KV_BYTES, loop, requests
 from tiers.errors import KVTiersError
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.search import processes

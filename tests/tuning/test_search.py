@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.known_traffic import BLOCK, BLOCK_TOKENS, KV_BYTES, loop, mixed, once, requests
+from tests.tuning.known_traffic import BLOCK, BLOCK_TOKENS, KV_BYTES, loop, mixed, once, requests
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.report import YEAR, Report
 from tiers.tuning.search.budget import Budget

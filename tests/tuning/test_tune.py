@@ -10,7 +10,7 @@ from itertools import cycle
 import pytest
 
 from spec.chain import ChainSpec
-from tests.support.known_traffic import BLOCK, BLOCK_TOKENS, loop, once, requests
+from tests.tuning.known_traffic import BLOCK, BLOCK_TOKENS, loop, once, requests
 from tests.tuning.test_search import MB, Media, budget, chosen, hot_and_cold, order, tuned
 from tiers.errors import KVTiersError
 from tiers.traces.trace import TraceRequest

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec.load import load_chain
-from tests.support.known_traffic import BLOCK, loop, mixed, requests
+from tests.tuning.known_traffic import BLOCK, loop, mixed, requests
 from tests.tuning.test_search import Media, budget, tuned
 from tiers.tuning.report import Report, Stretch, TierUse
 from tiers.tuning.search.budget import Budget, Constraints, Objective

@@ -12,7 +12,7 @@ import pytest
 
 from spec.offloading import StoreContext
 from tests.support.clock import Clock
-from tests.support.health import is_up
+from tests.support.redis_verbs import is_up
 from tests.support.servers import RedisServer
 from tiers.errors import RecordError, TierError, TierFull, TierUnavailable, TierUnusable
 from tiers.remote.spec import RedisSpec

@@ -12,11 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from spec.offloading import StoreContext
 from tiers.disk.index.rows import Slot, index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
+from tiers.errors import TierNotOpen, TierUnusable
 from tiers.testing import Memory
 
 PAYLOAD = 60_000
@@ -104,17 +107,6 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
 
 
-def run_child(*args: object) -> subprocess.Popen[str]:
-    """Start `disk_child.py` in a process of its own."""
-    child = Path(__file__).with_name("disk_child.py")
-    return subprocess.Popen(
-        [sys.executable, str(child), *map(str, args)],
-        env=child_environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
 def run_code(code: str, *args: object, within: Sequence[str] = (), timeout: float = 60) -> None:
     """Run Python in another process to its end; its failure is the test's. For what `code` finds
     see `Other`; `within` is a command that runs the command which follows it."""
@@ -126,6 +118,21 @@ def run_code(code: str, *args: object, within: Sequence[str] = (), timeout: floa
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def run_mounted(mount: str, code: str, path: Path) -> None:
+    """Run Python after a mount that only its process sees."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0:
+        pytest.skip("this user can't mount anything")
+    run_code(code, path, within=["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" "$@"'])
+
+
+def refused(path: Path, match: str, capacity: int = 8 * SLOT, shares: int = 1) -> None:
+    """Opening must fail with a message that matches and names the path."""
+    spec = DiskSpec(path=path, capacity=capacity)
+    with pytest.raises((TierUnusable, TierNotOpen), match=match) as caught:
+        spec.open(StoreContext(PAYLOAD, shares))
+    assert str(path) in str(caught.value)
 
 
 class Other:
@@ -159,7 +166,16 @@ class Other:
     def kill(self) -> None:
         """kill -9."""
         self._process.kill()
+        self.gone()
+
+    def gone(self) -> int:
+        """Wait until it has ended; how."""
         self._process.communicate()
+        return self._process.returncode
+
+    @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
 
     def end(self, seconds: float = 120) -> None:
         """Let it end, which it must do in order, and within so many seconds."""
@@ -170,7 +186,7 @@ class Other:
 _OTHER = """
 import os, signal, sys
 from pathlib import Path
-from tests.support.disk_audit import *
+from tests.disk.audit import *
 from tiers.errors import TierFull, TierNotOpen, TierUnavailable, TierUnusable
 args = sys.argv[1:]
 path = Path(args[0])

@@ -1,16 +1,15 @@
-"""A process that uses a disk tier until it is killed, or dies at a point, or for so many rounds."""
+"""What another process does with a disk tier, until it is killed, dies at a point, or is done."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from tests.support.disk_audit import get, key, open_disk, put
+from tests.disk.audit import Other, get, key, open_disk, put
 from tiers.disk import slab
 from tiers.disk.folder import clean_close
 from tiers.disk.index.edit import Edit
@@ -19,6 +18,17 @@ from tiers.errors import TierFull
 
 PAYLOADS = (60_000, 9_000)
 NUMBERS = 120
+
+
+def started(work: str, path: Path, *args: object) -> Other:
+    """A process at one of the functions below, which has opened the tier."""
+    child = running(work, path, *args)
+    assert child.hear() == "ready"
+    return child
+
+
+def running(work: str, path: Path, *args: object) -> Other:
+    return Other(f"from tests.disk.child import {work}; {work}(path, *{args})", path)
 
 
 def payload_of_number(number: int) -> int:
@@ -99,14 +109,3 @@ def reserve(path: Path) -> None:
     store._folder.reserve({key(900): slot_bytes(60_000), key(901): slot_bytes(60_000)})
     print("ready", flush=True)
     time.sleep(600)
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "churn":
-        churn(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
-    elif sys.argv[1] == "die":
-        die(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
-    elif sys.argv[1] == "shrink":
-        shrink(Path(sys.argv[2]), int(sys.argv[3]))
-    else:
-        reserve(Path(sys.argv[2]))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from spec.chain import ChainSpec
+from tests.gpu.cuda_model import LateThreads, Mark, Model
 from tests.support.clock import Clock
-from tests.support.cuda_model import LateThreads, Mark, Model
 from tests.support.replay_chains import MODEL, total
 from tiers.connector.worker import checksums, loads, worker
 from tiers.engine.replay import ReplayEngine
