@@ -78,13 +78,15 @@ class Traffic(NamedTuple):
 @dataclass(frozen=True)
 class Part:
     """One part of kvtiers. `used`, `able`: per second, in `unit`. `limit`: what share of the
-    hardware's limit it was measured to reach; None: nothing was measured beside it."""
+    hardware's limit it was measured to reach; None: nothing was measured beside it. `of_device`:
+    on a GPU its figure is another, and without a device nobody has measured it."""
 
     name: str
     used: float
     able: float
     unit: str
     limit: float | None = None
+    of_device: bool = False
 
     @property
     def times(self) -> float:
@@ -106,7 +108,8 @@ def parts(traffic: Traffic, model: str, ranks: int, rows: Sequence[Row]) -> Iter
     for verb, move, tokens in flows:
         row = found[_named(found, "cpu", f"{move} 64 blocks")]
         used = tokens * token / ranks / 1e9
-        yield Part(f"{verb}: {move} of one rank", used, _ours(row), "GB/s", row.of_limit)
+        name = f"{verb}: {move} of one rank"
+        yield Part(name, used, _ours(row), "GB/s", row.of_limit, of_device=True)
     for kind, place, beside in (
         ("disk", "disk, direct, ", "{}, direct, 64"),
         ("remote", "redis, ", "{} 64 blocks of 2048 KiB"),
@@ -195,7 +198,9 @@ def tables(trace: Path, result: Path) -> str:
         f"{traffic.loaded:,.0f} came before; {traffic.stored:,.0f} are new, with the answers."
     ]
     for title, model, ranks in MODELS:
-        each = sorted(parts(traffic, model, ranks, rows), key=lambda part: part.times)
+        found = parts(traffic, model, ranks, rows)
+        measured = (part for part in found if machine["gpu"] or not part.of_device)
+        each = sorted(measured, key=lambda part: part.times)
         said.append(f"### {title}\n\n{_sizes(traffic, model, ranks, rows)}")
         said.append("\n".join((*HEAD, *map(_line, each))))
     return "\n\n".join(said)
@@ -212,7 +217,7 @@ def _sizes(traffic: Traffic, model: str, ranks: int, rows: Sequence[Row]) -> str
         f"{token >> 10} KiB of KV a token, {block >> 10} KiB in a rank's part of {BLOCK_TOKENS}. "
         f"{asked:,.0f} such blocks are asked for in a second, over all ranks. A disk of "
         f"{DISK_BYTES / 1e12:.0f} TB holds {held / 1e6:.0f} million: {held * each / 1e9:.1f} GB of "
-        "index, where all of it is looked at."
+        "index, where all of it is looked up."
     )
 
 

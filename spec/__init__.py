@@ -1,1 +1,1 @@
-"""The settings: the YAML chain of an operator, and the OffloadingSpec of a plugin."""
+"""The YAML of an operator, and the OffloadingSpec of a plugin."""

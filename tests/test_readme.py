@@ -1,4 +1,4 @@
-"""What README.md shows works as it is shown."""
+"""What README.md and docs/operations.md show works as it is shown."""
 
 from __future__ import annotations
 
@@ -60,11 +60,24 @@ def commands(block: Shown) -> list[str]:
 
 SHOWN = blocks(README.read_text()) if README.exists() else []
 CHAINS = [block for block in SHOWN if is_chain(block)]
-COMMANDS = [(block.line, command) for block in SHOWN for command in commands(block)]
+OPERATIONS = README.parent / "docs" / "operations.md"
+COMMANDS = [
+    (f"{page.stem} {block.line}", command)
+    for page in (README, OPERATIONS)
+    for block in blocks(page.read_text())
+    for command in commands(block)
+]
 
 
-def test_readme_shows_a_chain_and_commands() -> None:
-    assert CHAINS and COMMANDS
+def test_pages_show_a_chain_and_commands() -> None:
+    assert CHAINS and {where.split()[0] for where, _ in COMMANDS} == {"README", "operations"}
+
+
+def test_the_first_screen_has_the_factors_of_the_demo() -> None:
+    page = README.read_text()
+    said = re.search(r"\[(\d+), (\d+) and (\d+) times faster\]", page)
+    found = re.findall(r"\| (\d+)\.\dx \|", page)
+    assert said is not None and list(said.groups()) == found
 
 
 @pytest.mark.parametrize("block", CHAINS, ids=lambda block: f"line {block.line}")
@@ -75,7 +88,7 @@ def test_chains_validate(tmp_path: Path, block: Shown) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [c for _, c in COMMANDS], ids=[f"line {n}" for n, _ in COMMANDS]
+    "command", [command for _, command in COMMANDS], ids=[line for line, _ in COMMANDS]
 )
 def test_commands_run(tmp_path: Path, command: str) -> None:
     """Every chain that a command names is the first one shown."""

@@ -1,4 +1,4 @@
-"""What a block is called and how it is written: namespace, key, and the record.
+"""What is stored, byte for byte? A namespace and a key name a block; a record holds it.
 
 A record is a header of `HEADER_BYTES` and the stored payload. Every tier that outlives the
 process writes it, so that a block can prove what it is: nothing is believed because of where it

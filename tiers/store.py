@@ -1,4 +1,4 @@
-"""TierStore: the interface that a disk, a Redis or a plugin's tier implements.
+"""What must a store do? Keep blocks by the five verbs of `TierStore`.
 
 A store keeps opaque blocks under opaque keys. Its verbs block, take batches and are thread-safe.
 Memory belongs to the caller, who keeps it valid and unmoved until the call returns.

@@ -1,1 +1,1 @@
-"""The kvtiers command; a module here imports nothing heavy before its command runs."""
+"""The kvtiers command; nothing heavy is imported before a command runs."""

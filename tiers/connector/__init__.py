@@ -1,1 +1,1 @@
-"""The KV-connector contract, engine-neutral: who decides, who moves bytes, what they say."""
+"""Connectors, engine-neutral: one half of a tier decides, the other moves bytes."""

@@ -1,1 +1,1 @@
-"""What an engine calls, and what the two halves of a tier say to each other."""
+"""What an engine calls, and what both halves of a tier send each other."""

@@ -1,4 +1,4 @@
-"""Parts: which paged blocks make up one block of a request, over a model's KV cache groups."""
+"""What is a block's key made of? The engine's hash, a KV cache group and a mark, for each part."""
 
 from __future__ import annotations
 

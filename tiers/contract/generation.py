@@ -1,4 +1,4 @@
-"""Generation: what a reset changes in every key, so that older blocks are never found again."""
+"""What does a reset change? The generation in each key, so that older blocks are not found."""
 
 from __future__ import annotations
 

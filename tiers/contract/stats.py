@@ -1,4 +1,4 @@
-"""The metrics of a tier: counters, gauges and histograms, collected by tier name."""
+"""Which metrics are there? The counters, gauges and histograms of a tier, collected by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SlotResidency: the common part of the CPU tier's eviction policies."""
+"""Which block does the cpu tier evict? A policy keeps the order; this is what policies share."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The engines that drive connectors: vLLM, and a small one of our own for tests and traces."""
+"""The adapters to vLLM, and a small engine of our own for tests and traces."""

@@ -1,4 +1,4 @@
-"""ContentMarks: images, audio and video are identified by their content, not by their names."""
+"""What is an image known by? Its content, as audio and video are, and not its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SeenAdapters: what a worker's engine has loaded as LoRA adapters, by content."""
+"""What is a LoRA adapter known by? The weights that a worker's engine has loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's side of the contract: this module and its `vllm_*` parts alone import vLLM.
+"""What does vLLM see? Our side of its contract: this module and its `vllm_*` parts import it.
 
 `KVTiersConnector` is the connector that vLLM makes by name. It gets the half of the chain that its
 role asks for, with members that speak in vLLM's own words.

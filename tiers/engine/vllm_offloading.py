@@ -1,4 +1,4 @@
-"""KVTiersOffloadingSpec: our tiers hosted by vLLM's own OffloadingConnector.
+"""How does vLLM's OffloadingConnector host our tiers? By a spec, KVTiersOffloadingSpec.
 
 vLLM's connector decides what to store and load. Ours keeps it: a `HostedManager` over a
 `HostedTier` in the scheduler's process, and a `HostedWorker` in each worker.

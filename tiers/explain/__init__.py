@@ -1,1 +1,1 @@
-"""Why each request was served as it was: what is noted of it, and who may ask."""
+"""Notes of each request, and an account for whoever asks why it was served so."""

@@ -1,4 +1,4 @@
-"""Accounts: what the notes of a request mean: where its tokens came from, and why."""
+"""Why was a request served as it was? Notes of it become an account of its tokens."""
 
 from __future__ import annotations
 

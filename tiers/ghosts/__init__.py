@@ -1,1 +1,1 @@
-"""Ghosts: what a tier would serve with other settings, by sampled keys and no blocks."""
+"""Ghosts: a tier with other settings, estimated by sampled keys without blocks."""

@@ -1,4 +1,4 @@
-"""Batched copies between paged KV and rows of host memory: on the CPU here, see `cuda` for CUDA."""
+"""How do a block's bytes move? A copier gathers and scatters pages, here on the CPU; see `cuda`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What loads cost and whether they are worth it: rules of the chain, and of its simulation."""
+"""Whether a load is worth it: rules of the chain and of its simulation."""

@@ -1,4 +1,4 @@
-"""Comparison: whether the load that a policy plans comes in time, and sooner than computing."""
+"""Is loading worth it? Only what comes in time, and sooner than it is computed."""
 
 from __future__ import annotations
 

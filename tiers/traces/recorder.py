@@ -1,4 +1,4 @@
-"""Recorder: takes requests that ended from the scheduler's thread, and has them written."""
+"""Who records the traffic? The recorder takes requests that ended, and has them written."""
 
 from __future__ import annotations
 

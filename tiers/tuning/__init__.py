@@ -1,1 +1,1 @@
-"""What a trace says about chains: curves of hit ratios, simulations, searches."""
+"""Curves, simulations and searches of chains, from a trace."""

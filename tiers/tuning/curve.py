@@ -1,4 +1,4 @@
-"""Hit ratio against size, of every size at once: what a prefix cache of C blocks would have served.
+"""What would a cache of another size serve? The hit ratio of every size, in one pass.
 
 Exact for LRU, where a request's blocks are touched head last: no difference from replaying the
 trace through a cache of that size (`prefix_stack.py`).

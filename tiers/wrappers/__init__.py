@@ -1,1 +1,1 @@
-"""What lies around a tier's store: the guard, encryption, and how it is opened."""
+"""Stores around any store: guard, integrity, encryption, late opening."""

@@ -1,4 +1,4 @@
-"""Encrypts what a store is given: its readers learn nothing, its writers can plant nothing.
+"""Who can read or plant blocks? Nobody without the keys: what a store is given is encrypted.
 
 A block is encrypted with AES-256-GCM under a nonce of 96 random bits. Its key, which begins with
 the namespace, and its length are associated data: only the block that was stored under that key, by

@@ -1,4 +1,4 @@
-"""The guard: turns any failure of a store into a miss, here and nowhere else.
+"""Who decides that a tier is down? The guard, which turns any failure of a store into a miss.
 
 A store may raise; a guarded store never does. A circuit breaker leaves a failed tier alone for a
 while, so that a dead server costs one timeout at each retry instead of one at each request. Reads

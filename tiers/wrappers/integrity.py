@@ -1,4 +1,4 @@
-"""Integrity: what a store gives back is believed only if it is our own record of that very block.
+"""What if a plugin's store lies? Only our own record of that very block is believed.
 
 Around every store that does not verify by itself. A record is that of `tiers.block`: a header with
 the key, the length and a checksum, then the payload, on whole pages. It finds what is broken or

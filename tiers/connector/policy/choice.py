@@ -1,4 +1,4 @@
-"""Load policies: which connectors of a chain serve a request, and which blocks each of them."""
+"""Which tier serves which block? The load policy decides, over what each tier says it has."""
 
 from __future__ import annotations
 

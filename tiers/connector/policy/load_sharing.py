@@ -1,4 +1,4 @@
-"""Sharing: concurrent requests of one prefix load it once.
+"""Who waits for another's load? Of concurrent requests of one prefix all but one.
 
 The second waits for the first one's load and then finds the prefix in the engine's own cache. What
 a request waits for is a load under way, never a request that waits itself, and a load needs

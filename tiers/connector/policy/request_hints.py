@@ -1,4 +1,4 @@
-"""Hints: what a request says of its prompt's blocks, for whoever wants to use them again or not."""
+"""What may a request say of its prompt's future? A hint that it comes again, or does not."""
 
 from __future__ import annotations
 

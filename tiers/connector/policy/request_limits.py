@@ -1,4 +1,4 @@
-"""What one request says of its own loading and storing, in its `kv_transfer_params`."""
+"""What may a request ask for itself? Which tiers load how much, and what is stored of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RequestTable: what a chain knows of each request, once for all its tiers."""
+"""What is known of a request? A chain keeps one record of it for all its tiers."""
 
 from __future__ import annotations
 

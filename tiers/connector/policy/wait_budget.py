@@ -1,4 +1,4 @@
-"""WaitBudget: how long one request may still wait for all tiers together."""
+"""How long may a request still wait? For all tiers together what is left of `max_wait`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The scheduler's half of one tier: what to load, what to store, what it holds."""
+"""The scheduler's half of one tier: look up, load, store, evict, report."""

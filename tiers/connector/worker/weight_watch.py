@@ -1,4 +1,4 @@
-"""WeightWatch: whether the weights are still those that a generation's keys stand for.
+"""Are the weights those that a generation's keys stand for? Each loading or storing step looks.
 
 | a generation is | what happens | what follows |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""Who gets a slot: grow within the capacity, else evict the block whose use is longest ago.
+"""Which block does the disk tier evict? Past its capacity the one whose use is longest ago.
 
 All of it happens inside one edit, which all processes wait for, so long work is done in steps. A
 slot's disk space is allocated before the index counts the slot as reserved, and given back as soon

@@ -1,4 +1,4 @@
-"""Everything that makes KV interchangeable between engines, read from a configuration."""
+"""What keeps two engines' blocks apart? All that KV depends on, read from the configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search: simulate the chains that may be the best, on the part of a trace that it is given.
+"""Which chain serves a trace best? The search simulates the chains that may be the best.
 
 The search begins with every order of every choice of media, as `Space.starts` has them. Then it
 goes in rounds: of the best chains so far it takes a few, not more than `ALIKE` with the same tiers

@@ -1,4 +1,4 @@
-"""Admission: which missing blocks a tier stores, why not the others, and what to change then."""
+"""Why was a block not stored? Admission names the rule; one line the setting to change."""
 
 from __future__ import annotations
 
