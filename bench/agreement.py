@@ -40,6 +40,10 @@ WORLDS: Worlds = {
         [CPU, DISK | {"capacity": "400GB"}, REDIS],
         {"disk": HEALTHY, "redis": HEALTHY | {"load_latency": "2ms", "capacity": "1000GB"}},
     ),
+    "a link slower than computing": (
+        [CPU | {"capacity": "32GB"}, REDIS],
+        {"redis": HEALTHY | {"load_bandwidth": "1GB/s", "capacity": "1000GB"}},
+    ),
     "equal links": ([DISK, REDIS], {"disk": LIKE, "redis": LIKE | {"capacity": "1000GB"}}),
 }
 """Tiers, and the profiles of their links."""

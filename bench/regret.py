@@ -2,7 +2,7 @@
 
     python -m bench.regret TRACE --json FILE [--profile NAME ...] [--chains N] [--processes N]
 
-With each profile of `bench.tuning` and all three media, without a constraint and with a disk that
+With each profile of `PROFILES` and all three media, without a constraint and with a disk that
 must last five years. Then every chain by hand has the write budget that gives it those years, and
 those that break a constraint on the second half all the same are left out.
 """
@@ -18,9 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from bench.tuning import HAND, PROFILES, budget_text, by_hand
 from tiers.traces.opening import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.search.budget import Budget
@@ -35,25 +32,77 @@ from tiers.tuning.simulation.workload import Workload
 
 HALF = 0.5
 YEARS = 5.0
+SETTINGS = {"disk": {"path": "/var/lib/kvtiers"}, "redis": {"url": "redis://cache.internal:6379/0"}}
+LIMITS = {"cpu": "256GB", "disk": "4TB", "redis": "8TB"}
+PROFILES: dict[str, dict[str, dict[str, Any]]] = {
+    "healthy": {},
+    "disk-3-redis-5": {
+        "disk": {"load_bandwidth": "3GB/s", "store_bandwidth": "3GB/s"},
+        "redis": {"load_bandwidth": "5GB/s", "store_bandwidth": "5GB/s"},
+    },
+    "disk-0.6-redis-10": {
+        "disk": {"load_bandwidth": "600MB/s", "store_bandwidth": "600MB/s"},
+        "redis": {"load_bandwidth": "10GB/s", "store_bandwidth": "10GB/s"},
+    },
+    "writes-queued": {
+        "cpu": {"store_bandwidth": "4GB/s"},
+        "disk": {"store_bandwidth": "1GB/s", "shared_link": True},
+        "redis": {"store_bandwidth": "1GB/s", "shared_link": True},
+    },
+}
+HEALTHY = {
+    "cpu": {"load_bandwidth": "20GB/s", "store_bandwidth": "20GB/s", "price_per_gb_month": 3},
+    "disk": {
+        "load_bandwidth": "5GB/s",
+        "store_bandwidth": "5GB/s",
+        "price_per_gb_month": 0.1,
+        "endurance": "14PB",
+    },
+    "redis": {"load_bandwidth": "2GB/s", "store_bandwidth": "2GB/s", "price_per_gb_month": 1},
+}
+HAND = [
+    "cpu", "cpu:2", "cpu arc", "disk", "redis", "cpu, disk", "cpu, disk:2", "cpu arc, disk:2",
+    "cpu, redis", "cpu, redis:2", "disk, cpu", "cpu, disk, redis", "cpu, redis, disk",
+    "cpu, disk, redis; longest", "cpu, disk, redis; no promotion", "cpu, disk, redis:2",
+    "cpu, disk:2, redis:2", "cpu arc, disk:2, redis:2",
+]  # fmt: skip
+"""Chains as an operator would write them: tiers in order, with :N a store threshold; then what
+differs from `stitched` with promotion."""
 
 
 def given(profile: str, years: float | None) -> Budget:
     """All three media."""
-    data = yaml.safe_load(budget_text("all-three", profile))
-    limits = {} if years is None else {"constraints": {"life_years": years}}
-    return Budget.model_validate(data | limits)
+    links: dict[str, Any] = {k: HEALTHY[k] | PROFILES[profile].get(k, {}) for k in LIMITS}
+    media = [{"type": k, "limit": LIMITS[k], "settings": SETTINGS.get(k, {})} for k in LIMITS]
+    machine = {
+        "kv_bytes_per_token": 131072,
+        "engine_cache": "40GB",
+        "prefill_rate": 20000,
+        "gpus": 4,
+        "tiers": links,
+    }
+    limits = {} if years is None else {"life_years": years}
+    return Budget.model_validate({"media": media, "machine": machine, "constraints": limits})
+
+
+def by_hand(text: str, space: Space) -> SimChain:
+    """A chain from its line in `HAND`; sizes are the limits."""
+    tiers, _, rest = text.partition(";")
+    made = []
+    for one in tiers.split(","):
+        word, *eviction = one.split()
+        kind, _, threshold = word.partition(":")
+        tier = space.tier(space.budget.medium(kind))
+        tier = replace(tier, store_threshold=int(threshold or 1))
+        made.append(replace(tier, eviction=eviction[0]) if eviction else tier)
+    policy = rest.replace("no promotion", "").strip() or "stitched"
+    return SimChain(tuple(made), policy, "no promotion" not in rest)
 
 
 def hand_chains(budget: Budget) -> dict[str, SimChain]:
     """The chains by hand; where a life is asked for, with the write budget that gives it."""
     space = Space(budget, {medium.type: [medium.limit] for medium in budget.media})
-    rates = {medium.type: space.tier(medium).write_budget for medium in budget.media}
-    found = {}
-    for text in HAND["all-three"]:
-        chain = by_hand(text, budget)
-        tiers = tuple(replace(tier, write_budget=rates[tier.type]) for tier in chain.tiers)
-        found[text] = replace(chain, tiers=tiers)
-    return found
+    return {text: by_hand(text, space) for text in HAND}
 
 
 def case(

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.models import kv_bytes_per_token
 from bench.report import Row, number, read_json
 from bench.tables import CHECKOUT, newest, put_in
 from tiers.traces.opening import open_trace
 from tiers.traces.trace import TraceRequest
-from tiers.tuning.models import kv_bytes_per_token
 
 PAGE = CHECKOUT / "docs" / "scale.md"
 BEGIN, END = "<!-- made by python -m bench.scale -->", "<!-- /made -->"

@@ -108,7 +108,7 @@ def test_a_result_on_standard_output_is_alone_there(
     assert "1 requests, 1,024 prompt tokens" in ran.err
     ran = kvtiers("bench", "codec", "--smoke", "--json", "-")
     assert (ran.status, {row["suite"] for row in json.loads(ran.out)["rows"]}) == (0, {"codec"})
-    ran = kvtiers("curve", trace, "--plot", "-")
+    ran = kvtiers("bench", "codec", "--smoke", "--plot", "-")
     assert (ran.status, ran.out) == (2, "")
     assert ran.err.startswith("-: --json alone writes to standard output")
     assert [*tmp_path.iterdir()] == [trace]

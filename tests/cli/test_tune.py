@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -169,12 +168,10 @@ def test_no_tier_pays(kvtiers: Kvtiers, given: Path) -> None:
     assert "No tier pays: there is no chain to write." in ran.out
 
 
-@pytest.mark.parametrize("option", ["out", "json", "plot"])
+@pytest.mark.parametrize("option", ["out", "json"])
 def test_a_place_that_can_t_be_written_to_is_said_before_the_search(
     kvtiers: Kvtiers, given: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
-    if option == "plot" and find_spec("matplotlib") is None:
-        pytest.skip("matplotlib is not installed")
     monkeypatch.setattr(searching, "tune", lambda *_, **__: pytest.fail("it searched"))
     ran = kvtiers(*arguments(given, **{option: "none/such.file"}))
     assert (ran.status, ran.out) == (2, "")

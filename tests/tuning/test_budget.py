@@ -81,7 +81,7 @@ def test_the_machine_may_be_a_file_beside_it_and_a_medium_have_its_profile(tmp_p
         (
             "  - {type: disk",
             "  - {type: cpu, limit: 1GB}\n  - {type: disk",
-            "budget.yaml:3: media[1].type: found 'cpu'; an earlier medium has this type",
+            "budget.yaml:1: media: found a list; there are two of type cpu; keep one of them",
         ),
         (
             "    disk: {",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from bench.unseen import lru_hits
 from tests.tuning.replay.worlds import chats
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
@@ -16,6 +17,23 @@ from tiers.tuning.simulation import SimChain, SimTier, Workload, simulate
 SIZE = 16
 """Tokens of a block; a block has as many bytes."""
 FAST = 1e15
+
+
+def lru_hits(requests: Sequence[TraceRequest], size: int) -> int:
+    """Leading blocks that an LRU has, whose prompts are touched from tail to head."""
+    held: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for request in requests:
+        for block in request.blocks:
+            if block not in held:
+                break
+            hits += 1
+        for block in reversed(request.blocks):
+            held[block] = None
+            held.move_to_end(block)
+        while len(held) > size:
+            held.popitem(last=False)
+    return hits
 
 
 def machine(**more: Any) -> Machine:

@@ -21,7 +21,7 @@ from tiers.tuning.report import YEAR, Report, Stretch
 from tiers.tuning.search.finalists import Finalist, choose_served
 from tiers.tuning.search.result import as_text, as_yaml
 from tiers.tuning.search.score import Score
-from tiers.tuning.search.search import Split, Trials, Tried
+from tiers.tuning.search.search import Evaluated, Split, Trials
 from tiers.tuning.search.show import left_out, notes
 from tiers.tuning.search.sizes import Demand
 from tiers.tuning.search.space import Space
@@ -147,7 +147,7 @@ def served(chain: SimChain, seconds: float, trial: float | None) -> Finalist:
         parts = [Stretch(mean * (1 + 0.01 * (n % 2)), mean, 0, 0) for n in range(16)]
         return Report(100, 100.0, 0.5, (), 100, 0, 100, mean, mean, mean, 0.0, tuple(parts))
 
-    simulated = Tried(chain, said(seconds), Score(0, seconds))
+    simulated = Evaluated(chain, said(seconds), Score(0, seconds))
     return Finalist(simulated, None if trial is None else said(trial))
 
 

@@ -200,7 +200,7 @@ def test_what_is_told_can_be_read_by_machines_too(small: Tuned) -> None:
     waits = [point["ttft_mean"] for point in told["frontier"]]
     assert prices == sorted(prices) and waits == sorted(waits, reverse=True)
     text = as_text(small)
-    assert "chosen" in text and "fastest first" in text and "* chosen" in text
+    assert "chosen" in text and "fastest first" in text and "Not beaten in both" in text
 
 
 def test_settings_are_written_as_yaml(tmp_path: Path, small: Tuned) -> None:

@@ -14,7 +14,6 @@ from tiers.cli.arguments import (
     SkipBadLines,
     TraceFile,
     check_places,
-    check_plot,
     refused,
     write_result,
 )
@@ -36,16 +35,12 @@ Largest = Annotated[
 def curve(
     trace: TraceFile,
     chain_file: ChainOption = None,
-    model: Annotated[str | None, typer.Option(help="Take KV bytes from this model.")] = None,
     kv_bytes_per_token: Annotated[
         int | None, typer.Option(min=1, help="KV bytes of a token, over all layers and ranks.")
     ] = None,
     largest: Largest = None,
     conversations: Conversations = 16,
     skip_bad_lines: SkipBadLines = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Write a picture of the curves to this PNG file.")
-    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Measure which part of a trace's blocks a cache would have served, for every size.
@@ -57,19 +52,16 @@ def curve(
     kvtiers curve traffic.jsonl --json - | jq .
     """
     from tiers.traces.opening import open_trace
-    from tiers.tuning.files import write_whole
-    from tiers.tuning.plot import in_terminal, write_png
+    from tiers.tuning.plot import in_terminal
 
-    check_plot(plot)
-    check_places(plot, json_file=json_file, keep=[trace, chain_file])
+    check_places(json_file=json_file, keep=[trace, chain_file])
     opened = open_trace(trace, skip_bad_lines, conversations)
-    report = _measured(opened, chain_file, _token_bytes(opened, model, kv_bytes_per_token), largest)
+    token_bytes = kv_bytes_per_token or opened.header.kv_bytes_per_token
+    report = _measured(opened, chain_file, token_bytes, largest)
     typer.echo(_facts(opened, report))
     typer.echo(report.table())
     typer.echo(f"\n{in_terminal(report.plot())}")
     write_result(json_file, {"trace": str(trace), **report.to_json()})
-    if plot is not None:
-        write_whole(plot, lambda path: write_png(report.plot(), path))
 
 
 def _measured(
@@ -83,7 +75,9 @@ def _measured(
     block_tokens = trace.header.block_tokens
     chain = None if chain_file is None else load_chain(chain_file)
     if chain is not None and token_bytes is None:
-        raise refused("--chain has sizes in bytes: say what a token takes, with --model NAME")
+        raise refused(
+            "--chain has sizes in bytes: say what a token takes, with --kv-bytes-per-token"
+        )
     bound = None if largest is None else _blocks(largest, block_tokens, token_bytes)
     curves = measure(with_bar(trace), block_tokens, bound)
     say_skipped(trace.summary)
@@ -96,19 +90,6 @@ def _measured(
     return CurveReport(curves, token_bytes, marks)
 
 
-def _token_bytes(trace: Trace, model: str | None, given: int | None) -> int | None:
-    from tiers.tuning.models import KV_SHAPES, kv_bytes_per_token
-
-    if given is not None:
-        return given
-    if model is None:
-        return trace.header.kv_bytes_per_token
-    if model not in KV_SHAPES:
-        known = ", ".join(KV_SHAPES)
-        raise refused(f"no model {model} is known here; write --kv-bytes-per-token, or {known}")
-    return kv_bytes_per_token(model)
-
-
 def _blocks(largest: str, block_tokens: int, token_bytes: int | None) -> int:
     from spec.fields import parse_size
 
@@ -119,7 +100,7 @@ def _blocks(largest: str, block_tokens: int, token_bytes: int | None) -> int:
     except ValueError as error:
         raise refused(f"--largest {largest}: {error}") from None
     if token_bytes is None:
-        raise refused(f"--largest {largest}: say what a token takes, with --model NAME")
+        raise refused(f"--largest {largest}: say what a token takes, with --kv-bytes-per-token")
     return max(1, size // (block_tokens * token_bytes))
 
 

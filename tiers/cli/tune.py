@@ -17,7 +17,6 @@ from tiers.cli.arguments import (
     SkipBadLines,
     TraceFile,
     check_places,
-    check_plot,
     refused,
     write_result,
 )
@@ -37,9 +36,6 @@ BudgetFile = Annotated[
     Path, typer.Option(help="The budget's YAML: media, machine, objective, constraints.")
 ]
 Out = Annotated[Path | None, typer.Option(help="Write the chosen chain to this file.")]
-Plot = Annotated[
-    Path | None, typer.Option(help="Draw waiting times against prices; needs matplotlib.")
-]
 Chains = Annotated[
     int, typer.Option(min=20, help="Simulate this many chains at most in the search.")
 ]
@@ -75,7 +71,6 @@ def tune(
     chain_file: ChainOption = None,
     out: Out = None,
     json_file: JsonFile = None,
-    plot: Plot = None,
     chains: Chains = 250,
     minutes: Minutes = None,
     judge: Judge = None,
@@ -98,8 +93,7 @@ def tune(
     from tiers.traces.opening import open_trace
     from tiers.tuning.search.budget import load_budget
 
-    check_plot(plot)
-    check_places(out, plot, json_file=json_file, keep=[trace, budget, judge])
+    check_places(out, json_file=json_file, keep=[trace, budget, judge])
     given = load_budget(budget)
     present = None if chain_file is None else load_chain(chain_file)
     try:
@@ -109,7 +103,7 @@ def tune(
     except KVTiersError as error:
         raise refused(error) from None
     names = [one_line(path.name) for path in (trace, judge) if path is not None]
-    _tell(found, names, present, out, json_file, plot)
+    _tell(found, names, present, out, json_file)
     if found.is_cut_off:
         raise typer.Exit(INTERRUPTED)
     if found.broken:
@@ -216,10 +210,8 @@ def _tell(
     present: ChainSpec | None,
     out: Path | None,
     json_file: Path | None,
-    plot: Path | None,
 ) -> None:
     from tiers.tuning.files import write_whole
-    from tiers.tuning.search.picture import draw
     from tiers.tuning.search.result import as_json, as_text, as_yaml, lacking
 
     trace, judged_on = traces[0], traces[1] if len(traces) > 1 else None
@@ -235,5 +227,3 @@ def _tell(
         if lacks := lacking(found, present):
             typer.echo(lacks.replace("here", "there"))
     write_result(json_file, as_json(found, trace))
-    if plot is not None:
-        write_whole(plot, lambda file: draw(found, file))

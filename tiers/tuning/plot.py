@@ -1,11 +1,10 @@
-"""Curves as a plot in the terminal, and as a PNG where matplotlib is installed."""
+"""Curves as a plot in the terminal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 WIDTH, HEIGHT = 64, 16
 """Of a plot in the terminal, in characters."""
@@ -54,23 +53,3 @@ def in_terminal(plot: Plot) -> str:
 def _place(value: float, low: float, high: float) -> float:
     """Where between them, 0 to 1."""
     return (value - low) / (high - low) if high > low else 0.0
-
-
-def write_png(plot: Plot, file: Path) -> None:
-    """The plot as a picture. Raises ModuleNotFoundError without matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for name, points in plot.lines.items():
-        axes.plot(*zip(*points, strict=True), label=name)
-    axes.set(title=plot.title, xlabel=plot.x_name, xscale="log")
-    axes.set_ylim(bottom=0)
-    for name, x in plot.marks.items():
-        axes.axvline(x, color="black", linestyle=":", linewidth=1)
-        axes.annotate(name, (x, 0), xytext=(3, 3), textcoords="offset points", rotation=90)
-    axes.xaxis.set_major_formatter(lambda x, _: plot.x_text(x))
-    axes.yaxis.set_major_formatter(lambda y, _: plot.y_text(y))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(file, format="png", dpi=110)

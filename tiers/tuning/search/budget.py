@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from spec.errors import SpecError
 from spec.fields import ByteSize, Duration
@@ -157,20 +156,9 @@ class Budget(BaseModel):
     @field_validator("media", mode="after")
     @classmethod
     def _differ(cls, media: tuple[Medium, ...]) -> tuple[Medium, ...]:
-        for index, medium in enumerate(media):
-            if any(medium.type == other.type for other in media[:index]):
-                raise ValidationError.from_exception_data(
-                    cls.__name__,
-                    [
-                        InitErrorDetails(
-                            type=PydanticCustomError(
-                                "clash", "an earlier medium has this type; keep one of them"
-                            ),
-                            loc=(index, "type"),
-                            input=medium.type,
-                        )
-                    ],
-                )
+        types = [medium.type for medium in media]
+        if twice := [kind for at, kind in enumerate(types) if kind in types[:at]]:
+            raise ValueError(f"there are two of type {twice[0]}; keep one of them")
         return media
 
     @field_validator("machine", mode="after")

@@ -11,7 +11,7 @@ import yaml
 from spec.fields import exact_size, format_rate
 from tiers.tuning.report import Report, TierUse
 from tiers.tuning.search.budget import Budget
-from tiers.tuning.search.search import Tried
+from tiers.tuning.search.search import Evaluated
 from tiers.tuning.search.words import percent, size
 from tiers.tuning.simulation.chain import SimTier
 
@@ -20,7 +20,7 @@ Reasons = Mapping[tuple[str, str | None], Sequence[str]]
 """By what is chosen, and for which tier: what the other choices come to."""
 
 
-def chain_yaml(chosen: Tried, budget: Budget, why: Reasons, head: Sequence[str]) -> str:
+def chain_yaml(chosen: Evaluated, budget: Budget, why: Reasons, head: Sequence[str]) -> str:
     """The YAML of a chain that has tiers, with comments. `head`: paragraphs for its top."""
     chain, report = chosen.chain, chosen.report
     lines = [line for text in head for line in _comment(text)]

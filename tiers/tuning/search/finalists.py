@@ -14,7 +14,7 @@ from tiers.tuning.report import Report
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.chain_file import chain_yaml
 from tiers.tuning.search.score import gap, score
-from tiers.tuning.search.search import Trials, Tried
+from tiers.tuning.search.search import Evaluated, Trials
 from tiers.tuning.simulation.chain import SimChain
 
 ALTERNATIVES = 2
@@ -26,13 +26,13 @@ Serve = Callable[[ChainSpec], Report]
 class Finalist:
     """A chain as it was simulated, and as it was served; if it could not be, `why`."""
 
-    simulated: Tried
+    simulated: Evaluated
     real: Report | None
     why: str = ""
 
 
 def serve_all(
-    chosen: Tried,
+    chosen: Evaluated,
     compared: Mapping[str, SimChain],
     present: ChainSpec | None,
     trials: Trials,
@@ -60,7 +60,7 @@ def serve_all(
     return found
 
 
-def _alike(chosen: Tried, trials: Trials) -> Iterator[Tried]:
+def _alike(chosen: Evaluated, trials: Trials) -> Iterator[Evaluated]:
     """The best chains that differ from the chosen one by too little to tell, and from each other
     by something."""
     reports = [chosen.report.stretches]
@@ -74,7 +74,7 @@ def _alike(chosen: Tried, trials: Trials) -> Iterator[Tried]:
             yield one
 
 
-def _served(one: Tried, spec: ChainSpec, serve: Serve) -> Finalist:
+def _served(one: Evaluated, spec: ChainSpec, serve: Serve) -> Finalist:
     try:
         return Finalist(one, serve(spec))
     except KVTiersError as error:
@@ -93,12 +93,12 @@ def _sized(present: ChainSpec, simulated: SimChain) -> ChainSpec:
     return present.model_copy(update={"tiers": tuple(tiers)})
 
 
-def spec_of(one: Tried, budget: Budget) -> ChainSpec:
+def spec_of(one: Evaluated, budget: Budget) -> ChainSpec:
     """The chain as it would be written."""
     return ChainSpec.model_validate(yaml.safe_load(chain_yaml(one, budget, {}, [])))
 
 
-def choose_served(finalists: Mapping[str, Finalist], budget: Budget) -> Tried | None:
+def choose_served(finalists: Mapping[str, Finalist], budget: Budget) -> Evaluated | None:
     """The chain within the budget that served best, if it was better than the chosen one by more
     than chance; None: the choice stands."""
     chosen = finalists.get("chosen")

@@ -13,7 +13,7 @@ from typing import Self
 from tiers.errors import KVTiersError
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import Report
-from tiers.tuning.simulation.alike import retold
+from tiers.tuning.search.dedupe import derive_report
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.simulate import simulate
 from tiers.tuning.simulation.workload import Workload
@@ -107,7 +107,7 @@ class Simulations:
                 self._check()
                 if is_over():
                     break
-                found = self._retold(job) or _simulate(self._workload, self._machine, job)
+                found = self._derived(job) or _simulate(self._workload, self._machine, job)
                 self._reports[job] = found
                 note(job, found)
         return [self._reports[job] for job in jobs if job in self._reports]
@@ -116,11 +116,11 @@ class Simulations:
         if self._is_interrupted():
             raise KeyboardInterrupt
 
-    def _retold(self, job: Job) -> Report | None:
+    def _derived(self, job: Job) -> Report | None:
         """The report of a job that another's tells, if one does."""
         chain, *part = job
         for (known, *same), report in self._reports.items():
-            if same == part and (found := retold(known, report, chain, self._machine)):
+            if same == part and (found := derive_report(known, report, chain, self._machine)):
                 return found
         return None
 
@@ -138,7 +138,7 @@ class Simulations:
                 rest.clear()
             while rest and free:
                 job = rest.pop()
-                if (told := self._retold(job)) is not None:
+                if (told := self._derived(job)) is not None:
                     self._reports[job] = told
                     note(job, told)
                     continue

@@ -10,23 +10,29 @@ from spec.chain import ChainSpec
 from tiers.tuning.search.budget import TUNED, Budget
 from tiers.tuning.search.chain_file import Reasons, chain_yaml
 from tiers.tuning.search.score import cost, excesses, gap
-from tiers.tuning.search.search import Tried
-from tiers.tuning.search.show import finals, frontier, has_prices, notes, plot, price_of, table
+from tiers.tuning.search.search import Evaluated
+from tiers.tuning.search.show import (
+    finals,
+    frontier,
+    frontier_table,
+    has_prices,
+    notes,
+    price_of,
+    table,
+)
 from tiers.tuning.search.tune import Tuned
-from tiers.tuning.search.verdict import Judged
 from tiers.tuning.search.words import change, expected, name, seconds
 from tiers.tuning.simulation.chain import SimChain
 
 
 def as_text(tuned: Tuned, judged_on: str | None = None) -> str:
     """The comparison, notes and the frontier, for a terminal. `judged_on`: another trace's name."""
-    chosen = tuned.found.of(tuned.verdict.chosen.chain)
     return "\n\n".join(
         [
             f"{_where(tuned, judged_on)}:\n{table(tuned.verdict, tuned.budget)}",
             *_real(tuned),
             "\n".join(notes(tuned)),
-            plot(tuned.found, tuned.budget, chosen),
+            frontier_table(tuned.found, tuned.budget),
         ]
     )
 
@@ -104,7 +110,7 @@ def reasons(tuned: Tuned) -> Reasons:
     return texts
 
 
-def compared(other: Tried, mine: Tried, budget: Budget) -> str:
+def compared(other: Evaluated, mine: Evaluated, budget: Budget) -> str:
     """How much the objective changes, or which constraint is broken."""
     if other.score.excess > mine.score.excess:
         return "; ".join(text for text, _ in excesses(other.report, budget))
@@ -171,7 +177,6 @@ def as_json(tuned: Tuned, trace: str) -> dict[str, Any]:
             for label, one in verdict.finalists.items()
         },
         "tried": len(found.tried),
-        "tried_all": found.is_all,
         "within": {share: found.near(float(share) / 100) for share in ("1", "5", "10")},
         "frontier_by": "price_per_month" if has_prices(budget) else "bytes",
         "frontier": [
@@ -192,37 +197,20 @@ def as_json(tuned: Tuned, trace: str) -> dict[str, Any]:
     }
 
 
-def _gap(one: Tried, tuned: Tuned) -> tuple[float, float | None]:
+def _gap(one: Evaluated, tuned: Tuned) -> tuple[float, float | None]:
     """As `Gap` has it against the chosen chain; None: too few requests tell."""
     found = gap(one.report, tuned.verdict.chosen.report, tuned.budget)
     return found.share, None if found.margin == float("inf") else found.margin
 
 
-def _judged(one: Judged, tuned: Tuned) -> dict[str, Any]:
+def _judged(one: Evaluated, tuned: Tuned) -> dict[str, Any]:
     return {
-        "name": name(one.chain),
-        **asdict(one.chain),
+        **_chain(one),
         "objective": one.score.value,
         "cost": cost(one.report, tuned.budget),
         "report": one.report.to_json(),
     }
 
 
-def _chain(one: Tried) -> dict[str, Any]:
-    tiers = [
-        {
-            "type": tier.type,
-            "capacity": tier.capacity,
-            "eviction": tier.eviction,
-            "store_threshold": tier.store_threshold,
-            "write_budget": tier.write_budget,
-        }
-        for tier in one.chain.tiers
-    ]
-    return {
-        "name": name(one.chain),
-        "load_policy": one.chain.load_policy,
-        "load_when": one.chain.load_when,
-        "promote": one.chain.promote,
-        "tiers": tiers,
-    }
+def _chain(one: Evaluated) -> dict[str, Any]:
+    return {"name": name(one.chain), **asdict(one.chain)}

@@ -2,8 +2,7 @@
 
 The search begins with every order of every choice of media, as `Space.starts` has them. Then it
 goes in rounds: of the best chains so far it takes a few, not more than `ALIKE` with the same tiers
-in the same order, and simulates all chains one step from them, until no chain is new. Where a
-budget allows so few chains that all can be simulated, all are.
+in the same order, and simulates all chains one step from them, until no chain is new.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ALIKE = 2
 
 
 @dataclass(frozen=True)
-class Tried:
+class Evaluated:
     """A chain, what serving the searched part with it does, and how good that is."""
 
     chain: SimChain
@@ -43,10 +42,9 @@ class Split:
 
 @dataclass(frozen=True)
 class Found:
-    """What was tried, the best first, and whether that was all there is."""
+    """What was tried, the best first."""
 
-    tried: tuple[Tried, ...]
-    is_all: bool
+    tried: tuple[Evaluated, ...]
 
     def near(self, share: float) -> int:
         """How many chains are within a share of the best."""
@@ -57,7 +55,7 @@ class Found:
             if one.score.excess <= best.excess
         )
 
-    def of(self, chain: SimChain) -> Tried | None:
+    def of(self, chain: SimChain) -> Evaluated | None:
         """The chain, if it was tried."""
         return next((one for one in self.tried if one.chain == chain), None)
 
@@ -77,18 +75,18 @@ class Trials:
         self._simulations = simulations
         self._split = split
         self._advance = advance
-        self._tried: dict[SimChain, Tried] = {}
+        self._tried: dict[SimChain, Evaluated] = {}
         self._asked: dict[SimChain, int] = {}
 
     def __len__(self) -> int:
         return len(self._tried)
 
     @property
-    def best(self) -> Tried | None:
+    def best(self) -> Evaluated | None:
         """The best so far, and among the same scores the simplest; None: nothing was tried."""
         return min(self._tried.values(), key=self._rank, default=None)
 
-    def of(self, chain: SimChain) -> Tried | None:
+    def of(self, chain: SimChain) -> Evaluated | None:
         """The chain, if it was tried."""
         return self._tried.get(chain)
 
@@ -97,7 +95,7 @@ class Trials:
         chains: Iterable[SimChain],
         most: int | None = None,
         is_over: Callable[[], bool] = lambda: False,
-    ) -> list[Tried]:
+    ) -> list[Evaluated]:
         """Try chains that were not, `most` at most and none once `is_over`; those that are tried
         by then, in order."""
         asked = list(dict.fromkeys(chains))
@@ -108,18 +106,18 @@ class Trials:
         self._simulations.run(jobs, self._note, is_over)
         return [self._tried[chain] for chain in asked if chain in self._tried]
 
-    def gap(self, mine: Tried, other: Tried) -> Gap:
+    def gap(self, mine: Evaluated, other: Evaluated) -> Gap:
         """How much worse a chain is than another."""
         return gap(mine.report, other.report, self.space.budget)
 
-    def found(self, is_all: bool = False) -> Found:
+    def found(self) -> Found:
         """All of them."""
-        return Found(tuple(sorted(self._tried.values(), key=self._rank)), is_all)
+        return Found(tuple(sorted(self._tried.values(), key=self._rank)))
 
-    def beam(self) -> list[Tried]:
+    def beam(self) -> list[Evaluated]:
         """The best chains: of each order of tiers a few, of those with the same score the
         simplest."""
-        chosen: list[Tried] = []
+        chosen: list[Evaluated] = []
         orders: Counter[tuple[str, ...]] = Counter()
         scores: set[Score] = set()
         for one in sorted(self._tried.values(), key=self._rank):
@@ -134,42 +132,28 @@ class Trials:
 
     def _note(self, job: Job, report: Report) -> None:
         chain = job[0]
-        self._tried[chain] = Tried(chain, report, score(report, self.space.budget))
+        self._tried[chain] = Evaluated(chain, report, score(report, self.space.budget))
         self._advance(self)
 
-    def _rank(self, one: Tried) -> tuple[Score, tuple[float, ...], int]:
+    def _rank(self, one: Evaluated) -> tuple[Score, tuple[float, ...], int]:
         # The last is the order of asking: processes end in any order, and ties must not hang on it.
         order = self._asked[one.chain]
         return one.score, simplicity(one.chain, self.space.budget.machine), order
 
 
-def search(trials: Trials, limit: int, is_over: Callable[[], bool] = lambda: False) -> bool:
-    """Try `limit` chains at most, and none once `is_over`; whether that was all there is."""
-    space = trials.space
-    everything = closure(space, limit)
-    trials.run(everything or space.starts(), limit, is_over)
-    count = 0
-    while count < len(trials) < limit and not everything:
+def search(trials: Trials, limit: int, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Try `limit` chains at most, and none once `is_over`."""
+    space, count = trials.space, 0
+    trials.run(space.starts(), limit, is_over)
+    while count < len(trials) < limit:
         count = len(trials)
         steps = (chain for one in trials.beam() for chain in next_steps(one, space))
         trials.run(steps, limit - count, is_over)
-    return bool(everything) and len(trials) == len(everything)
 
 
-def next_steps(one: Tried, space: Space) -> Iterator[SimChain]:
+def next_steps(one: Evaluated, space: Space) -> Iterator[SimChain]:
     """The chains one step from a chain, but for settings of tiers that served nothing."""
     idle = {use.name for use in one.report.tiers if not use.hit_tokens}
     for step in space.steps(one.chain):
         if step.tier not in idle or step.kind in ("tiers", "order"):
             yield step.chain
-
-
-def closure(space: Space, limit: int) -> list[SimChain]:
-    """All chains of the space, or none if there are more than `limit`."""
-    known = dict.fromkeys(space.starts())
-    new = list(known)
-    while new and len(known) <= limit:
-        found = dict.fromkeys(step.chain for chain in new for step in space.steps(chain))
-        new = [chain for chain in found if chain not in known]
-        known.update(dict.fromkeys(new))
-    return [] if new or len(known) > limit else list(known)

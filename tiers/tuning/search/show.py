@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import chain
 
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.finalists import Finalist
 from tiers.tuning.search.score import LEAST, cost, excesses, gap
-from tiers.tuning.search.search import Found, Tried
+from tiers.tuning.search.search import Evaluated, Found
 from tiers.tuning.search.space import Space
 from tiers.tuning.search.tune import ENOUGH, Tuned
-from tiers.tuning.search.verdict import Judged, Verdict
+from tiers.tuning.search.verdict import Verdict
 from tiers.tuning.search.words import change, name, percent, seconds, size
 
-PLOT_WIDTH, PLOT_HEIGHT = 64, 14
 COLUMNS = (
     "",
     "TTFT mean",
@@ -39,7 +37,7 @@ def table(verdict: Verdict, budget: Budget) -> str:
     return "\n".join([head, *chain.from_iterable(zip(lines, names, strict=True))])
 
 
-def _row(label: str, one: Judged, chosen: Judged, budget: Budget) -> tuple[str, ...]:
+def _row(label: str, one: Evaluated, chosen: Evaluated, budget: Budget) -> tuple[str, ...]:
     report = one.report
     lives = [tier.life_years for tier in report.tiers if tier.life_years is not None]
     links = [max(tier.load_busy, tier.store_busy) for tier in report.tiers]
@@ -110,7 +108,7 @@ def notes(tuned: Tuned) -> list[str]:
     verdict, found = tuned.verdict, tuned.found
     chosen, best, judged = verdict.chosen, verdict.best, verdict.judged["chosen"]
     told = [
-        f"{len(found.tried):,} chains were simulated{', all there are' if found.is_all else ''}: "
+        f"{len(found.tried):,} chains were simulated: "
         f"{found.near(0.01):,} are within 1% of the best, {found.near(0.05):,} within 5%, "
         f"{found.near(0.1):,} within 10%."
     ]
@@ -147,7 +145,7 @@ def too_little(tuned: Tuned) -> list[str]:
     return told
 
 
-def _simpler(chosen: Tried, best: Tried, budget: Budget) -> str:
+def _simpler(chosen: Evaluated, best: Evaluated, budget: Budget) -> str:
     """Why a chain was chosen that is not the best of the search."""
     found = gap(best.report, chosen.report, budget)
     if abs(found.share) < LEAST:
@@ -173,11 +171,11 @@ def left_out(verdict: Verdict, found: Found, space: Space) -> list[str]:
     return told
 
 
-def _has(one: Tried, types: set[str]) -> bool:
+def _has(one: Evaluated, types: set[str]) -> bool:
     return {tier.type for tier in one.chain.tiers} == types
 
 
-def _why(with_it: Sequence[Tried], kind: str, chosen: Tried, budget: Budget) -> str:
+def _why(with_it: Sequence[Evaluated], kind: str, chosen: Evaluated, budget: Budget) -> str:
     """What the best of the chains with a medium came to."""
     one = with_it[0]
     use = next(use for use in one.report.tiers if use.name == kind)
@@ -196,14 +194,14 @@ def _why(with_it: Sequence[Tried], kind: str, chosen: Tried, budget: Budget) -> 
     return f"the best chain with it, {name(one.chain)}, comes to {said}{little}; {told}"
 
 
-def frontier(found: Found, budget: Budget) -> list[tuple[float, float, Tried]]:
+def frontier(found: Found, budget: Budget) -> list[tuple[float, float, Evaluated]]:
     """Of all chains tried those that no other beats in both price and mean TTFT: price a month (or
     bytes, where no price is given), TTFT, chain; the cheapest first."""
     points = sorted(
         ((price_of(one, budget), one.report.ttft_mean, one) for one in found.tried),
         key=lambda point: point[:2],
     )
-    kept: list[tuple[float, float, Tried]] = []
+    kept: list[tuple[float, float, Evaluated]] = []
     for point in points:
         if not kept or point[1] < kept[-1][1]:
             kept.append(point)
@@ -217,38 +215,19 @@ def has_prices(budget: Budget) -> bool:
     return budget.gpu_price_per_month is not None or any(any(p) for p in prices)
 
 
-def price_of(one: Tried, budget: Budget) -> float:
+def price_of(one: Evaluated, budget: Budget) -> float:
     """The price of a chain for a month, or its bytes."""
     if has_prices(budget):
         return cost(one.report, budget)
     return float(sum(tier.capacity or 0 for tier in one.chain.tiers))
 
 
-def plot(found: Found, budget: Budget, chosen: Tried | None) -> str:
-    """Mean TTFT against price: every chain tried, the frontier, and what was chosen."""
-    kept = {id(one) for _, _, one in frontier(found, budget)}
-    points = [(price_of(one, budget), one.report.ttft_mean, one) for one in found.tried]
-    xs = [x for x, _, _ in points]
-    ys = [math.log(max(y, 1e-6)) for _, y, _ in points]
-    canvas = [[" "] * PLOT_WIDTH for _ in range(PLOT_HEIGHT)]
-    for (x, _, one), y in sorted(zip(points, ys, strict=True), key=lambda p: id(p[0][2]) in kept):
-        column = round(_place(x, min(xs), max(xs)) * (PLOT_WIDTH - 1))
-        row = PLOT_HEIGHT - 1 - round(_place(y, min(ys), max(ys)) * (PLOT_HEIGHT - 1))
-        if canvas[row][column] != "*":
-            mark = "o" if id(one) in kept else "."
-            canvas[row][column] = "*" if chosen is not None and one is chosen else mark
-    sides = {0: seconds(math.exp(max(ys))), PLOT_HEIGHT - 1: seconds(math.exp(min(ys)))}
-    body = [f"{sides.get(at, ''):>8} |{''.join(line)}".rstrip() for at, line in enumerate(canvas)]
-    text = (lambda x: f"{x:,.0f}") if has_prices(budget) else size
-    axis = "price a month" if has_prices(budget) else "bytes of all tiers"
-    first, last = text(min(xs)), text(max(xs))
-    gap = PLOT_WIDTH - len(first) - len(last)
-    legend = "* chosen  o not beaten in both  . other chains"
-    head = "Mean TTFT in the search, against price"
-    foot = f"{'':10}{first}{axis:^{gap}}{last}"
-    return "\n".join([head, *body, foot, f"{'':10}{legend}"])
-
-
-def _place(value: float, low: float, high: float) -> float:
-    """Where between them, 0 to 1."""
-    return (value - low) / (high - low) if high > low else 0.0
+def frontier_table(found: Found, budget: Budget) -> str:
+    """Price and mean TTFT of the chains that no other beats in both."""
+    what = "price" if has_prices(budget) else "bytes"
+    rows = [
+        (f"{price:,.0f}" if has_prices(budget) else size(price), seconds(ttft), name(one.chain))
+        for price, ttft, one in frontier(found, budget)
+    ]
+    head = "Not beaten in both, on the requests of the search:"
+    return "\n".join([head, *_aligned([(what, "TTFT mean", ""), *rows])])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations, product
-from typing import Literal, get_args
+from typing import get_args
 
 from spec.chain import LoadPolicy
 from spec.fields import exact_size, format_rate
@@ -23,25 +23,14 @@ POLICIES: tuple[str, ...] = ("stitched", *(p for p in get_args(LoadPolicy) if p 
 THRESHOLDS = (1, 2, 3)
 LOAD_WHEN: tuple[str, ...] = ("sooner", "always")
 """The default first."""
-Kind = Literal[
-    "tiers",
-    "order",
-    "load_policy",
-    "load_when",
-    "promote",
-    "capacity",
-    "eviction",
-    "store_threshold",
-    "write_budget",
-]
-"""What a step changes; the last seven are keys of the chain's YAML."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A chain one step away: what differs (`kind`), in which tier, and how it reads."""
+    """A chain one step away: what differs (`kind`: `tiers`, `order` or a key of the chain's YAML),
+    in which tier, and how it reads."""
 
-    kind: Kind
+    kind: str
     tier: str | None
     text: str
     chain: SimChain
@@ -173,7 +162,7 @@ def _rate(rate: float | None) -> str:
     return "none" if rate is None else format_rate(rate)
 
 
-def _with(chain: SimChain, tier: SimTier, kind: Kind, text: str, **changed: object) -> Step:
+def _with(chain: SimChain, tier: SimTier, kind: str, text: str, **changed: object) -> Step:
     tiers = tuple(replace(t, **changed) if t is tier else t for t in chain.tiers)  # type: ignore[arg-type]
     return Step(kind, tier.type, text, replace(chain, tiers=tiers))
 

@@ -16,10 +16,10 @@ from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.finalists import Finalist, Serve, choose_served, serve_all
 from tiers.tuning.search.processes import Simulations, interrupts
 from tiers.tuning.search.score import excesses
-from tiers.tuning.search.search import Found, Split, Trials, Tried, search
+from tiers.tuning.search.search import Evaluated, Found, Split, Trials, search
 from tiers.tuning.search.sizes import Demand, worth_trying
 from tiers.tuning.search.space import Space
-from tiers.tuning.search.verdict import Judged, Verdict, choose, judge, settled
+from tiers.tuning.search.verdict import Verdict, choose, judge, settled
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.workload import Workload
 
@@ -95,7 +95,7 @@ def tune(
     if present is not None:
         compared = {"present": present_chain(present, budget), **compared}
     workload = Workload.of(requests, block_tokens)
-    is_all = is_cut_off = False
+    is_cut_off = False
     ends = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
     with (
         interrupts() as is_interrupted,
@@ -103,7 +103,7 @@ def tune(
     ):
         trials = Trials(space, simulations, split, advance)
         try:
-            is_all = search(trials, asked.limit, lambda: time.monotonic() > ends)
+            search(trials, asked.limit, lambda: time.monotonic() > ends)
             trials.run(compared.values())
             chosen = settled(trials, demand.growth is not None)
             finalists: Mapping[str, Finalist] = {}
@@ -118,19 +118,26 @@ def tune(
                 raise
             is_cut_off, verdict = True, _cut_off(trials, compared)
     counted = len(searched) - int(len(requests) * split.warm)
-    found = trials.found(is_all)
     return Tuned(
-        budget, len(requests), counted, split, space, found, verdict, demand.growth, is_cut_off
+        budget,
+        len(requests),
+        counted,
+        split,
+        space,
+        trials.found(),
+        verdict,
+        demand.growth,
+        is_cut_off,
     )
 
 
 def _finals(
-    chosen: Tried,
+    chosen: Evaluated,
     compared: Mapping[str, SimChain],
     present: ChainSpec | None,
     trials: Trials,
     serve: Serve,
-) -> tuple[Tried, Mapping[str, Finalist]]:
+) -> tuple[Evaluated, Mapping[str, Finalist]]:
     """Serve the finalists for real; which of them to choose then."""
     finalists = serve_all(chosen, compared, present, trials, serve)
     better = choose_served(finalists, trials.space.budget)
@@ -141,7 +148,7 @@ def _finals(
 
 
 def _judged(
-    chosen: Tried,
+    chosen: Evaluated,
     compared: Mapping[str, SimChain],
     trials: Trials,
     simulations: Simulations,
@@ -166,8 +173,7 @@ def _cut_off(trials: Trials, compared: Mapping[str, SimChain]) -> Verdict:
     chosen, best = choose(trials, may_try=False), trials.best
     assert best is not None, "something was tried"
     tried = {label: trials.of(chain) for label, chain in compared.items()}
-    known = {"chosen": chosen} | {label: one for label, one in tried.items() if one is not None}
-    judged = {label: Judged(one.chain, one.report, one.score) for label, one in known.items()}
+    judged = {"chosen": chosen} | {label: one for label, one in tried.items() if one is not None}
     return Verdict(chosen, best, judged, is_unseen=False)
 
 

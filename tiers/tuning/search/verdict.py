@@ -11,26 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from tiers.tuning.report import Report
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.finalists import Finalist
 from tiers.tuning.search.processes import Simulations
-from tiers.tuning.search.score import LEAST, Score, score
-from tiers.tuning.search.search import Trials, Tried
+from tiers.tuning.search.score import LEAST, score
+from tiers.tuning.search.search import Evaluated, Trials
 from tiers.tuning.search.space import simplicity
 from tiers.tuning.simulation.chain import SimChain
 
 NEVER_GIVEN_UP = 0.02
 """A tier, or a part of its size, that brings more stays, however little is certain of it."""
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A chain and what serving requests with it does."""
-
-    chain: SimChain
-    report: Report
-    score: Score
 
 
 @dataclass(frozen=True)
@@ -43,14 +33,14 @@ class Verdict:
     real, by what they were called when the simulation had chosen.
     """
 
-    chosen: Tried
-    best: Tried
-    judged: Mapping[str, Judged]
+    chosen: Evaluated
+    best: Evaluated
+    judged: Mapping[str, Evaluated]
     is_unseen: bool
     finalists: Mapping[str, Finalist] = field(default_factory=dict)
 
 
-def settled(trials: Trials, grows: bool) -> Tried:
+def settled(trials: Trials, grows: bool) -> Evaluated:
     """The chain to choose, once all that are one step from it were tried too, so that what each of
     its choices brings is known, and none is told to be better."""
     while True:
@@ -62,14 +52,14 @@ def settled(trials: Trials, grows: bool) -> Tried:
             return chosen
 
 
-def _beats(one: Tried, chosen: Tried, trials: Trials) -> bool:
+def _beats(one: Evaluated, chosen: Evaluated, trials: Trials) -> bool:
     gap = trials.gap(one, chosen)
     if one.score.excess == chosen.score.excess:
         return gap.share < 0 and gap.tells
     return one.score < chosen.score
 
 
-def choose(trials: Trials, grows: bool = False, may_try: bool = True) -> Tried:
+def choose(trials: Trials, grows: bool = False, may_try: bool = True) -> Evaluated:
     """The simplest chain that can't be told from the best: step by step, each compared with the
     best. `grows`: later requests will use more room than these. `may_try`: chains that were not
     tried too."""
@@ -88,7 +78,7 @@ def choose(trials: Trials, grows: bool = False, may_try: bool = True) -> Tried:
         chosen = min(equal, key=lambda one: simplicity(one.chain, machine))
 
 
-def _equals(one: Tried, best: Tried, trials: Trials, grows: bool) -> bool:
+def _equals(one: Evaluated, best: Evaluated, trials: Trials, grows: bool) -> bool:
     """Whether a chain that scores worse than the best may take its place."""
     if one.score.excess > best.score.excess:
         return False
@@ -105,7 +95,7 @@ def _room(chain: SimChain) -> Mapping[str, int | None]:
     return {tier.type: tier.capacity for tier in chain.tiers}
 
 
-def with_room_to_grow(chosen: Tried, trials: Trials) -> Tried:
+def with_room_to_grow(chosen: Evaluated, trials: Trials) -> Evaluated:
     """The chosen chain with tiers as large as limits and constraints allow, where these requests
     fill less of them than later ones will, so that no size beyond can be judged by them."""
     space = trials.space
@@ -115,7 +105,7 @@ def with_room_to_grow(chosen: Tried, trials: Trials) -> Tried:
     return chosen
 
 
-def _larger(chosen: Tried, kind: str, least: int, trials: Trials) -> Iterator[Tried]:
+def _larger(chosen: Evaluated, kind: str, least: int, trials: Trials) -> Iterator[Evaluated]:
     size = trials.space.budget.medium(kind).limit
     while size > least:
         tiers = tuple(
@@ -134,12 +124,12 @@ def judge(
     budget: Budget,
     simulations: Simulations,
     start: float,
-) -> dict[str, Judged]:
+) -> dict[str, Evaluated]:
     """Simulate chains on a whole trace, and count its requests from a fraction on."""
     jobs = [(chain, 1.0, start) for chain in dict.fromkeys(chains.values())]
     reports = simulations.run(jobs)
     found = {job[0]: report for job, report in zip(jobs, reports, strict=True)}
     return {
-        label: Judged(chain, found[chain], score(found[chain], budget))
+        label: Evaluated(chain, found[chain], score(found[chain], budget))
         for label, chain in chains.items()
     }

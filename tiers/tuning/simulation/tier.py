@@ -8,13 +8,27 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tiers.loading.load_cost import ABREAST, LoadCost
-from tiers.tuning.simulation.counts import Counts
 from tiers.tuning.simulation.prompt import Offer, Prompt
 from tiers.tuning.simulation.spaces import Job, LruSpace, Part, TimedSpace, split
 from tiers.tuning.simulation.workload import Workload
 
 BURST = 3600.0
 """Seconds whose part of a write budget may be spent at once, as in the chain's admission."""
+
+
+class Counts:
+    """What a tier has done so far, in blocks and seconds. `hits`: loaded, and in time. `dropped`:
+    admitted, and without a slot so far."""
+
+    __slots__ = ("dropped", "hits", "load_busy", "loaded", "store_busy", "stored")
+
+    def __init__(self) -> None:
+        self.hits = self.loaded = self.dropped = self.stored = 0
+        self.load_busy = self.store_busy = 0.0
+
+    def values(self) -> dict[str, float]:
+        """All of them, by their names."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class TierSettings(NamedTuple):

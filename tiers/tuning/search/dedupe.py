@@ -1,4 +1,4 @@
-"""Alike: the report of a chain that another chain's report tells, without simulating it."""
+"""Derives a chain's report from another chain's, instead of simulating the same twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from tiers.tuning.report import Report, TierUse
 from tiers.tuning.simulation.chain import SimChain, SimTier
 
 
-def retold(known: SimChain, report: Report, chain: SimChain, machine: Machine) -> Report | None:
+def derive_report(
+    known: SimChain, report: Report, chain: SimChain, machine: Machine
+) -> Report | None:
     """The report of `chain` on the requests of a `known` chain's report; None: simulate it.
 
     A tier that was never full has evicted nothing. So it would have done the same under any other

@@ -11,9 +11,9 @@ from tests.tuning.replay.worlds import chats
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.report import Report
 from tiers.tuning.search import processes
+from tiers.tuning.search.dedupe import derive_report
 from tiers.tuning.search.processes import Simulations
 from tiers.tuning.simulation import SimChain, SimTier, Workload, simulate
-from tiers.tuning.simulation.alike import retold
 
 SIZE = 16
 """Tokens of a block; a block has as many bytes."""
@@ -40,7 +40,7 @@ def made(cpu: int, eviction: str, disk: int, threshold: int = 1) -> SimChain:
     )
 
 
-def test_what_is_retold_is_what_a_simulation_tells() -> None:
+def test_a_derived_report_is_what_a_simulation_tells() -> None:
     """Capacities around what a tier holds, to the block."""
     largest = simulate(WORKLOAD, SIZE, made(10**5, "lru", 10**5), MACHINE)
     held = [round((use.held_bytes or 0) / share / SIZE) for use, share in
@@ -56,14 +56,14 @@ def test_what_is_retold_is_what_a_simulation_tells() -> None:
     reports = {chain: simulate(WORKLOAD, SIZE, chain, MACHINE, warm=0.5) for chain in chains}
     told = 0
     for known, chain in product(chains, chains):
-        found = retold(known, reports[known], chain, MACHINE)
+        found = derive_report(known, reports[known], chain, MACHINE)
         assert found in (None, reports[chain]) and (found is not None or known != chain)
         told += found is not None and known != chain
     assert told > 300
     assert len(set(reports.values())) > 30
 
 
-def test_a_tier_that_evicted_for_what_is_on_its_way_is_not_retold() -> None:
+def test_a_tier_that_evicted_for_what_is_on_its_way_is_not_derived() -> None:
     """Its blocks come late: at the end it holds few, and has evicted for those to come."""
     slow = TierProfile(load_bandwidth=1e6, store_bandwidth=1e4)
     late = MACHINE.model_copy(update={"tiers": {"cpu": slow}})
@@ -73,10 +73,12 @@ def test_a_tier_that_evicted_for_what_is_on_its_way_is_not_retold() -> None:
     ]
     reports = [simulate(WORKLOAD, SIZE, chain, late) for chain in chains]
     assert reports[0] != reports[1]
-    assert retold(chains[0], reports[0], chains[1], late) is None
+    assert derive_report(chains[0], reports[0], chains[1], late) is None
 
 
-def test_a_search_simulates_no_chain_whose_report_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_simulates_no_chain_whose_report_is_derived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     simulated: list[SimChain] = []
 
     def noted(*args: Any, **more: Any) -> Report:
