@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk, redis
+from tests.support.replay_chains import MODEL, chain_of, cpu, disk, redis, total
 from tests.support.servers import RedisServer
 from tiers.engine.replay import ReplayEngine, answer
 
@@ -89,6 +89,10 @@ def test_nothing_is_served_to_or_by_other_weights(
         made.settle()
     (line,) = [r.getMessage() for r in caplog.records if "was not reset" in r.getMessage()]
     assert "weights" in line
+    assert total(made, "load_failures") == 0, "no tier failed to load what was not wanted any more"
+    assert made.connector is not None
+    costs: list[Any] = [child.load_cost for child in made.connector.children]  # type: ignore[attr-defined]
+    assert [cost.failures for cost in costs] == [0] * len(tiers), "nor counts as slower"
     assert made.generate(OTHER, 3).loaded_tokens == FULL, "what they compute is theirs"
     assert made.generate(OTHER, 3).output == answer(NEW, OTHER, 3, ranks)
 

@@ -157,7 +157,7 @@ class JobResult:
     more; others that failed it may well have, when there is time. `times`: of the slowest rank.
     `known`: items of a store that the tier had before, as one rank found. `renewed`: how many
     items of a store a rank did not send, since the store had them. `late`: whether a load's time
-    was over on any rank."""
+    was over on any rank. `outdated`: whether it failed there since the weights had changed."""
 
     ranks: int = 0
     failed: set[int] = field(default_factory=set)
@@ -167,6 +167,7 @@ class JobResult:
     known: Set[int] = frozenset()
     renewed: int = 0
     late: bool = False
+    outdated: bool = False
 
     def fold(self, other: JobResult) -> None:
         """Take in how the job ended on other ranks."""
@@ -175,6 +176,7 @@ class JobResult:
             self.failed |= other.failed
             self.lost |= other.lost
         self.late |= other.late
+        self.outdated |= other.outdated
         if other.known:
             self.known |= other.known
         if other.seconds > self.seconds:

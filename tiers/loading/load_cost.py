@@ -68,7 +68,8 @@ class LoadCost:
         self, job_id: int, seconds: float, whole: bool, arrived: int = 0, late: bool = False
     ) -> None:
         """A load has ended on all ranks, after so many seconds of its own. `arrived`: tokens, of
-        one that did not bring all it should; `late`: since its time was over.
+        one that did not bring all it should; `late`: since its time was over, or it was not wanted
+        any more, which took no time.
 
         What has arrived is a sample. Of a late load of which nothing has, that it took so long at
         least: else a tier whose loads are all late would never be measured.

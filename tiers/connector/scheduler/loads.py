@@ -120,7 +120,8 @@ class TierLoads:
         manager = context.open.manager
         failed = {load.of_block[index] for index in result.failed}
         arrived = self._tokens(len(load.blocks) - len(failed))
-        self._load_cost.ended(job.job_id, result.seconds, not failed, arrived, result.late)
+        excused = result.late or result.outdated
+        self._load_cost.ended(job.job_id, result.seconds, not failed, arrived, excused)
         context.count(**self._load_cost.gauges())
         manager.complete_load([i.key for i in job.items], [i.slot for i in job.items])
         lost = [job.items[index].key for index in sorted(result.lost)]

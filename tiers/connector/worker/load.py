@@ -46,6 +46,8 @@ class Load:
         """What moving the blocks took, once that is known."""
         self.dropped = False
         """Whether nothing of it was read, since it could not have ended in time."""
+        self.outdated = False
+        """Whether nothing of it was read, since the weights have changed."""
         self.damaged = 0
         self.laps = Laps()
         self._lost: set[int] = set()

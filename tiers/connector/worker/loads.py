@@ -45,7 +45,6 @@ class Ended(NamedTuple):
 
     job: LoadJob
     result: JobResult
-    in_time: bool
     damaged: int
 
 
@@ -116,8 +115,10 @@ class Loading:
             self._paces.append(FADE * each)
             load.dropped, load.seconds = True, 0.0
             return
-        if verdict.alike():  # else the engine computes it, with the weights that it has now
-            self._load_items(load, fence)
+        if not verdict.alike():  # the engine computes it, with the weights that it has now
+            load.outdated, load.seconds = True, 0.0
+            return
+        self._load_items(load, fence)
         load.seconds = self._host.now() - began
         if arrived := load.arrived:
             self._paces.append(load.seconds / arrived)
@@ -274,8 +275,9 @@ class Loading:
         if seconds is None:
             seconds = 0.0 if load.began is None else self._host.now() - load.began
         late = bool(failed) and not in_time
-        result = JobResult(1, failed, seconds, lost, load.laps.times, late=late)
-        return Ended(load.job, result, in_time, load.damaged)
+        times, outdated = load.laps.times, load.outdated
+        result = JobResult(1, failed, seconds, lost, times, late=late, outdated=outdated)
+        return Ended(load.job, result, load.damaged)
 
     def _log_late(self, seconds: float) -> None:
         if not self._said_late:

@@ -155,11 +155,10 @@ class OffloadingWorker(WorkerConnector):
             self.wait_for_save()
         ended = self._loading.ended(meta.idle)
         results = TransferResults(finished_recving={load.job.request_id for load in ended})
-        for job, result, in_time, damaged in ended:
+        for job, result, damaged in ended:
             self._note_end(job.job_id, len(job.items), result, "load")
             failed = result.failed
-            late = int(bool(failed) and not in_time)
-            merge(self._measures, {"load_timeouts": late, "damaged_blocks": damaged})
+            merge(self._measures, {"load_timeouts": int(result.late), "damaged_blocks": damaged})
             if not self._host.engine.all_or_nothing_loads:
                 self._failed_blocks |= {job.items[index].target for index in failed}
             elif failed:
@@ -222,7 +221,7 @@ class OffloadingWorker(WorkerConnector):
             {
                 f"{past}_blocks": good,
                 f"{past}_bytes": size,
-                f"{verb}_failures": len(result.failed),
+                f"{verb}_failures": 0 if result.outdated else len(result.failed),
                 f"{verb}_seconds": [result.seconds] if good else [],
                 f"{verb}_size_bytes": [size] if good else [],
             },
