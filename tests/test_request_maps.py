@@ -13,7 +13,7 @@ NAMES = {"str", "Request", "RequestState", "TierRequest", "Any", "object"}
 """Types of keys that may be a request or its name."""
 
 REQUESTS = {
-    "recording.py::TrafficRecorder._arrivals": "an observer, which hears of requests alone",
+    "observers.py::TrafficRecorder._arrivals": "an observer, which hears of requests alone",
     "multi/scheduler.py::MultiScheduler._more_saves": "finished; until the next step's orders",
     "multi/worker.py::MultiWorker._loads_awaited": "on a worker, to which steps alone are told",
     "multi/worker.py::MultiWorker._saves_awaited": "on a worker",

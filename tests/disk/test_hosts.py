@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.disk.audit import Other, get, key, keys, open_disk, opened, put, refused, run_mounted
-from tiers.disk.folder import mounts, owner
+from tiers.disk.folder import folder, owner
 from tiers.disk.folder.owner import Host, Owner
 from tiers.errors import TierNotOpen, TierUnusable
 
@@ -32,7 +32,7 @@ def on(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = Path("/proc/self/mountinfo").read_text()
     doctored = tmp_path / "mountinfo"
     doctored.write_text(re.sub(r" - \S+ ", f" - {kind} ", rows))
-    monkeypatch.setattr(mounts, "_MOUNTS", doctored)
+    monkeypatch.setattr(folder, "_MOUNTS", doctored)
 
 
 def left_by(host: Host, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,16 +150,16 @@ def test_where_the_kernel_tells_no_type(tmp_path: Path, monkeypatch: pytest.Monk
         if rows is not None:
             (tmp_path / "mountinfo").write_text(rows)
         monkeypatch.setattr(
-            mounts, "_MOUNTS", tmp_path / ("mountinfo" if rows is not None else "none")
+            folder, "_MOUNTS", tmp_path / ("mountinfo" if rows is not None else "none")
         )
-        assert mounts.file_system(tmp_path) == ""
+        assert folder.file_system(tmp_path) == ""
         with opened(tmp_path / "tier") as store:
             assert put(store, keys(0)) == [True]
 
 
 REAL = """
 import io, logging
-from tiers.disk.folder.mounts import file_system
+from tiers.disk.folder.folder import file_system
 assert file_system(path / "a b" / "not yet") == "tmpfs"
 said = io.StringIO()
 logging.getLogger("tiers").addHandler(logging.StreamHandler(said))

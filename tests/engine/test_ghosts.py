@@ -11,7 +11,7 @@ import pytest
 from spec.errors import SpecError
 from tests.support.clock import Clock, wait_for
 from tests.support.replay_chains import MODEL, Marked, chain_of, cpu, measured
-from tiers.connector.ghosts import GhostWatcher
+from tiers.connector.observers import GhostWatcher
 from tiers.contract.engine import EngineInfo
 from tiers.engine.replay import ReplayEngine, ReplayModel
 

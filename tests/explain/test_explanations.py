@@ -15,7 +15,7 @@ from tiers.connector.policy.choice import Choice
 from tiers.explain import explanations as kept
 from tiers.explain.explanations import Explanations
 from tiers.explain.notes import MAX_ATTEMPTS
-from tiers.explain.questions import answers
+from tiers.explain.opening import answers
 
 TIERS = 4
 

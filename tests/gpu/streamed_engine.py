@@ -13,7 +13,7 @@ from spec.chain import ChainSpec
 from tests.gpu.cuda_model import LateThreads, Mark, Model
 from tests.support.clock import Clock
 from tests.support.replay_chains import MODEL, total
-from tiers.connector.worker import checksums, loads, worker
+from tiers.connector.worker import host_slots, loads, worker
 from tiers.engine.replay import ReplayEngine
 from tiers.engine.replay import engine as replay_engine
 from tiers.engine.replay.model import kv_of, states
@@ -115,10 +115,10 @@ class StreamedEngine(ReplayEngine):
         patch.setattr(cuda, "open_copies", PageCopies)
         patch.setattr(loads, "WAVE_BYTES", 2 * WAVE_ROWS * 4096)
         patch.setattr(loads, "READ_BYTES", 2 * WAVE_ROWS * 4096)
-        for module in (staging, loads, worker, checksums):
+        for module in (staging, loads, worker, host_slots):
             patch.setattr(module, "io_executor", self.threads.executor)
         patch.setattr(loads, "wait_a_moment", lambda futures: None)
-        for module in (cuda, loads, worker, checksums):
+        for module in (cuda, loads, worker, host_slots):
             patch.setattr(module, "wait", self.threads.wait)
         patch.setattr(replay_engine, "LocalWorker", StreamedWorker)
         self.tells_of_sleep = tells_of_sleep

@@ -357,7 +357,7 @@ WAITS = {"wait_event", "synchronize", "wait", "_fence", "wait_for"}
 FILES = [
     "tiers/gpu/cuda.py",
     "tiers/gpu/staging.py",
-    *(f"tiers/connector/worker/{name}.py" for name in ("worker", "host_slots", "checksums")),
+    *(f"tiers/connector/worker/{name}.py" for name in ("worker", "host_slots")),
 ]
 NO_COPIES = {
     "wait([*under_way, self._joining] if self._joining else under_way, self._drain)",

@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec
-from tiers.connector.ghosts import open_ghosts
 from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.worker import MultiWorker
+from tiers.connector.observers import open_ghosts, open_recorder
 from tiers.connector.policy.requests import RequestTable
 from tiers.connector.policy.wait_budget import lookup_seconds
-from tiers.connector.recording import open_recorder
 from tiers.connector.scheduler.admission.admission import Admission
 from tiers.connector.scheduler.admission.tenant_quotas import Tenants
 from tiers.connector.scheduler.announcing import Announcer

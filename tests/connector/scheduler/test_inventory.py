@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.clock import wait_for
-from tiers.connector.scheduler.inventory import inventory, journal, remembered
+from tiers.connector.scheduler.inventory import inventory, journal
 from tiers.connector.scheduler.inventory.inventory import Due, Inventory
 from tiers.connector.scheduler.inventory.journal import Journal, read
 from tiers.connector.scheduler.inventory.runs import Run, pack, unpack
@@ -264,7 +264,7 @@ def test_what_may_lie_in_no_file_is_bounded_and_counted(
 ) -> None:
     monkeypatch.setattr(inventory, "AUDIT_EVERY", 0.0)
     stripped = run_of(1)._replace(parent=None, origin=UNKNOWN)
-    monkeypatch.setattr(remembered, "MAX_BYTES", 4 * len(pack(stripped)))
+    monkeypatch.setattr(inventory, "MAX_BYTES", 4 * len(pack(stripped)))
     held = {key for number in range(1, 60) for key in run_of(number).keys}
     of = opened(lambda keys: [key in held for key in keys], None)
     assert not of.is_announcing

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spec.chain import LoadPolicy
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.multi.connector import MultiConnector, merge_parameters
-from tiers.connector.multi.every_child import EveryChild
 from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
+    MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
 from tiers.connector.multi.weight_agreement import WeightAgreement
@@ -58,7 +58,7 @@ class MultiSettings:
     explainer: Explainer = Explainer()  # noqa: RUF009 - it has no state
 
 
-class MultiScheduler(EveryChild):
+class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     """Loads from the children that the load policy chooses; stores to all."""
 
     limits_requests = True
@@ -100,7 +100,7 @@ class MultiScheduler(EveryChild):
         for observer in self._observers:
             observer.arrived(request)
         self._chooser.arrived()
-        super().on_new_request(request)
+        self.for_each(lambda child: child.on_new_request(request))
 
     @property
     def is_up(self) -> bool:
@@ -255,7 +255,8 @@ class MultiScheduler(EveryChild):
 
     def has_pending_push_work(self) -> bool:
         """Also while ranks wait for each other's word on the weights."""
-        return self._agreement.waits or super().has_pending_push_work()
+        pending = any(child.has_pending_push_work() for child in self.children)
+        return self._agreement.waits or pending
 
     def _choice_of(self, request: Request) -> Choice:
         state = self._requests.get(request)
@@ -265,7 +266,9 @@ class MultiScheduler(EveryChild):
         """Reset every child, and begin anew with the requests; False: one refuses."""
         if not self._requests.generation.lasts:
             self._requests.reset()
-        return super().reset_cache()
+        answers: list[bool | None] = []
+        self.for_each(lambda child: answers.append(child.reset_cache()))
+        return False not in answers
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
         """Tell every child; the request's blocks stay while any of them is saving it."""
@@ -314,6 +317,75 @@ class MultiScheduler(EveryChild):
             for name, measures in one.items():
                 stats.setdefault(name, TierStats()).add(name, **measures)
         return stats
+
+    # -- what any or all children answer ------------------------------------------------------
+
+    def register_finished_partial_tail(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        taken = [
+            child.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
+            for child in self.children
+        ]
+        return any(taken)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
+        for child, said in zip(self.children, self._said_to_each(metadata), strict=True):
+            child.set_xfer_handshake_metadata(said)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
+        for child, said in zip(self.children, self._said_to_each(metadata), strict=True):
+            child.set_xfer_handshake_metadata_pp_aware(said)
+
+    def _said_to_each(self, metadata: Mapping[Any, Any]) -> Iterator[dict[Any, Any]]:
+        ours = {
+            worker: whole.metadata
+            for worker, whole in metadata.items()
+            if isinstance(whole, MultiHandshakeMetadata) and whole.chain == self._chain
+        }
+        for index in range(len(self.children)):
+            # A child to which nobody said anything is told so, as an engine would.
+            yield {worker: said[index] for worker, said in ours.items() if said[index] is not None}
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self.for_each(lambda child: child.bind_kv_cache_manager(kv_cache_manager))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.for_each(lambda child: child.bind_gpu_block_pool(gpu_block_pool))
+
+    def take_events(self) -> Iterator[Any]:
+        for child in self.children:
+            yield from child.take_events()
+
+    def get_finished_count(self) -> int | None:
+        """The count that all children name; None if any leaves it to the engine.
+
+        Raises ValueError, naming them, if they disagree.
+        """
+        counts = [child.get_finished_count() for child in self.children]
+        if None in counts:
+            return None
+        if len(set(counts)) > 1:
+            pairs = zip(self.names, counts, strict=True)
+            named = ", ".join(f"{name}: {count}" for name, count in pairs)
+            raise ValueError(f"connectors disagree on how often a request finishes ({named})")
+        return next(iter(counts), None)
+
+    def has_pending_block_frees(self) -> bool:
+        return any(child.has_pending_block_frees() for child in self.children)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return any(child.requires_kv_delivery for child in self.children)
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return bool(self.children) and all(
+            child.supports_divergent_local_hybrid_hits for child in self.children
+        )
 
     def shutdown(self) -> None:
         """Shut every child down, also when one raises, and then the observers."""

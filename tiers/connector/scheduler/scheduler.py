@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from spec.offloading import OffloadingSpec
 from tiers.connector.policy.requests import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.scheduler.admission.admission import Admission
-from tiers.connector.scheduler.admission.tenant_quotas import Tenants
+from tiers.connector.scheduler.admission.tenant_quotas import Tenants, tenant_of
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad
 from tiers.connector.scheduler.kv_events import KVEvents, place_of
@@ -22,7 +21,6 @@ from tiers.connector.scheduler.opening import NOT_OPEN, OpenManager
 from tiers.connector.scheduler.stores import TierStores
 from tiers.connector.scheduler.tier_health import TierHealth
 from tiers.connector.scheduler.tier_hints import TierHints
-from tiers.connector.scheduler.why_nothing import why_nothing
 from tiers.contract.block_events import BlockEvent
 from tiers.contract.connector import SchedulerConnector
 from tiers.contract.messages import (
@@ -78,7 +76,6 @@ class OffloadingScheduler(SchedulerConnector):
         self._hints = TierHints(context, now)
         self._stores = TierStores(context, admission, self._hints)
         self._handshakes: dict[int, WorkerHandshake] = {}
-        self.why_nothing = partial(why_nothing, context)
         capacity = getattr(spec, "capacity", None)
         self._capacity = capacity if isinstance(capacity, int) else 0
         self._told: dict[str, float] = {}
@@ -199,6 +196,24 @@ class OffloadingScheduler(SchedulerConnector):
         """See `Explained`."""
         state = self._requests.get(request)
         return NO_LOOKUP_TIMES if state is None else self._context.own(state).lookup.timer.times
+
+    def why_nothing(self, request: Request) -> str:
+        """Why the tier covers no block of a request: a word of `tiers.explain.accounts.REASONS`;
+        empty: it was asked, and has none."""
+        here = self._context.open.manager.health()
+        state = self._requests.get(request)
+        own = None if state is None else self._context.own(state)
+        if not self._health.usable:
+            return "not_open"
+        if not (self._health.reads and here.reads):
+            return "down"
+        if own is not None and own.recompute:
+            return "failed_before"
+        if own is not None and own.lookup.is_unanswered:
+            return "late"
+        if not here.reads_up:
+            return "failed"
+        return "" if self._context.tenants.may_keep(tenant_of(request)) else "tenant"
 
     # -- loading -----------------------------------------------------------------------------
 

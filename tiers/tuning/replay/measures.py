@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from spec.chain import ChainSpec
-from tiers.connector.ghosts import GhostWatcher
+from tiers.connector.observers import GhostWatcher
 from tiers.contract.stats import Measures
 from tiers.tuning.machine import Machine, size_of
 from tiers.tuning.replay.engine import ReplayEngine

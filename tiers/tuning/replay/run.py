@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory, mkdtemp
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec
 from tiers.connector.chain import open_worker, scheduler_parts
-from tiers.connector.ghosts import GhostWatcher, open_ghosts
 from tiers.connector.multi.scheduler import MultiScheduler
+from tiers.connector.observers import GhostWatcher, open_ghosts
 from tiers.contract.engine import EngineInfo
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine

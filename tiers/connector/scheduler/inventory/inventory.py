@@ -14,6 +14,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import wait
 from pathlib import Path
@@ -24,10 +25,55 @@ from tiers.concurrency.handoff import Handoff
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.scheduler.inventory.journal import Journal, read
-from tiers.connector.scheduler.inventory.remembered import Remembered
-from tiers.connector.scheduler.inventory.runs import Run
+from tiers.connector.scheduler.inventory.runs import Run, pack, unpack
+from tiers.contract.block_events import UNKNOWN
 
 logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 256 << 10
+"""Bytes that are looked through in one go: 7,500 blocks of long runs."""
+MAX_BYTES = 64 << 20
+"""Bytes beyond which nothing is added: 1.9 million blocks of long runs."""
+
+
+class Remembered:
+    """What was announced and lies in no file: packed runs, oldest first; used by one thread.
+
+    No other engine announces these, so their tokens are left out: 34 bytes a block, 50 a run.
+    """
+
+    def __init__(self) -> None:
+        self._closed: deque[bytes] = deque()
+        self._open = bytearray()
+        self._bytes = 0
+
+    def add(self, run: Run) -> bool:
+        """Add a run; False: there is no room, or its keys have several lengths."""
+        try:
+            packed = pack(run._replace(parent=None, origin=UNKNOWN))
+        except ValueError:
+            return False
+        if self._bytes + len(packed) > MAX_BYTES:
+            return False
+        if len(self._open) + len(packed) > SEGMENT_BYTES:
+            self.rotate()
+        self._open += packed
+        self._bytes += len(packed)
+        return True
+
+    def rotate(self) -> int:
+        """Close what is being added to; how many times `take` has something to give."""
+        if self._open:
+            self._closed.append(bytes(self._open))
+            self._open.clear()
+        return len(self._closed)
+
+    def take(self) -> list[Run]:
+        """Take the oldest runs out, to add again those that are still held."""
+        taken = self._closed.popleft()
+        self._bytes -= len(taken)
+        return list(unpack(taken))
+
 
 Holds = Callable[[Sequence[bytes]], list[bool] | None]
 """Says which keys of one generation the tier holds; None: it can't say now. Called by the
