@@ -30,6 +30,7 @@ OTHERS = {
     "policy/chooser.py::Chooser._foreign": "children",
     "policy/chooser.py::Chooser._loaders": "children",
     "policy/requests.py::RequestState.tiers": "tiers",
+    "policy/requests.py::RequestTable._counted": "counters",
     "scheduler/admission/admission.py::Intake._lost": "counters",
     "scheduler/admission/retained.py::Retained._counts": "tenants",
     "scheduler/admission/retained.py::Retained._ending[until]": "blocks",
