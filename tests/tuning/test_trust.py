@@ -118,3 +118,19 @@ def test_the_simulation_agrees_on_rules_of_stores(name: str) -> None:
     real = replay(requests, SIZE, tiers, usual)
     assert real.tier_hit_tokens > 0
     assert_agree(real, simulate(requests, SIZE, tiers, usual))
+
+
+@pytest.mark.parametrize("rate", [0.5e6, 1.5e6, 3e6])
+def test_the_simulation_charges_what_measuring_a_slow_tier_costs(rate: float) -> None:
+    """A tier that was never measured is loaded from and ended early; from then on what is computed
+    sooner is computed, and the tier probed now and then. Computing is as fast as 4 MB/s."""
+    links = {"disk": TierProfile(load_bandwidth=rate, store_bandwidth=8e6)}
+    slow = machine(engine_cache=60 * BLOCK_BYTES, tiers=links)
+    requests, tiers = chats(5, every=240.0), chain(disk(1000), load_when="sooner")
+    real, simulated = replay(requests, SIZE, tiers, slow), simulate(requests, SIZE, tiers, slow)
+    assert_agree(real, simulated)
+    assert simulated.ttft_mean == pytest.approx(real.ttft_mean, rel=0.05)
+    both = [report.tiers[0].load_busy for report in (simulated, real)]
+    assert 0 < both[0] == pytest.approx(both[1], abs=0.05)
+    blind = simulate(requests, SIZE, chain(disk(1000)), slow)
+    assert blind.computed_tokens < simulated.computed_tokens

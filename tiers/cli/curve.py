@@ -52,7 +52,6 @@ def curve(
     kvtiers curve traffic.jsonl --json - | jq .
     """
     from tiers.traces.opening import open_trace
-    from tiers.tuning.plot import in_terminal
 
     check_places(json_file=json_file, keep=[trace, chain_file])
     opened = open_trace(trace, skip_bad_lines, conversations)
@@ -60,7 +59,6 @@ def curve(
     report = _measured(opened, chain_file, token_bytes, largest)
     typer.echo(_facts(opened, report))
     typer.echo(report.table())
-    typer.echo(f"\n{in_terminal(report.plot())}")
     write_result(json_file, {"trace": str(trace), **report.to_json()})
 
 

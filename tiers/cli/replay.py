@@ -96,7 +96,7 @@ def replay(
     from tiers.errors import KVTiersError
     from tiers.traces.opening import open_trace
     from tiers.tuning.machine import load_machine
-    from tiers.tuning.table import table
+    from tiers.tuning.report import table
 
     try:
         opened = open_trace(trace, skip_bad_lines, conversations)

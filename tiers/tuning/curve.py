@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tiers.traces.trace import TraceRequest
@@ -54,11 +54,6 @@ class HitCurve:
     def useful(self) -> int:
         """The smallest size that serves as much as any larger one (up to `largest`)."""
         return self._starts[-1] - 1 if self._starts else 0
-
-    @property
-    def max_hits(self) -> int:
-        """Blocks served by that size."""
-        return self.hits(self.useful)
 
 
 @dataclass(frozen=True)
@@ -161,28 +156,23 @@ def measure(
     block_tokens: int,
     largest: int | None = None,
     second_use: bool = True,
-    progress: Callable[[int], None] = lambda requests: None,
 ) -> Curves:
     """Measure a trace's curves in one pass. Blocks of answers are stored where they were recorded.
 
     `largest`: the largest size to ask for, in blocks. It bounds memory: to four times as many
     blocks, each with an integer and a reference to its request, and to the counts of 16 parts, of
     a number for each position at most. A block's first use is then forgotten when so many others
-    were used since; without it all is remembered. `progress` is called now and then with the
-    number of requests done.
+    were used since; without it all is remembered.
 
     Raises TraceError, from the trace or where ids do not stand for whole prefixes.
     """
     every, later = PrefixStack(largest), PrefixStack(largest)
     parts, changes = _Parts(), Counter[int]()
-    done = 0
     for done, request in enumerate(requests, 1):
         _touch(request, every, later if second_use else None)
         parts.add(request, every)
         if not done & _OFTEN:
             _collect(changes, later)
-            progress(done)
-    progress(done)
     _collect(changes, later)
     first, second = parts.halves(every)
     total = first.joined(second)

@@ -1,4 +1,4 @@
-"""Curves as an operator reads them: table, plot and JSON, in blocks, tokens and bytes."""
+"""Curves as an operator reads them: table and JSON, in blocks, tokens and bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from spec.fields import format_size
 from spec.offloading import OffloadingSpec
 from tiers.tuning.curve import Curves, HitCurve
 from tiers.tuning.machine import size_key, size_of
-from tiers.tuning.plot import Plot
 
 FORMAT, VERSION = "kvtiers-curve", 1
 _ROWS, _POINTS = 13, 200
@@ -69,21 +68,6 @@ class CurveReport:
             + (f"  <- {tier}" if tier else "")
             + (" (2nd use)" if tier in second else "")
             for line, tier in zip(lines, named, strict=True)
-        )
-
-    def plot(self) -> Plot:
-        """The curves over sizes."""
-        lines = {"stored at once": self.curves.all}
-        if self.curves.second_use is not None:
-            lines["from the second use"] = self.curves.second_use
-        sizes = self._log_sizes(max(self._most, *(mark.blocks for mark in self.marks), 1))
-        return Plot(
-            "Hit ratio of full blocks, by size",
-            "size" if self.token_bytes else "blocks",
-            {name: [(size, curve.ratio(size)) for size in sizes] for name, curve in lines.items()},
-            lambda blocks: self._size(round(blocks)),
-            "{:.1%}".format,
-            {mark.name: mark.blocks for mark in self.marks if mark.blocks},
         )
 
     def to_json(self) -> dict[str, Any]:

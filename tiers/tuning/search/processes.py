@@ -1,4 +1,4 @@
-"""Simulations in several processes, each chain once, and none whose report another's tells."""
+"""Simulations in several processes, each chain once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Self
 from tiers.errors import KVTiersError
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import Report
-from tiers.tuning.search.dedupe import derive_report
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.simulate import simulate
 from tiers.tuning.simulation.workload import Workload
@@ -107,7 +106,7 @@ class Simulations:
                 self._check()
                 if is_over():
                     break
-                found = self._derived(job) or _simulate(self._workload, self._machine, job)
+                found = _simulate(self._workload, self._machine, job)
                 self._reports[job] = found
                 note(job, found)
         return [self._reports[job] for job in jobs if job in self._reports]
@@ -115,14 +114,6 @@ class Simulations:
     def _check(self) -> None:
         if self._is_interrupted():
             raise KeyboardInterrupt
-
-    def _derived(self, job: Job) -> Report | None:
-        """The report of a job that another's tells, if one does."""
-        chain, *part = job
-        for (known, *same), report in self._reports.items():
-            if same == part and (found := derive_report(known, report, chain, self._machine)):
-                return found
-        return None
 
     def _share_out(
         self,
@@ -137,12 +128,7 @@ class Simulations:
             if is_over():
                 rest.clear()
             while rest and free:
-                job = rest.pop()
-                if (told := self._derived(job)) is not None:
-                    self._reports[job] = told
-                    note(job, told)
-                    continue
-                worker = free.pop()
+                job, worker = rest.pop(), free.pop()
                 worker.pipe.send(job)
                 busy[worker.pipe] = worker, job
             self._check()

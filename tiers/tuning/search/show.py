@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.finalists import Finalist
@@ -32,9 +31,14 @@ def table(verdict: Verdict, budget: Budget) -> str:
     """The chains that were compared, two lines each: figures, and the chain's name."""
     chosen = verdict.judged["chosen"]
     rows = [_row(label, one, chosen, budget) for label, one in verdict.judged.items()]
-    head, *lines = _aligned([COLUMNS, *rows])
-    names = [f"    {name(one.chain)}" for one in verdict.judged.values()]
-    return "\n".join([head, *chain.from_iterable(zip(lines, names, strict=True))])
+    return _named([COLUMNS, *rows], [name(one.chain) for one in verdict.judged.values()])
+
+
+def _named(rows: Sequence[Sequence[str]], names: Sequence[str]) -> str:
+    """A table whose rows but the first have a name each, on a line below."""
+    head, *lines = _aligned(rows)
+    pairs = (f"{line}\n    {text}" for line, text in zip(lines, names, strict=True))
+    return "\n".join([head, *pairs])
 
 
 def _row(label: str, one: Evaluated, chosen: Evaluated, budget: Budget) -> tuple[str, ...]:
@@ -66,12 +70,11 @@ def finals(verdict: Verdict, budget: Budget) -> str:
     """The chains that were served for real, two lines each, and which the verdict goes by."""
     chosen = verdict.finalists["chosen"]
     rows = [_final(label, one, chosen, budget) for label, one in verdict.finalists.items()]
-    head, *lines = _aligned([FINAL_COLUMNS, *rows])
     names = [
-        f"    {name(one.simulated.chain)}{one.why and f': not served: {one.why}'}"
+        name(one.simulated.chain) + (one.why and f": not served: {one.why}")
         for one in verdict.finalists.values()
     ]
-    text = "\n".join([head, *chain.from_iterable(zip(lines, names, strict=True))])
+    text = _named([FINAL_COLUMNS, *rows], names)
     if verdict.chosen.chain == chosen.simulated.chain:
         return f"{text}\nNone served better by more than chance: the choice stands."
     now = name(verdict.chosen.chain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 
 from spec.fields import exact_size, format_rate
 from tiers.tuning.report import Report
@@ -58,38 +58,23 @@ def _tier(tier: SimTier) -> Iterator[str]:
     yield tier.type if tier.name == tier.type else f"{tier.name} ({tier.type})"
     if tier.capacity is not None:
         yield exact_size(tier.capacity)
-    for key, value in _set(tier):
-        match key:
-            case "eviction":
-                yield str(value)
-            case "store_threshold":
-                yield f"from use {value}"
-            case "name" | "type" | "is_host" | "capacity":
-                pass
-            case _:
-                yield f"{key} {_written(key, value)}"
+    short = {"eviction": tier.eviction, "store_threshold": f"from use {tier.store_threshold}"}
+    for key, value in _set(tier, "name", "type", "is_host", "capacity"):
+        yield short.get(key) or f"{key} {_written(key, value)}"
 
 
 def _chain(chain: SimChain) -> Iterator[str]:
     if chain.tiers:
         yield chain.load_policy
-    for key, value in _set(chain):
-        match key:
-            case "promote":
-                yield "no promotion"
-            case "tiers":
-                pass
-            case "load_policy" if chain.tiers:
-                pass
-            case _:
-                yield f"{key} {_written(key, value)}"
+    for key, value in _set(chain, "tiers", "load_policy" if chain.tiers else ""):
+        yield "no promotion" if key == "promote" else f"{key} {_written(key, value)}"
 
 
-def _set(one: SimChain | SimTier) -> Iterator[tuple[str, object]]:
-    """What is not as it is unless it is set."""
+def _set(one: SimChain | SimTier, *told: str) -> Iterator[tuple[str, object]]:
+    """What is not as it is unless it is set, but for what is `told` otherwise."""
     for field in fields(one):
         value = getattr(one, field.name)
-        if field.default is MISSING or value != field.default:
+        if field.name not in told and value != field.default:
             yield field.name, value
 
 
