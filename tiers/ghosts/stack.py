@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
+from tiers.fenwick import Fenwick
 
 
 class SampledStack:
-    """At most `limit` keys, in the order of their last use. Used by one thread.
-
-    A Fenwick tree over moments of use counts the keys that were used later; Bennett and Kruskal,
-    LRU stack processing, 1975.
-    """
+    """At most `limit` keys, in the order of their last use. Used by one thread."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._moments: dict[int, int] = {}
-        self._size = 2 * limit
-        self._keys: list[int] = []
-        self._tree = array("i", bytes(4 * (self._size + 1)))
-        self._oldest = 0
+        self._renumber()
 
     def __len__(self) -> int:
         return len(self._moments)
@@ -26,46 +19,30 @@ class SampledStack:
     def younger(self, key: int) -> int | None:
         """How many keys were used after this one; None: it is not among those that are kept."""
         moment = self._moments.get(key)
-        if moment is None:
-            return None
-        tree, older = self._tree, 0
-        moment += 1
-        while moment:
-            older += tree[moment]
-            moment &= moment - 1
-        return len(self._moments) - older
+        return None if moment is None else len(self._moments) - self._live.up_to(moment)
 
     def touch(self, key: int) -> None:
-        """Use a key now. The one that was not used for longest goes for a new one."""
+        """Use a key now. The one that was not used for longest is dropped for a new one."""
         before = self._moments.pop(key, None)
         if before is not None:
-            self._add(before, -1)
+            self._live.add(before, -1)
         elif len(self._moments) == self._limit:
             self._evict()
-        if len(self._keys) == self._size:
+        if len(self._live) == 2 * self._limit:
             self._renumber()
-        self._moments[key] = len(self._keys)
         self._keys.append(key)
-        self._add(len(self._keys) - 1, 1)
+        self._live.append(1)
+        self._moments[key] = len(self._live)
 
     def _evict(self) -> None:
-        while self._moments.get(self._keys[self._oldest]) != self._oldest:
+        while self._moments.get(self._keys[self._oldest - 1]) != self._oldest:
             self._oldest += 1
-        del self._moments[self._keys[self._oldest]]
-        self._add(self._oldest, -1)
+        del self._moments[self._keys[self._oldest - 1]]
+        self._live.add(self._oldest, -1)
 
     def _renumber(self) -> None:
-        live = sorted(self._moments.items(), key=lambda item: item[1])
-        self._keys = [key for key, _ in live]
-        self._moments = {key: moment for moment, key in enumerate(self._keys)}
-        self._oldest = 0
-        self._tree = array("i", bytes(4 * (self._size + 1)))
-        for moment in range(len(live)):
-            self._add(moment, 1)
-
-    def _add(self, moment: int, count: int) -> None:
-        tree, size = self._tree, self._size
-        moment += 1
-        while moment <= size:
-            tree[moment] += count
-            moment += moment & -moment
+        """Let the moments of the keys that are kept be 1, 2, ..."""
+        self._keys = sorted(self._moments, key=self._moments.__getitem__)
+        self._moments = {key: moment for moment, key in enumerate(self._keys, 1)}
+        self._live = Fenwick([1] * len(self._keys))
+        self._oldest = 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 
 from tiers.errors import TraceError
+from tiers.fenwick import Fenwick
 
 INDEX, START, END = range(3)
 SLACK = 1000
@@ -33,8 +34,7 @@ class PrefixStack:
     twice as many blocks, 1,000 and a prompt's, and three integers for each request that was the
     last to touch one. Used by one thread.
 
-    Source: the run as a unit is ours; the tree over last uses is that of Bennett and Kruskal, "LRU
-    stack processing", 1975.
+    The run as a unit is ours.
     """
 
     def __init__(self, bound: int | None = None) -> None:
@@ -42,7 +42,7 @@ class PrefixStack:
         self._most = sys.maxsize if bound is None else 2 * bound + SLACK
         self._last: dict[int, _Record] = {}
         self._records: list[_Record] = []
-        self._tree = [0]
+        self._tree = Fenwick()
         self._blocks = 0
         self._live = 0
         self._firsts: list[int] = []
@@ -62,14 +62,14 @@ class PrefixStack:
         Raises TraceError where it notices that an id stands for a block after two prefixes.
         """
         last, tree, length = self._last.get, self._tree, len(blocks)
-        newest, total, depth, known = len(tree) - 1, self._blocks, 0, 0
+        newest, total, depth, known = len(tree), self._blocks, 0, 0
         touched = length if at_least is None else min(at_least, length)
         while depth < length and (record := last(blocks[depth])) is not None:
             index, start, stop = record
             if start != depth:
                 raise _no_prefix(blocks[depth])
             end = length if last(blocks[-1]) is record else _run_end(last, blocks, depth, record)
-            first = 1 if index == newest else total - _sum(tree, index) + 1
+            first = 1 if index == newest else total - tree.up_to(index) + 1
             if first <= self._bound:
                 known = self._count(first, depth, end, counted)
                 touched = known if known > touched else touched
@@ -79,9 +79,7 @@ class PrefixStack:
             if taken_to <= depth:
                 break
             record[1] = taken_to
-            while index <= newest:
-                tree[index] -= taken_to - depth
-                index += index & -index
+            tree.add(index, depth - taken_to)
             self._live -= taken_to == stop
             self._blocks -= taken_to - depth
             depth = end
@@ -110,12 +108,12 @@ class PrefixStack:
 
     def _add(self, blocks: Sequence[int]) -> None:
         """Make a new request the one that touched these blocks last."""
-        record = [len(self._tree), 0, len(blocks)]
+        record = [len(self._tree) + 1, 0, len(blocks)]
         self._last.update(zip(blocks, repeat(record)))
         self._records.append(record)
         self._blocks += len(blocks)
         self._live += 1
-        _append(self._tree, len(blocks))
+        self._tree.append(len(blocks))
         if len(self._records) > 2 * self._live + SLACK:
             self._renumber([one for one in self._records if one[START] < one[END]])
         if len(self._last) > self._most:
@@ -125,11 +123,11 @@ class PrefixStack:
         """Keep these requests alone, in their order."""
         self._records = records
         self._live = len(records)
-        self._tree = [0]
-        self._blocks = sum(one[END] - one[START] for one in records)
-        for record in records:
-            record[INDEX] = len(self._tree)
-            _append(self._tree, record[END] - record[START])
+        sizes = [one[END] - one[START] for one in records]
+        self._blocks = sum(sizes)
+        self._tree = Fenwick(sizes)
+        for index, record in enumerate(records, 1):
+            record[INDEX] = index
 
     def _trim(self) -> None:
         """Drop the blocks of requests that lie deeper than the bound as a whole."""
@@ -162,24 +160,6 @@ def _run_end(
         else:
             high = middle
     return high
-
-
-def _sum(tree: list[int], index: int) -> int:
-    """The sum of a Fenwick tree's values up to this index."""
-    total = 0
-    while index:
-        total += tree[index]
-        index &= index - 1
-    return total
-
-
-def _append(tree: list[int], value: int) -> None:
-    """Add a value behind the last one of a Fenwick tree."""
-    node, below = len(tree), 1
-    while not node & below:
-        value += tree[node - below]
-        below <<= 1
-    tree.append(value)
 
 
 def _no_prefix(block: int) -> TraceError:
