@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from spec.chain import ChainSpec
+from tiers.lab.replay.run import ReplayOptions, replay
 from tiers.traces.opening import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine
-from tiers.tuning.replay import ReplayOptions, replay
 from tiers.tuning.report import Report
 from tiers.tuning.simulation import simulate
 

@@ -13,9 +13,9 @@ from spec.offloading import OffloadingSpec
 from tiers.connector.chain import open_scheduler, open_worker
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.contract.engine import EngineInfo
-from tiers.engine.replay.requests import NewRequest
 from tiers.gpu.copier import open_copier
 from tiers.host.memory import slot_stride
+from tiers.lab.replay.requests import NewRequest
 
 TOKENS = 16
 

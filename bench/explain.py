@@ -18,8 +18,8 @@ from bench.policies import Step, all_done
 from bench.scheduler import PAYLOAD, TOKENS, Halves, Prompt
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
-from tiers.engine.replay.requests import NewRequest
 from tiers.host.memory import slot_stride
+from tiers.lab.replay.requests import NewRequest
 
 PROMPTS = 400
 

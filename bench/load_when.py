@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from bench.throttled import Link, ThrottledSpec
 from spec.chain import ChainSpec, LoadWhen
-from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 from tiers.host.memory import slot_stride
+from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.store import TierStore
 from tiers.testing import MemoryStore
 

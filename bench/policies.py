@@ -42,8 +42,8 @@ from tiers.contract.messages import (
 )
 from tiers.contract.stats import TierStats
 from tiers.cpu.spec import CpuSpec
-from tiers.engine.replay.requests import CachedRequests, NewRequest
 from tiers.host.memory import ALIGNMENT
+from tiers.lab.replay.requests import CachedRequests, NewRequest
 from tiers.store import Block
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"

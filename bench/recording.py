@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from spec.load import load_chain
 from spec.record import RecordSpec
 from tiers.contract.protocols import Request
-from tiers.engine.replay import ReplayEngine, ReplayModel
+from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.traces.recorder_writer import Ended, Recording, RecordWriter
 
 MODEL = ReplayModel(width=64)

@@ -27,7 +27,7 @@ from typing import Any, cast
 
 from spec.chain import ChainSpec
 from spec.load import load_chain
-from tiers.engine.replay import ReplayEngine, ReplayModel
+from tiers.lab.replay import ReplayEngine, ReplayModel
 
 MODEL = ReplayModel()
 RESULT = Path(__file__).parent / "results" / "events" / "three-engines.json"

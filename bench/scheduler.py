@@ -33,8 +33,8 @@ from tiers.disk.index.rows import index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
-from tiers.engine.replay.requests import NewRequest
 from tiers.host.memory import ALIGNMENT, slot_stride
+from tiers.lab.replay.requests import NewRequest
 from tiers.testing import MemoryStore
 
 TOKENS = 16

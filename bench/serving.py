@@ -23,9 +23,9 @@ from tempfile import TemporaryDirectory
 
 from spec.explain import ExplainSpec
 from spec.load import load_chain
-from tiers.engine.replay import ReplayEngine, ReplayModel
-from tiers.engine.replay.model import VOCABULARY
 from tiers.ghosts import ghosts as following
+from tiers.lab.replay import ReplayEngine, ReplayModel
+from tiers.lab.replay.model import VOCABULARY
 from tiers.traces.opening import open_trace
 
 OWN_BLOCKS = 128

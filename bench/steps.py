@@ -42,8 +42,8 @@ from tiers.contract.messages import (
     WorkerHandshake,
 )
 from tiers.contract.weights import WeightOrders
-from tiers.engine.replay.requests import CachedRequests, NewRequest
 from tiers.gpu.copier import open_copier
+from tiers.lab.replay.requests import CachedRequests, NewRequest
 from tiers.store import Block
 from tiers.wrappers.opening import open_guarded
 

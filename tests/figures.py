@@ -22,7 +22,7 @@ from typing import Any, Self
 from tests.support.replay_chains import chain_of, cpu, disk
 from tiers.connector.multi.scheduler import MultiScheduler
 from tiers.disk.index.fingerprint_index import FingerprintTable
-from tiers.engine.replay import ReplayEngine
+from tiers.lab.replay import ReplayEngine
 
 ROOT = Path(__file__).parents[1]
 FILE_LINES, CLASS_METHODS, FUNCTION_LINES, PAGE_WORDS = 300, 35, 30, 1500

@@ -131,7 +131,7 @@ ROOMS: dict[str, set[str]] = {
     "ghosts": {"concurrency"},
     "tuning": {"traces", "loading", "host"},
     "tuning/profiling": {"tuning", "wrappers", "host"},
-    "tuning/replay": {
+    "lab": {
         "tuning",
         "traces",
         "engine",
@@ -139,19 +139,13 @@ ROOMS: dict[str, set[str]] = {
         "contract",
         "connector/multi",
         "connector/policy",
+        "connector/scheduler",
         "connector/worker",
+        "testing",
         "gpu",
         "disk",
         "remote",
         "host",
-    },
-    "lab": {
-        "engine",
-        "connector",
-        "contract",
-        "connector/scheduler",
-        "testing",
-        "traces",
     },
     "cli": {
         "engine",
@@ -159,7 +153,6 @@ ROOMS: dict[str, set[str]] = {
         "traces",
         "tuning",
         "tuning/profiling",
-        "tuning/replay",
         "explain",
     },
 }

@@ -16,11 +16,11 @@ from spec.load import load_chain
 from tests.support.plugin_packages import Install, write_package
 from tests.support.replay_chains import MODEL, SLOT, close, measured
 from tests.test_readme import blocks
-from tiers.engine.replay import ReplayEngine, answer
+from tiers.lab.replay import ReplayEngine, answer
+from tiers.lab.replay.run import replay
 from tiers.traces.trace import TraceRequest
 from tiers.trial import find_lie
 from tiers.tuning.machine import Machine, TierProfile
-from tiers.tuning.replay import replay
 
 ROOT = Path(__file__).parent.parent
 SHOWN = blocks((ROOT / "docs" / "plugins.md").read_text())

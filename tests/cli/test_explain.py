@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk
-from tiers.engine.replay import ReplayEngine
+from tiers.lab.replay import ReplayEngine
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -23,7 +23,7 @@ from tests.support.slow_store import STORES, TroubledStore
 from tests.support.tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, EngineFailed, Run
 from tiers.connector.policy import wait_budget
 from tiers.engine.plugin import transfer_config
-from tiers.engine.replay import ReplayEngine
+from tiers.lab.replay import ReplayEngine
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from tiers.contract.adapters import RequestMark
 from tiers.engine import loaded_adapters, request_marks
 from tiers.engine.identity.adapter_files import folder_stamp, settled_stamp
 from tiers.engine.loaded_adapters import SeenAdapters, name_of, weights_digest
-from tiers.engine.replay import ReplayEngine, ReplayModel
-from tiers.engine.replay.requests import ReplayRequest
 from tiers.engine.request_marks import PATIENCE, MarksOfRequests
+from tiers.lab.replay import ReplayEngine, ReplayModel
+from tiers.lab.replay.requests import ReplayRequest
 
 WEIGHTS = "adapter_model.safetensors"
 

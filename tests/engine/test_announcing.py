@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.replay_chains import MODEL, SLOT, chain_of, close, cpu, disk, measured
 from tests.support.slow_store import LONG, SlowSpec, ask
-from tiers.engine.replay import ReplayEngine
+from tiers.lab.replay import ReplayEngine
 from tiers.store import Usage
 from tiers.testing import MemoryStore
 

@@ -16,9 +16,9 @@ from tiers.connector.scheduler.lookup.lookups import Lookup
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.contract.generation import Generation
-from tiers.engine.replay import ReplayEngine
 from tiers.errors import TierUnavailable
 from tiers.gpu.copier import CpuCopier
+from tiers.lab.replay import ReplayEngine
 from tiers.store import Block
 from tiers.wrappers.encryption import EncryptedStore, encrypted_bytes
 from tiers.wrappers.guard import Guarded

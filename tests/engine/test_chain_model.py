@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 from spec.chain import ChainSpec
 from tests.support.replay_chains import MODEL, SLOT, close, cpu, damage_disk
 from tiers.disk.spec import DiskSpec
-from tiers.engine.replay import ReplayEngine, answer
-from tiers.engine.replay.requests import ReplayRequest
+from tiers.lab.replay import ReplayEngine, answer
+from tiers.lab.replay.requests import ReplayRequest
 from tiers.lab.soak.sabotage import Sabotaged
 
 ROOTS = [[13 * root + token for token in range(30)] for root in range(3)]

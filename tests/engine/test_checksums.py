@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, encryption, measured
-from tiers.engine.replay import ReplayEngine, answer
+from tiers.lab.replay import ReplayEngine, answer
 from tiers.store import Block
 
 PROMPT = list(range(100, 141))

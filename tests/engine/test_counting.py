@@ -30,9 +30,9 @@ from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
 from tiers.connector.scheduler.managers.host_manager import HostManager
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.disk.store import DiskStore
-from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierUnavailable
 from tiers.explain.text import lines
+from tiers.lab.replay import ReplayEngine, answer
 
 MakeEngine = Callable[..., ReplayEngine]
 NO_LOAD = {"kvtiers": {"max_load_tokens": 0}}

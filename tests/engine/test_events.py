@@ -32,8 +32,8 @@ from tests.support.servers import RedisServer
 from tiers.connector.scheduler.inventory import inventory
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.contract.block_groups import GROUP_BYTES
-from tiers.engine.replay import ReplayEngine
-from tiers.engine.replay.requests import ReplayRequest
+from tiers.lab.replay import ReplayEngine
+from tiers.lab.replay.requests import ReplayRequest
 
 
 def told(engine: ReplayEngine, tier: str) -> set[bytes]:

@@ -20,7 +20,7 @@ from tests.support.replay_chains import (
     measured,
     workload,
 )
-from tiers.engine.replay import ReplayEngine, ReplayModel
+from tiers.lab.replay import ReplayEngine, ReplayModel
 
 MakeEngine = Callable[..., ReplayEngine]
 POLICIES = ["first", "longest", "stitched"]

@@ -13,7 +13,7 @@ from tests.support.clock import Clock, wait_for
 from tests.support.replay_chains import MODEL, Marked, chain_of, cpu, measured
 from tiers.connector.observers import GhostWatcher
 from tiers.contract.engine import EngineInfo
-from tiers.engine.replay import ReplayEngine, ReplayModel
+from tiers.lab.replay import ReplayEngine, ReplayModel
 
 SIZE = MODEL.block_tokens
 GHOSTS: list[dict[str, Any]] = [

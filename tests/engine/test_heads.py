@@ -12,8 +12,8 @@ from tests.support.clock import Clock
 from tests.support.replay_chains import MODEL, SLOT
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore
 from tiers.cpu.spec import CpuSpec
-from tiers.engine.replay import ReplayEngine
-from tiers.engine.replay.requests import ReplayRequest
+from tiers.lab.replay import ReplayEngine
+from tiers.lab.replay.requests import ReplayRequest
 
 MakeEngine = Callable[..., ReplayEngine]
 SETTINGS: dict[str, dict[str, float]] = {

@@ -31,8 +31,8 @@ from tiers.connector.scheduler import tier_hints
 from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
 from tiers.disk.slab import slot_bytes
 from tiers.disk.store import DiskStore
-from tiers.engine.replay import ReplayEngine, answer
-from tiers.engine.replay.requests import ReplayRequest
+from tiers.lab.replay import ReplayEngine, answer
+from tiers.lab.replay.requests import ReplayRequest
 
 MakeEngine = Callable[..., ReplayEngine]
 SIZE = MODEL.block_tokens

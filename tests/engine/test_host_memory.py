@@ -16,12 +16,12 @@ from tiers.connector.worker import host_slots, loads
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.contract.engine import EngineInfo
 from tiers.contract.pool_size import PoolSize
-from tiers.engine.replay import ReplayEngine
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import CpuCopier
 from tiers.host import memory as slot_memory
 from tiers.host import prefault
 from tiers.host.memory import SlotMemory
+from tiers.lab.replay import ReplayEngine
 
 MakeEngine = Callable[..., ReplayEngine]
 MIB = 1 << 20

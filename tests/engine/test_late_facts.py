@@ -17,8 +17,8 @@ from tiers.connector import chain as chains
 from tiers.connector.scheduler import opening
 from tiers.connector.worker import worker as workers
 from tiers.engine.identity.late import LateFacts
-from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierUnusable
+from tiers.lab.replay import ReplayEngine, answer
 
 PROMPT = list(range(48))
 SECONDS = 30.0

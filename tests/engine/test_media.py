@@ -26,7 +26,7 @@ from tiers.engine import digesting
 from tiers.engine.content_marks import ContentMarks
 from tiers.engine.digesting import content_digest
 from tiers.engine.media_identity import media_marks, refuse_unmarked_media
-from tiers.engine.replay import ReplayEngine, answer
+from tiers.lab.replay import ReplayEngine, answer
 
 RED, BLUE = torch.full((3, 4), 0.5), torch.full((3, 4), -0.5)
 

@@ -20,7 +20,7 @@ from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.connector import chain
 from tiers.contract.stats import STATE, STATES
 from tiers.disk.folder import keeping
-from tiers.engine.replay import ReplayEngine, ReplayModel, answer
+from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.store import TierStore
 
 MakeEngine = Callable[..., ReplayEngine]

@@ -17,8 +17,8 @@ from tests.support.replay_chains import MODEL, SLOT, cpu, measured
 from tests.support.slow_store import LONG, ask
 from tiers.block import HEADER_BYTES
 from tiers.cpu.spec import CpuSpec
-from tiers.engine.replay import ReplayEngine, answer
 from tiers.errors import TierNotOpen
+from tiers.lab.replay import ReplayEngine, answer
 from tiers.store import Block
 from tiers.wrappers import guard as guarding
 

@@ -17,7 +17,7 @@ from tests.support.replay_chains import MODEL, Marked, chain_of, cpu, drive
 from tiers.contract.engine import EngineInfo
 from tiers.contract.media import MediaMark, MediaMarks
 from tiers.engine.hosted_chain import hosted_tiers
-from tiers.engine.replay import ReplayEngine, ReplayModel
+from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.traces.opening import open_trace
 from tiers.traces.trace import TraceRequest
 

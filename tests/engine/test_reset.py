@@ -30,8 +30,8 @@ from tests.support.servers import RedisServer
 from tiers.connector.worker.worker import _fence
 from tiers.contract.copier import Copy
 from tiers.disk.store import DiskStore
-from tiers.engine.replay import ReplayEngine, answer
 from tiers.gpu.copier import CpuCopier
+from tiers.lab.replay import ReplayEngine, answer
 
 PROMPT, OTHER = list(range(50)), list(range(100, 150))
 FULL = 48

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.replay_chains import chain_of, disk
 from tiers.disk.index.fingerprint_index import FingerprintTable
-from tiers.engine.replay import ReplayEngine
+from tiers.lab.replay import ReplayEngine
 
 MOST_FRAMES = 14
 """One of them is `Reopening`, around every store since any may be lost while it is open."""

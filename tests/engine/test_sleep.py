@@ -12,10 +12,10 @@ import torch
 from spec.chain import ChainSpec
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
-from tiers.engine.replay import ReplayEngine, answer
-from tiers.engine.replay.requests import Status
-from tiers.engine.replay.worker import LocalWorker
 from tiers.gpu.copier import CpuCopier
+from tiers.lab.replay import ReplayEngine, answer
+from tiers.lab.replay.requests import Status
+from tiers.lab.replay.worker import LocalWorker
 
 MakeEngine = Callable[..., ReplayEngine]
 PATIENCE: Any = "20s"

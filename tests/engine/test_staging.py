@@ -15,7 +15,7 @@ from tests.support.clock import wait_for
 from tests.support.replay_chains import MODEL, SLOT, measured, scheduler_of
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.connector.scheduler.admission.admission import AGAIN, WINDOW
-from tiers.engine.replay import ReplayEngine, ReplayModel
+from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.store import Block
 
 MakeEngine = Callable[..., ReplayEngine]

@@ -14,10 +14,10 @@ from tests.support.replay_chains import HYBRID, MODEL, RECURRENT, SLOT, WINDOWS,
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
-from tiers.engine.replay import ReplayEngine, ReplayModel, answer
-from tiers.engine.replay.blocks import STATE
 from tiers.errors import TierFull, TierUnavailable
 from tiers.gpu.copier import CpuCopier
+from tiers.lab.replay import ReplayEngine, ReplayModel, answer
+from tiers.lab.replay.blocks import STATE
 from tiers.testing import Faults, FaultyStore, GivenSpec, MemoryStore, Pace, SlowStore
 
 

@@ -13,8 +13,8 @@ from spec.offloading import StoreContext
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, names
 from tests.support.servers import RedisServer
 from tiers.disk.store import DiskStore
-from tiers.engine.replay import ReplayEngine, answer
-from tiers.engine.replay.requests import ReplayRequest
+from tiers.lab.replay import ReplayEngine, answer
+from tiers.lab.replay.requests import ReplayRequest
 
 PROMPT = list(range(100, 141))
 RIGHT = answer(MODEL, PROMPT, 4, 1)

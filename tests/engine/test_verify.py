@@ -17,7 +17,7 @@ from tests.support.replay_chains import (
     encryption,
     measured,
 )
-from tiers.engine.replay import ReplayEngine, answer
+from tiers.lab.replay import ReplayEngine, answer
 
 PROMPT = list(range(100, 141))
 

@@ -14,7 +14,7 @@ from spec.offloading import OffloadingSpec
 from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, measured
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
 from tiers.cpu.spec import CpuSpec
-from tiers.engine.replay import ReplayEngine, answer
+from tiers.lab.replay import ReplayEngine, answer
 
 
 def chain(*above: OffloadingSpec, max_wait: Any = "300ms", **settings: Any) -> ChainSpec:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, redis, total
 from tests.support.servers import RedisServer
-from tiers.engine.replay import ReplayEngine, answer
+from tiers.lab.replay import ReplayEngine, answer
 
 MakeEngine = Callable[..., ReplayEngine]
 PROMPT, OTHER = list(range(50)), list(range(100, 150))

@@ -14,13 +14,13 @@ from tests.gpu.cuda_model import LateThreads, Mark, Model
 from tests.support.clock import Clock
 from tests.support.replay_chains import MODEL, total
 from tiers.connector.worker import host_slots, loads, worker
-from tiers.engine.replay import ReplayEngine
-from tiers.engine.replay import engine as replay_engine
-from tiers.engine.replay.model import kv_of, states
-from tiers.engine.replay.requests import ReplayRequest, Step, StepOutput, Work
-from tiers.engine.replay.worker import LocalWorker
 from tiers.gpu import cuda, staging
 from tiers.gpu.page_copies import PageCopies
+from tiers.lab.replay import ReplayEngine
+from tiers.lab.replay import engine as replay_engine
+from tiers.lab.replay.model import kv_of, states
+from tiers.lab.replay.requests import ReplayRequest, Step, StepOutput, Work
+from tiers.lab.replay.worker import LocalWorker
 
 ORDERS: dict[str, Sequence[str]] = {
     "V1 and V2": ("forward", "load", "save", "results"),

@@ -15,8 +15,8 @@ from tests.gpu.test_copier import DEVICES
 from tests.support.replay_chains import MODEL, RECURRENT, SLOT, measured, workload
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
-from tiers.engine.replay import ReplayEngine, ReplayModel, answer
 from tiers.gpu.copier import CpuCopier
+from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 
 
 @pytest.mark.parametrize("device", DEVICES)

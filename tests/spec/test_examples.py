@@ -15,7 +15,7 @@ from tests.support.replay_chains import MODEL, SLOT, close, drive, measured
 from tests.support.topologies import cluster
 from tiers.cli.validate import validate
 from tiers.connector.policy import wait_budget
-from tiers.engine.replay import ReplayEngine
+from tiers.lab.replay import ReplayEngine
 
 EXAMPLES = sorted((Path(spec.__file__).parent / "examples").glob("*.yaml"))
 KEYS = "/run/secrets/kvtiers-keys"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiers.engine.replay import ReplayEngine
 from tiers.explain.accounts import Accounts
 from tiers.explain.explanations import Explanations
+from tiers.lab.replay import ReplayEngine
 
 Told = dict[str, Any]
 

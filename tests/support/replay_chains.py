@@ -15,9 +15,9 @@ from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.contract.adapters import RequestMark, RequestMarks
 from tiers.contract.block_groups import GROUP_BYTES
 from tiers.disk.store import DiskStore
-from tiers.engine.replay import ReplayEngine, ReplayModel, answer
-from tiers.engine.replay.blocks import STATE
-from tiers.engine.replay.requests import ReplayRequest
+from tiers.lab.replay import ReplayEngine, ReplayModel, answer
+from tiers.lab.replay.blocks import STATE
+from tiers.lab.replay.requests import ReplayRequest
 
 MODEL = ReplayModel()
 HYBRID = ReplayModel(windows=(None, 14, 7))

@@ -7,8 +7,8 @@ from typing import Any
 
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.replay_chains import MODEL
-from tiers.engine.replay import ReplayEngine, answer
-from tiers.engine.replay.requests import ReplayRequest
+from tiers.lab.replay import ReplayEngine, answer
+from tiers.lab.replay.requests import ReplayRequest
 from tiers.store import TierStore
 from tiers.testing import FaultyStore, MemoryStore, SlowStore
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.tuning.replay.worlds import chats
+from tests.lab.replay.worlds import chats
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.report import Report

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spec.chain import ChainSpec
-from tests.tuning.replay.worlds import (
+from tests.lab.replay.worlds import (
     BLOCK_BYTES,
     KV_BYTES,
     SIZE,
@@ -18,9 +18,9 @@ from tests.tuning.replay.worlds import (
     disk,
     machine,
 )
+from tiers.lab.replay.links import QUANTUM_BYTES
+from tiers.lab.replay.run import replay
 from tiers.tuning.machine import TierProfile
-from tiers.tuning.replay import replay
-from tiers.tuning.replay.links import QUANTUM_BYTES
 from tiers.tuning.report import Report
 from tiers.tuning.simulation import simulate
 

@@ -13,10 +13,10 @@ from spec.chain import ChainSpec
 from tests.tuning.known_traffic import BLOCK, BLOCK_TOKENS, loop, once, requests
 from tests.tuning.test_search import MB, Media, budget, chosen, hot_and_cold, order, tuned
 from tiers.errors import KVTiersError
+from tiers.lab.replay.run import replay
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.curve import measure
 from tiers.tuning.machine import size_of
-from tiers.tuning.replay import replay
 from tiers.tuning.report import YEAR, Report, Stretch
 from tiers.tuning.search.finalists import Finalist, choose_served
 from tiers.tuning.search.result import as_text, as_yaml

@@ -60,8 +60,8 @@ def _run(minutes: float, trace: Path | None, every: float, seed: int) -> Soak:
     import random
     from tempfile import TemporaryDirectory
 
-    from tiers.engine.replay import ReplayModel
     from tiers.lab.extras import require_extra
+    from tiers.lab.replay import ReplayModel
     from tiers.lab.soak.faults import Server
     from tiers.lab.soak.prompts import conversations, from_trace
     from tiers.lab.soak.run import Soak

@@ -26,8 +26,8 @@ from tiers.contract.engine import EngineInfo
 from tiers.contract.generation import Generation, space_of
 from tiers.contract.messages import JobResult, OffloadingWorkerMetadata, WorkerHandshake
 from tiers.cpu.spec import CpuSpec
-from tiers.engine.replay.requests import NewRequest
 from tiers.host.memory import slot_stride
+from tiers.lab.replay.requests import NewRequest
 from tiers.testing import GivenSpec
 
 RANKS = 2

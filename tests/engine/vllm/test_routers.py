@@ -30,7 +30,7 @@ from tests.support.tiny_vllm import BLOCK_TOKENS, Run, documents
 from tests.support.vllm_chains import IN_PROCESS
 from tests.support.vllm_server import VllmServer
 from tiers.contract.block_events import BlockEvent, Origin
-from tiers.engine.replay import ReplayEngine
+from tiers.lab.replay import ReplayEngine
 
 pytestmark = pytest.mark.vllm
 

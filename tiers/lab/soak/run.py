@@ -16,8 +16,8 @@ from spec.chain import ChainSpec
 from spec.offloading import StoreSpec
 from spec.registry import tier_class
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
-from tiers.engine.replay import ReplayEngine, ReplayModel, answer
-from tiers.engine.replay.requests import ReplayRequest
+from tiers.lab.replay import ReplayEngine, ReplayModel, answer
+from tiers.lab.replay.requests import ReplayRequest
 from tiers.lab.soak.faults import Fault, Server, all_faults
 from tiers.lab.soak.sabotage import Sabotaged
 

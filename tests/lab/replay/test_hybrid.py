@@ -1,0 +1,106 @@
+"""Models with attention windows in the replay engine, whose answers show every byte of their KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.replay_chains import (
+    HYBRID,
+    SLOT,
+    WINDOWS,
+    chain_of,
+    cpu,
+    damage_disk,
+    disk,
+    drop_from_disk,
+    measured,
+    names,
+)
+from tiers.lab.replay import ReplayEngine, ReplayModel, answer
+
+PROMPT = list(range(50))
+"""Twelve full blocks of four tokens; what can be loaded of them ends with the twelfth."""
+STAGING = 256 * SLOT
+REACH = 4
+"""Blocks at the end of a prefix that a window of 14 tokens reaches into."""
+
+
+def expect(engine: ReplayEngine, loaded: int, model: ReplayModel = HYBRID) -> None:
+    request = engine.generate(PROMPT)
+    assert request.output == answer(model, PROMPT, 4)
+    assert request.loaded_tokens == loaded
+
+
+@pytest.mark.parametrize("model", [HYBRID, WINDOWS])
+def test_only_what_windows_reach_is_loaded(
+    engine: Callable[..., ReplayEngine], model: ReplayModel
+) -> None:
+    one = engine(chain_of(cpu()), model=model, prefix_caching=False)
+    expect(one, 0, model)
+    expect(one, 48, model)
+    full = model.windows.count(None)
+    assert measured(one, "stored_blocks", "cpu") == len(model.windows) * 13, "the answer fills one"
+    # Of the group with the shorter window the engine has a place for two blocks only.
+    kept = {14: REACH, 7: 2}
+    reached = sum(kept[window] for window in model.windows if window is not None)
+    assert measured(one, "loaded_blocks", "cpu") == full * 12 + reached
+
+
+def test_a_prefix_ends_before_a_windowed_part_that_is_gone(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    """Blocks 3 and 11 of one windowed layer are gone: the first matters to nobody any more."""
+    one = engine(chain_of(disk(tmp_path), staging=STAGING), model=HYBRID)
+    hashes = one.generate(PROMPT).block_hashes
+    gone = names(one, [hashes[3], hashes[11]], group=1)
+    one.settle()
+    one.close()
+    drop_from_disk(tmp_path, gone)
+    expect(engine(chain_of(disk(tmp_path), staging=STAGING), model=HYBRID), 44)
+
+
+def test_a_request_whose_load_fails_is_recomputed_whole(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    one = engine(chain_of(disk(tmp_path), staging=STAGING), model=HYBRID)
+    one.generate(PROMPT)
+    one.settle()
+    one.close()
+    damage_disk(tmp_path)
+    again = engine(chain_of(disk(tmp_path), staging=STAGING), model=HYBRID)
+    requests = [again.add(PROMPT), again.add([7] * 50), again.add([*PROMPT[:20], 7])]
+    again.run()
+    for request in requests:
+        assert request.output == answer(HYBRID, request.prompt, 4)
+    assert measured(again, "load_failures", "disk") > 0
+    assert measured(again, "loaded_tokens", "disk") == 0, "of a failed load nothing is used"
+
+
+def test_stitched_takes_full_layers_from_one_tier_and_windows_from_another(
+    engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    fast, slow = disk(tmp_path / "fast", name="fast"), disk(tmp_path / "slow", name="slow")
+    one = engine(chain_of(fast, slow, staging=STAGING), model=HYBRID)
+    hashes = one.generate(PROMPT).block_hashes
+    window_parts = names(one, hashes, group=1)
+    first_blocks = names(one, hashes[:6])
+    one.settle()
+    one.close()
+    drop_from_disk(tmp_path / "fast", window_parts)
+    drop_from_disk(tmp_path / "slow", first_blocks)
+    two = engine(chain_of(fast, slow, load_policy="stitched", staging=STAGING), model=HYBRID)
+    expect(two, 48)
+    tokens = {tier: measured(two, "loaded_tokens", tier) for tier in ("fast", "slow")}
+    assert tokens == {"fast": (12 - REACH) * 4, "slow": REACH * 4}
+
+
+def test_a_limit_ends_the_prefix_at_whole_blocks(engine: Callable[..., ReplayEngine]) -> None:
+    one = engine(chain_of(cpu()), model=HYBRID, prefix_caching=False)
+    expect(one, 0)
+    limited = one.generate(PROMPT, kv_transfer_params={"kvtiers": {"max_load_tokens": 30}})
+    assert limited.loaded_tokens == 28
+    assert limited.output == answer(HYBRID, PROMPT, 4)
+    assert not measured(one, "load_failures", "cpu")

@@ -1,0 +1,38 @@
+"""Links of a replay: what waits for what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from tests.support.topologies import wait_until
+from tiers.lab.replay.clock import CountedClock
+from tiers.lab.replay.links import QUANTUM_BYTES, Link
+from tiers.tuning.machine import TierProfile
+
+
+def test_a_load_has_turns_between_the_blocks_of_a_store_that_shares_its_link() -> None:
+    clock = CountedClock()
+    profile = TierProfile(
+        load_bandwidth=2 * QUANTUM_BYTES, store_bandwidth=QUANTUM_BYTES, shared_link=True
+    )
+    link = Link(clock, profile, block_bytes=QUANTUM_BYTES)
+    ended: dict[str, float] = {}
+
+    def begin(name: str, transfer: Callable[[int, float], None], blocks: int) -> None:
+        def work() -> None:
+            transfer(blocks, 0.0)
+            ended[name] = clock.now()
+
+        sleepers = clock.sleepers
+        threading.Thread(target=work, daemon=True).start()
+        wait_until(lambda: clock.sleepers > sleepers)
+
+    begin("store", link.store, 10)
+    begin("load", link.load, 2)
+    while len(ended) < 2:
+        wait_until(lambda: clock.sleepers == 2 - len(ended))
+        moment = clock.next_wake()
+        if moment is not None:
+            clock.advance(moment, poll=False)
+    assert ended == {"load": 3.0, "store": 11.0}

@@ -1,0 +1,255 @@
+"""ReplayEngine: a whole engine in one object."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from spec.chain import ChainSpec
+from tiers.connector.chain import open_scheduler, open_worker
+from tiers.connector.multi.scheduler import MultiScheduler
+from tiers.connector.multi.worker import MultiWorker
+from tiers.connector.scheduler.scheduler import OffloadingScheduler
+from tiers.contract.block_events import BlockEvent
+from tiers.contract.copier import OpenCopier
+from tiers.contract.engine import EngineInfo, LateFacts
+from tiers.contract.stats import TierStats
+from tiers.contract.weights import Weights
+from tiers.gpu.copier import open_copier
+from tiers.lab.replay.blocks import BlockPool, has_null
+from tiers.lab.replay.model import VOCABULARY, ReplayModel
+from tiers.lab.replay.requests import ReplayRequest, StepOutput, describe
+from tiers.lab.replay.scheduler import ReplayScheduler
+from tiers.lab.replay.worker import LocalWorker, ProcessWorker, Worker
+
+MAX_IDLE_STEPS = 100_000
+SETTLE_SECONDS = 60.0
+IDLE_SECONDS = 0.0005
+"""What a step with nothing to compute leaves to the threads that transfer: without a pause this one
+would keep the interpreter from them for most of the time."""
+
+
+class ReplayEngine:
+    """Runs requests over a chain of tiers, or without one (`chain` None).
+
+    `world_size` ranks hold a share of the KV each; with `processes` each runs in its own process,
+    so that all that crosses is pickled. `facts` name the model to the namespace, as do
+    `late_facts`. With `kv_events` the connector's events gather in `events`. `drops_last`: see
+    `EngineInfo`. `now`: the chain's clock, in seconds. `hosts`: where the scheduler and then
+    each rank say they are. `weights`: what each rank sees of its own. `root`: see `worker_parts`.
+    """
+
+    def __init__(
+        self,
+        chain: ChainSpec | None,
+        model: ReplayModel | None = None,
+        *,
+        num_blocks: int = 64,
+        batch_tokens: int = 256,
+        prefix_caching: bool = True,
+        world_size: int = 1,
+        processes: bool = False,
+        facts: Mapping[str, str] | None = None,
+        open_copier: OpenCopier = open_copier,
+        kv_events: bool = False,
+        weights_change: bool = False,
+        drops_last: bool = False,
+        now: Callable[[], float] = time.monotonic,
+        late_facts: LateFacts | None = None,
+        hosts: Sequence[str] = (),
+        weights: Sequence[Weights] = (),
+        root: Path = Path("/"),
+    ) -> None:
+        self.model = model or ReplayModel()
+        self.stats = TierStats()
+        self.steps = 0
+        self.events: list[BlockEvent] = []
+        info = replace(
+            self.model.engine_info(num_blocks),
+            facts=dict(facts or {"model": "replay"}),
+            world_size=world_size,
+            kv_events=kv_events,
+            weights_change=weights_change,
+            caches_prefixes=prefix_caching,
+            drops_last=drops_last,
+            step_tokens=batch_tokens,
+            late_facts=late_facts,
+            host=hosts[0] if hosts else "",
+        )
+        open_half = functools.partial(_open_worker, chain, info, open_copier, hosts, weights, root)
+        make: Callable[..., Worker] = ProcessWorker if processes else LocalWorker
+        self.workers = [make(self.model, num_blocks, rank, open_half) for rank in range(world_size)]
+        self._open(chain, info, now)
+
+    def _open(self, chain: ChainSpec | None, info: EngineInfo, now: Callable[[], float]) -> None:
+        """Make the scheduler, and the chain's half that it asks, which hears of the workers."""
+        self.closed = False
+        self.connector: MultiScheduler | None = None
+        if chain is not None:
+            self.connector = open_scheduler(chain, info, now)
+            said = {rank: worker.handshake() for rank, worker in enumerate(self.workers)}
+            self.connector.set_xfer_handshake_metadata(said)
+        has_null_block = has_null(self.model.windows)
+        pool = BlockPool(info.num_blocks, info.caches_prefixes, first=int(has_null_block))
+        self.num_blocks = pool.num_free
+        self.scheduler = ReplayScheduler(
+            self.connector,
+            pool,
+            self.model.block_tokens,
+            info.step_tokens,
+            self.model.windows,
+            info.drops_last,
+        )
+        self._aggregator = _Aggregator(info.world_size)
+        self._ids = itertools.count()
+
+    def add(
+        self,
+        prompt: Iterable[int],
+        max_tokens: int = 4,
+        salt: str = "",
+        kv_transfer_params: dict[str, Any] | None = None,
+        skip_reading_prefix_cache: bool = False,
+        kv_hints: Any = None,
+    ) -> ReplayRequest:
+        """Queue a request. Raises ValueError for one that can never fit."""
+        request = ReplayRequest(
+            f"request-{next(self._ids)}",
+            list(prompt),
+            max_tokens,
+            self.model.block_tokens,
+            salt,
+            kv_transfer_params,
+            kv_hints,
+            skip_reading_prefix_cache=skip_reading_prefix_cache,
+        )
+        blocks = -(-(request.num_tokens + max_tokens) // self.model.block_tokens)
+        needed = blocks * len(self.model.windows)
+        if not request.prompt or needed > self.num_blocks:
+            raise ValueError(f"a request of {needed} blocks; 1..{self.num_blocks} fit")
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> bool:
+        """Run one step; False: it had nothing to compute."""
+        step = self.scheduler.schedule()
+        for worker in self.workers:
+            worker.begin(step)
+        outputs = [worker.end() for worker in self.workers]
+        output = self._aggregator.aggregate(outputs)
+        sampled = {
+            work.request_id: sum(o.sums[work.request_id] for o in outputs) % VOCABULARY
+            for work in step.work
+            if work.samples
+        }
+        self.scheduler.update(step, output, sampled)
+        if self.connector is not None:
+            self.events += self.connector.take_events()
+            self.stats.aggregate(self.connector.get_kv_connector_stats() or TierStats())
+        self.steps += 1
+        return bool(step.work)
+
+    def run(self) -> None:
+        """Step until every request has ended and every short transfer is over.
+
+        Raises RuntimeError, naming the requests, when nothing moves any more.
+        """
+        idle = 0
+        while self.scheduler.busy:
+            if self.step():
+                idle = 0
+                continue
+            idle += 1
+            time.sleep(IDLE_SECONDS)
+            if idle > MAX_IDLE_STEPS:
+                stuck = describe(list(self.scheduler.requests.values()))
+                raise RuntimeError(f"the engine is stuck:\n{stuck}")
+
+    def generate(
+        self,
+        prompt: Iterable[int],
+        max_tokens: int = 4,
+        salt: str = "",
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> ReplayRequest:
+        """Run one request to its end."""
+        request = self.add(prompt, max_tokens, salt, kv_transfer_params)
+        self.run()
+        return request
+
+    def settle(self) -> None:
+        """Step until no transfer is under way, also those that an engine need not wait for."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        children = self.connector.children if self.connector is not None else ()
+        tiers = [child for child in children if isinstance(child, OffloadingScheduler)]
+        while any(tier.jobs_under_way for tier in tiers):
+            if not self.step():
+                time.sleep(IDLE_SECONDS)
+            if time.monotonic() > deadline:
+                raise RuntimeError("transfers do not end")
+
+    def reset_cache(self) -> bool:
+        """Forget all prefixes, here and in the connector, as after a change of weights; False:
+        requests still use some."""
+        self.scheduler.pool.forget_all()
+        unused = not any(any(request.tables) for request in self.scheduler.requests.values())
+        return (self.connector is None or self.connector.reset_cache() is not False) and unused
+
+    def close(self) -> None:
+        """Shut both halves down, as an engine does."""
+        self.closed = True
+        for worker in self.workers:
+            worker.close()
+        if self.connector is not None:
+            self.connector.shutdown()
+
+
+def _open_worker(
+    chain: ChainSpec | None,
+    engine: EngineInfo,
+    copier: OpenCopier,
+    hosts: Sequence[str],
+    weights: Sequence[Weights],
+    root: Path,
+    rank: int,
+) -> MultiWorker | None:
+    if chain is None:
+        return None
+    info = replace(engine, rank=rank, host=hosts[rank + 1] if hosts else "")
+    if weights:
+        info = replace(info, weights=weights[rank])
+    return open_worker(chain, info, copier, root)
+
+
+class _Aggregator:
+    """What an executor makes of its ranks' outputs: an end counts once all have said it."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._said: Counter[tuple[str, str]] = Counter()
+
+    def aggregate(self, outputs: list[StepOutput]) -> StepOutput:
+        whole = StepOutput(kv_connector_worker_meta=outputs[0].kv_connector_worker_meta)
+        for output in outputs:
+            whole.invalid_block_ids |= output.invalid_block_ids
+            whole.failed_recving |= output.failed_recving
+            whole.finished_recving |= self._ended_everywhere("recv", output.finished_recving)
+            whole.finished_sending |= self._ended_everywhere("send", output.finished_sending)
+        for other in outputs[1:]:
+            ours, theirs = whole.kv_connector_worker_meta, other.kv_connector_worker_meta
+            both = ours is not None and theirs is not None
+            whole.kv_connector_worker_meta = ours.aggregate(theirs) if both else ours or theirs
+        return whole
+
+    def _ended_everywhere(self, what: str, requests: set[str]) -> set[str]:
+        self._said.update((what, request) for request in requests)
+        ended = {r for r in requests if self._said[what, r] == self._world_size}
+        for request in ended:
+            del self._said[what, request]
+        return ended

@@ -1,0 +1,238 @@
+"""Links: transfers of a real store that take the time that a profile says, in the trace's time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import PrivateAttr
+
+from spec.offloading import StoreContext, StoreSpec
+from spec.registry import opens_ours
+from tiers.contract.copier import Copier, Copy, OpenCopier
+from tiers.gpu.copier import open_copier
+from tiers.lab.replay.clock import Clock
+from tiers.store import Block, StoreWrapper, TierStore
+from tiers.tuning.machine import TierProfile
+
+QUANTUM_BYTES = 64 << 20
+"""Of the trace: what a transfer moves before another one has its turn on the link."""
+
+
+class Direction:
+    """One direction of a link: a queue of transfers, each of which waits for those before it.
+
+    Thread-safe. `busy`: seconds of the trace in which it moved bytes.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.busy = 0.0
+        self._free_at = 0.0
+        # Without it two threads could take the same time of the link.
+        self._lock = threading.Lock()
+
+    def passes(self, seconds: float, since: float) -> float:
+        """When a transfer of so many seconds is over that is ready at `since`. It waits for all
+        that came before."""
+        with self._lock:
+            moment = self._free_at = max(since, self._free_at) + seconds
+            self.busy += seconds
+        return moment
+
+    def move(self, seconds: float, since: float) -> float:
+        """As `passes`; returns at that moment."""
+        moment = self.passes(seconds, since)
+        self.clock.sleep_until(moment)
+        return moment
+
+
+class Limit:
+    """The chain's own bytes per second, as `RateLimit` has it: a transfer begins at once if those
+    before it have used up their time. Thread-safe."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._free_at = 0.0
+        self._lock = threading.Lock()  # two threads could take the same time
+
+    def begins(self, size: float, now: float) -> float:
+        """When a transfer that is ready now may begin."""
+        with self._lock:
+            moment = max(now, self._free_at)
+            self._free_at = moment + size / self._rate
+        return moment
+
+
+class Link:
+    """What lies between the engine and one tier, as `profile` says; `load_rate` and `store_rate`
+    are the chain's. `block_bytes`: of the trace, for each block."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        profile: TierProfile,
+        block_bytes: float,
+        load_rate: float | None = None,
+        store_rate: float | None = None,
+    ) -> None:
+        self.block_bytes = block_bytes * profile.stored_share
+        self._load_seconds = self.block_bytes / profile.load_bandwidth
+        self._store_seconds = self.block_bytes / profile.store_bandwidth
+        self.loads = Direction(clock)
+        self.stores = self.loads if profile.shared_link else Direction(clock)
+        self._clock = clock
+        self._profile = profile
+        self._load_limit = Limit(load_rate) if load_rate else None
+        self._store_limit = Limit(store_rate) if store_rate else None
+
+    def load(self, blocks: int, since: float) -> None:
+        """Return when a load of so many blocks, asked for at `since`, is over. The link's loads
+        take turns."""
+        if not blocks:
+            return
+        size, latency = self.block_bytes, self._profile.load_latency
+        since = self._wait_for(self._load_limit, blocks * size, since)
+        if self._profile.concurrency == 1:
+            self.loads.move(latency + blocks * self._load_seconds, since)
+            return
+        since += latency
+        self._clock.sleep_until(since)
+        for turn in self._turns(blocks):
+            since = self.loads.move(turn * self._load_seconds, since)
+
+    def store(self, blocks: int, since: float) -> None:
+        """Return when a store of so many blocks is over. Where loads share the link, they have
+        turns between its blocks."""
+        size, latency = self.block_bytes, self._profile.store_latency
+        since = self._wait_for(self._store_limit, blocks * size, since)
+        for turn in self._turns(blocks) if self._profile.shared_link else [blocks]:
+            since = self.stores.move(latency + turn * self._store_seconds, since)
+            latency = 0.0
+
+    def stored_at(self, blocks: int, since: float) -> float:
+        """When a store of so many blocks is over; does not wait."""
+        return self.stores.passes(blocks * self._store_seconds, since)
+
+    def _turns(self, blocks: int) -> list[int]:
+        """How many of the blocks a transfer moves in each of its turns."""
+        most = max(1, int(QUANTUM_BYTES // self.block_bytes))
+        return [min(most, blocks - start) for start in range(0, blocks, most)]
+
+    def _wait_for(self, limit: Limit | None, size: float, since: float) -> float:
+        if limit is None:
+            return since
+        moment = limit.begins(size, since)
+        self._clock.sleep_until(moment)
+        return moment
+
+    def now(self) -> float:
+        """The trace's time."""
+        return self._clock.now()
+
+
+class LinkedStore(StoreWrapper):
+    """A store whose transfers pass over a link. What it answers from memory takes no time."""
+
+    def __init__(self, store: TierStore, link: Link) -> None:
+        super().__init__(store)
+        self._link = link
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        """Store once the bytes have passed: before, nobody finds them."""
+        self._link.store(len(blocks), self._link.now())
+        return super().put(blocks)
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        """Load, and return once the bytes that were there have passed."""
+        since = self._link.now()
+        hits = super().get(blocks)
+        self._link.load(sum(hits), since)
+        return hits
+
+
+class LinkedSpec(StoreSpec):
+    """A tier, `inner`, whose stores are behind a link."""
+
+    inner: StoreSpec
+    _link: Link = PrivateAttr()
+
+    @classmethod
+    def over(cls, inner: StoreSpec, link: Link) -> LinkedSpec:
+        """Put a tier behind a link; what the link does of its settings is left to it."""
+        admission = {
+            name: getattr(inner, name)
+            for name in ("store_threshold", "max_inflight", "write_budget", "encryption")
+        }
+        kind: type[LinkedSpec] = type(
+            cls.__name__,
+            (cls,),
+            {
+                "verifies": inner.verifies and opens_ours(inner),
+                "is_prompt": inner.is_prompt,
+                "hit_source": inner.hit_source,
+                "__annotations__": {},
+                "__module__": cls.__module__,
+            },
+        )
+        # Rates are numbers by now, which the YAML's fields would refuse.
+        spec = kind(type=inner.type, name=inner.tier_name, inner=inner).model_copy(update=admission)
+        spec._link = link
+        return spec
+
+    @property
+    def host_local(self) -> bool | None:
+        """As the tier."""
+        return self.inner.host_local
+
+    def open(self, site: StoreContext) -> TierStore:
+        """Open the tier's store and put it behind the link."""
+        return LinkedStore(self.inner.open(site), self._link)
+
+
+class LinkedCopier:
+    """A copier whose loads from the host pool pass over a link. Gathers take no time; the worker
+    tells late that their blocks are stored."""
+
+    def __init__(self, copier: Copier, link: Link) -> None:
+        self._copier = copier
+        self._link = link
+        self._pool = 0
+        self.payload_bytes, self.layout, self.pin = (
+            copier.payload_bytes,
+            copier.layout,
+            copier.pin,
+        )
+
+    def fence(self) -> object:
+        """As the copier."""
+        return self._copier.fence()
+
+    def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> Copy:
+        """As the copier; only the host pool is ever gathered into."""
+        self._pool = rows.data_ptr()
+        return self._copier.gather(blocks, rows, slots)
+
+    def scatter(
+        self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
+    ) -> None:
+        """As the copier, after what the link takes."""
+        if rows.data_ptr() == self._pool:
+            self._link.load(len(slots), self._link.now())
+        self._copier.scatter(rows, slots, blocks, after)
+
+    def close(self) -> None:
+        """As the copier."""
+        self._copier.close()
+
+
+def copier_over(link: Link | None) -> OpenCopier:
+    """What opens copiers behind a link; None: without."""
+
+    def open_linked(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Any:
+        copier = open_copier(kv_caches, num_blocks)
+        return copier if link is None else LinkedCopier(copier, link)
+
+    return open_linked

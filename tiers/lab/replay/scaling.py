@@ -1,0 +1,133 @@
+"""A chain at the replay's scale: as many blocks as the operator's, of few bytes, on own places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from spec.chain import ChainSpec
+from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
+from spec.registry import package_of
+from tiers.contract.engine import EngineInfo
+from tiers.contract.pool_size import PoolSize
+from tiers.disk.slab import slot_bytes
+from tiers.errors import KVTiersError
+from tiers.host.memory import slot_stride
+from tiers.lab.replay.clock import Clock
+from tiers.lab.replay.links import Link, LinkedSpec
+from tiers.remote.spec import RedisSpec
+from tiers.tuning.machine import Machine
+
+NO_DEADLINE = 600.0
+"""Seconds of the machine that a verb may take: what the trace's time makes of it says nothing."""
+
+
+class Scale(NamedTuple):
+    """Bytes of a block: in the trace's world, and here."""
+
+    real_bytes: int
+    payload_bytes: int
+
+    def blocks(self, size: float, stored_share: float = 1.0) -> int:
+        """How many blocks so many bytes of the trace's world hold."""
+        return int(size // (self.real_bytes * stored_share))
+
+
+_LEFT_OUT = {"record", "explain", "ghosts"}
+"""Keys of a chain about live traffic, which a replay is none of. Ghosts count blocks of the
+trace's size, and not of the replay's: the replay has them apart."""
+
+
+class CannotReplay(KVTiersError):
+    """A trace or a chain can't be replayed for real on this machine."""
+
+
+class Places(NamedTuple):
+    """Where the replay's tiers keep their blocks. `redis`: starts a server for so many blocks
+    (None: without limit) of so many bytes, which listens on the `SOCKET` of the folder that this
+    returns."""
+
+    folder: Path
+    redis: Callable[[int | None, int], Path]
+
+    def folder_of(self, tier: OffloadingSpec) -> Path:
+        """An empty folder for this tier."""
+        folder = self.folder / tier.tier_name
+        folder.mkdir(mode=0o700)
+        return folder
+
+
+def scaled(
+    chain: ChainSpec, machine: Machine, engine: EngineInfo, scale: Scale, places: Places
+) -> ChainSpec:
+    """Scale a chain; the operator's folders and servers are left alone.
+
+    Raises SpecError for a tier without a profile in `machine`, CannotReplay for one that can't be
+    moved.
+    """
+    stride = slot_stride(scale.payload_bytes)
+    tiers = [_tier(tier, machine, scale, places) for tier in chain.tiers]
+    hosts = sum(tier.capacity // stride for tier in tiers if isinstance(tier, HostSpec))
+    slots = PoolSize.of(chain, engine).slots(scale.real_bytes)
+    staging = max(1, slots - hosts) * stride
+    kept = chain.model_fields_set - _LEFT_OUT - {"tiers", "staging"}
+    settings = chain.model_dump(mode="json", include=kept)  # a duration is text, as in the YAML
+    return ChainSpec.model_validate({**settings, "tiers": tuple(tiers), "staging": staging})
+
+
+def _tier(tier: OffloadingSpec, machine: Machine, scale: Scale, places: Places) -> OffloadingSpec:
+    profile = machine.profile(tier.tier_name, tier.type)
+    if isinstance(tier, HostSpec):
+        room = max(1, scale.blocks(tier.capacity) * slot_stride(scale.payload_bytes))
+        return _moved(tier, places.folder_of(tier)).model_copy(update={"capacity": room})
+    assert isinstance(tier, StoreSpec)
+    change: dict[str, object] = {"deadline": NO_DEADLINE}
+    if tier.max_inflight is not None:
+        change["max_inflight"] = scale.blocks(tier.max_inflight) * scale.payload_bytes or 1
+    if tier.write_budget is not None:
+        # The limit is on bytes as they are stored; the connector counts whole payloads.
+        share = scale.payload_bytes / scale.real_bytes / profile.stored_share
+        change["write_budget"] = tier.write_budget * share
+    if isinstance(tier, RedisSpec):
+        held = profile.capacity if tier.maxmemory is None else tier.maxmemory
+        blocks_held = None if held is None else scale.blocks(held, profile.stored_share)
+        moved = _moved(tier, places.redis(blocks_held, scale.payload_bytes))
+        return moved.model_copy(update={**change, "timeout": NO_DEADLINE})
+    capacity = getattr(tier, "capacity", None)
+    if isinstance(capacity, int):
+        blocks = max(1, scale.blocks(capacity, profile.stored_share))
+        change["capacity"] = blocks * slot_bytes(scale.payload_bytes)
+    return _moved(tier, places.folder_of(tier)).model_copy(update=change)
+
+
+def _moved(tier: OffloadingSpec, folder: Path) -> OffloadingSpec:
+    found = tier.scratch(folder)
+    if found is None:
+        package = package_of(tier)
+        raise CannotReplay(
+            f"tier {tier.tier_name}: a replay would store in its own place, where engines find "
+            f"their blocks: its type {tier.type}{f' of {package}' if package else ''} does not say "
+            "how it is moved (scratch). Leave the tier out of the chain"
+        )
+    return found
+
+
+def linked(
+    chain: ChainSpec, machine: Machine, scale: Scale, clock: Clock
+) -> tuple[ChainSpec, dict[str, Link]]:
+    """Put each tier of a scaled chain behind the link of its profile; the links by tier name."""
+    links: dict[str, Link] = {}
+    tiers: list[OffloadingSpec] = []
+    for tier in chain.tiers:
+        profile = machine.profile(tier.tier_name, tier.type)
+        if isinstance(tier, StoreSpec):
+            rates = tier.load_rate, tier.store_rate
+            link = Link(clock, profile, scale.real_bytes, *rates)
+            tiers.append(LinkedSpec.over(tier, link))
+        else:
+            link = Link(clock, profile, scale.real_bytes)
+            tiers.append(tier)
+        links[tier.tier_name] = link
+    settings = chain.model_dump(mode="json", include=chain.model_fields_set - {"tiers"})
+    return ChainSpec.model_validate({**settings, "tiers": tuple(tiers)}), links

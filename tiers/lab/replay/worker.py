@@ -1,0 +1,181 @@
+"""The replay engine's workers: paged KV, the model's work on it, the connector's worker half."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tiers.contract.connector import WorkerConnector
+from tiers.lab.replay.blocks import STATE
+from tiers.lab.replay.model import ReplayModel, kv_of, states
+from tiers.lab.replay.requests import Step, StepOutput, Work
+
+OpenConnector = Callable[[int], WorkerConnector | None]
+"""Makes the worker half for a rank, in that rank's process; picklable for workers of their own."""
+
+
+class LocalWorker:
+    """One rank, in this process: `begin` keeps the step, `end` runs it."""
+
+    def __init__(
+        self, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
+    ) -> None:
+        self._model = model
+        self._rank = rank
+        self.kv = model.allocate(num_blocks)
+        self.connector = open_connector(rank)
+        if self.connector is not None:
+            self.connector.register_kv_caches(self.kv)
+
+    def handshake(self) -> Any:
+        """What this rank's connector says of itself."""
+        return self.connector.get_handshake_metadata() if self.connector is not None else None
+
+    def begin(self, step: Step) -> None:
+        self._step = step
+
+    def end(self) -> StepOutput:
+        return self.execute(self._step)
+
+    def execute(self, step: Step) -> StepOutput:
+        """Run a step, with the connector's members called in vLLM's order."""
+        if self.connector is None:
+            return StepOutput(sums=self._forward(step))
+        self.connector.handle_preemptions(step.kv_connector_metadata)
+        self.connector.bind_connector_metadata(step.kv_connector_metadata)
+        output = StepOutput(sums=self._forward(step))
+        self.connector.start_load_kv(None)
+        if step.work:
+            # Without, some versions of vLLM don't, and connectors must not depend on it.
+            self.connector.wait_for_save()
+        results = self.connector.get_transfer_results(step.finished_req_ids)
+        output.finished_sending = results.finished_sending
+        output.finished_recving = results.finished_recving
+        output.failed_recving = results.failed_recving
+        output.invalid_block_ids = self.connector.get_block_ids_with_load_errors()
+        output.kv_connector_worker_meta = self.connector.build_connector_worker_meta()
+        self.connector.clear_connector_metadata()
+        return output
+
+    def _forward(self, step: Step) -> dict[str, int]:
+        computed = {work.request_id: self._compute(work, step.moves_states) for work in step.work}
+        if self._model.forward_seconds:
+            time.sleep(self._model.forward_seconds * sum(len(work.tokens) for work in step.work))
+        return computed
+
+    def _compute(self, work: Work, moves_states: bool) -> int:
+        """Write the KV of a request's next tokens; the sum over all KV it sees, if it samples."""
+        before = 0
+        if work.start:
+            (last,) = self._index(work.tables[0], range(work.start - 1, work.start))
+            if self._model.windows[0] == STATE:
+                last -= last % self._model.block_tokens
+            before = int(next(iter(self.kv.values())).view(-1, self._model.width)[last, 0])
+        fresh = states(work.tokens, before)
+        end = work.start + len(fresh)
+        total = 0
+        for group, window in enumerate(self._model.windows):
+            table = work.tables[group]
+            if window == STATE:
+                total += self._compute_states(work, table, group, moves_states)
+                continue
+            index = self._index(table, range(work.start, end))
+            seen = self._index(table, range(0 if window is None else max(0, end - window), end))
+            for i, cache in enumerate(self.kv.values()):
+                layer = group * self._model.layers + i
+                flat = cache.view(-1, self._model.width)
+                flat[index] = kv_of(self._model, fresh, layer, self._rank).to(flat.device)
+                if work.samples:
+                    total += int(flat[seen].sum())
+        return total
+
+    def _compute_states(self, work: Work, table: list[int], group: int, moves_states: bool) -> int:
+        """Bring a group's states on by a request's next tokens; their sum, if it samples."""
+        size = self._model.block_tokens
+        last, after = (work.start - 1) // size, (work.start + len(work.tokens) - 1) // size
+        total = 0
+        for i, cache in enumerate(self.kv.values()):
+            before = int(cache[table[last], 0, 0]) if work.start else 0
+            if moves_states and work.start:
+                cache[table[last]] = -1
+            layer = group * self._model.layers + i
+            (row,) = kv_of(self._model, states(work.tokens, before)[-1:], layer, self._rank)
+            cache[table[after], 0] = row
+            total += int(row.sum()) if work.samples else 0
+        return total
+
+    def _index(self, table: list[int], positions: range) -> torch.Tensor:
+        """Where these tokens are among all that the paged KV has room for."""
+        where = torch.tensor(list(positions), dtype=torch.int64)
+        size = self._model.block_tokens
+        return torch.tensor(table)[where // size] * size + where % size
+
+    def close(self) -> None:
+        """Shut the connector down."""
+        if self.connector is not None:
+            self.connector.shutdown()
+
+
+class ProcessWorker:
+    """A rank in a process of its own; steps and outputs cross as pickles, as in a real engine."""
+
+    def __init__(
+        self, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(theirs, model, num_blocks, rank, open_connector), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self._handshake = self._receive()
+
+    def handshake(self) -> Any:
+        return self._handshake
+
+    def begin(self, step: Step) -> None:
+        """Send the step."""
+        self._pipe.send(step)
+
+    def end(self) -> StepOutput:
+        """Receive what was made of it. Raises RuntimeError with the rank's own traceback."""
+        output = self._receive()
+        assert isinstance(output, StepOutput)
+        return output
+
+    def _receive(self) -> Any:
+        failed, value = self._pipe.recv()
+        if failed:
+            raise RuntimeError(f"a worker failed:\n{value}")
+        return value
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.send(None)
+        self.process.join(timeout=30)
+        self._pipe.close()
+
+
+def _serve(
+    pipe: Connection, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
+) -> None:
+    torch.set_num_threads(1)
+    worker = LocalWorker(model, num_blocks, rank, open_connector)
+    try:
+        pipe.send((False, worker.handshake()))
+        while (step := pipe.recv()) is not None:
+            pipe.send((False, worker.execute(step)))
+        worker.close()
+    except (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        pipe.send((True, traceback.format_exc()))
+
+
+Worker = LocalWorker | ProcessWorker
+"""A rank, wherever it runs: `begin` starts a step, `end` waits for it."""
