@@ -67,7 +67,7 @@ class Simulations:
         """`is_interrupted`: see `interrupts`."""
         self._is_interrupted = is_interrupted
         self._workload = workload
-        self._machine = machine
+        self.machine = machine
         self._reports: dict[Job, Report] = {}
         self._workers: list[_Worker] = []
         for _ in range(processes):
@@ -92,9 +92,8 @@ class Simulations:
         `note` is called with each job at once, and its report. Raises KVTiersError if a process
         dies, KeyboardInterrupt, and what `simulate` raises.
         """
-        jobs = list(dict.fromkeys(jobs))
-        new = []
-        for job in jobs:
+        jobs, new = list(jobs), []
+        for job in dict.fromkeys(jobs):
             if (known := self._reports.get(job)) is not None:
                 note(job, known)
             else:
@@ -106,7 +105,7 @@ class Simulations:
                 self._check()
                 if is_over():
                     break
-                found = _simulate(self._workload, self._machine, job)
+                found = _simulate(self._workload, self.machine, job)
                 self._reports[job] = found
                 note(job, found)
         return [self._reports[job] for job in jobs if job in self._reports]

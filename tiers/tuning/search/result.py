@@ -165,7 +165,7 @@ def as_json(tuned: Tuned, trace: str) -> dict[str, Any]:
                 ("none", "none"),
             )
         },
-        "best_of_search": _chain(verdict.best),
+        "best_of_search": _chain(found.tried[0]),
         "broken": tuned.broken,
         "finalists": {
             label: {

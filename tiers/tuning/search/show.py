@@ -109,7 +109,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def notes(tuned: Tuned) -> list[str]:
     """What else an operator should know, a sentence or two each."""
     verdict, found = tuned.verdict, tuned.found
-    chosen, best, judged = verdict.chosen, verdict.best, verdict.judged["chosen"]
+    chosen, best, judged = verdict.chosen, found.tried[0], verdict.judged["chosen"]
     told = [
         f"{len(found.tried):,} chains were simulated: "
         f"{found.near(0.01):,} are within 1% of the best, {found.near(0.05):,} within 5%, "

@@ -15,11 +15,11 @@ from tiers.tuning.report import Report
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.finalists import Finalist, Serve, choose_served, serve_all
 from tiers.tuning.search.processes import Simulations, interrupts
-from tiers.tuning.search.score import excesses
+from tiers.tuning.search.score import excesses, score
 from tiers.tuning.search.search import Evaluated, Found, Split, Trials, search
 from tiers.tuning.search.sizes import Demand, worth_trying
 from tiers.tuning.search.space import Space
-from tiers.tuning.search.verdict import Verdict, choose, judge, settled
+from tiers.tuning.search.verdict import Verdict, choose, settled
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.workload import Workload
 
@@ -111,8 +111,13 @@ def tune(
                 warm = split.warm / split.searched
                 serve = partial(asked.serve, searched, warm, is_interrupted)
                 chosen, finalists = _finals(chosen, compared, present, trials, serve)
-            verdict = _judged(chosen, compared, trials, simulations, asked, block_tokens)
-            verdict = replace(verdict, finalists=finalists)
+            chains = {"chosen": chosen.chain, **compared}
+            reports = _judged(chains, simulations, asked, block_tokens)
+            judged = {
+                label: Evaluated(chain, report, score(report, budget))
+                for (label, chain), report in zip(chains.items(), reports, strict=True)
+            }
+            verdict = Verdict(chosen, judged, True, finalists)
         except KeyboardInterrupt:
             if not len(trials):
                 raise
@@ -148,33 +153,22 @@ def _finals(
 
 
 def _judged(
-    chosen: Evaluated,
-    compared: Mapping[str, SimChain],
-    trials: Trials,
-    simulations: Simulations,
-    asked: Asked,
-    block_tokens: int,
-) -> Verdict:
-    """The chosen chain and others on requests that neither search nor choice saw."""
-    budget, start, chains = trials.space.budget, asked.split.searched, {"chosen": chosen.chain}
-    chains |= compared
-    best = trials.best
-    assert best is not None, "something was tried"
+    chains: Mapping[str, SimChain], simulations: Simulations, asked: Asked, block_tokens: int
+) -> list[Report]:
+    """What serving requests with chains comes to that neither search nor choice saw."""
     if asked.judge is None:
-        return Verdict(chosen, best, judge(chains, budget, simulations, start), is_unseen=True)
+        return simulations.run((chain, 1.0, asked.split.searched) for chain in chains.values())
     other = Workload.of(asked.judge, block_tokens)
-    with Simulations(other, budget.machine, asked.processes) as elsewhere:
-        judged = judge(chains, budget, elsewhere, asked.split.warm)
-    return Verdict(chosen, best, judged, is_unseen=True)
+    with Simulations(other, simulations.machine, asked.processes) as elsewhere:
+        return elsewhere.run((chain, 1.0, asked.split.warm) for chain in chains.values())
 
 
 def _cut_off(trials: Trials, compared: Mapping[str, SimChain]) -> Verdict:
     """The best so far, as it was when it was searched."""
-    chosen, best = choose(trials, may_try=False), trials.best
-    assert best is not None, "something was tried"
+    chosen = choose(trials, may_try=False)
     tried = {label: trials.of(chain) for label, chain in compared.items()}
     judged = {"chosen": chosen} | {label: one for label, one in tried.items() if one is not None}
-    return Verdict(chosen, best, judged, is_unseen=False)
+    return Verdict(chosen, judged, is_unseen=False)
 
 
 def present_chain(chain: ChainSpec, budget: Budget) -> SimChain:

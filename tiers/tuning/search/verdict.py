@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.finalists import Finalist
-from tiers.tuning.search.processes import Simulations
-from tiers.tuning.search.score import LEAST, score
+from tiers.tuning.search.score import LEAST
 from tiers.tuning.search.search import Evaluated, Trials
 from tiers.tuning.search.space import simplicity
 from tiers.tuning.simulation.chain import SimChain
@@ -27,14 +25,13 @@ NEVER_GIVEN_UP = 0.02
 class Verdict:
     """What was chosen, and what it was compared with.
 
-    `best`: what scored best in the search; `chosen`: the simplest that can't be told from it.
+    `chosen`: the simplest that can't be told from what scored best in the search.
     `judged`: by what they are called, the chosen chain (`chosen`) and others on requests that it
     was not chosen by, or on those where not `is_unseen`. `finalists`: those that were served for
     real, by what they were called when the simulation had chosen.
     """
 
     chosen: Evaluated
-    best: Evaluated
     judged: Mapping[str, Evaluated]
     is_unseen: bool
     finalists: Mapping[str, Finalist] = field(default_factory=dict)
@@ -117,19 +114,3 @@ def _larger(chosen: Evaluated, kind: str, least: int, trials: Trials) -> Iterato
             if one.score.excess <= chosen.score.excess and not worse:
                 yield one
         size //= 2
-
-
-def judge(
-    chains: Mapping[str, SimChain],
-    budget: Budget,
-    simulations: Simulations,
-    start: float,
-) -> dict[str, Evaluated]:
-    """Simulate chains on a whole trace, and count its requests from a fraction on."""
-    jobs = [(chain, 1.0, start) for chain in dict.fromkeys(chains.values())]
-    reports = simulations.run(jobs)
-    found = {job[0]: report for job, report in zip(jobs, reports, strict=True)}
-    return {
-        label: Evaluated(chain, found[chain], score(found[chain], budget))
-        for label, chain in chains.items()
-    }
