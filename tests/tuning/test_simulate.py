@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from spec.errors import SpecError
 from tests.lab.replay.worlds import chats
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
@@ -66,6 +67,12 @@ def test_one_tier_is_exact_at_every_size(capacity: int, single: bool) -> None:
     report = simulate(workload, SIZE, always((tier("a", capacity),)), machine())
     assert blocks_of(report) == [lru_hits(requests, capacity)]
     assert report.computed_tokens == report.prompt_tokens - report.tier_hit_tokens
+
+
+def test_an_eviction_policy_that_is_not_simulated_is_refused_by_name() -> None:
+    chain = SimChain((tier("a", 9, eviction="newest"),))
+    with pytest.raises(SpecError, match="a: found eviction 'newest'; simulated are lru, arc"):
+        simulate([], 16, chain, machine())
 
 
 @pytest.mark.parametrize("policy", ["longest", "stitched"])

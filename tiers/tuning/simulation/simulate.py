@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from spec.chain import ChainSpec
+from spec.errors import SpecError
 from spec.offloading import QUEUE_SECONDS
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
@@ -76,7 +77,7 @@ def _space(tier: SimTier, blocks: float, runs: int) -> LruSpace:
     spaces = {"lru": LruSpace, "arc": ArcSpace}
     if tier.eviction not in spaces:
         known = ", ".join(spaces)
-        raise ValueError(f"{tier.name}: found eviction {tier.eviction!r}; simulated are {known}")
+        raise SpecError([f"{tier.name}: found eviction {tier.eviction!r}; simulated are {known}"])
     return spaces[tier.eviction](blocks, runs)
 
 
