@@ -134,12 +134,12 @@ class ChainSpec(BaseModel):
         default=0.25,
         ge=0,
         le=0.9,
-        description="Limit the part of each tier that hints of requests retain. One tenant has "
-        "half of it at most, or what tenants says.",
+        description="Limit the part of each tier that hints pin. One tenant has "
+        "half of it at most, or what tenants sets.",
     )
     staging: ByteSize | None = Field(
         default=None,
-        description="Host memory for blocks on their way to and from stores, besides the capacity "
+        description="Host memory for blocks in flight to and from stores, besides the capacity "
         "of cpu tiers. Unset: 256MiB, or the blocks of two engine steps "
         "(--max-num-batched-tokens) if all host memory of the chain is less than that.",
     )
@@ -157,7 +157,7 @@ class ChainSpec(BaseModel):
     )
     events: EventsSpec = Field(
         default=EventsSpec(),
-        description="What KV events say, where vLLM publishes them (--kv-events-config).",
+        description="The fields of KV events, where vLLM publishes them (--kv-events-config).",
     )
     record: RecordSpec | None = Field(
         default=None,

@@ -14,17 +14,17 @@ class EventsSpec(BaseModel):
 
     self_describing_kv_events: bool = Field(
         default=True,
-        description="Tell the tokens of blocks, their parent and their adapter, which routers need "
-        "that hash tokens themselves. false: tell the engine's hashes alone.",
+        description="Add the tokens of blocks, their parent and their adapter, which routers need "
+        "that hash tokens themselves. false: the engine's hashes alone.",
     )
     locality: bool = Field(
         default=False,
-        description="Tell whether blocks are LOCAL to the host or REMOTE. Dynamo ignores all that "
+        description="Add whether blocks are LOCAL to the host or REMOTE. Dynamo ignores all that "
         "is REMOTE.",
     )
     ownership: bool = Field(
         default=False,
-        description="Tell the tier's name as the owner of its blocks. Dynamo ignores all events "
+        description="Add the tier's name as the owner of its blocks. Dynamo ignores all events "
         "that name one.",
     )
     folder: FolderPath | None = Field(

@@ -119,7 +119,7 @@ class StoreSpec(OffloadingSpec):
     )
     max_inflight: ByteSize | None = Field(
         default=None,
-        description="Limit the bytes on their way into the tier; blocks beyond it are not stored. "
+        description="Limit the bytes in flight into the tier; blocks beyond it are not stored. "
         f"Unset: what the tier stores in {QUEUE_SECONDS:g} seconds, as measured, and half of the "
         "host memory of the chain at most.",
     )

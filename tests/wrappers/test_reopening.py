@@ -189,7 +189,7 @@ def test_an_open_that_raises_is_that_tier_s_failure(error: BaseException) -> Non
 
 
 def test_an_open_that_gives_no_store_is_that_tier_s_failure() -> None:
-    with pytest.raises(TierUnusable, match="returned a NoneType, which lacks has, put"):
+    with pytest.raises(TierUnusable, match="returned a NoneType, which has no has, put"):
         opened(lambda: None)  # type: ignore[arg-type, return-value]
 
 

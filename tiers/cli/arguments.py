@@ -55,7 +55,7 @@ SkipBadLines = Annotated[
 Conversations = Annotated[
     int,
     typer.Option(
-        min=1, help="Conversations at a time, where a trace does not say when they began."
+        min=1, help="Conversations at a time, where a trace has no times of their beginnings."
     ),
 ]
 
@@ -74,8 +74,8 @@ JsonFile = Annotated[
     typer.Option(
         "--json",
         metavar="FILE",
-        help="Write the result to this file, as JSON; - is standard output, and all else is then "
-        "told on standard error.",
+        help="Write the result to this file, as JSON; - is standard output, and all other output "
+        "is on standard error.",
         callback=_to_stdout,
     ),
 ]

@@ -41,7 +41,7 @@ Folder = Annotated[
 Rounds = Annotated[int, typer.Option(min=1, help="Measured rounds of each case.")]
 Smoke = Annotated[bool, typer.Option("--smoke", help="Check only that every suite runs.")]
 Blocks = Annotated[
-    int | None, typer.Option(min=1, help="disk: measure only its index, one of so many blocks.")
+    int | None, typer.Option(min=1, help="disk: measure only its index, with this many blocks.")
 ]
 Save = Annotated[Path | None, typer.Option(help="tiers: write the profile here.")]
 Live = Annotated[

@@ -37,7 +37,7 @@ Real = Annotated[
         help="Serve it with real connectors and stores, in its own places.",
     ),
 ]
-Most = Annotated[int | None, typer.Option(min=1, help="Replay the first so many requests alone.")]
+Most = Annotated[int | None, typer.Option(min=1, help="Replay only the first N requests.")]
 Speed = Annotated[
     float | None,
     typer.Option(
@@ -89,7 +89,7 @@ def replay(
     kvtiers replay traffic.jsonl --chain chain.yaml --profile machine.json --simulate
     """
     if simulate == real:
-        raise refused("say how: --simulate or --real")
+        raise refused("give one of: --simulate, --real")
     check_places(json_file=json_file, keep=[trace, chain_file, profile])
     check_folder(folder)
     from spec.load import load_chain

@@ -55,7 +55,7 @@ Real = Annotated[
     typer.Option(
         "--real",
         help="Serve the finalists with real connectors and stores too, in places of their own, and "
-        "choose by that where it tells.",
+        "choose by that beyond the margin.",
     ),
 ]
 Processes = Annotated[int, typer.Option(min=1, max=64, help="Simulate in this many processes.")]

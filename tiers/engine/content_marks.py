@@ -33,7 +33,7 @@ _SEVERAL = (
 
 _LATE = (
     "media of request %s were not digested within max_wait: it is computed without tiers, and "
-    "nothing of it is stored (said once)"
+    "nothing of it is stored (logged once)"
 )
 
 

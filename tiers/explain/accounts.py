@@ -30,7 +30,7 @@ REASONS = {
     "lost": "it had lost the block after the lookup",
     "load_failed": "the load of the block failed, or was late",
     "earlier": "another tier's load failed at an earlier block",
-    "loading": "the load is under way",
+    "loading": "the load is in flight",
 }
 """Why a tier served or did not, and what the words mean."""
 

@@ -118,7 +118,7 @@ def _whole(store: TierStore) -> TierStore:
     missing = [verb for verb in _VERBS if not callable(getattr(store, verb, None))]
     if missing:
         lacks = ", ".join(missing)
-        raise TierUnusable(f"open returned a {type(store).__name__}, which lacks {lacks}")
+        raise TierUnusable(f"open returned a {type(store).__name__}, which has no {lacks}")
     return store
 
 

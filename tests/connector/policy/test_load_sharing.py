@@ -101,7 +101,7 @@ def test_who_waits_goes_on_when_the_load_has_ended() -> None:
     setting.end("a")
     assert not setting.waits("b")
     assert setting.state("b").wait_budget.left() == 6.0, "the wait is charged"
-    assert not setting.joins("pppp", name="c"), "nothing is under way"
+    assert not setting.joins("pppp", name="c"), "nothing is in flight"
 
 
 def test_who_waits_goes_on_when_the_loader_is_gone() -> None:

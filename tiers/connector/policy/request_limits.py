@@ -20,7 +20,7 @@ class RequestLimits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     max_load_tokens: int | None = Field(
-        default=None, ge=0, description="Load at most so many tokens, in whole blocks."
+        default=None, ge=0, description="Load at most this many tokens, in whole blocks."
     )
     tiers: Annotated[tuple[str, ...] | None, Field(strict=False)] = Field(
         default=None, description="Load from these tiers only; a name no tier has matches none."

@@ -289,7 +289,7 @@ class OffloadingWorker(WorkerConnector):
         left = [one.job for one in self._stores.values() if not one.future.done()]
         if left and self._host.engine.rank == 0:
             logger.warning(
-                "tier %r: %d blocks were on their way into it when the engine ended, and are lost",
+                "tier %r: %d blocks were in flight into it when the engine ended, and are lost",
                 self.tier,
                 sum(len(job.items) for job in left),
             )

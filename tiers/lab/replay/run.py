@@ -202,5 +202,5 @@ class Driver:
             events = [engine.next_event(), clock.next_wake(), worker.next_end(), arrival]
             moments = [moment for moment in events if moment is not None]
             if not moments and not worker.busy:
-                raise CannotReplay("the engine is stuck: nothing is under way")
+                raise CannotReplay("the engine is stuck: nothing is in flight")
             clock.advance(min(moments, default=clock.now()), poll=worker.busy)
