@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 from spec.offloading import StoreContext, StoreSpec
-from tests.disk.audit import audit
+from tests.disk.audit import audit, handles_of
 from tests.support.damage import ServerMedium, SlabMedium
 from tests.support.servers import RedisServer, binaries
 from tests.support.topologies import Link, wait_until
@@ -243,13 +243,6 @@ def unreadable(place: Place) -> Broken:
             os.close(good)
 
     return Broken(DiskSpec(path=path, capacity=64 * PAYLOAD), begin, end)
-
-
-def handles_of(folder: Path, pattern: str) -> list[int]:
-    """This process's open handles of the files of a folder that match."""
-    files = {str(file) for file in folder.glob(pattern)}
-    every = [int(name) for name in os.listdir("/proc/self/fd")]
-    return [one for one in every if os.path.realpath(f"/proc/self/fd/{one}") in files]
 
 
 def paused(place: Place) -> Broken:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from spec.offloading import StoreContext
+from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.index.rows import Slot, index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
@@ -45,6 +46,11 @@ def opened(path: Path, slots: int = 8) -> Iterator[DiskStore]:
         yield store
     finally:
         store.close()
+
+
+def folder_of(store: DiskStore) -> OpenFolder:
+    """What the process has open of a store's folder."""
+    return store._folder
 
 
 def key(number: int) -> bytes:
@@ -80,7 +86,7 @@ def allocated(path: Path) -> int:
 def audit(store: DiskStore, lists: int = 0) -> None:
     """Every slot is in exactly one state, every row has its counterpart, and the sums agree.
     `lists`: bytes that the file system's lists of many small pieces may take beside."""
-    folder = store._folder
+    folder = folder_of(store)
     with folder.index.edit(b"auditor of slots") as edit:
         blocks = edit._txn.cursor(edit._tables["blocks"]).iternext(values=False)
         entries = {block: edit.entry(block) for block in list(blocks)}
@@ -118,6 +124,13 @@ def run_code(code: str, *args: object, within: Sequence[str] = (), timeout: floa
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def handles_of(folder: Path, pattern: str) -> list[int]:
+    """This process's open handles of the files of a folder that match."""
+    files = {str(file) for file in folder.glob(pattern)}
+    every = [int(name) for name in os.listdir("/proc/self/fd")]
+    return [one for one in every if os.path.realpath(f"/proc/self/fd/{one}") in files]
 
 
 def run_mounted(mount: str, code: str, path: Path) -> None:
@@ -195,6 +208,20 @@ wait = sys.stdin.readline
 """
 
 
+def put_row(path: Path, table: str, key: bytes, row: bytes) -> None:
+    """Write a row of a tier's index, as whoever damages it."""
+    run_code(_PUT_ROW, path, table, key.hex(), row.hex())
+
+
+_PUT_ROW = """
+import lmdb
+with lmdb.open(str(path / "index.mdb"), subdir=False, max_dbs=8) as env:
+    table = env.open_db(args[1].encode())
+    with env.begin(db=table, write=True) as txn:
+        txn.put(*map(bytes.fromhex, args[2:]))
+"""
+
+
 def fill_index(path: Path, count: int, payload: int = 4096) -> None:
     """A closed tier whose index names so many blocks that nobody wrote, `key(n)` the n-th used."""
     size = slot_bytes(payload)
@@ -202,7 +229,7 @@ def fill_index(path: Path, count: int, payload: int = 4096) -> None:
     store = DiskSpec.model_validate({"path": path, "capacity": capacity}).open(
         StoreContext(payload)
     )
-    folder = store._folder
+    folder = folder_of(store)
     for start in range(0, count, 1000):
         with folder.edit() as edit:
             for number in range(start, min(count, start + 1000)):

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tests.disk.audit import Other, get, key, open_disk, put
+from tests.disk.audit import Other, folder_of, get, key, open_disk, put
 from tiers.disk import slab
 from tiers.disk.folder import clean_close
 from tiers.disk.index.edit import Edit
@@ -99,13 +99,13 @@ def shrink(path: Path, seed: int) -> None:
         put(store, [key(number) for number in range(800)], 9_000)
         for _ in range(4):
             store.drop([key(number) for number in chance.sample(range(800), 100)])
-        store._folder.resize(store.usage().used // 2)
-        store._folder.resize(whole)
+        folder_of(store).resize(store.usage().used // 2)
+        folder_of(store).resize(whole)
 
 
 def reserve(path: Path) -> None:
     """Reserve slots and never commit them: what a process killed while it writes leaves."""
     store = open_disk(path)
-    store._folder.reserve({key(900): slot_bytes(60_000), key(901): slot_bytes(60_000)})
+    folder_of(store).reserve({key(900): slot_bytes(60_000), key(901): slot_bytes(60_000)})
     print("ready", flush=True)
     time.sleep(600)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk.audit import Other, audit, get, key, keys, opened, put, run_code
+from tests.disk.audit import Other, audit, get, key, keys, opened, put, put_row, run_code
 from tiers.disk.index.rows import index_key
 from tiers.errors import TierUnavailable
 
@@ -108,9 +108,7 @@ with opened(path) as store:
 def test_damage_found_while_open_is_not_kept(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0, 1, 2))
-        index = store._folder.index
-        with index._env.begin(write=True) as txn:
-            txn.put(index_key(key(1)), b"a row of another length", db=index._env.tables["blocks"])
+        put_row(tmp_path, "blocks", index_key(key(1)), b"a row of another length")
         for _ in range(2):
             with pytest.raises(TierUnavailable, match="damaged"):
                 get(store, keys(0, 1))

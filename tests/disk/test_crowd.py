@@ -18,12 +18,14 @@ from tests.disk.audit import (
     Other,
     audit,
     fill_index,
+    folder_of,
     get,
     key,
     keys,
     open_disk,
     opened,
     put,
+    put_row,
     run_code,
     settled,
 )
@@ -45,7 +47,7 @@ store = open_disk(path)
 put(store, keys(0))
 say("open")
 wait()
-with store._folder.edit():
+with folder_of(store).edit():
     say("edits")
     os.kill(os.getpid(), signal.SIGSTOP)
 store.close()
@@ -141,7 +143,7 @@ def test_the_folder_is_not_locked_while_its_index_is_checked(tmp_path: Path) -> 
 
 
 STOPPED_CHECKING = """
-from tiers.disk.index import clean_close
+from tiers.disk.folder import clean_close
 digest = clean_close.compute
 def stops(index):
     clean_close.compute = digest
@@ -313,15 +315,15 @@ def test_what_the_dead_had_reserved_is_freed_once(tmp_path: Path) -> None:
     dead.kill()
     with opened(tmp_path) as store:
         assert store.usage().used == 0
-        slots = store._folder.reserve({key(n): SLOT for n in range(2)})
+        slots = folder_of(store).reserve({key(n): SLOT for n in range(2)})
         stale = [(slot, owner) for slot in slots.values()]
-        assert repair.reclaim(store._folder.edit, stale) == 0
+        assert repair.reclaim(folder_of(store).edit, stale) == 0
         assert store.usage().used == 2 * SLOT
         audit(store)
 
 
 RESERVING = """
-store._folder.reserve({key(n): SLOT for n in range(2)})
+folder_of(store).reserve({key(n): SLOT for n in range(2)})
 say("reserved")
 wait()
 """
@@ -350,9 +352,7 @@ def test_damage_that_shows_after_the_lock_is_let_go(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     with opened(tmp_path) as store:
         put(store, keys(0, 1))
-        index = store._folder.index
-        with index._env.begin(write=True) as txn:
-            txn.put(b"no slot", b"", db=index._env.tables["free"])
+        put_row(tmp_path, "free", b"no slot", b"")
     with opened(tmp_path) as store:
         assert get(store, keys(0)) == [False]
         assert put(store, keys(0)) == [True]

@@ -14,10 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.disk.audit import MODE, PAYLOAD, audit, get, keys, open_disk, opened, put, run_mounted
+from tests.disk.audit import (
+    MODE,
+    PAYLOAD,
+    audit,
+    folder_of,
+    get,
+    handles_of,
+    keys,
+    open_disk,
+    opened,
+    put,
+    run_mounted,
+)
 from tiers.disk.folder import upkeep
 from tiers.disk.slab import Slab
-from tiers.disk.store import DiskStore
 from tiers.errors import TierFull, TierUnavailable
 from tiers.testing import Memory
 
@@ -133,12 +144,11 @@ def test_a_path_that_turns_read_only(
     run_mounted(f"truncate -s 32M {image} && mkfs.ext4 -q {image}", READ_ONLY, tmp_path)
 
 
-def commits_end_at(store: DiskStore) -> int:
+def commits_end_at(path: Path) -> int:
     """The handle by which LMDB writes the end of a commit; of one that is synced one of its own."""
-    index = f"{store._folder.path}/index.mdb"
-    handles = [int(name) for name in os.listdir("/proc/self/fd")]
-    ours = [one for one in handles if os.path.realpath(f"/proc/self/fd/{one}") == index]
-    (found,) = (one for one in ours if fcntl.fcntl(one, fcntl.F_GETFL) & os.O_DSYNC)
+    (found,) = (
+        one for one in handles_of(path, "index.mdb") if fcntl.fcntl(one, fcntl.F_GETFL) & os.O_DSYNC
+    )
     return found
 
 
@@ -150,7 +160,7 @@ def test_an_index_that_lmdb_gave_up_is_opened_anew(
     monkeypatch.setattr(upkeep, "EVERY_S", 0.02)
     with opened(tmp_path) as store, opened(tmp_path) as scheduler:
         put(store, keys(0, 1))
-        handle = commits_end_at(store)
+        handle = commits_end_at(tmp_path)
         kept, broken = os.dup(handle), os.open("/dev/full", os.O_RDWR)
         os.dup2(broken, handle)
         with pytest.raises(TierFull):
@@ -278,7 +288,7 @@ def test_a_load_that_was_refused_threads_leaves_none_behind(
 ) -> None:
     with opened(tmp_path) as store:
         put(store, keys(0, 1, 2))
-        stall, threads = Stall("read", monkeypatch), store._folder.threads
+        stall, threads = Stall("read", monkeypatch), folder_of(store).threads
         submit, taken = threads.submit, list[Future[None]]()
 
         def one_is_taken(run: Callable[[], None]) -> Future[None]:

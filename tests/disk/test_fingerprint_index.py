@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 import traceback
 from array import array
 from collections.abc import Callable, Sequence
@@ -15,14 +14,15 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from tests.disk.audit import Other, get, keys, open_disk, opened, put
+from tests.disk.audit import Other, folder_of, get, keys, open_disk, opened, put
 from tests.disk.child import NUMBERS, running
+from tests.support.clock import wait_for
+from tiers.disk.folder import upkeep
 from tiers.disk.folder.open_folder import THREADS
 from tiers.disk.folder.upkeep import Upkeep
-from tiers.disk.index import edit
+from tiers.disk.index import edit, fingerprint_index
 from tiers.disk.index.fingerprint_index import (
     _ROWS_AT_ONCE,
-    CELLS,
     FingerprintIndex,
     FingerprintTable,
 )
@@ -38,20 +38,41 @@ EVERY_NUMBER = range(300)
 EVERY = keys(*EVERY_NUMBER)
 
 
+class Later:
+    """In place of the executor that makes tables: keeps what it is given until it is told to run
+    it. `tables`: those that were begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[Callable[[], None]] = []
+        self.tables: list[FingerprintTable] = []
+        original = FingerprintTable
+
+        def made(room: int) -> FingerprintTable:
+            self.tables.append(original(room))
+            return self.tables[-1]
+
+        monkeypatch.setattr(fingerprint_index, "io_executor", lambda count, name: self)
+        monkeypatch.setattr(fingerprint_index, "FingerprintTable", made)
+
+    def submit(self, call: Callable[[], None]) -> None:
+        self.calls.append(call)
+
+    def run(self) -> None:
+        while self.calls:
+            self.calls.pop()()
+
+    def shutdown(self) -> None: ...
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Later:
+    return Later(monkeypatch)
+
+
 def settled(store: DiskStore) -> DiskStore:
-    """The store, once it has a table that is up to date."""
-    fingerprints = store._folder.fingerprints
-    store.peek(EVERY)
-    wait_until(lambda: not fingerprints._renewing)
-    assert fingerprints._table is not None
+    """The store, once it has a table; one of few blocks is made at once."""
+    wait_for(lambda: capability(store, LocalIndex) is not None)
     return store
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def agree(store: DiskStore) -> list[bool]:
@@ -79,7 +100,6 @@ def test_a_table_is_a_set(known: int) -> None:
         few = chance.sample(index_keys, 30) + [one for one in some if one in live][:2]
         assert table.has([one[8:] for one in few]) == [one in live for one in few]
         assert table.count == len(live)
-    assert len(table._overflow) > CELLS
 
 
 def test_it_follows_stores_evictions_and_drops(tmp_path: Path) -> None:
@@ -113,7 +133,7 @@ def test_it_sees_what_other_processes_do(tmp_path: Path) -> None:
 
 
 STORES_WHEN_TOLD = """
-from tiers.disk.index import edit
+from tiers.disk.index import edit, fingerprint_index
 edit._LOG_PAGES = 1
 with opened(path, slots=200) as store:
     say("open")
@@ -149,42 +169,35 @@ def test_another_process_stores_while_a_table_is_made(
         put(store, keys(*range(200)))
         other = Other(STORES_WHEN_TOLD, tmp_path)
         assert other.hear() == "open"
-        table = settled(store)._folder.fingerprints._table
-        assert made == [*made[: tables - 1], table]
+        settled(store)
         every = keys(*range(5000))
-        assert store.peek(every) == store.has(every)
-        assert store._folder.fingerprints._table is table
-        assert table is not None
-        assert table.count == store.usage().blocks
+        wait_for(lambda: store.peek(every) == store.has(every))
+        assert len(made) == tables and made[-1].count == store.usage().blocks
         other.end()
 
 
 def test_a_table_follows_the_log_though_nobody_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: Later
 ) -> None:
     monkeypatch.setattr(edit, "_LOG_PAGES", 1)
+    monkeypatch.setattr(upkeep, "EVERY_S", 0.02)
+    applied: list[int] = []
+    original = FingerprintTable.apply
+
+    def apply(table: FingerprintTable, changes: array[int]) -> None:
+        original(table, changes)
+        applied.append(len(changes))
+
+    monkeypatch.setattr(FingerprintTable, "apply", apply)
     with opened(tmp_path, slots=200) as store:
         put(store, keys(*range(100)))
-        fingerprints = settled(store)._folder.fingerprints
-        first = fingerprints._table
+        settled(store)
         for number in range(100, 200):  # the log keeps some 60 of these rows
             put(store, keys(number))
             if number % 20 == 0:
-                wait_until(lambda: fingerprints._index.changes(fingerprints._row, 1) == [])
+                wait_for(lambda count=number - 99: sum(applied) >= count)  # type: ignore[misc]
         agree(store)
-        assert fingerprints._table is first
-
-
-class Later:
-    """Keeps what is submitted until it is told to run it."""
-
-    def __init__(self, store: DiskStore) -> None:
-        self.calls: list[Callable[[], None]] = []
-        store._folder.fingerprints._submit = self.calls.append
-
-    def run(self) -> None:
-        while self.calls:
-            self.calls.pop()()
+        assert len(later.tables) == 1
 
 
 def asks_no_index(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -194,33 +207,29 @@ def asks_no_index(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> list[boo
 
 
 def test_a_table_that_lost_the_log_serves_until_another_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: Later
 ) -> None:
     monkeypatch.setattr(edit, "_LOG_PAGES", 1)
     monkeypatch.setattr(Upkeep, "start", lambda self: None)
     with opened(tmp_path, slots=300) as store:
         put(store, keys(0, 1))
         settled(store)
-        later = Later(store)
-        first = store._folder.fingerprints._table
         for start in range(2, 300, 2):
             put(store, keys(start, start + 1))
         for _ in range(2):
             assert asks_no_index(store, monkeypatch) == [True] * 2 + [False] * 298
         assert len(later.calls) == 1
         later.run()
-        assert store._folder.fingerprints._table is not first
+        assert len(later.tables) == 2
         assert agree(store) == [True] * 300
 
 
 def test_a_lookup_follows_some_of_the_log_and_leaves_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: Later
 ) -> None:
     monkeypatch.setattr(Upkeep, "start", lambda self: None)
     with opened(tmp_path, slots=300) as store:
         settled(store)
-        later = Later(store)
-        first = store._folder.fingerprints._table
         puts = _ROWS_AT_ONCE + 5
         for number in range(puts):
             put(store, keys(number))
@@ -228,13 +237,13 @@ def test_a_lookup_follows_some_of_the_log_and_leaves_the_rest(
         assert asks_no_index(store, monkeypatch) == followed
         assert len(later.calls) == 1
         later.run()
-        assert store._folder.fingerprints._table is first
+        assert len(later.tables) == 1
         assert asks_no_index(store, monkeypatch) == [number < puts for number in EVERY_NUMBER]
         assert not later.calls
 
 
 def test_a_local_index_only_once_its_table_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: Later
 ) -> None:
     """No lookup of the engine's thread goes to an index of millions of blocks."""
     guarded = Guarded(open_disk(tmp_path, slots=40), "disk")
@@ -243,7 +252,6 @@ def test_a_local_index_only_once_its_table_is_made(
     with opened(tmp_path, slots=40) as store:
         put(store, keys(*range(30)))
         monkeypatch.setattr("tiers.disk.index.fingerprint_index._AT_ONCE", 10)
-        later = Later(store)
         guarded = Guarded(store, "disk")
         assert [capability(guarded, LocalIndex) for _ in range(2)] == [None, None]
         assert capability(guarded, Clear) is not None
@@ -276,7 +284,7 @@ def test_a_table_takes_no_thread_of_reads_and_writes(
         store.peek(keys(0))
         assert begun.wait(WAIT_S)
         meeting = threading.Barrier(THREADS)
-        met = [store._folder.threads.submit(meeting.wait, WAIT_S) for _ in range(THREADS)]
+        met = [folder_of(store).threads.submit(meeting.wait, WAIT_S) for _ in range(THREADS)]
         assert sorted(one.result() for one in met) == list(range(THREADS))
         over.set()
 
@@ -308,7 +316,7 @@ def test_where_no_other_table_can_be_made_the_index_answers(
             put(store, keys(start, start + 1))
         monkeypatch.setattr("tiers.disk.index.fingerprint_index.FingerprintTable", fails)
         wrapped.peek(EVERY)
-        wait_until(lambda: wrapped.peek(EVERY) == [False] + [True] * 299)
+        wait_for(lambda: wrapped.peek(EVERY) == [False] + [True] * 299)
         assert not wrapped.failures.total
 
 
@@ -337,36 +345,38 @@ def test_closing_waits_for_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_closing_is_not_forgotten_while_a_table_catches_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: Later
 ) -> None:
     store = settled(open_disk(tmp_path))
-    table = store._folder.fingerprints
+    fingerprints = folder_of(store).fingerprints
     follows: list[threading.Thread] = []
 
-    def follow() -> bool:
-        follows.append(threading.Thread(target=table.stop))
-        if len(follows) == 1:
-            follows[0].start()
-            follows[0].join(0.05)
-        return len(follows) > 200
+    def endless(index: Index, row: int, limit: int) -> list[array[int]]:
+        follows.append(threading.Thread(target=fingerprints.stop))
+        if len(follows) == 3:  # of which the first two are lookups
+            follows[-1].start()
+            follows[-1].join(0.05)
+        return [array("q")] * (limit if len(follows) < 200 else 0)
 
-    monkeypatch.setattr(table, "_follow", follow)
-    table._renewing = True
-    table._renew()
-    assert len(follows) < 200, "it went on"
+    monkeypatch.setattr(Index, "changes", endless)
+    store.peek(EVERY)
+    later.run()
+    assert 3 <= len(follows) < 200, "it went on"
     store.close()
 
 
-def test_a_crowded_table_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crowded_table_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: Later
+) -> None:
     monkeypatch.setattr("tiers.disk.index.fingerprint_index._FILL_MAX", 0.7)
     with opened(tmp_path, slots=300) as store:
         settled(store)
         put(store, keys(*range(200)))
-        first = store._folder.fingerprints._table
-        assert first is not None
-        assert store.peek(EVERY) == store.has(EVERY)  # it serves until the larger one is made
-        assert agree(settled(store))[:200] == [True] * 200
-        assert store._folder.fingerprints._table is not first
+        assert agree(store)[:200] == [True] * 200  # it serves until the larger one is made
+        assert len(later.tables) == 1
+        later.run()
+        assert agree(store)[:200] == [True] * 200
+        assert len(later.tables) == 2 and not later.calls
 
 
 def test_no_lookup_waits_for_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,13 +393,11 @@ def test_no_lookup_waits_for_the_table(tmp_path: Path, monkeypatch: pytest.Monke
         assert agree(store)[:3] == [False, True, False]
 
 
-def test_two_fingerprints_that_are_one_cost_a_miss(tmp_path: Path) -> None:
+def test_two_fingerprints_that_are_one_cost_a_miss(tmp_path: Path, later: Later) -> None:
     store = open_disk(tmp_path)
     put(store, keys(0))
     settled(store)
-    table = store._folder.fingerprints._table
-    assert table is not None
-    table.apply(array("q", [fingerprint(index_key(keys(1)[0])) | ADDED]))
+    later.tables[-1].apply(array("q", [fingerprint(index_key(keys(1)[0])) | ADDED]))
     assert store.peek(keys(0, 1)) == [True, True]
     assert get(store, keys(0, 1)) == [True, False]
     store.close()

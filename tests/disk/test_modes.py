@@ -14,7 +14,18 @@ from typing import ClassVar
 import pytest
 
 from spec.offloading import StoreContext
-from tests.disk.audit import MODE, SLOT, audit, key, keys, open_disk, put, run_mounted, slab_path
+from tests.disk.audit import (
+    MODE,
+    SLOT,
+    audit,
+    handles_of,
+    key,
+    keys,
+    open_disk,
+    put,
+    run_mounted,
+    slab_path,
+)
 from tiers.disk.direct_io import choose_direct
 from tiers.disk.slab import PAGE, Slab
 from tiers.disk.spec import DiskSpec
@@ -217,7 +228,7 @@ def test_a_sync_that_fails_promises_nothing(
     monkeypatch.setenv(MODE, "buffered sync")
     store = open_disk(tmp_path)
     put(store, keys(*range(8)))
-    handle = store._folder.slabs[SLOT]._handle
+    (handle,) = handles_of(tmp_path, "slab-*")
     kept, sink = os.dup(handle), os.open("/dev/null", os.O_RDWR)
     os.dup2(sink, handle)  # takes every write and can't be synced
     with pytest.raises(TierUnavailable):

@@ -16,6 +16,7 @@ from tests.disk.audit import (
     allocated,
     audit,
     fill_index,
+    folder_of,
     get,
     key,
     keys,
@@ -44,7 +45,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         original = getattr(Edit, name)
 
         def counting(edit: Edit, *args: object) -> object:
-            mine = here.setdefault(id(edit._txn), Counter())
+            mine = here.setdefault(id(edit), Counter())
             mine[name] += 1
             most[name] = max(most[name], mine[name])
             return original(edit, *args)
@@ -56,7 +57,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     save = Edit.save_state
 
     def saving(edit: Edit) -> None:
-        here.pop(id(edit._txn), None)
+        here.pop(id(edit), None)
         save(edit)
 
     monkeypatch.setattr(Edit, "save_state", saving)
@@ -64,7 +65,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def stamp(store: DiskStore, name: bytes) -> int:
-    (found,) = store._folder.index.find([index_key(name)])
+    (found,) = folder_of(store).index.find([index_key(name)])
     return 0 if found is None else found.stamp
 
 
@@ -114,7 +115,7 @@ def test_what_is_used_outlives_a_tier_that_turns_over_before_uses_are_written(
 ) -> None:
     store, hot = open_disk(tmp_path, slots=64), keys(*range(1000, 1008))
     assert all(put(store, hot))
-    with store._folder.upkeep.held_back():
+    with folder_of(store).upkeep.held_back():
         for first in range(0, 320, 32):
             store.touch(keys(*range(10_000, 13_000)))
             store.touch(hot)
@@ -127,13 +128,13 @@ def test_no_edit_writes_all_uses_down(tmp_path: Path, counted: Counter[str]) -> 
     """A put after very many loads waits for some of their uses, not for all."""
     fill_index(tmp_path, 3000)
     store = DiskSpec(path=tmp_path, capacity=3000 * 8192).open(StoreContext(4096))
-    with store._folder.upkeep.held_back():
+    with folder_of(store).upkeep.held_back():
         store.touch(keys(*range(3000)))
         counted.clear()
         put(store, keys(5000), 4096)
-    while store._folder.uses:
+    while folder_of(store).uses:
         time.sleep(0.005)
-    with store._folder.edit():  # the last of them are committed
+    with folder_of(store).edit():  # the last of them are committed
         pass
     assert 0 < counted["renew"] <= uses.AT_ONCE + 2
     before = max(stamp(store, key(n)) for n in range(100))
@@ -150,7 +151,7 @@ def test_a_put_is_not_charged_with_what_others_used(tmp_path: Path, counted: Cou
     """And it evicts what was used longest ago, written down or not."""
     fill_index(tmp_path, 3000)
     store = DiskSpec(path=tmp_path, capacity=3100 * 8192).open(StoreContext(4096))
-    with store._folder.upkeep.held_back():
+    with folder_of(store).upkeep.held_back():
         store.touch(keys(*range(3000)))
         counted.clear()
         assert all(put(store, keys(*range(5000, 5100)), 4096))
@@ -163,7 +164,7 @@ def test_a_put_is_not_charged_with_what_others_used(tmp_path: Path, counted: Cou
 def test_uses_that_are_left_are_written_at_the_close(tmp_path: Path) -> None:
     store = open_disk(tmp_path, slots=4)
     put(store, keys(3, 2, 1, 0))
-    with store._folder.upkeep.held_back():
+    with folder_of(store).upkeep.held_back():
         for _ in range(10_000):
             store.touch(keys(3))
         store.touch(keys(1))
@@ -175,7 +176,7 @@ def test_uses_that_are_left_are_written_at_the_close(tmp_path: Path) -> None:
 
 READING = """
 store = open_disk(path)
-with store._folder.index._env.begin() as txn:
+with folder_of(store).index._env.begin() as txn:
     txn.get(b"a key")
     say("reads")
     wait()
@@ -192,7 +193,7 @@ def test_a_reader_that_died_holds_no_page_back(
         dead = Other(READING, tmp_path)
         assert dead.hear() == "reads"
         dead.kill()
-        environment = store._folder.index._env
+        environment = folder_of(store).index._env
         grown, pages = 0, environment.info()["last_pgno"]
         # It grows until the reader is cleared, and then, but for a few pages, no more.
         for batch in range(600):
@@ -223,7 +224,7 @@ def test_another_size_waits_until_the_tier_has_shrunk(tmp_path: Path) -> None:
     """It evicts no more than a few blocks of other sizes meanwhile, and takes no space."""
     fill_index(tmp_path, 3000)
     store = DiskSpec(path=tmp_path, capacity=3000 * 8192).open(StoreContext(4096))
-    folder = store._folder
+    folder = folder_of(store)
     with folder.upkeep.held_back():
         folder.resize(500 * 8192)
         before = store.usage()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from spec.record import MIN_BYTES, RecordSpec
 from tests.disk.audit import run_mounted
@@ -54,16 +55,26 @@ def files(path: Path) -> list[Path]:
     return sorted(path.glob("*.zst"))
 
 
-def counted(one: Recorder, name: str) -> Callable[[], float]:
-    """How often something was counted so far."""
-    total = 0.0
+class Counts(dict[str, float]):
+    """What a recorder has counted so far, each time this is called."""
 
-    def count() -> float:
-        nonlocal total
-        total += one.take_counts().get(name, 0)
-        return total
+    def __init__(self, one: Recorder) -> None:
+        super().__init__(recorded_requests=0.0, record_dropped=0.0)
+        self._one = one
 
-    return count
+    def __call__(self) -> tuple[float, float]:
+        for name, count in self._one.take_counts().items():
+            self[name] += count
+        return self["recorded_requests"], self["record_dropped"]
+
+
+def started(path: Path, **more: object) -> tuple[Recorder, Counts]:
+    """A recorder that has written a request down."""
+    one = recorder_of(path, **more)
+    counts = Counts(one)
+    one.put(ended())
+    wait_for(lambda: counts() == (1, 0))
+    return one, counts
 
 
 def test_what_is_put_is_read(tmp_path: Path) -> None:
@@ -144,14 +155,17 @@ def test_files_rotate_and_the_oldest_go(tmp_path: Path) -> None:
         written.append(line * 3)
 
 
-def test_many_writers_share_the_bound(tmp_path: Path) -> None:
+def test_many_writers_share_the_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "trace"
+    dropped = []
     all_of_them = [recorder_of(path, max=MIN_BYTES) for _ in range(17)]
     for one in all_of_them:
+        counts = Counts(one)
         one.put(ended())
-        wait_for(lambda one=one: bool(one._writer.recorded + one._writer.dropped))  # type: ignore[misc]
-    assert [one._writer.dropped for one in all_of_them] == [0] * 16 + [1]
-    assert "record.max has room for 16" in all_of_them[-1]._writer._error
+        wait_for(lambda counts=counts: any(counts()))  # type: ignore[misc]
+        dropped.append(counts["record_dropped"])
+    assert dropped == [0] * 16 + [1]
+    wait_for(lambda: caplog.text.count("record.max has room for 16") == 1)
     all_of_them[3].close()
     late = recorder_of(path, max=MIN_BYTES)
     late.put(ended())
@@ -252,32 +266,35 @@ def test_what_is_not_written_to(
 
 
 FULL = """
-import subprocess, sys
+import io, logging, subprocess, sys
 from pathlib import Path
-from tests.traces.test_recorder import ended, read, recorder_of, wait_for
+from tests.traces.test_recorder import Counts, ended, read, recorder_of, wait_for
 from tiers.traces import recorder_writer
 recorder_writer.RETRY_SECONDS = 0.1, 0.1
 recorder_writer.FLUSH_SECONDS = 0.0
+said = io.StringIO()
+logging.basicConfig(stream=said)
 path = Path(sys.argv[1])
 one = recorder_of(path / "trace")
+counts = Counts(one)
 for _ in range(60):
     one.put(ended(1000))
-wait_for(lambda: one._writer.dropped > 0)
-assert "No space left" in one._writer._error, one._writer._error
+wait_for(lambda: counts()[1] > 0)
+wait_for(lambda: "No space left" in said.getvalue())
 (path / "hog").unlink()
-before = one._writer.recorded
+before = counts["recorded_requests"]
 def goes_on():
     one.put(ended(1000))
-    return one._writer.recorded > before
+    return counts()[0] > before
 wait_for(goes_on)
 one.close(20)
-assert len(read(path / "trace")) == one._writer.recorded
+assert len(read(path / "trace")) == counts()[0], (len(read(path / "trace")), counts)
 subprocess.run(["mount", "-o", "remount,ro", path], check=True)
 two = recorder_of(path / "trace")
 two.put(ended())
 two.close()
 assert two.take_counts() == {"recorded_requests": 0, "record_dropped": 1}
-assert "Read-only file system" in two._writer._error, two._writer._error
+assert "Read-only file system" in said.getvalue(), said.getvalue()
 """
 
 
@@ -292,9 +309,7 @@ def test_half_a_write_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("tiers.traces.recorder_writer.FLUSH_SECONDS", 0.0)
     monkeypatch.setattr("tiers.traces.recorder_writer.RETRY_SECONDS", (0.01, 0.01))
     path = tmp_path / "trace"
-    one = recorder_of(path)
-    one.put(ended())
-    wait_for(lambda: one._writer.recorded == 1)
+    one, counts = started(path)
     real = os.write
     calls = 0
 
@@ -307,45 +322,42 @@ def test_half_a_write_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "write", half)
     one.put(ended(50))
-    wait_for(lambda: one._writer.dropped == 1)
+    wait_for(lambda: counts()[1] == 1)
     monkeypatch.setattr(os, "write", real)
 
     def written() -> bool:
         one.put(ended())
-        return one._writer.recorded > 1
+        return counts()[0] > 1
 
     wait_for(written)
     one.close()
     trace = open_trace(path)
-    assert len(list(trace)) == one._writer.recorded
+    assert len(list(trace)) == counts()[0]
     assert trace.summary.skipped == {}
 
 
 def test_a_disk_that_hangs_costs_lines_and_no_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hangs, real = threading.Event(), os.write
+    begun, hangs, real = threading.Event(), threading.Event(), os.write
 
     def hang(file: int, data: bytes) -> int:
+        begun.set()
         hangs.wait(60)
         return real(file, data)
 
     monkeypatch.setattr(recorder, "MAX_REQUESTS", 10)
-    one = recorder_of(tmp_path / "trace")
-    one.put(ended())
-    wait_for(lambda: one._writer.recorded == 1)
+    one, counts = started(tmp_path / "trace")
     monkeypatch.setattr(os, "write", hang)
-    dropped = counted(one, "record_dropped")
     one.put(ended(60_000))  # is flushed at once
-    wait_for(lambda: bool(one._handoff._taken > 60_000))
+    assert begun.wait(60)
     for _ in range(25):
         one.put(ended())
-    assert dropped() == 15
+    assert counts()[1] == 15
     assert caplog.text.count("requests come faster than they are recorded") == 1
     one.close(0.05)  # returns, although the thread does not
-    assert one._thread.is_alive()
     hangs.set()
-    one._thread.join()
+    wait_for(lambda: counts()[0] == 12)
     assert len(read(tmp_path / "trace")) == 12
 
 
@@ -361,9 +373,7 @@ def test_blocks_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_fork_leaves_the_file_to_its_parent(tmp_path: Path) -> None:
     path = tmp_path / "trace"
-    one = recorder_of(path)
-    one.put(ended())
-    wait_for(lambda: one._writer.recorded == 1)
+    one, _ = started(path)
     child = os.fork()
     if child == 0:
         status = 1
@@ -402,19 +412,19 @@ def test_what_came_before_a_fork_has_its_time_in_the_childs_file(tmp_path: Path)
 
 def test_a_child_that_lives_on_keeps_no_file_locked(tmp_path: Path) -> None:
     """Else nobody could delete it."""
-    one = recorder_of(tmp_path / "trace", max=MIN_BYTES)
-    one.put(ended())
-    wait_for(lambda: one._writer.recorded == 1)
+    one, _ = started(tmp_path / "trace", max=MIN_BYTES)
     child = os.fork()
     if child == 0:
         time.sleep(60)
         os._exit(0)
     try:
         one.close()
-        folder = recorder_of(tmp_path / "trace", max=MIN_BYTES)._writer._folder
+        (file,) = files(tmp_path / "trace")
+        later = time.time() + 3600
+        folder = RecordFolder(tmp_path / "trace", MIN_BYTES, 60.0, clock=lambda: later)
         folder.open()
-        ended_files, taken = folder._ended()
-        assert (len(ended_files), taken) == (1, 0)
+        folder.tidy()
+        assert not file.exists()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -435,8 +445,9 @@ def test_lines_are_plain_json(tmp_path: Path) -> None:
     one = recorder_of(tmp_path / "trace")
     one.put(Ended(1.5, 0.25, 33, 16, hashes(3), "salt"))
     one.close()
-    line = one._writer._line(Ended(1.5, 0.25, 33, 16, hashes(3), "salt"))
-    found = json.loads(line)
+    (file,) = files(tmp_path / "trace")
+    with zstandard.open(file, "rt", dctx=zstandard.ZstdDecompressor()) as lines:
+        found = json.loads([*lines][1])
     assert (found["timestamp"], found["open_since"]) == (1500.0, 250.0)
     assert (len(found["hash_ids"]), len(found["answer_hash_ids"])) == (2, 1)
     assert len(found["salt"]) == 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from tests.support.kept import kept
 from tests.support.clock import Clock
 from tiers.connector.scheduler.admission.retained import Retained
 from tiers.connector.scheduler.admission.tenant_quotas import Bounds
@@ -66,12 +67,9 @@ def test_whatever_is_said_how_often_takes_no_more_memory() -> None:
             retained.add(some, rng.choice("ab"), rng.choice([1, 60, 600]), bounds)
         retained.take_ended(4)
         assert len(retained) <= 30
-    ends = retained._ending
-    assert len(retained._seconds) == len(ends) <= 602
-    assert sum(map(len, ends.values())) == len(retained) == len(retained._tenants)
-    assert sum(retained._counts.values()) == len(retained)
+    assert kept(retained) <= 2 * 602 + 5 * 30, "a bucket a second, and what is in them"
     retained.remove_all()
-    assert not retained and not retained._tenants and not retained._counts
+    assert not retained and not kept(retained)
 
 
 def test_tenants_of_whom_nothing_is_kept_are_not_remembered() -> None:
@@ -79,4 +77,4 @@ def test_tenants_of_whom_nothing_is_kept_are_not_remembered() -> None:
     retained = Retained(Clock(100.0))
     for number in range(100):
         retained.add(keys(0) if number % 2 else [], f"tenant {number}", 10, Bounds(0, 0))
-    assert not retained._counts
+    assert not kept(retained)

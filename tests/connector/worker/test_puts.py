@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.support.kept import kept
 from tiers.concurrency.executors import io_executor
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.connector.worker.host_slots import HostSlots
@@ -87,6 +88,7 @@ def puts(store: Store) -> Iterator[Puts]:
 
 
 def test_jobs_that_wait_are_put_together(puts: Puts, store: Store) -> None:
+    before = kept(puts)
     futures = [puts.begin(job(0, b"first"), True)]
     assert store.begun.wait(WAIT_S)
     futures += [
@@ -101,8 +103,7 @@ def test_jobs_that_wait_are_put_together(puts: Puts, store: Store) -> None:
     assert [len(put) for put in store.puts] == [1, 3, 28, 1], "an eighth of what waits, at most"
     assert [result.failed for result in results] == [set(), {1}, set(), {0}, set(), set()]
     assert [result.known for result in results] == [set(), set(), {0}, set(), set(), set()]
-    assert not puts._results
-    assert not puts._waiting
+    assert kept(puts) == before
 
 
 def test_what_differs_is_put_apart(puts: Puts, store: Store) -> None:
