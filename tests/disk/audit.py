@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from spec.offloading import StoreContext
+from tiers.disk.folder import folder as folders
 from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.index.rows import Slot, index_key
 from tiers.disk.slab import slot_bytes
@@ -131,6 +133,14 @@ def handles_of(folder: Path, pattern: str) -> list[int]:
     files = {str(file) for file in folder.glob(pattern)}
     every = [int(name) for name in os.listdir("/proc/self/fd")]
     return [one for one in every if os.path.realpath(f"/proc/self/fd/{one}") in files]
+
+
+def say_mounted(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let the kernel say that every file system is of this kind."""
+    rows = Path("/proc/self/mountinfo").read_text()
+    doctored = tmp_path / "mountinfo"
+    doctored.write_text(re.sub(r" - \S+ ", f" - {kind} ", rows))
+    monkeypatch.setattr(folders, "_MOUNTS", doctored)
 
 
 def run_mounted(mount: str, code: str, path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.fake_requests import FakeRequest, first_step
-from tiers.connector.policy.choice import Choice
 from tests.support.kept import kept
+from tiers.connector.policy.choice import Choice
 from tiers.explain import explanations
 from tiers.explain.explanations import Explanations
 from tiers.explain.notes import MAX_ATTEMPTS

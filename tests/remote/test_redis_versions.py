@@ -20,7 +20,7 @@ NEWEST = "8.1"
 USES_PRIVATES = [
     "test_store.py",
     "test_stream.py",
-    "test_login.py",
+    "test_pools.py",
     "test_tls.py",
 ]
 

@@ -1,4 +1,5 @@
-"""Many processes come and go at once: none holds the others up for longer than a moment."""
+"""A folder whose processes come and go at once: none holds the others up for longer than a moment;
+and the file systems that it may lie on."""
 
 from __future__ import annotations
 
@@ -26,14 +27,17 @@ from tests.disk.audit import (
     opened,
     put,
     put_row,
+    refused,
     run_code,
+    run_mounted,
+    say_mounted,
     settled,
 )
 from tests.support.clock import wait_for
 from tiers.disk.folder import clean_close, folder, repair
 from tiers.disk.folder.folder import Folder
 from tiers.disk.spec import DiskSpec
-from tiers.errors import TierNotOpen
+from tiers.errors import TierNotOpen, TierUnusable
 from tiers.wrappers.opening import open_guarded
 
 
@@ -265,7 +269,7 @@ CROWD = """
 from tiers.disk.folder import folder
 from tiers.disk.spec import DiskSpec
 from spec.offloading import StoreContext
-from tiers.errors import TierNotOpen
+from tiers.errors import TierNotOpen, TierUnusable
 import time
 folder.LOCK_SECONDS = 1.0
 me, count = int(args[1]), int(args[2])
@@ -363,3 +367,66 @@ def test_damage_that_shows_after_the_lock_is_let_go(tmp_path: Path) -> None:
 def tables_but(before: set[threading.Thread]) -> list[threading.Thread]:
     """Threads that make tables, without those of before; one that has no work ends soon."""
     return [one for one in threading.enumerate() if "disk-table" in one.name and one not in before]
+
+
+SHARED = ["nfs", "nfs4", "cifs", "ceph", "lustre", "9p", "virtiofs", "fuse", "fuse.s3fs"]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_network_file_system(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    say_mounted(kind, monkeypatch, tmp_path)
+    refused(tmp_path / "not" / "yet", rf"file system of type {kind}, .*a tier of type redis")
+    assert not (tmp_path / "not").exists()
+    with pytest.raises(TierUnusable) as caught:
+        open_disk(tmp_path)
+    assert not isinstance(caught.value, TierNotOpen), "trying again won't help"
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "overlay", "fuseblk", "fuse.fuse-overlayfs", "x"])
+def test_a_file_system_of_this_host(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say_mounted(kind, monkeypatch, tmp_path)
+    with opened(tmp_path / "tier") as store:
+        assert put(store, keys(0)) == [True]
+
+
+def test_where_the_kernel_tells_no_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rows in ("", "garbage\n1 2 3\n - \n", None):
+        if rows is not None:
+            (tmp_path / "mountinfo").write_text(rows)
+        monkeypatch.setattr(
+            folder, "_MOUNTS", tmp_path / ("mountinfo" if rows is not None else "none")
+        )
+        assert folder.file_system(tmp_path) == ""
+        with opened(tmp_path / "tier") as store:
+            assert put(store, keys(0)) == [True]
+
+
+REAL = """
+import io, logging
+from tiers.disk.folder.folder import file_system
+assert file_system(path / "a b" / "not yet") == "tmpfs"
+said = io.StringIO()
+logging.getLogger("tiers").addHandler(logging.StreamHandler(said))
+logging.getLogger("tiers").setLevel(logging.INFO)
+store = open_disk(path / "a b" / "tier")
+put(store, keys(0))
+store.close()
+assert "is on tmpfs, so its blocks take memory" in said.getvalue()
+"""
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_the_type_of_a_real_mount(tmp_path: Path, bound: bool) -> None:
+    (tmp_path / "a b").mkdir()
+    where = f'"{tmp_path}/a b"'
+    mount = f"mount -t tmpfs -o size=20m,mode=700 none {where}"
+    if bound:  # the one that lies over the other counts
+        (tmp_path / "below").mkdir()
+        mount = (
+            f'mount -t tmpfs -o size=20m,mode=700 none "{tmp_path}/below" && '
+            f'mount --bind "{tmp_path}/below" {where}'
+        )
+    run_mounted(mount, REAL, tmp_path)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from spec.load import load_chain
-from tests.support.kept import kept
 from tests.support.fake_requests import BLOCKS
+from tests.support.kept import kept
 from tiers.connector.chain import open_scheduler
 from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiHandshakeMetadata
 from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from tests.support.kept import kept
 from tests.support.clock import Clock
+from tests.support.kept import kept
 from tiers.connector.scheduler.admission.retained import Retained
 from tiers.connector.scheduler.admission.tenant_quotas import Bounds
 
@@ -69,7 +69,7 @@ def test_whatever_is_said_how_often_takes_no_more_memory() -> None:
         assert len(retained) <= 30
     assert kept(retained) <= 2 * 602 + 5 * 30, "a bucket a second, and what is in them"
     retained.remove_all()
-    assert not retained and not kept(retained)
+    assert not retained and kept(retained) <= 2 * 602, "buckets alone"
 
 
 def test_tenants_of_whom_nothing_is_kept_are_not_remembered() -> None:
