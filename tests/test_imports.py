@@ -86,7 +86,7 @@ ROOMS: dict[str, set[str]] = {
         "host",
         "concurrency",
     },
-    "connector/worker": {"contract", "wrappers", "host", "concurrency"},
+    "connector/worker": {"contract", "loading", "wrappers", "host", "concurrency"},
     "connector/multi": {
         "contract",
         "connector/policy",

@@ -17,7 +17,7 @@ from tiers.loading.comparison import (
     Wish,
 )
 from tiers.loading.linear_fit import LinearFit
-from tiers.loading.load_cost import LEAST_TOKENS, LoadCost
+from tiers.loading.load_cost import ABREAST, LEAST_TOKENS, LoadCost
 from tiers.tuning.simulation.policies import Plan
 
 BLOCK = 16
@@ -360,3 +360,61 @@ def test_a_load_for_always_that_can_never_come_in_time_is_tried_with_a_few_block
         if found.probed is not None:
             break
     assert found.plan is not None and found.plan.tokens == LEAST_TOKENS
+
+
+FAR = (0.2, 1e6)
+"""A tier that answers late, whatever it loads."""
+LENGTHS = (20, 40, 128)
+
+
+def far_away() -> World:
+    made = world(FAR)
+    for blocks in LENGTHS * 2:
+        made.run(blocks)
+    return made
+
+
+def test_each_load_that_is_queued_costs_its_latency() -> None:
+    made = far_away()
+    meter = made.meters[0]
+    for job in range(-1, -4, -1):
+        assert made.child() == 0
+        meter.began(job, 256)
+    for job in range(-4, -7, -1):
+        meter.began(job, 256)
+    assert made.child() is None, "six times the latency is longer than computing takes"
+    pace = meter.pace(BLOCK)
+    assert pace is not None and pace.ready > 0.8, "nor is it given a share"
+    meter.stepped()
+    meter.stepped()
+    made.clock.now += 0.9
+    meter.stepped()
+    pace = meter.pace(BLOCK)
+    assert pace is not None and pace.ready > 0.95, "it does not hang: six loads take as long"
+
+
+@pytest.mark.parametrize("load", [0.5, 1.5, 4.0])
+def test_many_short_loads_of_a_far_tier_wait_no_longer_than_computing_takes(load: float) -> None:
+    """They come at so many times what two loaders carry."""
+    made = far_away()
+    meter, clock = made.meters[0], made.clock
+    running: list[tuple[float, int]] = []
+    free = [clock.now] * ABREAST
+    hits, late, began = 0, [], clock.now
+    for job in range(1, 2001):
+        blocks = LENGTHS[job % len(LENGTHS)]
+        clock.now = began + job * FAR[0] / ABREAST / load
+        while running and running[0][0] <= clock.now:
+            meter.ended(-running.pop(0)[1], FAR[0], whole=True)
+        meter.stepped()
+        verdict = made.choose(blocks)
+        made.comparison.decided(() if verdict.plan is None else (0,), verdict.probed, 1.0)
+        if verdict.plan is not None:
+            loader = free.index(min(free))
+            free[loader] = max(clock.now, free[loader]) + FAR[0]
+            meter.began(-job, blocks * BLOCK)
+            running.append((free[loader], job))
+            late.append((free[loader] - clock.now) / (blocks * BLOCK / made.prefill))
+            hits += 1
+    assert max(late) < 1.1
+    assert hits > 0.8 * min(2000, 2000 / load)

@@ -134,3 +134,20 @@ def test_the_simulation_charges_what_measuring_a_slow_tier_costs(rate: float) ->
     assert 0 < both[0] == pytest.approx(both[1], abs=0.05)
     blind = simulate(requests, SIZE, chain(disk(1000)), slow)
     assert blind.computed_tokens < simulated.computed_tokens
+
+
+@pytest.mark.parametrize("serve", [replay, simulate])
+@pytest.mark.parametrize("bandwidth", [5e5, 2e6])
+def test_one_slow_link_costs_the_default_no_more_than_noise(serve: Any, bandwidth: float) -> None:
+    """Loading from there takes twice or eight times as long as computing; stores keep up."""
+    slow = TierProfile(load_bandwidth=bandwidth, store_bandwidth=20e6)
+    links = {"cpu": SLOW["cpu"], "disk": slow}
+    on = machine(tiers=links, engine_cache=40 * BLOCK_BYTES)
+    requests = chats(5, count=240, every=160.0)
+
+    def mean(*tiers: Any) -> float:
+        spec = {"version": 1, "staging": 40 * BLOCK_BYTES, "tiers": tiers}
+        report: Report = serve(requests, SIZE, ChainSpec.model_validate(spec), on, warm=0.5)
+        return report.ttft_mean
+
+    assert mean(cpu(80), disk(600)) < 1.02 * mean(cpu(80))

@@ -96,9 +96,10 @@ class LoadCost:
     def gauges(self) -> dict[str, float]:
         """What is known of the tier's speed, as `GAUGES` name it."""
         line = self._pace.line
-        if line is None or not line.each:
+        if line is None:
             return {}
-        return {"load_latency_seconds": line.fixed, "load_tokens_per_second": 1 / line.each}
+        rate = {"load_tokens_per_second": 1 / line.each} if line.each else {}
+        return {"load_latency_seconds": line.fixed, **rate}
 
     @property
     def queued_tokens(self) -> int:
@@ -121,7 +122,7 @@ class LoadCost:
         if line is None:
             return self._oldest()
         own = line.seconds(tokens) * self._doubt
-        return max(self._waiting * line.each + own, self._oldest())
+        return max(self._ahead(line) + own, self._oldest())
 
     def pace(self, tokens: int) -> Pace | None:
         """How soon the tier delivers blocks of so many tokens; None: not measured yet.
@@ -134,17 +135,17 @@ class LoadCost:
         if line is None:
             return None
         overdue = self._oldest()
-        hangs = overdue > line.seconds(self._queued)
-        ready = overdue if hangs else self._waiting * line.each
+        hangs = overdue > len(self._loads) * line.fixed + self._queued * line.each
+        ready = overdue if hangs else self._ahead(line)
         each = max(line.each * tokens, LEAST_SECONDS)
         return Pace(ready + line.fixed * self._doubt, each * self._doubt)
 
-    @property
-    def _waiting(self) -> float:
-        """Tokens to load before a load that is ordered now: those that run are half done, in the
-        mean."""
-        running = islice(self._loads.values(), ABREAST)
-        return self._queued - sum(load.tokens for load in running) / 2
+    def _ahead(self, line: LinearFit) -> float:
+        """Seconds until the tier turns to a load that is ordered now: each before it costs its own
+        fixed time, and those that run are half done, in the mean."""
+        running = [load.tokens for load in islice(self._loads.values(), ABREAST)]
+        loads = len(self._loads) - len(running) / 2
+        return loads * line.fixed + (self._queued - sum(running) / 2) * line.each
 
     @property
     def _doubt(self) -> int:

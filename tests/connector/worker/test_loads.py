@@ -180,11 +180,11 @@ def test_the_memory_of_a_load_that_ended_early_is_nobodys_while_it_is_read_into(
 def test_a_load_that_can_not_end_in_time_gives_way_to_one_that_waits(
     loading: Loading, host: Host, store: Store
 ) -> None:
-    learn(loading, host, store)
+    learn(loading, host, store, each=1.0)
     store.gates = {key: threading.Event() for key in (b"100", b"110", b"130")}
     loading.begin([job(1, b"100"), job(2, b"110")])
     wait_for(lambda: [b"100"] in store.reads and [b"110"] in store.reads)
-    loading.begin([job(3, *keys(120, 8), seconds=5), job(4, b"130")])
+    loading.begin([job(3, *keys(120, 8), seconds=3), job(4, b"130")])
     store.gates[b"100"].set()
     wait_for(lambda: [b"130"] in store.reads)
     assert keys(120, 2) not in store.reads
@@ -199,21 +199,41 @@ def test_a_load_that_nobody_waits_behind_is_begun_however_slow_the_tier_was(
     loading: Loading, host: Host, store: Store
 ) -> None:
     """Short loads say little of a long one; and a probe tells whether the tier is quick again."""
-    learn(loading, host, store)
-    loading.begin([job(1, *keys(120, 8), seconds=5)])
+    learn(loading, host, store, each=1.0)
+    store.before_read = int
+    loading.begin([job(1, *keys(120, 8), seconds=3)])
     (load,) = ended(loading, 1)
     assert not load.result.failed
 
 
-def learn(loading: Loading, host: Host, store: Store) -> None:
-    """A read takes a second, whatever it brings: so did loads of one block."""
+def test_short_loads_of_a_far_tier_do_not_keep_a_long_one_from_its_turn(
+    loading: Loading, host: Host, store: Store
+) -> None:
+    """A read takes a second, whatever it brings."""
+    learn(loading, host, store, fixed=1.0)
+    store.gates = {key: threading.Event() for key in (b"100", b"110", b"130")}
+    loading.begin([job(1, b"100"), job(2, b"110")])
+    wait_for(lambda: [b"100"] in store.reads and [b"110"] in store.reads)
+    loading.begin([job(3, *keys(120, 8), seconds=3), job(4, b"130")])
+    store.gates[b"100"].set()
+    wait_for(lambda: [b"130"] in store.reads)
+    for gate in store.gates.values():
+        gate.set()
+    ended(loading, 4)
+    assert keys(120, 2) in store.reads
 
-    def takes_a_second(blocks: int) -> None:
-        host.seconds += 1
 
-    store.before_read = takes_a_second
-    for number in range(loads.PACES):
-        loading.begin([job(100 + number, b"001")])
+def learn(
+    loading: Loading, host: Host, store: Store, fixed: float = 0.0, each: float = 0.0
+) -> None:
+    """Load one block, or two, again and again; a read takes `fixed` seconds and `each` a block."""
+
+    def take_time(blocks: int) -> None:
+        host.seconds += fixed + blocks * each
+
+    store.before_read = take_time
+    for number in range(8):
+        loading.begin([job(100 + number, *keys(1, 1 + number % 2))])
         ended(loading, 1)
 
 

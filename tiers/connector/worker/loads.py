@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from tiers.contract.generation import space_of
 from tiers.contract.messages import JobResult, LoadJob
 from tiers.errors import TierUnusable
 from tiers.host.memory import SlotMemory, slot_stride
+from tiers.loading.linear_fit import LatencyModel
 from tiers.store import Block
 from tiers.wrappers.guard import Guarded
 
@@ -33,11 +33,11 @@ BOUNCES = 2
 is copied."""
 READ_BYTES = 16 << 20
 """Bytes of one of them."""
-PACES = 8
-"""Loads of late whose seconds for each block are known. The next is taken to be as fast as the
-fastest of them: one that is dropped for that could not have ended in time."""
+HOPE = 0.5
+"""Part of the seconds that a load should take, by those of late, in which it could still end: one
+that is dropped since it has less could not have ended in time."""
 FADE = 0.8
-"""Factor by which a load that is dropped makes the next one faster in that."""
+"""Factor by which a load that is dropped makes that part smaller, until one has run."""
 
 
 class Ended(NamedTuple):
@@ -75,7 +75,7 @@ class Loading:
         )
         self._damage_log = RepeatedLog(logger, where, "blocks were damaged in host memory")
         self._loads: list[tuple[Load, Future[None]]] = []
-        self._paces: deque[float] = deque(maxlen=PACES)
+        self._pace, self._hope = LatencyModel(), HOPE
         self._bounces: list[SlotMemory] = []
         self._threads = io_executor(LOADERS, f"load-{tier}")
         self._readers = io_executor(LOADERS, f"read-{tier}")
@@ -108,11 +108,10 @@ class Loading:
     def _run(self, load: Load, fence: object, verdict: Verdict) -> None:
         began = load.began = self._host.now()
         load.laps.lap("queue")
-        items = len(load.job.items)
-        each = min(self._paces, default=0.0)
-        if began + items * each > load.until and self._others_wait():
-            # Those are served in time instead. It may be faster by now.
-            self._paces.append(FADE * each)
+        line = self._pace.line
+        least = 0.0 if line is None else self._hope * line.seconds(len(load.job.items))
+        if began + least > load.until and self._others_wait():
+            # Those are served in time instead.
             load.dropped, load.seconds = True, 0.0
             return
         if not verdict.alike():  # the engine computes it, with the weights that it has now
@@ -120,8 +119,6 @@ class Loading:
             return
         self._load_items(load, fence)
         load.seconds = self._host.now() - began
-        if arrived := load.arrived:
-            self._paces.append(load.seconds / arrived)
 
     def _others_wait(self) -> bool:
         """Whether a load waits for its turn behind those that run. Where none does, dropping one
@@ -274,10 +271,18 @@ class Loading:
         seconds = load.seconds
         if seconds is None:
             seconds = 0.0 if load.began is None else self._host.now() - load.began
+        self._note_pace(load, seconds)
         late = bool(failed) and not in_time
         times, outdated = load.laps.times, load.outdated
         result = JobResult(1, failed, seconds, lost, times, late=late, outdated=outdated)
         return Ended(load.job, result, load.damaged)
+
+    def _note_pace(self, load: Load, seconds: float) -> None:
+        if load.dropped:
+            self._hope *= FADE  # it may be faster by now
+        elif load.arrived:
+            self._pace.add(load.arrived, seconds)
+            self._hope = HOPE
 
     def _log_late(self, seconds: float) -> None:
         if not self._said_late:

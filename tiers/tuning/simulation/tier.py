@@ -121,7 +121,9 @@ class Tier:
         A load that can't end in time is dropped when its turn comes, once that is known.
         """
         settings, counts, cost = self.settings, self.counts, self.cost
-        begin = max(now, self.load_free)
+        loader = self._loaders.index(min(self._loaders))
+        turn = max(now, self._loaders[loader])
+        begin = max(turn, self.load_free)
         each, latency = settings.load_seconds, settings.load_latency
         came, busy = blocks, blocks * each
         if begin + busy + latency > late:
@@ -146,9 +148,8 @@ class Tier:
         counts.loaded += came
         if came < blocks:
             end = min(late, end) if cost.line is not None else late
-        loader = self._loaders.index(min(self._loaders))
-        own = end - max(now, self._loaders[loader])
-        self._loaders[loader] = end
+        own = end - turn
+        self._loaders[loader] = max(turn, end)
         self._jobs += 1
         cost.began(self._jobs, blocks * self._tokens)
         ended = _Load(end, self._jobs, max(0.0, own), came * self._tokens, came == blocks)
