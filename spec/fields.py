@@ -34,6 +34,8 @@ _SECONDS = {
 _MAX_SIZE = 2**63 - 1
 _MIN_BARE = 1 << 20
 """A smaller number without a unit is refused where an operator wrote it: GiB was meant, or MB."""
+_MIN_SIZE = 4 << 10
+"""No block takes less host memory, and what holds none is not what an operator meant."""
 WRITTEN = {"written": True}
 """The context in which specs are validated that an operator wrote, not a program."""
 _MAX_SECONDS = 36500 * 86400
@@ -78,19 +80,21 @@ def parse_duration(value: object) -> float:
     return seconds
 
 
-def _need_unit(value: object, size: int) -> None:
-    """Raise ValueError if `value` is a number without a unit, and few bytes."""
+def _need_meant(value: object, size: int) -> None:
+    """Raise ValueError if `value` is few bytes: a number without a unit, or less than a block."""
     text = str(value).strip()
     if size < _MIN_BARE and text[-1:].isdecimal():
         unit = "GiB" if size < 1024 else "MiB"
         raise ValueError(f"a number alone is bytes; write its unit, like {text}{unit}")
+    if size < _MIN_SIZE:
+        raise ValueError(f"{text} holds no block; write 4KiB or more, like 8GiB")
 
 
 def _written_size(value: object, info: ValidationInfo) -> int:
     """Parse a size, which an operator may not have meant as bytes."""
     size = parse_size(value)
     if (info.context or {}).get("written"):
-        _need_unit(value, size)
+        _need_meant(value, size)
     return size
 
 
@@ -105,7 +109,7 @@ def parse_rate(value: object) -> float:
     if match is None:
         raise ValueError("write a size per s, m, h or day, like 200MB/s or 2TB/day")
     size = parse_size(match[1])
-    _need_unit(match[1], size)
+    _need_meant(match[1], size)
     return size / float(_RATE_SECONDS[match[2]])
 
 

@@ -7,6 +7,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from tiers.contract.stats import STATE, STATES
 from tiers.disk.folder import keeping
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.store import TierStore
+from tiers.wrappers import guard
 
 MakeEngine = Callable[..., ReplayEngine]
 OTHER = """
@@ -235,12 +237,21 @@ def test_blocks_that_the_engines_end_loses(
     monkeypatch: pytest.MonkeyPatch,
     ranks: int,
 ) -> None:
-    """One rank tells of them: the others lose the same ones."""
+    """One rank tells of them: the others lose the same ones. Nobody waits for them long."""
+    monkeypatch.setattr(guard, "CLOSE_SECONDS", 3600.0)
     monkeypatch.setattr(chain, "DRAIN_SECONDS", 0.1)
     stores: list[TroubledStore] = []
 
+    go_on = threading.Event()
+
+    class Closing(TroubledStore):
+        def close(self) -> None:
+            go_on.wait()  # for its puts
+            super().close()
+
     def own(*_: object) -> TierStore:
-        stores.append(TroubledStore())
+        # The scheduler's, which puts nothing, comes last.
+        stores.append(Closing() if len(stores) < ranks else TroubledStore())
         return stores[-1]
 
     monkeypatch.setattr(SlowSpec, "open", own)
@@ -255,8 +266,11 @@ def test_blocks_that_the_engines_end_loses(
         worker.close()
     assert made.connector is not None
     made.connector.shutdown()
-    (line,) = trouble(caplog)
-    assert f"{blocks} blocks were on their way" in line and blocks > 0
+    go_on.set()
+    lines = trouble(caplog)
+    (line,) = [line for line in lines if "are lost" in line]
+    assert f"tier 'slow (package tests)': {blocks} blocks were in" in line and blocks > 0
+    assert sum("slow (package tests): not closed after 1 s" in line for line in lines) == ranks
 
 
 def open_files(folder: Path) -> list[str]:

@@ -48,7 +48,8 @@ MAX_COUNT = 2**63
 """No store has met so many blocks, and what is larger fits no metric."""
 
 CLOSE_SECONDS = 30.0
-"""Seconds to wait for a store to close; it goes on in the background until the process ends."""
+"""Seconds to wait for a store to close, by default; it goes on in the background until the process
+ends."""
 
 
 class Health(NamedTuple):
@@ -198,8 +199,9 @@ class Guarded(StoreWrapper):
             if allowed:
                 self._inner.drop(keys)
 
-    def close(self) -> None:
-        """Close the store, even one that is down; waits `CLOSE_SECONDS` at most. Idempotent."""
+    def close(self, seconds: float | None = None) -> None:
+        """Close the store, even one that is down; waits so long at most. Idempotent."""
+        seconds = CLOSE_SECONDS if seconds is None else seconds
         if self._closed:
             return
         self._closed = True
@@ -210,9 +212,9 @@ class Guarded(StoreWrapper):
         except RuntimeError:  # no thread can be had, as while the interpreter ends
             self._close(attempt)
             return
-        if not wait([closing], CLOSE_SECONDS).done:
+        if not wait([closing], seconds).done:
             self.failures.count("Late")
-            self._log.hangs_in_close(CLOSE_SECONDS)
+            self._log.hangs_in_close(seconds)
 
     def _close(self, attempt: _Attempt) -> None:
         with attempt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -36,6 +37,9 @@ from tiers.wrappers.guard import HEALTHY, Guarded
 from tiers.wrappers.opening import log_name, open_guarded
 
 logger = logging.getLogger(__name__)
+
+HUNG_CLOSE_SECONDS = 1.0
+"""How long a store may take to close whose puts have not returned: it may wait for them."""
 
 MOST_ENDS = 256
 """Stores whose end a step reports, so that thousands that end at once cost no step much."""
@@ -275,24 +279,20 @@ class OffloadingWorker(WorkerConnector):
         self._rate_limit.stop()
         self._host.watch.close()
         self._closed = True
+        until = time.monotonic() + self._drain
         under_way: list[Future[Any]] = [store.future for store in self._stores.values()]
         wait([*under_way, self._joining] if self._joining else under_way, self._drain)
-        self._log_lost()
-        self._writer.shutdown(wait=False, cancel_futures=True)
-        self._loading.close(self._drain)
-        if self._store is not None:
-            self._store.close()
-        self._host.close()
-
-    def _log_lost(self) -> None:
-        """Tell of blocks that the engine's end loses; of several ranks one tells."""
-        left = [one.job for one in self._stores.values() if not one.future.done()]
-        if left and self._host.engine.rank == 0:
-            logger.warning(
-                "tier %r: %d blocks were in flight into it when the engine ended, and are lost",
-                self.tier,
-                sum(len(job.items) for job in left),
+        lost = sum(len(one.job.items) for one in self._stores.values() if not one.future.done())
+        if lost and self._host.engine.rank == 0:  # the others lose the same ones
+            line = (
+                "tier %r: %d blocks were in flight into it when the engine ended, and are lost"
             )
+            logger.warning(line, self._log_name, lost)
+        self._writer.shutdown(wait=False, cancel_futures=True)
+        self._loading.close(max(0.0, until - time.monotonic()))
+        if self._store is not None:
+            self._store.close(HUNG_CLOSE_SECONDS if lost else None)
+        self._host.close()
 
 
 def _fence(stores: Iterable[_Store]) -> None:
