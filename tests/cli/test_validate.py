@@ -75,6 +75,8 @@ BROKEN = [
     Broken("a variable in braces", tier('{type: disk, capacity: 1GiB, path: "/mnt/${DISK:-a}/kv"}'), 4, "tiers[1].path", "'/mnt/${DISK:-a}/kv'", "write what ${DISK:-a} stands for"),
     Broken("a variable in explain.folder", tier("{type: cpu, capacity: 1GiB}\nexplain: {folder: /run/$USER}"), 5, "explain.folder", "'/run/$USER'", "write what $USER stands for"),
     Broken("size without unit", tier("{type: cpu, capacity: 8}"), 4, "tiers[1].capacity", "8", "a number alone is bytes; write its unit, like 8GiB"),
+    Broken("size below a block", tier("{type: cpu, capacity: 8B}"), 4, "tiers[1].capacity", "8B", "8B holds no block; write 4KiB or more, like 8GiB"),
+    Broken("rate below a block", tier("{type: disk, path: /kv, capacity: 8GiB, store_rate: 8B/s}"), 4, "tiers[1].store_rate", "8B/s", "8B holds no block; write 4KiB or more, like 8GiB"),
     Broken("size in megabytes without unit", tier("{type: disk, capacity: 65536, path: /a}"), 4, "tiers[1].capacity", "65536", "write its unit, like 65536MiB"),
     Broken("size without unit, in quotes", tier("{type: cpu, capacity: '8'}"), 4, "tiers[1].capacity", "'8'", "write its unit, like 8GiB"),
     Broken("quota without unit", tier("{type: cpu, capacity: 1GiB}\ntenants: {a: {quota: 20}}"), 5, "tenants.a.quota", "20", "write its unit, like 20GiB"),

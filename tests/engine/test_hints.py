@@ -76,6 +76,15 @@ def held(engine: ReplayEngine, tokens: Iterable[int], salt: str = "") -> list[bo
     return [bool(one) for one in coverage_of(engine, probe)]
 
 
+def keys_of(engine: ReplayEngine, tokens: Iterable[int]) -> list[bytes]:
+    """The keys of these tokens' full blocks."""
+    assert engine.connector is not None
+    probe, requests = ReplayRequest("probe", [*tokens], 1, SIZE), engine.connector._requests
+    keys = list(requests.keys(requests.of(probe)))
+    requests.forget(probe)
+    return keys
+
+
 def flood(engine: ReplayEngine, prompts: int = ROOM, hints: Any = None, salt: str = "") -> None:
     """Store prompts of two blocks each, which are never asked for again."""
     start = engine.steps * 1000
@@ -132,38 +141,95 @@ def test_all_parts_of_its_blocks_survive(
     assert made.generate(prompt, 2).loaded_tokens == 8 * SIZE
 
 
+class Paced:
+    """An engine that asks its tier for 25 blocks a step, and for 2 without a wait. Asking takes a
+    second of the machine's time, which `clock` tells."""
+
+    def __init__(self, made: ReplayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made, self.clock = made, Clock(0.0)
+        self.asked: list[Sequence[bytes]] = []
+        """The keys of each step that were asked for, by now."""
+        manager = scheduler_of(made)._context.open.manager
+        monkeypatch.setattr(LookupPace, "AT_ONCE", 100)
+        monkeypatch.setattr(LookupPace, "FEW", 8)
+        manager.pace = LookupPace(1, self.clock)
+        held = manager.retaining.held
+
+        def asking(keys: Sequence[bytes]) -> list[bytes]:
+            self.asked.append(keys)
+            self.clock.now += 1
+            return held(keys)
+
+        monkeypatch.setattr(manager.retaining, "held", asking)
+
+    def hint(self, prompt: Iterable[int]) -> ReplayRequest:
+        """Queue a request that stores nothing, and retains what others stored."""
+        return self.made.add(prompt, 1, "", {"kvtiers": {"store": False, "hints": RETAIN}})
+
+    def steps(self, count: int = 20) -> list[int]:
+        """Take steps, a second apart; how many blocks were asked for at once."""
+        for _ in range(count):
+            self.clock.now += 1
+            self.made.step()
+        return [len(keys) for keys in self.asked]
+
+
 def test_a_hint_about_a_long_prompt_is_obeyed_over_several_steps(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a long prompt is looked up: no step looks up all of it."""
+    """As a long prompt is looked up: no step looks up all of it, and the time that a look takes
+    allows for no more of it."""
     made = make(engine, "lru", tmp_path, room=400, num_blocks=200)
     prompt = list(range(100 * SIZE))
     ask(made, prompt)
-    manager, clock = scheduler_of(made)._context.open.manager, Clock(0.0)
-    monkeypatch.setattr(LookupPace, "AT_ONCE", 100)
-    monkeypatch.setattr(LookupPace, "FEW", 8)
-    manager.pace = LookupPace(1, clock)
-    asked: list[int] = []
-    held = manager.retaining.held
-
-    def counting(keys: Sequence[bytes]) -> list[bytes]:
-        asked.append(len(keys))
-        return held(keys)
-
-    monkeypatch.setattr(manager.retaining, "held", counting)
-    made.add(prompt, 1, "", {"kvtiers": {"store": False, "hints": RETAIN}})
-    for _ in range(20):
-        clock.now += 1
-        made.step()
-    assert asked == [25] * 4 and retained(made) == 100
-    made.add(prompt, 1, "", {"kvtiers": {"store": False, "hints": RETAIN}})
+    paced = Paced(made, monkeypatch)
+    paced.hint(prompt)
+    assert paced.steps() == [25] * 4 and retained(made) == 100
+    paced.hint(prompt)
     made.run()
-    assert len(asked) < 8, "the rest waits"
-    made.reset_cache()
-    for _ in range(20):
-        clock.now += 1
+    for _ in range(5):
         made.step()
-    assert len(asked) < 8 and retained(made) == 0
+    assert len(paced.asked) == 5, "no time has passed but that of the look"
+    made.reset_cache()
+    assert len(paced.steps()) == 5 and retained(made) == 0
+
+
+def test_hints_are_obeyed_in_their_order_and_their_time_counts_while_they_wait(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(1000.0)
+    made = make(engine, "lru", tmp_path, room=400, num_blocks=200, now=clock)
+    first, second = (list(range(start, start + 40 * SIZE)) for start in (0, 5000))
+    for prompt in (first, second):
+        ask(made, prompt)
+    paced = Paced(made, monkeypatch)
+    for prompt in (first, second):
+        paced.hint(prompt)
+        made.run()
+    clock.now += 59
+    assert paced.steps() == [25, 15, 10, 25, 5]
+    asked = [key for keys in paced.asked for key in keys]
+    assert asked == keys_of(made, first) + keys_of(made, second) and retained(made) == 80
+    clock.now += 2
+    made.step()
+    assert retained(made) == 0, "since the requests ended"
+
+
+def test_short_hints_of_one_step_wait_once_it_has_looked_up_enough(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(engine, "lru", tmp_path, room=400, num_blocks=200)
+    prompts = [list(range(start, start + 2 * SIZE)) for start in range(0, 3000, 1000)]
+    for prompt in prompts:
+        ask(made, prompt)
+    paced = Paced(made, monkeypatch)
+    monkeypatch.setattr(LookupPace, "AT_ONCE", 8)
+    for prompt in prompts:
+        paced.hint(prompt)
+    paced.steps(1)
+    assert len(paced.asked) < 3 and retained(made) < 6
+    paced.steps()
+    assert retained(made) == 6
 
 
 @pytest.mark.parametrize("most", [0, 3])
