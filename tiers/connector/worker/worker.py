@@ -284,9 +284,7 @@ class OffloadingWorker(WorkerConnector):
         wait([*under_way, self._joining] if self._joining else under_way, self._drain)
         lost = sum(len(one.job.items) for one in self._stores.values() if not one.future.done())
         if lost and self._host.engine.rank == 0:  # the others lose the same ones
-            line = (
-                "tier %r: %d blocks were in flight into it when the engine ended, and are lost"
-            )
+            line = "tier %r: %d blocks were in flight into it when the engine ended, and are lost"
             logger.warning(line, self._log_name, lost)
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._loading.close(max(0.0, until - time.monotonic()))
