@@ -37,9 +37,9 @@ COUNTERS = {
     "store_dropped_budget": "Blocks not stored because write_budget was spent.",
     "store_dropped_down": "Blocks not stored because the tier was down.",
     "store_deferred": "Blocks not stored because fewer requests than store_threshold had them.",
-    "retain_refused": "Blocks that a hint did not retain: max_retained was reached, or too many "
+    "retain_refused": "Blocks that a hint did not pin: max_retained was reached, or too many "
     "hints waited.",
-    "demoted_blocks": "Blocks that a hint made the next to go.",
+    "demoted_blocks": "Blocks that a hint made the next to be evicted.",
     "demote_refused": "Blocks that a hint did not demote because too many hints waited.",
     "hints_ignored": "Hints that are malformed or unknown; their tier is (chain).",
     "media_timeouts": "Requests computed without tiers since their images, audio or video were not "
@@ -66,7 +66,7 @@ GAUGES = {
     "storing_bytes": "Bytes of the stores in flight, over all ranks.",
     "capacity_bytes": "Bytes that the tier may hold; 0: it has no bound of ours.",
     "used_bytes": "Bytes that its blocks take in host memory.",
-    "retained_blocks": "Blocks that hints keep from eviction.",
+    "retained_blocks": "Blocks that hints pin.",
     "ghost_hit_ratio": "Part of the prompts' blocks that the tier would have, as ghosts estimate; "
     "its tier is a tier as it is, or with other settings: cpu (capacity: 2x).",
     "ghost_hit_error": "Twice the standard error of ghost_hit_ratio.",

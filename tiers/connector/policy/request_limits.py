@@ -1,4 +1,4 @@
-"""What may a request ask for itself? Which tiers load how much, and what is stored of it."""
+"""What may a request ask for itself? Tiers, tokens to load, and blocks to store."""
 
 from __future__ import annotations
 
