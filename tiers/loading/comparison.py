@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tiers.loading.load_cost import LEAST_TOKENS, LoadCost
 from tiers.loading.prefill_rate import MIN_TOKENS, PrefillRate
 from tiers.loading.probing import Exploration
+from tiers.loading.shares import Pace
 
 MARGIN = 0.05
 """Part by which loading must be faster than computing: rates are estimates."""
@@ -47,6 +48,8 @@ class Plan(Protocol):
 
 Propose = Callable[[Collection[int], int | None], P | None]
 """A policy's plan without some of the tiers, of so many blocks at most; None: it has none."""
+Share = Callable[[Mapping[int, Pace], Callable[[int], int]], P]
+"""The plan in which tiers of these paces share a prefix; see `tiers.loading.shares.share`."""
 
 
 class Wish(NamedTuple):
@@ -119,14 +122,22 @@ class Comparison:
         """Seconds to compute a token, with which loads are compared; None: they are not."""
         return None if self._always else self.prefill.seconds_per_token
 
-    def load_seconds(self, parts: Mapping[int, int]) -> float:
-        """How long a load would take that has these tokens of each tier."""
-        return max((self.meters[tier].seconds(n) for tier, n in parts.items()), default=0.0)
-
-    def is_long(self, tokens: int, parts: Mapping[int, int]) -> bool:
-        """Whether another plan for so many tokens could be sooner by much."""
+    def _is_long(self, plan: Plan) -> bool:
+        """Whether another plan for as many tokens could be sooner by much."""
         each = self.prefill.seconds_per_token
-        return each is not None and self.load_seconds(parts) > ENOUGH * tokens * each
+        load = max((self.meters[i].seconds(n) for i, n in plan.parts.items()), default=0.0)
+        return each is not None and load > ENOUGH * plan.tokens * each
+
+    def shared(self, tiers: Iterable[int], plan: P, share: Share[P]) -> P:
+        """The plan, or, where it is long, the same prefix from all measured ones of `tiers` at
+        once."""
+        if not self._is_long(plan):
+            return plan
+        paces = {i: p for i in tiers if i in self.meters and (p := self.meters[i].pace(self._size))}
+        if len(paces) < 2 or not plan.parts.keys() <= paces.keys():
+            return plan
+        found = share(paces, lambda tier: self.meters[tier].failures)
+        return found if found.tokens >= plan.tokens else plan
 
     def choose(self, propose: Propose[P], wish: Wish) -> Verdict[P]:
         """The best of the policy's plans."""
@@ -141,7 +152,7 @@ class Comparison:
             passed = tuple(t for t, planned in cut.items() if planned > tokens and t not in parts)
             seconds = best.load + (whole - tokens) * each
             found = Verdict(best.plan, best.saved, passed, None, seconds)
-            if not parts or not self.is_long(tokens, parts):
+            if not parts or not self._is_long(best.plan):
                 return self._patient(found, best.load, whole)
         load = best.load if best is not None else 0.0
         found, load = self._probing(propose, wish, found, load)

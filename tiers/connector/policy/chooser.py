@@ -12,7 +12,6 @@ from tiers.connector.policy.choice import (
     NOBODY,
     Choice,
     Coverage,
-    Shares,
     Stitch,
     behind,
     clip,
@@ -29,6 +28,7 @@ from tiers.contract.connector import SchedulerConnector
 from tiers.explain.attempt import UNNOTED, Attempt
 from tiers.loading.comparison import Comparison, Wish
 from tiers.loading.load_cost import LoadCost
+from tiers.loading.shares import Pace
 
 
 def load_costs(children: Sequence[SchedulerConnector]) -> dict[int, LoadCost]:
@@ -262,6 +262,9 @@ class Chooser:
             start = question.computed // self._block_tokens
             alone = range(start, start + choice.tokens // self._block_tokens)
             choice = choice._replace(shares={choice.child: [alone]})
+        return self._plan(choice)
+
+    def _plan(self, choice: Choice) -> _Plan:
         parts = tokens_of_each(choice, choice.tokens or 0, self._block_tokens)
         measured = parts if parts.keys() <= self._comparison.meters.keys() else {}
         return _Plan(choice, measured, self._block_tokens)
@@ -287,30 +290,20 @@ class Chooser:
                 return LATER
             if alone.tokens > tokens:
                 return alone
-        shares = self._shares(found, tokens)
-        if len(loaders) > 1 and self._comparison.is_long(tokens, self._parts(shares)):
-            shares = self._shared_out(coverage, blocks, tokens, shares)
-        return Choice(None, tokens, True, shares) if tokens else NOBODY
+        plan = self._stitched(found, tokens)
 
-    def _shared_out(
-        self, coverage: Mapping[int, Coverage], blocks: range, tokens: int, shares: Shares
-    ) -> Shares:
-        """The same prefix, from all measured tiers at once."""
-        meters = self._comparison.meters
-        size = self._block_tokens
-        paces = {i: p for i in coverage if i in meters and (p := meters[i].pace(size))}
-        if len(paces) < 2 or not shares.keys() <= paces.keys():
-            return shares
-        several = {i: coverage[i] for i in paces}
-        found = shared(several, blocks, self._window, paces, lambda i: meters[i].failures)
-        return self._shares(found, tokens) if self._tokens(found, blocks) >= tokens else shares
+        def share(paces: Mapping[int, Pace], last: Callable[[int], int]) -> _Plan:
+            held = {i: coverage[i] for i in paces}
+            found = shared(held, blocks, self._window, paces, last)
+            return self._stitched(found, min(tokens, self._tokens(found, blocks)))
 
-    def _shares(self, found: Stitch, tokens: int) -> Shares:
-        return clip(found.shares, tokens // self._block_tokens)
+        if len(loaders) > 1:
+            plan = self._comparison.shared(coverage, plan, share)
+        return plan.choice if tokens else NOBODY
 
-    def _parts(self, shares: Shares) -> dict[int, int]:
-        sizes = {i: sum(map(len, parts)) * self._block_tokens for i, parts in shares.items()}
-        return {i: tokens for i, tokens in sizes.items() if i in self._comparison.meters}
+    def _stitched(self, found: Stitch, tokens: int) -> _Plan:
+        shares = clip(found.shares, tokens // self._block_tokens)
+        return self._plan(Choice(None, tokens, True, shares))
 
     # -- asking ------------------------------------------------------------------------------
 

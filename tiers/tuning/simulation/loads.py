@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from functools import partial
 
 from tiers.loading.comparison import Comparison, Verdict, Wish
+from tiers.loading.shares import Pace
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.policies import Pieces, Plan, Question, policy, shared
 from tiers.tuning.simulation.prompt import Prompt
@@ -95,23 +96,13 @@ class Loads:
         plan = Plan(self._policy(placed, question, self._masks), self._size)
         if not plan.pieces:
             return None
-        if self._shares and self._comparison.is_long(plan.tokens, plan.parts):
-            return self._shared_out(placed, question, plan)
-        return plan
 
-    def _shared_out(
-        self, placed: Sequence[tuple[int, Tier]], question: Question, plan: Plan
-    ) -> Plan:
-        """The same prefix, from all measured tiers at once."""
-        meters = self._comparison.meters
-        paces = {place: p for place, _ in placed if (p := meters[place].pace(self._size))}
-        if len(paces) < 2 or not plan.parts.keys() <= paces.keys():
-            return plan
-        last = [meter.failures for meter in meters.values()]
-        known = [one for one in placed if one[0] in paces]
-        pieces = shared(known, question, self._masks, paces, last.__getitem__)
-        found = Plan(pieces, self._size)
-        return found if found.tokens >= plan.tokens else plan
+        def share(paces: Mapping[int, Pace], last: Callable[[int], int]) -> Plan:
+            known = [one for one in placed if one[0] in paces]
+            return Plan(shared(known, question, self._masks, paces, last), self._size)
+
+        places = [place for place, _ in placed]
+        return self._comparison.shared(places, plan, share) if self._shares else plan
 
     def begin(
         self, prompt: Prompt, known: int, verdict: Verdict[Plan], now: float
