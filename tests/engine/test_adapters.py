@@ -74,8 +74,7 @@ class Engine:
 
     def step(self) -> None:
         """A step of the engine: what its workers have loaded reaches the scheduler."""
-        question = self.marks.question()
-        self.marks.heard({rank: seen.report() for rank, seen in enumerate(self.seen)}, question)
+        self.marks.heard({rank: seen.report() for rank, seen in enumerate(self.seen)})
 
     def mark_of(self, request: Any) -> RequestMark:
         """The mark of a request that has come and waits, for so many steps at most."""
@@ -162,9 +161,9 @@ def test_nothing_is_shared_until_all_ranks_have_loaded_it(folder: Path) -> None:
     engine, one = Engine(ranks=2), adapter(folder)
     engine.load(one)
     request = request_of(one)
-    engine.marks.heard({0: engine.seen[0].report()}, 0)
+    engine.marks.heard({0: engine.seen[0].report()})
     assert not engine.marks.of(request).shared
-    engine.marks.heard({1: engine.seen[1].report()}, 0)
+    engine.marks.heard({1: engine.seen[1].report()})
     assert engine.marks.of(request).shared
 
 
@@ -361,24 +360,15 @@ def test_more_adapters_than_are_told_apart(
 # -- the scheduler's thread ----------------------------------------------------------------------
 
 
-def test_a_request_waits_a_step_to_hear_what_is_loaded(folder: Path) -> None:
-    clock = Clock()
-    engine, one = Engine(now=clock), adapter(folder)
+def test_a_request_does_not_wait_to_hear_what_is_loaded(folder: Path) -> None:
+    engine, one = Engine(), adapter(folder)
     engine.load(one)
-    first, second = request_of(one), request_of(one)
-    assert engine.marks.question() == 0, "nothing is asked without a request"
-    assert not engine.marks.ready(first) and not engine.marks.ready(second)
-    question = engine.marks.question()
-    assert question == 1, "one question does for both"
-    engine.marks.heard({}, question)
-    assert engine.marks.ready(first) and engine.marks.question() == 0
-    assert not engine.marks.of(first).shared, "it is not loaded: the request's first step does that"
-    late = request_of(one)
-    assert not engine.marks.ready(late) and engine.marks.question() == 2
-    clock.now += 2 * PATIENCE
-    assert engine.marks.ready(late), "nobody waits for an answer that does not come"
+    first = request_of(one)
+    assert engine.marks.ready(first) and not engine.marks.of(first).shared
     engine.step()
     assert engine.marks.of(first).shared, "what it computes meanwhile is stored"
+    assert not engine.marks.of(first).may_load
+    steps_of(engine.mark_of(request_of(one)))
 
 
 @pytest.fixture
@@ -466,7 +456,7 @@ def test_what_runs_while_weights_change_is_not_stored(
 
     add(0, said=2 * tokens)
     made.step()
-    made.step()  # asks, and hears that nothing is loaded
+    made.step()  # nothing is loaded
     first = load()
     made.run()
     made.settle()

@@ -134,3 +134,54 @@ def write_vision_model(folder: Path) -> Path:
         ).save_pretrained(model)
         BlipImageProcessor(size={"height": 28, "width": 28}).save_pretrained(model)
     return model
+
+
+def write_llama_4(folder: Path) -> Path:
+    """Write a tiny Llama 4 to a folder of its own: chunks of attention, experts, and a layer
+    without positions, whose queries vLLM scales where requests may be longer than 32,768 tokens;
+    here from the first block on, elsewhere from token 8,192 on."""
+    import torch
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "intermediate_size_mlp": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 1000,
+        "max_position_embeddings": 65536,
+        "no_rope_layers": [1, 1, 1, 0],
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+        "attention_chunk_size": 256,
+        "floor_scale": 16,
+        "attn_scale": 2.0,
+        "num_local_experts": 2,
+        "interleave_moe_layer_step": 2,
+        "moe_layers": [1, 3],
+        "pad_token_id": 0,
+        "initializer_range": INITIALIZER_RANGE,
+    }
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vision_output_dim": 64,
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    marks = dict.fromkeys(("boi_token_index", "eoi_token_index", "image_token_index"), 1)
+    config = Llama4Config(
+        text_config=text,
+        vision_config=vision,
+        architectures=["Llama4ForConditionalGeneration"],
+        **marks,
+    )
+    torch.manual_seed(0)
+    Llama4ForConditionalGeneration(config).save_pretrained(folder)
+    return folder

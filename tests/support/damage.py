@@ -6,7 +6,9 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -154,6 +156,15 @@ def without_amx() -> None:
 def end(process: int) -> None:
     """End a process that holds the engine up."""
     os.kill(process, signal.SIGKILL)
+
+
+def without_pictures() -> None:
+    """Let Llama 4 be served for text where the package that reads its images is missing."""
+    name = "transformers.models.llama4.image_processing_llama4"
+    names = ("Llama4ImageProcessor", "find_supported_resolutions", "get_best_fit")
+    module = types.ModuleType(name)
+    vars(module).update(dict.fromkeys(names, type("Missing", (), {})))
+    sys.modules[name] = module
 
 
 def plain_linears() -> None:

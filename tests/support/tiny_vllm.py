@@ -91,28 +91,6 @@ DEEPSEEK = {
 }
 """Latent attention: each tensor-parallel rank has all of the KV."""
 
-LLAMA_4 = {
-    **LLAMA,
-    "architectures": ["Llama4ForCausalLM"],
-    "model_type": "llama4_text",
-    "max_position_embeddings": 65536,
-    "no_rope_layers": [1, 1, 1, 0],
-    "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
-    "attention_chunk_size": 256,
-    "use_qk_norm": True,
-    "floor_scale": 16,
-    "attn_scale": 2.0,
-    "intermediate_size_mlp": 128,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "interleave_moe_layer_step": 2,
-    "moe_layers": [1, 3],
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
-"""Chunks of attention, experts, and a layer without positions, whose queries vLLM scales where
-requests may be longer than 32,768 tokens; here within a block, elsewhere from token 8,192 on."""
-
 
 class EngineFailed(AssertionError):
     """An engine did not start, or ended before it had answered; the text is its log."""

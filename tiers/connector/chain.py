@@ -24,7 +24,6 @@ from tiers.connector.scheduler.opening import ChainPool, TierOpener
 from tiers.connector.scheduler.scheduler import OffloadingScheduler
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.worker import OffloadingWorker
-from tiers.contract.adapters import LoadedAdapters
 from tiers.contract.copier import OpenCopier
 from tiers.contract.engine import EngineInfo
 from tiers.contract.generation import Generation
@@ -54,8 +53,6 @@ class WorkerParts(NamedTuple):
     names: Sequence[str]
     chain: str
     watch: Watch
-    adapters: LoadedAdapters
-    rank: int
 
 
 def open_scheduler(
@@ -149,9 +146,7 @@ def worker_parts(
     engine = _salted(engine, chain)
     host = HostSlots(engine, PoolSize.of(chain, engine), open_copier, root, now)
     children = [OffloadingWorker(tier, host, DRAIN_SECONDS) for tier in chain.tiers]
-    return WorkerParts(
-        children, _names(chain), _identity(chain), host.watch, engine.adapters, engine.rank
-    )
+    return WorkerParts(children, _names(chain), _identity(chain), host.watch)
 
 
 def _salted(engine: EngineInfo, chain: ChainSpec) -> EngineInfo:

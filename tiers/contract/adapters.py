@@ -71,8 +71,8 @@ class RequestMarks:
     depends on, but for its media."""
 
     def ready(self, request: Request) -> bool:
-        """Whether it is known what may be loaded for the request. Asked again in a later step, it
-        is soon."""
+        """Whether it is known what may be loaded for the request; if not, it is in a later
+        step."""
         return True
 
     def of(self, request: Request) -> RequestMark:
@@ -82,9 +82,5 @@ class RequestMarks:
     def forget(self, request_id: str) -> None:
         """The request has finished, in all tiers."""
 
-    def question(self) -> int:
-        """The number of the last question to the workers that they have not answered; 0: none."""
-        return 0
-
-    def heard(self, reports: AdapterReports, answered: int) -> None:
-        """Take in what workers have loaded up to the step that brought the question `answered`."""
+    def heard(self, reports: AdapterReports) -> None:
+        """Take in what workers have loaded since their last report."""

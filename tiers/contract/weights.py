@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+from tiers.contract.adapters import AdapterReports
+
 
 class Look(Protocol):
     """A look under way."""
@@ -59,17 +61,20 @@ class Seen(NamedTuple):
 
 class WeightReport(NamedTuple):
     """What ranks saw since the last step. `over`: a generation whose weights are others now.
-    `seen`: by the numbers of looks; where there is one rank nobody asks."""
+    `seen`: by the numbers of looks; where there is one rank nobody asks. `adapters`: those that
+    were loaded."""
 
     over: bytes | None
     seen: Mapping[int, Seen]
+    adapters: AdapterReports = {}  # noqa: RUF012 - it is a constant
 
     def fold(self, other: WeightReport | None) -> WeightReport:
         """What these and other ranks saw."""
         if other is None:
             return self
         seen = {number: one.fold(other.seen.get(number)) for number, one in self.seen.items()}
-        return WeightReport(self.over or other.over, {**other.seen, **seen})
+        adapters = {**other.adapters, **self.adapters}
+        return WeightReport(self.over or other.over, {**other.seen, **seen}, adapters)
 
 
 class WeightOrders(NamedTuple):

@@ -59,9 +59,6 @@ class MarksOfRequests(RequestMarks):
         self._told: dict[bytes, dict[int, LoadedAdapter]] = {}
         self._marks: dict[str, tuple[Any, RequestMark]] = {}
         self._came: dict[str, float] = {}
-        self._questions: dict[str, int] = {}
-        self._asked = self._answered = 0
-        self._is_sent = False
         self._looks: dict[str, _Look] = {}
         self._lookers = io_executor(LOOKERS, "adapters")
         self._said: set[str] = set()
@@ -82,25 +79,20 @@ class MarksOfRequests(RequestMarks):
         if adapter is None:
             return True
         mark = self.of(request)
-        came = self._came.setdefault(request.request_id, self._now())
         if not mark.shared:
-            return self._is_told(request, mark) or self._has_asked(request.request_id, came)
+            return True
+        came = self._came.setdefault(request.request_id, self._now())
         look = self._look(str(adapter.lora_path), came)
         mark.may_load = look.stamp.done() and self._is_as_read(request, mark, look.stamp.result())
         return look.stamp.done() or self._is_late(adapter, look)
 
     def forget(self, request_id: str) -> None:
-        for kept in (self._marks, self._questions, self._came):
-            kept.pop(request_id, None)
+        self._marks.pop(request_id, None)
+        self._came.pop(request_id, None)
 
     # -- what workers have loaded ------------------------------------------------------------
 
-    def question(self) -> int:
-        self._is_sent = True
-        return self._asked if self._asked > self._answered else 0
-
-    def heard(self, reports: AdapterReports, answered: int) -> None:
-        self._answered = max(self._answered, answered)
+    def heard(self, reports: AdapterReports) -> None:
         new: set[bytes] = set()
         for rank, loaded in reports.items():
             for name, one in loaded.items():
@@ -109,15 +101,6 @@ class MarksOfRequests(RequestMarks):
         for request, mark in self._marks.values() if new else ():
             if mark.adapter in new:
                 self._update(request, mark)
-
-    def _has_asked(self, request_id: str, came: float) -> bool:
-        """Return whether the workers were asked after a request had come, and have answered."""
-        if request_id not in self._questions:
-            if self._is_sent or not self._asked:  # else one question does for both
-                self._asked += 1
-                self._is_sent = False
-            self._questions[request_id] = self._asked
-        return self._answered >= self._questions[request_id] or self._now() - came > PATIENCE
 
     def _of_ranks(self, request: Any, mark: RequestMark) -> list[LoadedAdapter]:
         """Return what the workers have loaded for the request, those that have said so."""

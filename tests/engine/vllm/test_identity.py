@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import write_adapter
-from tests.support.tiny_vllm import LLAMA, LLAMA_4, Run, documents
+from tests.support.checkpoints import write_adapter, write_llama_4
+from tests.support.tiny_vllm import LLAMA, Run, documents
 
 pytestmark = pytest.mark.vllm
 
@@ -147,19 +147,20 @@ def test_an_adapter_is_loaded_again(run_vllm: Callable[..., Run], tmp_path: Path
 
 @pytest.mark.faults
 @pytest.mark.fault
-def test_llama_4_by_the_longest_request(
-    run_vllm: Callable[..., Run], tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    """It scales the queries of some layers if requests may have more than 32,768 tokens."""
+def test_llama_4_by_the_longest_request(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
+    """It scales the queries of some layers if requests may have more than 32,768 tokens, which it
+    notes in a copy of its configuration."""
     options = {
-        "model": str(tiny_model(LLAMA_4)),
+        "model": str(write_llama_4(tmp_path / "model")),
+        "language_model_only": True,
+        "before": {"start": ["without_pictures"]},
         "num_gpu_blocks_override": 1100,
         "disable_hybrid_kv_cache_manager": True,
         # As long as what is loaded: another chunk would round otherwise.
         "max_num_batched_tokens": COMPLETE // len(PROMPTS),
         "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     }
-    tiers = [disk(tmp_path)]
+    tiers = [disk(tmp_path / "disk")]
     short = run_vllm(PROMPTS, tiers, max_model_len=32768, **options)
     plain = run_vllm(PROMPTS, max_model_len=32800, **options)
     assert short.tokens != plain.tokens, "the scale must matter"

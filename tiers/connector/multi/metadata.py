@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from tiers.contract.adapters import AdapterReports
 from tiers.contract.weights import WeightOrders, WeightReport
 
 
@@ -15,30 +14,23 @@ class MultiConnectorMetadata:
 
     `extra_async_saves`: requests that more than one child is saving, and how many more. `step`: the
     number under which the scheduler measures how long the step takes; None: it does not. `weights`:
-    what it says of looks at them. `question`: the number under which it asks which adapters are
-    loaded; 0: it does not.
+    what it says of looks at them.
     """
 
     metadata: tuple[Any, ...]
     extra_async_saves: dict[str, int]
     step: int | None = None
     weights: WeightOrders = WeightOrders()  # noqa: RUF009 - it is a constant
-    question: int = 0
 
 
 @dataclass
 class MultiWorkerMetadata:
     """What the children of one worker finished, the number of the step that is over, and what was
-    seen of the weights.
-
-    `adapters`: those that were loaded since the last report. `answered`: the step's question.
-    """
+    seen of the weights."""
 
     metadata: tuple[Any, ...]
     step: int | None = None
     weights: WeightReport | None = None
-    adapters: AdapterReports = field(default_factory=dict)
-    answered: int = 0
 
     def aggregate(self, other: MultiWorkerMetadata) -> MultiWorkerMetadata:
         """Both ranks' metadata, child by child."""
@@ -50,8 +42,6 @@ class MultiWorkerMetadata:
             ),
             self.step,
             self.weights.fold(other.weights) if self.weights is not None else other.weights,
-            {**self.adapters, **other.adapters},
-            self.answered,
         )
 
 

@@ -214,9 +214,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         saves, self._more_saves = self._more_saves, {}
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
         number = self._chooser.step_begins(step.prompt_tokens)
-        weights = self._agreement.orders(metadata)
-        question = self._requests.engine.marks.question()
-        return MultiConnectorMetadata(metadata, saves, number, weights, question)
+        return MultiConnectorMetadata(metadata, saves, number, self._agreement.orders(metadata))
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine has computed a prompt's tokens, and says itself how long that took."""
@@ -229,7 +227,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         parts: Sequence[Any] = ()
         if isinstance(whole, MultiWorkerMetadata):
             parts = whole.metadata
-            self._requests.engine.marks.heard(whole.adapters, whole.answered)
+            if whole.weights is not None:
+                self._requests.engine.marks.heard(whole.weights.adapters)
 
         def update(child: SchedulerConnector, part: Any) -> None:
             connector_output.kv_connector_worker_meta = part

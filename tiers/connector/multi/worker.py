@@ -15,7 +15,6 @@ from tiers.connector.multi.metadata import (
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
-from tiers.contract.adapters import NO_ADAPTERS, LoadedAdapters
 from tiers.contract.connector import WorkerConnector
 from tiers.contract.messages import OffloadingConnectorMetadata, TransferResults
 from tiers.contract.weights import NoWatch, Watch
@@ -31,16 +30,12 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         names: Sequence[str] | None = None,
         chain: str = "",
         watch: Watch | None = None,
-        adapters: LoadedAdapters = NO_ADAPTERS,
-        rank: int = 0,
     ) -> None:
-        """`names` and `chain`: see `MultiConnector`. `watch`: that of the children's
-        weights; None: they keep no blocks of their own. `adapters`: those that the engine has
-        loaded on this worker, of this `rank`."""
+        """`names` and `chain`: see `MultiConnector`. `watch`: that of the children's weights; None:
+        they keep no blocks of their own."""
         MultiConnector.__init__(self, children, names, chain)
         self._watch = watch or NoWatch()
         self._hears_layers = any(map(_hears_layers, self.children))
-        self._adapters, self._rank = adapters, rank
         self._saves_awaited: dict[str, int] = {}
         self._loads_awaited: dict[str, int] = {}
 
@@ -139,16 +134,13 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         return set().union(*(c.get_block_ids_with_load_errors() for c in self.children))
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
-        """What every child finished, and the adapters that were loaded; None: nothing, and the
-        step is not measured."""
+        """What every child finished, and what was seen of the weights; None: nothing, and the step
+        is not measured."""
         metadata = tuple(child.build_connector_worker_meta() for child in self.children)
-        orders, weights, loaded = self._metadata, self._watch.report(), self._adapters.report()
-        step, question = getattr(orders, "step", None), getattr(orders, "question", 0)
-        said = weights is not None or loaded or question or step is not None
-        if not said and all(m is None for m in metadata):
+        weights, step = self._watch.report(), getattr(self._metadata, "step", None)
+        if weights is None and step is None and all(m is None for m in metadata):
             return None
-        adapters = {self._rank: loaded} if loaded else {}
-        return MultiWorkerMetadata(metadata, step, weights, adapters, question)
+        return MultiWorkerMetadata(metadata, step, weights)
 
     def get_kv_connector_kv_cache_events(self) -> Any:
         """The events of all children that collect any on workers; None: none does."""

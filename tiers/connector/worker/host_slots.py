@@ -105,7 +105,7 @@ class HostSlots:
         the tiers' loads, in seconds."""
         self.engine = engine
         self.now = now
-        self.watch = WeightWatch(engine.weights, engine.world_size)
+        self.watch = WeightWatch(engine.weights, engine.world_size, engine.adapters, engine.rank)
         self._size = size
         self._open_copier = open_copier
         self._root = root

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from concurrent.futures import Future
 
+from tiers.contract.adapters import NO_ADAPTERS, LoadedAdapters
 from tiers.contract.weights import Look, Seen, WeightOrders, WeightReport, Weights
 
 
@@ -97,11 +98,20 @@ class _Generation:
 
 class WeightWatch:
     """Looks at a worker's weights in each step that loads or stores; one look serves all tiers.
+    Reports also what the worker has loaded as `adapters`.
 
     The engine's thread calls it, and tiers' threads ask its verdicts.
     """
 
-    def __init__(self, weights: Weights, ranks: int) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        ranks: int,
+        adapters: LoadedAdapters = NO_ADAPTERS,
+        rank: int = 0,
+    ) -> None:
+        self.adapters = adapters
+        self._rank = rank
         self._weights = weights
         self._is_shared = ranks > 1
         self._generation: _Generation | None = None
@@ -180,7 +190,10 @@ class WeightWatch:
                 seen[number] = Seen(1, verdict.here.result())
         for number in seen:
             del self._unreported[number]
-        return WeightReport(over, seen) if over is not None or seen else None
+        loaded = self.adapters.report()
+        if over is None and not seen and not loaded:
+            return None
+        return WeightReport(over, seen, {self._rank: loaded} if loaded else {})
 
     def close(self) -> None:
         """Let go of those who wait for the scheduler, which says nothing any more."""

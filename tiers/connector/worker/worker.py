@@ -182,7 +182,7 @@ class OffloadingWorker(WorkerConnector):
             return
         self._begun = meta
         is_ours = not (meta.one_writer and self._host.engine.rank)
-        may_store = self._host.engine.adapters.may_store
+        may_store = self._host.watch.adapters.may_store
         true = [job for job in meta.reqs_to_store if not job.adapter or may_store(job.adapter)]
         # Also where another rank stores them: a tier in host memory may share the gather.
         gather = self._gather([item for job in true for item in job.items])
