@@ -61,7 +61,7 @@ def test_requests_that_differ_in_more_than_tokens_share_no_block() -> None:
         loaded = {
             name_of(one): LoadedAdapter(one.lora_int_id, b"weights", b"files") for one in loras
         }
-        marks.heard({0: loaded}, 0)
+        marks.heard({0: loaded})
         engine = EngineInfo({}, BLOCK, BLOCK, num_blocks=9, marks=marks, media=media)
         table = RequestTable(engine)
         return table.keys(table.of(request))

@@ -116,7 +116,7 @@ CHANGES_NOTHING = {
 @pytest.mark.vllm
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_what_we_wrap_is_there_and_is_all(path: Path) -> None:
-    from tiers.engine.vllm_weights import DOORS
+    from tiers.engine.model_weights import DOORS
 
     wrapped = json.loads(path.read_text())["wrapped"]
     assert wrapped.pop("LRUCacheWorkerLoRAManager") == {"add_adapter": ["lora_request"]}

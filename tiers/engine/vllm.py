@@ -59,11 +59,14 @@ from tiers.engine.vllm_children import (
 from tiers.engine.vllm_events import AsVllm, describe, group_kinds
 from tiers.engine.vllm_groups import REPORTS_FAILED_REQUESTS, drops_last, hash_tokens, kv_groups
 from tiers.engine.vllm_identity import late_facts
-from tiers.engine.vllm_lora import request_marks, seen_adapters
-from tiers.engine.vllm_resets import before_resets
 from tiers.engine.vllm_sleep import copies_in_step, tells_connectors
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
-from tiers.engine.vllm_weights import worker_weights
+from tiers.engine.vllm_watch import (
+    before_resets,
+    request_marks,
+    seen_adapters,
+    worker_weights,
+)
 from tiers.gpu.copier import open_copier
 
 if TYPE_CHECKING:

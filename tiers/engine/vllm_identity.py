@@ -16,7 +16,7 @@ from tiers.engine.identity.facts import attention_facts
 from tiers.engine.identity.late import LateFacts
 from tiers.engine.identity.made import generation_facts, made_facts, unseen_facts
 from tiers.engine.identity.weights import NoIdentity, identity, source
-from tiers.engine.vllm_weights import this_worker
+from tiers.engine.vllm_watch import this_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -59,7 +59,7 @@ def worker() -> Worker:
 
 def watched(worker: Worker) -> Callable[[], bool]:
     """Tells whether the weights look as they did, in every part."""
-    from tiers.engine.vllm_weights import ModelWeights
+    from tiers.engine.model_weights import ModelWeights
 
     weights = ModelWeights(worker)
     before = [weights.look(part).seen() for part in range(weights.parts)]
@@ -97,9 +97,9 @@ def test_a_change_is_seen(
     worker: Worker, how: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one look, or in one of those that share a model of many parameters."""
-    from tiers.engine import vllm_weights
+    from tiers.engine import model_weights
 
-    monkeypatch.setattr(vllm_weights, "AT_ONCE", at_once)
+    monkeypatch.setattr(model_weights, "AT_ONCE", at_once)
     same = watched(worker)
     assert same() and same()
     CHANGES[how](worker)
@@ -142,7 +142,8 @@ def test_the_worker_is_found_among_the_callers(worker: Worker) -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     from tiers.contract.weights import Unseen
-    from tiers.engine.vllm_weights import ModelWeights, worker_weights
+    from tiers.engine.model_weights import ModelWeights
+    from tiers.engine.vllm_watch import worker_weights
 
     class Base(Worker, WorkerBase):  # type: ignore[misc]
         def initialize_from_config(self, kv_cache_config: Any) -> Any:

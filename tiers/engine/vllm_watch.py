@@ -1,16 +1,23 @@
-"""How a vLLM worker loads LoRA adapters, and how kvtiers sees it."""
+"""What a vLLM engine does without telling its connectors: it resets its own prefix cache, changes
+its weights and loads adapters. kvtiers finds the objects that do so, and wraps their members."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from functools import partial, wraps
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
 from vllm.logger import init_logger
+from vllm.v1.worker.worker_base import WorkerBase
 
 from tiers.contract.adapters import NO_ADAPTERS, LoadedAdapters, RequestMarks
+from tiers.contract.weights import Unseen, Weights
 from tiers.engine import loaded_adapters
 from tiers.engine.loaded_adapters import SeenAdapters
+from tiers.engine.model_weights import ModelWeights, before_calls
 from tiers.engine.request_marks import MarksOfRequests
 from tiers.engine.versions import NEWEST, release_of
 
@@ -28,21 +35,60 @@ _seen: dict[int, tuple[Any, SeenAdapters]] = {}
 engines of a process load adapters by the same class."""
 
 
+def caller(kind: type) -> Any:
+    """Return the nearest object of a class that is calling us; None: there is none. vLLM hands a
+    connector neither its worker nor its scheduler."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, kind):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def this_worker() -> Any:
+    """Return the worker that is making its connector; None: it can't be seen."""
+    return caller(WorkerBase)
+
+
+def before_resets(cache: Any, tell: Callable[[], object]) -> None:
+    """Call `tell` before each reset of the engine's prefix cache, whether that succeeds or not.
+
+    Training loops change weights in place and reset that cache alone, which by default does not
+    reach connectors. `cache`: what the engine hands to connectors, its cache manager or, in vLLM
+    before 0.30, its block pool; or its scheduler.
+    """
+    if not before_calls(cache, "reset_prefix_cache", tell):
+        logger.warning(
+            "this vLLM does not show when it resets its prefix cache: after a change of weights, "
+            "reset with reset_connector=True"
+        )
+
+
+def worker_weights() -> Weights:
+    """Return the weights of the worker that is making its connector."""
+    worker = this_worker()
+    if worker is not None:
+        return ModelWeights(worker)
+    logger.warning(
+        "kvtiers does not see this engine's weights: after each change of them, reset its prefix "
+        "cache before the next request"
+    )
+    return Unseen()
+
+
 def request_marks(vllm_config: VllmConfig) -> RequestMarks:
     """Return the marks of an engine's requests, for its scheduler."""
     return MarksOfRequests(vllm_config.parallel_config.world_size, name_of)
 
 
 def seen_adapters(vllm_config: VllmConfig) -> LoadedAdapters:
-    """Return the adapters that an engine loads on this worker from now on.
-
-    vLLM tells connectors nothing of them, so the one method by which it loads an adapter and makes
-    sure of it in every step is wrapped.
-    """
+    """Return the adapters that an engine loads on this worker from now on. One method loads them,
+    and makes sure of them in every step."""
     config = vllm_config.lora_config
     if config is None:
         return NO_ADAPTERS
-    seen = SeenAdapters(name_of)
     try:
         from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager as Manager
 
@@ -51,7 +97,7 @@ def seen_adapters(vllm_config: VllmConfig) -> LoadedAdapters:
     except (ImportError, AttributeError) as error:
         logger.warning("no LoRA adapter's KV is cached: what is loaded can't be seen: %s", error)
         return NO_ADAPTERS
-    _seen[id(config)] = config, seen
+    _seen[id(config)] = config, (seen := SeenAdapters(name_of))
     return seen
 
 

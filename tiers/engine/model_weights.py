@@ -1,0 +1,203 @@
+"""ModelWeights: samples of the parameters of a worker's model, and a count of what changes them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
+
+import torch
+import xxhash
+
+from tiers.gpu.words import WORD, Reading, Words
+
+logger = logging.getLogger(__name__)
+
+PARTS = 16
+"""Samples that are looked at in turn."""
+SPAN = 32
+"""Words of each parameter in a sample. A step of training at 1e-6 changes one in a hundred weights
+of bfloat16: of a model with 300 parameters a look misses that once in e^96 times."""
+AT_ONCE = 400
+"""Parameters of a look; of a model that has more some are looked at in one look and some in the
+next."""
+DOORS = ("load_model", "reload_weights", "reset_weights", "update_weights", "finish_weight_update")
+"""Members of a worker that change its weights, where its version has them."""
+
+Place = tuple[Callable[[], Any], str]
+"""Where a parameter is: its module, which may be gone, and its name there."""
+
+
+def before_calls(owner: Any, name: str, tell: Callable[[], object]) -> bool:
+    """Call `tell` before each call of an object's member; False: it has no such member."""
+    call: Callable[..., Any] | None = getattr(owner, name, None)
+    if call is None:
+        return False
+
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        tell()
+        return call(*args, **kwargs)
+
+    setattr(owner, name, telling)
+    return True
+
+
+class ModelWeights:
+    """Samples the parameters of a worker's model, drawn by chance, and counts calls that change
+    weights. Called by the engine's thread, which does nothing else between the comparison of
+    addresses and the order to read."""
+
+    parts = PARTS
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._changes = 0
+        self._model: Callable[[], Any] = lambda: None
+        self._groups: list[_Group] = []
+        for name in DOORS:
+            before_calls(worker, name, self._changed)
+
+    def _changed(self) -> None:
+        self._changes += 1
+
+    def look(self, part: int) -> _Look:
+        """Begin to read the words of a part. What can't be read has changed."""
+        if not self._is_in_place(part):
+            self._changed()
+            self._find()
+        try:
+            readings = self._group(part).read(part)
+        except RuntimeError:  # a device without memory
+            self._changed()
+            readings = []
+        return _Look(self._changes, readings)
+
+    def _group(self, part: int) -> _Group:
+        return self._groups[part % len(self._groups)]
+
+    def _is_in_place(self, part: int) -> bool:
+        same_model = self._model() is self._worker.get_model()
+        return same_model and self._group(part).is_in_place()
+
+    def _find(self) -> None:
+        model = self._worker.get_model()
+        if model is not self._model():
+            self._model = weakref.ref(model)
+            before_calls(model, "load_weights", self._changed)
+        found = list(_parameters(model, self._worker.parallel_config.enable_eplb))
+        users = Counter(one.data_ptr() for _, one in found)
+        shared = {address for address, count in users.items() if count > 1}
+        groups = min(PARTS, -(-len(found) // AT_ONCE)) or 1
+        try:
+            self._groups = [_Group(found[at::groups], shared) for at in range(groups)]
+        except (RuntimeError, AttributeError, TypeError) as error:
+            self._groups = [_Group([], shared)]
+            logger.warning(
+                "kvtiers can't look at this engine's weights (%s): after each change of them, "
+                "reset its prefix cache before the next request",
+                error,
+            )
+
+
+class _Look:
+    """Words being read, and how often the weights had changed when they were asked for."""
+
+    def __init__(self, changes: int, readings: Sequence[Reading]) -> None:
+        self._changes = changes
+        self._readings = readings
+        self._seen: bytes | None = None
+
+    def ready(self) -> bool:
+        return all(one.ready() for one in self._readings)
+
+    def seen(self) -> bytes:
+        if self._seen is None:
+            digest = xxhash.xxh3_128(self._changes.to_bytes(8, "little"))
+            for one in self._readings:
+                digest.update(one.words())
+            self._seen, self._readings = digest.digest(), ()
+        return self._seen
+
+
+class _Group:
+    """Parameters that are looked at together. Their memory is read where it is and never held: what
+    is loaded anew may lie elsewhere, and weights are most of a device's memory."""
+
+    def __init__(self, found: Sequence[tuple[Place, torch.Tensor]], shared: Set[int]) -> None:
+        """`shared`: addresses of memory that several have."""
+        self._places = [place for place, _ in found]
+        self._addresses = [one.data_ptr() for _, one in found]
+        spans: dict[torch.device, list[tuple[int, int]]] = {}
+        for _, one in found:
+            # Layers that are brought in turn show another each time.
+            if one.data_ptr() not in shared:
+                spans.setdefault(one.device, []).append(_extent(one))
+        self._samples = [_Sample(device, extents) for device, extents in spans.items()]
+
+    def is_in_place(self) -> bool:
+        """Whether the memory is still theirs: else reading it could end the process."""
+        try:
+            now = [module()._parameters[name].data_ptr() for module, name in self._places]
+        except (KeyError, AttributeError, RuntimeError):  # one is gone, or has none
+            return False
+        return now == self._addresses
+
+    def read(self, part: int) -> list[Reading]:
+        """Begin to read the words of a part. Raises RuntimeError where the device can't."""
+        return [one.read(part) for one in self._samples]
+
+
+class _Sample:
+    """Words of one device, drawn by chance from each of these ranges of addresses."""
+
+    def __init__(self, device: torch.device, extents: Sequence[tuple[int, int]]) -> None:
+        start = min(first for first, _ in extents)
+        self._start = start - start % WORD.itemsize
+        self._words = Words(device, self._start, max(last for _, last in extents))
+        drawn = (torch.tensor(self._draw(extents), dtype=torch.int64) for _ in range(PARTS))
+        self._numbers = [one.pin_memory() if device.type == "cuda" else one for one in drawn]
+
+    def _draw(self, extents: Sequence[tuple[int, int]]) -> list[int]:
+        """Draw the numbers of the words of one part."""
+        drawn: list[int] = []
+        for first, last in extents:
+            low = -((self._start - first) // WORD.itemsize)
+            high = (last - self._start) // WORD.itemsize
+            at = low + secrets.randbelow(max(1, high - low - SPAN + 1))
+            drawn += range(at, min(high, at + SPAN))
+        return drawn
+
+    def read(self, part: int) -> Reading:
+        return self._words.read(self._numbers[part])
+
+
+def _parameters(
+    model: torch.nn.Module, moves_experts: bool
+) -> Iterator[tuple[Place, torch.Tensor]]:
+    """Yield every parameter with memory of its own, once, with its place. Not buffers, which
+    computing may change, nor experts that the engine moves between ranks (`moves_experts`)."""
+    known: set[int] = set()
+    for path, module in model.named_modules():
+        if moves_experts and "experts" in path.split("."):
+            continue
+        for name, one in module.named_parameters(recurse=False):
+            if id(one) not in known and _has_memory(one):
+                known.add(id(one))
+                yield (weakref.ref(module), name), one
+
+
+def _has_memory(one: torch.Tensor) -> bool:
+    try:
+        return one.numel() > 0 and one.data_ptr() != 0
+    except (RuntimeError, NotImplementedError):  # a wrapper around others
+        return False
+
+
+def _extent(one: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a parameter's first byte, and behind its last."""
+    steps = zip(one.shape, one.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return one.data_ptr(), one.data_ptr() + (last + 1) * one.element_size()
