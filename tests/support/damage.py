@@ -159,7 +159,11 @@ def end(process: int) -> None:
 
 
 def without_pictures() -> None:
-    """Let Llama 4 be served for text where the package that reads its images is missing."""
+    """Let Llama 4 be served for text where the package that reads its images is missing. vLLM would
+    take embeddings of images from whoever loads KV."""
+    from vllm.config import ModelConfig
+
+    ModelConfig._supports_multimodal_inputs = lambda self: False
     name = "transformers.models.llama4.image_processing_llama4"
     names = ("Llama4ImageProcessor", "find_supported_resolutions", "get_best_fit")
     module = types.ModuleType(name)
