@@ -59,12 +59,13 @@ from tiers.engine.vllm_children import (
 from tiers.engine.vllm_events import AsVllm, describe, group_kinds
 from tiers.engine.vllm_groups import REPORTS_FAILED_REQUESTS, drops_last, hash_tokens, kv_groups
 from tiers.engine.vllm_identity import late_facts
-from tiers.engine.vllm_sleep import copies_in_step, tells_connectors
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
 from tiers.engine.vllm_watch import (
     before_resets,
+    copies_in_step,
     request_marks,
     seen_adapters,
+    tells_sleep,
     worker_weights,
 )
 from tiers.gpu.copier import open_copier
@@ -327,7 +328,7 @@ class WorkerHalf(MultiWorker, KVTiersConnector):
         chain = configured_chain(vllm_config)
         if chain is not None:
             info = engine_info(vllm_config, kv_cache_config, role, chain)
-            in_step = copies_in_step(vllm_config, told=tells_connectors())
+            in_step = copies_in_step(vllm_config, told=tells_sleep())
             opener = partial(open_copier, in_step=in_step)
             MultiWorker.__init__(self, *worker_parts(chain, info, opener))
         else:

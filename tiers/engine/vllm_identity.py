@@ -51,14 +51,12 @@ def _weights(vllm_config: Any, salt: str, alone: str) -> Mapping[str, str]:
     began, since = time.monotonic(), _process_began()
     digests = Digests(cache_folder(os.environ))
     model, load = vllm_config.model_config, vllm_config.load_config
-    hub = _hub_folder(load)
-    facts = _draft_weights(vllm_config, hub, digests, since)
     try:
-        facts["weights"] = identity(source(model, load, hub, since), digests.of, since)
+        found = identity(source(model, load, _hub_folder(load), since), digests.of, since)
     except NoIdentity as error:
         if salt:
             where = getattr(model, "model_weights", "") or model.model
-            return {**facts, "weights": f"as the salt says: {where} {model.revision}"}
+            return {"weights": f"as the salt says: {where} {model.revision}"}
         why = f"{error}, so they can't be distinguished from others"
         remedy = "name the weights by `salt` in the chain, and change that name when they change"
     except (OSError, FileChanged) as error:
@@ -66,31 +64,14 @@ def _weights(vllm_config: Any, salt: str, alone: str) -> Mapping[str, str]:
         remedy = "start the engine again when the files can be read and no longer change"
     else:
         logger.info("the model's weights were identified in %.1f s", time.monotonic() - began)
-        return facts
+        return {"weights": found}
     logger.warning(
         "the model's weights %s: no other process finds what this engine stores, nor does this one "
         "after a restart. To share it, %s.",
         why,
         remedy,
     )
-    return {**facts, "weights": alone}
-
-
-def _draft_weights(
-    vllm_config: Any, hub: Path | None, digests: Digests, since: float
-) -> dict[str, str]:
-    """Return the fact of a draft model's weights, whose KV lies in the same blocks; none if they
-    have no identity: KV of other draft weights makes bad drafts, never wrong tokens."""
-    speculative = vllm_config.speculative_config
-    draft = getattr(speculative, "draft_model_config", None)
-    if draft is None or draft.model == vllm_config.model_config.model:
-        return {}
-    try:
-        found = source(draft, vllm_config.load_config, hub, since)
-        return {"draft": identity(found, digests.of, since)}
-    except (NoIdentity, OSError, FileChanged) as error:
-        logger.info("the draft model's weights %s", error)
-        return {}
+    return {"weights": alone}
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:

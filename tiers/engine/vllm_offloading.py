@@ -40,8 +40,7 @@ from tiers.engine.vllm_groups import STATES_ON_V2, refuse_model
 from tiers.engine.vllm_hosted_manager import HostedManager
 from tiers.engine.vllm_hosted_worker import HostedWorker
 from tiers.engine.vllm_identity import late_facts
-from tiers.engine.vllm_sleep import copies_in_step
-from tiers.engine.vllm_watch import before_resets, caller, worker_weights
+from tiers.engine.vllm_watch import before_resets, caller, copies_in_step, worker_weights
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import open_copiers
 from tiers.host.memory import slot_stride

@@ -1,5 +1,6 @@
 """What a vLLM engine does without telling its connectors: it resets its own prefix cache, changes
-its weights and loads adapters. kvtiers finds the objects that do so, and wraps their members."""
+its weights, loads adapters and, before 0.33, sleeps. kvtiers finds the objects that do so, and
+wraps their members."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
@@ -64,6 +66,17 @@ def before_resets(cache: Any, tell: Callable[[], object]) -> None:
             "this vLLM does not show when it resets its prefix cache: after a change of weights, "
             "reset with reset_connector=True"
         )
+
+
+def tells_sleep() -> bool:
+    """Return whether this vLLM calls a connector before the paged KV goes away, as 0.33 does."""
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+
+
+def copies_in_step(vllm_config: VllmConfig, told: bool) -> bool:
+    """Return whether what a step copies must be queued on the device when the step ends: an engine
+    that sleeps, and by which nobody is `told`, waits for its device alone."""
+    return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)) and not told
 
 
 def worker_weights() -> Weights:

@@ -27,7 +27,6 @@ def config_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
     facts = {
         "engine": engine_version,
         "config": config_digest(model.hf_config),
-        "long_rope": _long_rope(model),
         **dict(_keyed("VllmConfig", vllm_config)),
     }
     unknown = dict(_unknown("VllmConfig", vllm_config))
@@ -95,18 +94,6 @@ def config_digest(hf_config: Any) -> str:
     fields = {k: v for k, v in hf_config.to_dict().items() if k not in _VOLATILE}
     text = json.dumps(fields, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _long_rope(model: Any) -> str:
-    """Return which of its two sets of rotary factors a model such as Phi-3 uses; "" for others.
-
-    vLLM chooses by `max_model_len`.
-    """
-    text = model.hf_text_config
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    name = "original_max_position_embeddings"
-    original = rope.get(name) or getattr(text, name, None)
-    return str(model.max_model_len > int(original)) if original else ""
 
 
 def attention_facts(vllm_config: Any) -> dict[str, str]:
