@@ -13,7 +13,6 @@ from tiers.connector.policy.requests import RequestTable
 from tiers.contract.adapters import LoadedAdapter
 from tiers.contract.engine import EngineInfo
 from tiers.engine.content_marks import ContentMarks
-from tiers.engine.identity.facts import config_facts
 from tiers.engine.loaded_adapters import name_of
 from tiers.engine.request_marks import MarksOfRequests
 
@@ -145,18 +144,6 @@ def model(**more: Any) -> Any:
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         load_config=SimpleNamespace(load_format="auto"),
     )
-
-
-def test_longest_request_matters_where_it_chooses_the_rotary_factors() -> None:
-    phi = SimpleNamespace(original_max_position_embeddings=4096)
-
-    def facts(**more: Any) -> dict[str, str]:
-        return config_facts(model(**more), "0.32.0")
-
-    assert facts(max_model_len=4096) == facts(max_model_len=8192)
-    short = facts(hf_text_config=phi, max_model_len=4096)
-    assert short == facts(hf_text_config=phi, max_model_len=2048)
-    assert short != facts(hf_text_config=phi, max_model_len=131072)
 
 
 STATE = {"kind": "MambaSpec", "mamba_cache_mode": "align"}

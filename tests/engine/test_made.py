@@ -145,6 +145,22 @@ def test_what_a_model_decides_while_it_is_made_is_a_fact() -> None:
     assert lengths[0] != lengths[1], "who sees no model goes by the length"
 
 
+@pytest.mark.vllm
+def test_longest_request_matters_where_it_chooses_the_rotary_factors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of Phi-3, which has two sets of them."""
+    from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope as phi
+
+    def facts(longest: int) -> dict[str, str]:
+        config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=longest))
+        monkeypatch.setattr(phi, "get_current_vllm_config", lambda: config)
+        shape: Any = (32, 32, 131072, 4096, 10000.0, True, torch.float32)
+        return made_facts(phi.Phi3LongRoPEScaledRotaryEmbedding(*shape, [1.0] * 16, [2.0] * 16))
+
+    assert facts(2048) == facts(4096) != facts(131072) == facts(8192)
+
+
 def test_a_generation_config_that_says_more_than_sampling_is_a_fact() -> None:
     def facts(override: dict[str, Any] | None = None, **said: Any) -> dict[str, str]:
         return generation_facts(
