@@ -40,7 +40,7 @@ TIERS: dict[str, Any] = {
     "threshold": {"store_threshold": 2},
     "rate": {"store_rate": "200kB/s"},
     "inflight": {"max_inflight": 160_000},
-    "budget": {"write_budget": "2kB/s"},
+    "budget": {"write_budget": "4096B/s"},
 }
 
 
