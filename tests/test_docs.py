@@ -165,6 +165,13 @@ def test_the_upgrade_page_has_the_formats_of_this_version() -> None:
         assert f"| {what} | {version} |" in page
 
 
+def test_the_changelog_is_one_text_for_users() -> None:
+    """After a merge it may fail: git keeps both sides. Leave the new text and your lines."""
+    page = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^#+ .*$", page, re.M)
+    assert len(headings) == len(set(headings)) and len(page.split()) <= 1900
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
