@@ -24,6 +24,7 @@ def test_counters_add_up_gauges_are_replaced_and_samples_gather() -> None:
     later.add("cpu", hits=1)
     stats.aggregate(later)
     assert stats["disk"] == {"hits": 3, "storing_jobs": 1, "load_seconds": [0.5, 1.5]}
+    TierStats().aggregate(later).aggregate(stats)
     assert later["disk"]["load_seconds"] == [1.5], "what was added is as it was"
 
 
