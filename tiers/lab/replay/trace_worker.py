@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -27,10 +28,10 @@ GIVEN_UP_TURNS = 20
 
 
 class Jobs:
-    """Jobs of one tier under way on the worker, by their ids."""
+    """Jobs of one tier under way on the worker, by their ids; until when each load may take."""
 
     def __init__(self) -> None:
-        self.loads: set[int] = set()
+        self.loads: dict[int, float] = {}
         self.stores: set[int] = set()
 
     @property
@@ -38,17 +39,19 @@ class Jobs:
         """How many of the tier's threads have a job: it has `LOADERS` to load and one to store."""
         return min(LOADERS, len(self.loads)) + min(1, len(self.stores))
 
-    def begin(self, orders: OffloadingConnectorMetadata, loads: bool) -> None:
-        """A step's orders are with the threads."""
-        if loads:
-            self.loads.update(job.job_id for job in orders.reqs_to_load)
-        else:
-            self.stores.update(job.job_id for job in orders.reqs_to_store)
+    def begin_loads(self, orders: OffloadingConnectorMetadata, now: float) -> None:
+        """A step's loads are with the threads."""
+        self.loads |= {job.job_id: now + job.seconds for job in orders.reqs_to_load}
+
+    def begin_stores(self, orders: OffloadingConnectorMetadata) -> None:
+        """A step's stores are with the threads."""
+        self.stores.update(job.job_id for job in orders.reqs_to_store)
 
     def end(self, said: OffloadingWorkerMetadata | None) -> None:
         """These jobs have ended."""
         if said is not None:
-            self.loads -= said.jobs.keys()
+            for job_id in said.jobs:
+                self.loads.pop(job_id, None)
             self.stores -= said.jobs.keys()
 
 
@@ -119,7 +122,7 @@ class TraceWorker:
         self._half.start_load_kv(None)
         self._half.clear_connector_metadata()
         for jobs, part in zip(self._jobs, orders.metadata, strict=True):
-            jobs.begin(part, loads=True)
+            jobs.begin_loads(part, self._clock.now())
 
     def end(self, orders: MultiConnectorMetadata) -> None:
         """The step is computed: begin its stores."""
@@ -128,14 +131,18 @@ class TraceWorker:
         self._half.wait_for_save()
         self._half.clear_connector_metadata()
         for jobs, part in zip(self._jobs, orders.metadata, strict=True):
-            jobs.begin(part, loads=False)
+            jobs.begin_stores(part)
         for place, passing in self._passing.items():
             passing.begin(orders.metadata[place], self._clock.now())
 
     def next_end(self) -> float | None:
-        """When the next store in host memory has passed its link; None: none is under way."""
-        moments = [passing.next_end() for passing in self._passing.values()]
-        return min((moment for moment in moments if moment is not None), default=None)
+        """When the next store in host memory has passed its link, or a load has had its time; None:
+        none is under way."""
+        now = self._clock.now()
+        stores = (passing.next_end() for passing in self._passing.values())
+        loads = (until for jobs in self._jobs for until in jobs.loads.values() if until > now)
+        moments = (one for one in (*stores, *loads) if one is not None and one < math.inf)
+        return min(moments, default=None)
 
     def poll(self) -> StepOutput:
         """What has ended since the last call."""
