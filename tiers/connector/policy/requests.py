@@ -170,9 +170,9 @@ class RequestTable:
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:
         """See `RequestObserver`."""
         now = {"hints_ignored": self._hints.ignored, "media_timeouts": self._media_late}
-        more = {name: count - self._counted[name] for name, count in now.items()}
+        more = {name: now[name] - before for name, before in self._counted.items()}
         self._counted = now
-        return {CHAIN: {name: count for name, count in more.items() if count}}
+        return {CHAIN: more} if any(more.values()) else {}
 
     def _wait_budget(self) -> WaitBudget:
         return WaitBudget(self._now, self._max_wait)
