@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
+from typing import TYPE_CHECKING
 
 from spec.offloading import StoreContext
 from tiers.disk.folder import folder as folders
@@ -24,6 +23,9 @@ from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
 from tiers.errors import TierNotOpen, TierUnusable
 from tiers.testing import Memory
+
+if TYPE_CHECKING:
+    import pytest
 
 PAYLOAD = 60_000
 SLOT = slot_bytes(PAYLOAD)
@@ -145,6 +147,8 @@ def say_mounted(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def run_mounted(mount: str, code: str, path: Path) -> None:
     """Run Python after a mount that only its process sees."""
+    import pytest  # a third of what each child would import
+
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0:
         pytest.skip("this user can't mount anything")
     run_code(code, path, within=["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" "$@"'])
@@ -152,6 +156,8 @@ def run_mounted(mount: str, code: str, path: Path) -> None:
 
 def refused(path: Path, match: str, capacity: int = 8 * SLOT, shares: int = 1) -> None:
     """Opening must fail with a message that matches and names the path."""
+    import pytest
+
     spec = DiskSpec(path=path, capacity=capacity)
     with pytest.raises((TierUnusable, TierNotOpen), match=match) as caught:
         spec.open(StoreContext(PAYLOAD, shares))

@@ -49,7 +49,7 @@ with open(path / "other", "wb", buffering=0) as other:
         pass
 assert taken > 0
 failed = 0
-for n in range(10, 60):
+for n in range(10, 30):
     try:
         failed += not put(store, keys(n))[0]
     except (TierFull, TierUnavailable):
@@ -69,14 +69,14 @@ except TierNotOpen as error:
 else:
     raise SystemExit("opened")
 (path / "other").unlink()
-for n in range(60, 160):
+for n in range(60, 100):
     assert put(store, keys(n)) == [True], n
-assert store.usage().blocks >= 100
-assert get(store, keys(*range(60, 160))) == [True] * 100
+assert store.usage().blocks >= 40
+assert get(store, keys(*range(60, 100))) == [True] * 40
 audit(store)
 store.close()
 store = open_disk(path / "tier", slots=1000)
-assert get(store, keys(*range(60, 160))) == [True] * 100
+assert get(store, keys(*range(60, 100))) == [True] * 40
 store.close()
 """
 
@@ -87,7 +87,7 @@ def test_a_disk_that_fills_and_empties(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(MODE, mode)
-    run_mounted(f'mount -t tmpfs -o size=24m,mode=700 none "{tmp_path}"', FULL, tmp_path)
+    run_mounted(f'mount -t tmpfs -o size=12m,mode=700 none "{tmp_path}"', FULL, tmp_path)
 
 
 READ_ONLY = """
