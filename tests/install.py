@@ -42,8 +42,8 @@ OPTIONS = (
 MODEL = """
 import sys
 from pathlib import Path
-from tests.support.checkpoints import write_model
-from tests.support.tiny_vllm import LLAMA
+from tests.engine.vllm.checkpoints import write_model
+from tests.engine.vllm.tiny_vllm import LLAMA
 print(write_model(Path(sys.argv[1]), LLAMA))
 """
 

@@ -17,10 +17,10 @@ import pytest
 import yaml
 
 from spec.chain import ChainSpec
-from tests.support.checkpoints import write_model
+from tests.engine.vllm.checkpoints import write_model
+from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, EngineFailed, Run
 from tests.support.replay_chains import MODEL, close
 from tests.support.slow_store import STORES, TroubledStore
-from tests.support.tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, EngineFailed, Run
 from tiers.connector.policy import wait_budget
 from tiers.engine.plugin import transfer_config
 from tiers.lab.replay import ReplayEngine
@@ -70,7 +70,7 @@ def vllm_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.P
     env["VLLM_NO_USAGE_STATS"] = "1"
     # More threads than one spin while they wait for one that a busy machine does not run.
     env["OMP_NUM_THREADS"] = "1"
-    env["PYTHONPATH"] = os.pathsep.join([str(CHILD.parents[2]), *filter(None, sys.path)])
+    env["PYTHONPATH"] = os.pathsep.join([str(CHILD.parents[3]), *filter(None, sys.path)])
     env["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     # What vLLM itself keeps saves it time, and is no user's in particular.
     env.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.support.tiny_vllm import EngineFailed
+from tests.engine.vllm.tiny_vllm import EngineFailed
 
 SAID = re.compile(
     r"(?:ValueError: |with error ['\"])(.*(?:kvtiers|KV cache specs).*?)(?:['\"], please|$)",

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.tiny_vllm import Run
-from tests.support.vllm_chains import IN_PROCESS, ONE_BY_ONE
+from tests.engine.vllm.tiny_vllm import Run
+from tests.engine.vllm.vllm_chains import IN_PROCESS, ONE_BY_ONE
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,8 @@ import pytest
 import torch
 import yaml
 
-from tests.support.checkpoints import write_adapter, write_vision_model
-from tests.support.compatibility import Cells, engine_version
-from tests.support.servers import RedisServer, binaries
-from tests.support.tiny_vllm import (
+from tests.engine.vllm.checkpoints import write_adapter, write_vision_model
+from tests.engine.vllm.tiny_vllm import (
     DEEPSEEK,
     GEMMA,
     LLAMA,
@@ -28,7 +26,9 @@ from tests.support.tiny_vllm import (
     Run,
     documents,
 )
-from tests.support.vllm_server import VllmServer
+from tests.engine.vllm.vllm_server import VllmServer
+from tests.support.compatibility import Cells, engine_version
+from tests.support.servers import RedisServer, binaries
 
 pytestmark = [pytest.mark.vllm, pytest.mark.compatibility, pytest.mark.timeout(600)]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Run, documents
 from tests.support.explaining import check_sums, tier_of
 from tests.support.plugin_packages import write_package
-from tests.support.tiny_vllm import BLOCK_TOKENS, Run, documents
 from tiers.traces.opening import open_trace
 
 pytestmark = pytest.mark.vllm

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.vllm.tiny_vllm import Run, documents
 from tests.support.servers import RedisServer, binaries
-from tests.support.tiny_vllm import Run, documents
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.tiny_vllm import Run, documents
-from tests.support.vllm_chains import IN_PROCESS, cpu, tiers
+from tests.engine.vllm.tiny_vllm import Run, documents
+from tests.engine.vllm.vllm_chains import IN_PROCESS, cpu, tiers
 from tiers.connector.policy.request_hints import Demote, HintReader, Hints, Retain
 
 pytestmark = pytest.mark.vllm

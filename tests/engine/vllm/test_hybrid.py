@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_vllm import GEMMA, MISTRAL, WINDOW, Run, documents
+from tests.engine.vllm.tiny_vllm import GEMMA, MISTRAL, WINDOW, Run, documents
 
 pytestmark = pytest.mark.vllm
 

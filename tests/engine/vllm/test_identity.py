@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import write_adapter, write_llama_4
-from tests.support.tiny_vllm import LLAMA, Run, documents
+from tests.engine.vllm.checkpoints import write_adapter, write_llama_4
+from tests.engine.vllm.tiny_vllm import LLAMA, Run, documents
 
 pytestmark = pytest.mark.vllm
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import IMAGE_TOKENS, write_vision_model
-from tests.support.tiny_vllm import Run, documents
+from tests.engine.vllm.checkpoints import IMAGE_TOKENS, write_vision_model
+from tests.engine.vllm.tiny_vllm import Run, documents
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
 

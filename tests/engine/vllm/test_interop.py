@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_vllm import Run
-from tests.support.vllm_chains import (
+from tests.engine.vllm.tiny_vllm import Run
+from tests.engine.vllm.vllm_chains import (
     COMPLETE,
     IN_PROCESS,
     ONE_BY_ONE,

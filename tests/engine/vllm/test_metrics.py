@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tests.support.metrics import Samples
+from tests.engine.vllm.metrics import Samples
 from tiers.contract.stats import COUNTERS, GAUGES, HISTOGRAMS, OF_CHAIN, STATES, TierStats
 
 CHAIN = {

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.vllm.tiny_vllm import DEEPSEEK, EngineFailed, Run, documents, hosted
 from tests.support.damage import keys_on
-from tests.support.tiny_vllm import DEEPSEEK, EngineFailed, Run, documents, hosted
 from tiers.block import NAMESPACE_BYTES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.timeout(600)]

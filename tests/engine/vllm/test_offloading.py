@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.engine.vllm.tiny_vllm import GEMMA, Run, documents, hosted
+from tests.engine.vllm.vllm_chains import IN_PROCESS, ONE_BY_ONE, disk
 from tests.support.clock import wait_for
-from tests.support.tiny_vllm import GEMMA, Run, documents, hosted
-from tests.support.vllm_chains import IN_PROCESS, ONE_BY_ONE, disk
 from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
 from tiers.connector.hosted.tier import HostedTier
 from tiers.contract.messages import WorkerHandshake

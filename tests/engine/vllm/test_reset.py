@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import write_model
-from tests.support.tiny_vllm import LLAMA, Run, documents, hosted
+from tests.engine.vllm.checkpoints import write_model
+from tests.engine.vllm.tiny_vllm import LLAMA, Run, documents, hosted
 
 pytestmark = pytest.mark.vllm
 
@@ -106,7 +106,7 @@ def test_a_trainer_beside_the_engine(
         number: [("collective_rpc", one), ("reset_prefix_cache", {})]
         for number, one in enumerate(sent)
     }
-    options = {"is_async": True, "worker_extension_cls": "tests.support.training.Trained"}
+    options = {"is_async": True, "worker_extension_cls": "tests.engine.vllm.training.Trained"}
     is_never_another_s(run_vllm, disk, told, **options)
 
 

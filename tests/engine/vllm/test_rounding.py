@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_vllm import LLAMA, QWEN_NEXT, Run, documents
+from tests.engine.vllm.tiny_vllm import LLAMA, QWEN_NEXT, Run, documents
 
 pytestmark = pytest.mark.vllm
 

@@ -23,12 +23,12 @@ from bench.routers import (
 )
 from spec.chain import ChainSpec
 from spec.events import EventsSpec
+from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Run, documents
+from tests.engine.vllm.vllm_chains import IN_PROCESS
+from tests.engine.vllm.vllm_server import VllmServer
 from tests.support.clock import wait_for
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk
 from tests.support.servers import RedisServer
-from tests.support.tiny_vllm import BLOCK_TOKENS, Run, documents
-from tests.support.vllm_chains import IN_PROCESS
-from tests.support.vllm_server import VllmServer
 from tiers.contract.block_events import BlockEvent, Origin
 from tiers.lab.replay import ReplayEngine
 

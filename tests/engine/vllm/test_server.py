@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.metrics import Samples
-from tests.support.tiny_vllm import Run, documents
-from tests.support.vllm_server import VllmServer
+from tests.engine.vllm.metrics import Samples
+from tests.engine.vllm.tiny_vllm import Run, documents
+from tests.engine.vllm.vllm_server import VllmServer
 from tiers.host.memory import slot_stride
 
 pytestmark = pytest.mark.vllm
@@ -23,7 +23,7 @@ BLOCK_BYTES = 4 * 2 * 2 * 32 * 32 * 4
 """Layers, K and V, heads, their size, tokens per block, float32."""
 REFUSED = "everybodys"
 """A tier whose folder others may write to."""
-TRAINED = "tests.support.training.Trained"
+TRAINED = "tests.engine.vllm.training.Trained"
 """A worker extension that changes weights."""
 FIRST: list[Samples] = []
 """The metrics before the first request."""

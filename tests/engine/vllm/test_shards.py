@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.vllm.tiny_vllm import Run, documents
 from tests.support.damage import damage_blocks, keys_on
-from tests.support.tiny_vllm import Run, documents
 from tiers.block import NAMESPACE_BYTES
 
 pytestmark = pytest.mark.vllm

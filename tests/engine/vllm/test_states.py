@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.compatibility import Cells, engine_version
-from tests.support.servers import RedisServer
-from tests.support.tiny_vllm import (
+from tests.engine.vllm.tiny_vllm import (
     QWEN_NEXT,
     STATE_BLOCK_TOKENS,
     EngineFailed,
@@ -19,6 +17,8 @@ from tests.support.tiny_vllm import (
     documents,
     hosted,
 )
+from tests.support.compatibility import Cells, engine_version
+from tests.support.servers import RedisServer
 
 pytestmark = pytest.mark.vllm
 
@@ -106,7 +106,7 @@ OWN_ON_CPU = {
     "kv_connector_extra_config": {
         **OWN["kv_connector_extra_config"],
         "spec_name": "OffloadingOnCpu",
-        "spec_module_path": "tests.support.own_offloading",
+        "spec_module_path": "tests.engine.vllm.own_offloading",
     },
 }
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_vllm import Run
-from tests.support.vllm_chains import IN_PROCESS, ONE_BY_ONE, cpu, tiers, transfer
+from tests.engine.vllm.tiny_vllm import Run
+from tests.engine.vllm.vllm_chains import IN_PROCESS, ONE_BY_ONE, cpu, tiers, transfer
 
 pytestmark = pytest.mark.vllm
 
@@ -19,7 +19,7 @@ def test_what_it_loses_is_computed_and_never_stored(
     """Of ours, the cpu tier is too small for all prompts, so it would store them again."""
     failing = {
         "kv_connector": "FailingExample",
-        "kv_connector_module_path": "tests.support.failing_example",
+        "kv_connector_module_path": "tests.engine.vllm.failing_example",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
     both = transfer("KVTiersConnector", [failing, tiers(cpu("2MiB"), name="ours")])

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Batch, Run, documents
+from tests.engine.vllm.vllm_chains import IN_PROCESS
 from tests.support.explaining import check_sums
-from tests.support.tiny_vllm import BLOCK_TOKENS, Batch, Run, documents
-from tests.support.vllm_chains import IN_PROCESS
 from tiers.cli.main import app
 
 pytestmark = pytest.mark.vllm

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.replay.shared_prefix import POLICIES, PREFIX, add, ended, fill, hits
 from tests.support.replay_chains import HYBRID, SLOT, chain_of, cpu, disk, drop_from_disk, names
-from tests.support.shared_prefix import POLICIES, PREFIX, add, ended, fill, hits
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.requests import Status
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spec.chain import ChainSpec
+from tests.lab.replay.shared_prefix import POLICIES, PREFIX, add, ended, fill, hits
 from tests.support.replay_chains import (
     HYBRID,
     SLOT,
@@ -20,7 +21,6 @@ from tests.support.replay_chains import (
     measured,
     names,
 )
-from tests.support.shared_prefix import POLICIES, PREFIX, add, ended, fill, hits
 from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.lab.replay.requests import ReplayRequest, Status

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny_vllm import documents
+from tests.engine.vllm.tiny_vllm import documents
 
 PROMPTS = [(prompt, 8) for prompt in documents(4, 600)]
 ONE_BY_ONE = [[prompt] for prompt in PROMPTS]

@@ -165,7 +165,7 @@ class Async:
 
 def add_lora(llm: Any, folder: str, load_inplace: bool = False) -> Any:
     """Load an adapter as the server does, before any request needs it."""
-    from tests.support.vllm_child import adapter
+    from tests.engine.vllm.vllm_child import adapter
 
     lora = adapter([], 0, {"adapter": folder})
     lora.load_inplace = load_inplace

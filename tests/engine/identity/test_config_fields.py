@@ -20,8 +20,8 @@ from tiers.engine.identity.facts import attention_facts, config_facts, text_of
 from tiers.engine.versions import NEWEST, OLDEST
 
 TABLE = FIELDS | NEEDLESS
-RECORDS = sorted(Path(__file__).with_name("fields").glob("*.json"))
-sys.path.insert(0, str(Path(__file__).with_name("fields")))
+RECORDS = sorted((Path(__file__).parents[1] / "fields").glob("*.json"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "fields"))
 try:
     from record_fields import fields_of, installed
 finally:

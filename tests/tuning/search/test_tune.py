@@ -11,7 +11,7 @@ import pytest
 
 from spec.chain import ChainSpec
 from tests.tuning.known_traffic import BLOCK, BLOCK_TOKENS, loop, once, requests
-from tests.tuning.test_search import MB, Media, budget, chosen, hot_and_cold, order, tuned
+from tests.tuning.search.test_search import MB, Media, budget, chosen, hot_and_cold, order, tuned
 from tiers.errors import KVTiersError
 from tiers.lab.replay.run import replay
 from tiers.traces.trace import TraceRequest

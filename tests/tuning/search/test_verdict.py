@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from spec.load import load_chain
 from tests.tuning.known_traffic import BLOCK, loop, mixed, requests
-from tests.tuning.test_search import Media, budget, tuned
+from tests.tuning.search.test_search import Media, budget, tuned
 from tiers.tuning.report import Report, Stretch, TierUse
 from tiers.tuning.search.budget import Budget, Constraints, Objective
 from tiers.tuning.search.result import as_json, as_text, as_yaml

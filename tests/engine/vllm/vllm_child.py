@@ -36,7 +36,8 @@ from typing import Any, TypedDict
 
 from PIL import Image
 
-from tests.support import damage, training
+from tests.engine.vllm import training
+from tests.support import damage
 from tiers.explain.client import NoAnswer, ask
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
-from tests.support.tiny_vllm import BLOCK_TOKENS
+from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS
 
 KEPT = 5
 """Blocks at the head of each prompt that it does load."""

@@ -55,13 +55,13 @@ def test_a_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_processes_end_when_their_parent_is_killed() -> None:
     code = """
 import os, signal
-from tests.tuning.test_processes import MACHINE, WORKLOAD
+from tests.tuning.search.test_processes import MACHINE, WORKLOAD
 from tiers.tuning.search.processes import Simulations
 several = Simulations(WORKLOAD, MACHINE, 2)
 print(*(worker._process.pid for worker in several._workers), flush=True)
 signal.pause()
 """
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     children = [int(pid) for pid in parent.stdout.readline().split()]

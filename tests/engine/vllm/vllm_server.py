@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 import zmq
 
+from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS
 from tests.support.servers import free_port
-from tests.support.tiny_vllm import BLOCK_TOKENS
 
 START_LIMIT = 240.0
 """Seconds after which a server that does not answer is given up: protection from hanging."""
