@@ -44,10 +44,10 @@ class TrafficRecorder:
         if not request.num_computed_tokens and known == prompt:
             return
         marks: list[tuple[range, bytes]] = []
-        if (state := self._requests.get(request)) is not None:
+        if (request_state := self._requests.get(request)) is not None:
             # What a reset outdated was computed before it.
-            tag = first_tag if state.is_outdated else tag
-            marks = [(blocks, mark + tag) for blocks, mark in self._requests.marks(state)]
+            tag = first_tag if request_state.is_outdated else tag
+            marks = [(blocks, mark + tag) for blocks, mark in self._requests.marks(request_state)]
         self._recorder.put(
             Ended(
                 arrived,
@@ -107,12 +107,14 @@ class GhostWatcher:
     def ended(self, request: Request) -> None:
         """Count it."""
         prompt, known = request.num_prompt_tokens, request.num_tokens
-        state = self._requests.get(request)
-        if state is None or state.is_outdated:
+        request_state = self._requests.get(request)
+        if request_state is None or request_state.is_outdated:
             return
         if request.num_computed_tokens or known > prompt:
             tag = self._requests.generation.tag
-            marks = [(run, mark + tag) for run, mark in self._requests.marks(state) if mark + tag]
+            marks = [
+                (run, mark + tag) for run, mark in self._requests.marks(request_state) if mark + tag
+            ]
             self._ghosts.put(request.block_hashes, prompt, known, marks)
 
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:

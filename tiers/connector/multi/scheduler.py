@@ -126,56 +126,60 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         # engine would wait for them.
         if not self._is_marked(request):
             return None, False
-        state = self._requests.of(request)
-        choice = self._without_asking(state)
+        request_state = self._requests.of(request)
+        choice = self._without_asking(request_state)
         if choice is None:
-            choice = self._chooser.choose(state, num_computed_tokens, notes)
+            choice = self._chooser.choose(request_state, num_computed_tokens, notes)
             if choice.tokens is None:
-                state.wait_budget.looks()
+                request_state.wait_budget.looks()
             else:
-                state.wait_budget.found()
-                if self._sharing and self._sharing.joins(state, num_computed_tokens, choice.tokens):
+                request_state.wait_budget.found()
+                if self._sharing and self._sharing.joins(
+                    request_state, num_computed_tokens, choice.tokens
+                ):
                     choice = LATER
-                    notes.joins(state.awaits.request.request_id if state.awaits else "")
+                    notes.joins(
+                        request_state.awaits.request.request_id if request_state.awaits else ""
+                    )
         elif choice is NOBODY:
             notes.gives_up()
-        state.choice = choice._replace(computed=num_computed_tokens)
-        state.is_undecided = True
+        request_state.choice = choice._replace(computed=num_computed_tokens)
+        request_state.is_undecided = True
         return choice.tokens, choice.is_async
 
-    def _without_asking(self, state: RequestState) -> Choice | None:
+    def _without_asking(self, request_state: RequestState) -> Choice | None:
         """The choice for a request for which no child is asked now; None: they are asked."""
-        if self._sharing is not None and self._sharing.waits(state):
+        if self._sharing is not None and self._sharing.waits(request_state):
             return LATER
-        return NOBODY if state.wait_budget.left() <= 0 else None
+        return NOBODY if request_state.wait_budget.left() <= 0 else None
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int
     ) -> None:
         """Serving children load; the others learn of the blocks, so that they can store them."""
-        state = self._requests.allocated(request, blocks)
-        choice = state.choice
-        if state.is_undecided:
+        request_state = self._requests.allocated(request, blocks)
+        choice = request_state.choice
+        if request_state.is_undecided:
             # Engines call again, with no tokens, when a load beside the steps has ended.
-            state.is_undecided = False
+            request_state.is_undecided = False
             loads = not choice.tokens or num_external_tokens > 0
-            self._chooser.decided(state, choice if loads else NOBODY)
+            self._chooser.decided(request_state, choice if loads else NOBODY)
         shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
         if choice.child is not None and num_external_tokens:
             if choice.is_async:
-                self._chooser.loads(state, choice.child)
+                self._chooser.loads(request_state, choice.child)
             else:
                 self.disable_store(request)
         if num_external_tokens and choice.tokens:
-            state.wait_budget.loads()
+            request_state.wait_budget.loads()
             if self._sharing is not None:
-                self._sharing.begins(state, choice.computed, num_external_tokens)
+                self._sharing.begins(request_state, choice.computed, num_external_tokens)
         notes = self._explainer.begins(request, choice, shares, num_external_tokens, self._tellers)
         shared = SharedLoad(len(shares), notes)
         for index, child in enumerate(self.children):
             if index in shares:
                 assert isinstance(child, BlockLoader)
-                child.load_blocks(state, shares[index], shared)
+                child.load_blocks(request_state, shares[index], shared)
             else:
                 tokens = num_external_tokens if index == choice.child else 0
                 child.update_state_after_alloc(request, blocks, tokens)
@@ -258,8 +262,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         return self._agreement.waits or pending
 
     def _choice_of(self, request: Request) -> Choice:
-        state = self._requests.get(request)
-        return NOBODY if state is None else state.choice
+        request_state = self._requests.get(request)
+        return NOBODY if request_state is None else request_state.choice
 
     def reset_cache(self) -> bool:
         """Reset every child, and begin anew with the requests; False: one refuses."""
@@ -293,10 +297,10 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             for params in (params for _, params in answers if params is not None):
                 merged = merge_parameters(merged or {}, params)
         finally:
-            state = self._requests.get(request)
-            if self._sharing is not None and state is not None:
-                self._sharing.ends(state)
-            self._chooser.gone(state)
+            request_state = self._requests.get(request)
+            if self._sharing is not None and request_state is not None:
+                self._sharing.ends(request_state)
+            self._chooser.gone(request_state)
             try:
                 for observer in self._observers:
                     observer.ended(request)

@@ -124,15 +124,15 @@ class Chooser:
         """One more request waits to begin."""
         self._waiting += 1
 
-    def gone(self, state: RequestState | None) -> None:
+    def gone(self, request_state: RequestState | None) -> None:
         """A request waits no more: it begins, or has ended; None: before anything was asked."""
-        if state is None or not state.has_begun:
+        if request_state is None or not request_state.has_begun:
             self._waiting = max(0, self._waiting - 1)  # some engines announce no arrivals
-        if state is not None:
-            state.has_begun = True
+        if request_state is not None:
+            request_state.has_begun = True
 
     def choose(
-        self, state: RequestState, num_computed_tokens: int, notes: Attempt = UNNOTED
+        self, request_state: RequestState, num_computed_tokens: int, notes: Attempt = UNNOTED
     ) -> Choice:
         """Who loads what of the tokens beyond the computed ones; `notes` is told why.
 
@@ -140,44 +140,57 @@ class Chooser:
         reset their state of the request in this call; without it they would store from blocks that
         the engine has freed.
         """
-        if state.alone is not None and not state.computed:
-            state.failed.add(state.alone)
-        state.alone = None
-        state.prompt_tokens = state.request.num_tokens
-        question = self._question(state, num_computed_tokens, notes)
+        if request_state.alone is not None and not request_state.computed:
+            request_state.failed.add(request_state.alone)
+        request_state.alone = None
+        request_state.prompt_tokens = request_state.request.num_tokens
+        question = self._question(request_state, num_computed_tokens, notes)
         choice = NOBODY
-        if state.limits.max_load_tokens is None or question.loadable > 0:
+        if request_state.limits.max_load_tokens is None or question.loadable > 0:
             planned = self._apply_policy(question)
             choice = self._compared(question, planned) if planned.tokens is not None else LATER
         if choice.tokens is not None:
             for index in self._foreign.keys() - question.asked.keys():
-                self._foreign[index].get_num_new_matched_tokens(state.request, num_computed_tokens)
+                self._foreign[index].get_num_new_matched_tokens(
+                    request_state.request, num_computed_tokens
+                )
         return choice
 
-    def _question(self, state: RequestState, num_computed_tokens: int, notes: Attempt) -> _Question:
-        versions = self._versions(state, num_computed_tokens)
-        if versions is None or versions != state.versions:
-            state.versions, state.held = versions, {}
-            notes.asks_tiers(state.limits)
-        loadable = state.request.num_tokens - num_computed_tokens
-        if state.limits.max_load_tokens is not None:
-            loadable = min(loadable, state.limits.max_load_tokens)
+    def _question(
+        self, request_state: RequestState, num_computed_tokens: int, notes: Attempt
+    ) -> _Question:
+        versions = self._versions(request_state, num_computed_tokens)
+        if versions is None or versions != request_state.versions:
+            request_state.versions, request_state.held = versions, {}
+            notes.asks_tiers(request_state.limits)
+        loadable = request_state.request.num_tokens - num_computed_tokens
+        if request_state.limits.max_load_tokens is not None:
+            loadable = min(loadable, request_state.limits.max_load_tokens)
         loadable -= loadable % self._block_tokens
         waits = self._comparison.token_seconds is None
-        return _Question(state, num_computed_tokens, loadable, {}, notes, set(), state.held, waits)
+        return _Question(
+            request_state,
+            num_computed_tokens,
+            loadable,
+            {},
+            notes,
+            set(),
+            request_state.held,
+            waits,
+        )
 
-    def _versions(self, state: RequestState, computed: int) -> Hashable:
+    def _versions(self, request_state: RequestState, computed: int) -> Hashable:
         """What our tiers have of a request is the same while this is; None: it may not be."""
-        versions = [loader.version(state) for loader in self._loaders.values()]
+        versions = [loader.version(request_state) for loader in self._loaders.values()]
         known = None not in versions
-        loadable = self._requests.loadable(state)
-        return (computed, state.request.num_tokens, loadable, *versions) if known else None
+        loadable = self._requests.loadable(request_state)
+        return (computed, request_state.request.num_tokens, loadable, *versions) if known else None
 
-    def decided(self, state: RequestState, choice: Choice) -> None:
+    def decided(self, request_state: RequestState, choice: Choice) -> None:
         """The engine begins the request as it was chosen."""
-        state.versions, state.held = None, {}
-        self._waits.decided(state)
-        self.gone(state)
+        request_state.versions, request_state.held = None, {}
+        self._waits.decided(request_state)
+        self.gone(request_state)
         used = choice.shares or ({choice.child: []} if choice.child is not None else {})
         self._comparison.decided(used, choice.probed, choice.seconds)
         if choice.tokens:
@@ -187,14 +200,14 @@ class Chooser:
             assert isinstance(child, TimedLoader)
             child.note(recompute_preferred=1)
 
-    def loads(self, state: RequestState, child: int) -> None:
+    def loads(self, request_state: RequestState, child: int) -> None:
         """A child begins to load a request beside the steps.
 
         If that leaves the request nothing, it is chosen for again without having run. One of the
         engine's own connectors that is told of no failure would say the same again, for ever.
         """
         if child in self._foreign:
-            state.alone = child
+            request_state.alone = child
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -222,20 +235,20 @@ class Chooser:
 
     def _compared(self, question: _Question, planned: Choice) -> Choice:
         """What is `planned`, as far as it comes in time and sooner than computing."""
-        comparison, state = self._comparison, question.state
+        comparison, request_state = self._comparison, question.state
         if not comparison.meters:
             return planned
         question = question._replace(waits=False)
         wish = Wish(
             len(self._blocks(question)),
-            state.wait_budget.left(),
-            max(0, self._waiting - (not state.has_begun)),
+            request_state.wait_budget.left(),
+            max(0, self._waiting - (not request_state.has_begun)),
         )
         verdict = comparison.choose(partial(self._propose, question, planned), wish)
         for child in comparison.meters.keys() - question.looking:
-            self._waits.answered(child, state)
+            self._waits.answered(child, request_state)
         others_look = any(tokens is None for tokens, _ in question.asked.values())
-        hopes = {i: self._waits.left(i, state) for i in question.looking}
+        hopes = {i: self._waits.left(i, request_state) for i in question.looking}
         if others_look or comparison.hopes(hopes, verdict.saved, wish):
             return LATER
         choice = NOBODY if verdict.plan is None else verdict.plan.choice
@@ -311,10 +324,10 @@ class Chooser:
         name, child = self._children[index]
         # A chain within this one knows its own tiers.
         limits_itself = getattr(child, "limits_requests", False)
-        state = question.state
-        if index in question.but or index in state.failed:
+        request_state = question.state
+        if index in question.but or index in request_state.failed:
             return False
-        return limits_itself or state.limits.may_load(name)
+        return limits_itself or request_state.limits.may_load(name)
 
     def _answers(
         self, question: _Question, but: Iterable[int] = ()
@@ -337,10 +350,13 @@ class Chooser:
             return (None, False) if looking else (tokens, tokens > 0)
         if index in question.asked:
             return question.asked[index]
-        state = question.state
-        answer = child.get_num_new_matched_tokens(state.request, question.computed)
+        request_state = question.state
+        answer = child.get_num_new_matched_tokens(request_state.request, question.computed)
         question.notes.told(index, answer[0])
-        if state.limits.max_load_tokens is not None and (answer[0] or 0) > question.loadable:
+        if (
+            request_state.limits.max_load_tokens is not None
+            and (answer[0] or 0) > question.loadable
+        ):
             answer = 0, False
         question.asked[index] = answer
         return answer

@@ -39,42 +39,42 @@ class LoadSharing:
         self._dropped = int(engine.drops_last)
         self._loaders: dict[_Load, RequestState] = {}
 
-    def waits(self, state: RequestState) -> bool:
+    def waits(self, request_state: RequestState) -> bool:
         """Whether the load that a request waits for is under way."""
-        if state.awaits is None:
+        if request_state.awaits is None:
             return False
-        if state.awaits.wait_budget.is_loading and state.wait_budget.left() > 0:
+        if request_state.awaits.wait_budget.is_loading and request_state.wait_budget.left() > 0:
             return True
-        state.awaits = None
-        state.wait_budget.loaded()
+        request_state.awaits = None
+        request_state.wait_budget.loaded()
         return False
 
-    def joins(self, state: RequestState, computed: int, tokens: int) -> bool:
+    def joins(self, request_state: RequestState, computed: int, tokens: int) -> bool:
         """Whether a request that could load these tokens waits for another's load instead.
 
         It does where that brings at least half of them, and is not more than twice as long as what
         it brings: else waiting saves less than it costs. And where it has the same limits, and has
         no more time left.
         """
-        request, start = state.request, computed // self._size
+        request, start = request_state.request, computed // self._size
         # The engine computes a prompt's last token, whatever it has cached.
         stop = min(start + tokens // self._size, (request.num_tokens - 1) // self._size)
         if stop <= start:
             return False
-        loader = self._loaders.get(_load(state, self._hash(request, start)))
+        loader = self._loaders.get(_load(request_state, self._hash(request, start)))
         if loader is None or not loader.wait_budget.is_loading:
             return False
         # Else whoever comes anew and is aborted, again and again, would use up all of its time. Of
         # requests that came together some have looked up for longer than others.
-        if loader.wait_budget.left() > state.wait_budget.left() + LOOKUP_SECONDS:
+        if loader.wait_budget.left() > request_state.wait_budget.left() + LOOKUP_SECONDS:
             return False
         shared = self._shared(request, range(start, stop), loader.load)
         if not shared or 2 * shared < max(tokens // self._size, len(loader.load)):
             return False
         # Whoever is said to load here does, and does not wait for another.
-        self.ends(state)
-        state.awaits = loader
-        state.wait_budget.loads()
+        self.ends(request_state)
+        request_state.awaits = loader
+        request_state.wait_budget.loads()
         return True
 
     def _shared(self, request: Request, blocks: range, hashes: Sequence[bytes]) -> int:
@@ -89,23 +89,27 @@ class LoadSharing:
             return 0  # what windows need is loaded at the end alone, and found there or nowhere
         return max(0, shared - self._dropped)
 
-    def begins(self, state: RequestState, computed: int, tokens: int) -> None:
+    def begins(self, request_state: RequestState, computed: int, tokens: int) -> None:
         """A request loads these tokens."""
         blocks = range(computed // self._size, (computed + tokens) // self._size)
-        self.ends(state)
-        step, hashes = self._step, state.request.block_hashes
-        state.load = hashes[(blocks.start + 1) * step - 1 : blocks.stop * step : step]
-        self._loaders[_load(state, state.load[0])] = state
+        self.ends(request_state)
+        step, hashes = self._step, request_state.request.block_hashes
+        request_state.load = hashes[(blocks.start + 1) * step - 1 : blocks.stop * step : step]
+        self._loaders[_load(request_state, request_state.load[0])] = request_state
 
     def _hash(self, request: Request, block: int) -> bytes:
         return request.block_hashes[(block + 1) * self._step - 1]
 
-    def ends(self, state: RequestState) -> None:
+    def ends(self, request_state: RequestState) -> None:
         """The request loads no more, or has finished."""
-        if state.load and self._loaders.get(load := _load(state, state.load[0])) is state:
+        if (
+            request_state.load
+            and self._loaders.get(load := _load(request_state, request_state.load[0]))
+            is request_state
+        ):
             del self._loaders[load]
-        state.load, state.awaits = (), None
+        request_state.load, request_state.awaits = (), None
 
 
-def _load(state: RequestState, first: bytes) -> _Load:
-    return state.limits.tiers, state.limits.max_load_tokens, first
+def _load(request_state: RequestState, first: bytes) -> _Load:
+    return request_state.limits.tiers, request_state.limits.max_load_tokens, first

@@ -19,16 +19,18 @@ class BlockLoader(Protocol):
     The contract knows only leading prefixes; the load policy `stitched` asks this of each tier.
     """
 
-    def coverage(self, state: RequestState, blocks: range) -> Sequence[int] | None:
+    def coverage(self, request_state: RequestState, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks of the request could be loaded.
 
         As `contract.coverage` says; None: ask again later.
         """
 
-    def version(self, state: RequestState) -> int | None:
+    def version(self, request_state: RequestState) -> int | None:
         """What `coverage` says of a request is the same while this is; None: it is not known."""
 
-    def load_blocks(self, state: RequestState, ranges: Sequence[range], shared: SharedLoad) -> None:
+    def load_blocks(
+        self, request_state: RequestState, ranges: Sequence[range], shared: SharedLoad
+    ) -> None:
         """As `update_state_after_alloc`, and load these ranges of blocks, which it holds."""
 
 

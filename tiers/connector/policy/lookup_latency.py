@@ -23,24 +23,24 @@ class LookupLatency:
         self._now = now
         self._usual: dict[int, float] = {}
 
-    def left(self, child: int, state: RequestState) -> float:
+    def left(self, child: int, request_state: RequestState) -> float:
         """Estimated seconds until the answer; at least as many as were waited already."""
         now = self._now()
-        waited = now - state.looking.setdefault(child, now)
+        waited = now - request_state.looking.setdefault(child, now)
         return max(self._usual.get(child, 0.0) - waited, waited)
 
-    def answered(self, child: int, state: RequestState) -> None:
+    def answered(self, child: int, request_state: RequestState) -> None:
         """Take in that `child` has answered; an answer that nobody waited for is no sample."""
-        since = state.looking.pop(child, None)
+        since = request_state.looking.pop(child, None)
         if since is not None:
             waited = self._now() - since
             usual = self._usual.get(child, waited)
             self._usual[child] = KEEP * usual + (1 - KEEP) * waited
 
-    def decided(self, state: RequestState) -> None:
+    def decided(self, request_state: RequestState) -> None:
         """The request begins, without waiting for the answers that are missing."""
-        for child, since in state.looking.items():
+        for child, since in request_state.looking.items():
             # A wait in vain is expected to take as long again.
             in_vain = 2 * (self._now() - since)
             self._usual[child] = max(FADE * self._usual.get(child, 0.0), in_vain)
-        state.looking.clear()
+        request_state.looking.clear()

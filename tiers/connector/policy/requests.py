@@ -179,12 +179,12 @@ class RequestTable:
 
     def of(self, request: Request) -> RequestState:
         """The state of a request, which is known from now on."""
-        state = self._states.get(request.request_id)
-        if state is None:
+        request_state = self._states.get(request.request_id)
+        if request_state is None:
             limits = self._limits.read(request)
             budget = self._unmarked.pop(request.request_id, None) or self._wait_budget()
             budget.loaded()
-            state = self._states[request.request_id] = RequestState(
+            request_state = self._states[request.request_id] = RequestState(
                 request,
                 limits,
                 self.engine.marks.of(request),
@@ -195,7 +195,7 @@ class RequestTable:
                 or (self._prompt_only and limits.store is None),
                 hints=self._hints.read(request),
             )
-        return state
+        return request_state
 
     def ready(self, request: Request) -> bool:
         """Whether `of` answers at once, with all that decides what may be loaded."""
@@ -203,57 +203,61 @@ class RequestTable:
         is_ready = self.engine.marks.ready(request)
         return self.engine.media.ready(request) and is_ready
 
-    def keys(self, state: RequestState) -> list[bytes]:
+    def keys(self, request_state: RequestState) -> list[bytes]:
         """The keys of all blocks that are full by now."""
-        new = range(len(state.keys) // len(self.groups), self._full(state))
+        new = range(len(request_state.keys) // len(self.groups), self._full(request_state))
         if new:
-            media = self.engine.media.of(state.request)
-            for blocks, mark in self._marked(state, media, new):
+            media = self.engine.media.of(request_state.request)
+            for blocks, mark in self._marked(request_state, media, new):
                 whole = self.generation.key(mark)
-                state.keys += self.groups.keys(state.request.block_hashes, blocks, whole)
-        return state.keys
+                request_state.keys += self.groups.keys(
+                    request_state.request.block_hashes, blocks, whole
+                )
+        return request_state.keys
 
-    def marks(self, state: RequestState) -> list[tuple[range, bytes]]:
+    def marks(self, request_state: RequestState) -> list[tuple[range, bytes]]:
         """What its full blocks depend on beside their hashes and the generation: runs of blocks,
         each with one mark. Waits for nothing."""
-        return list(self._marked(state, state.media, range(self._full(state))))
+        return list(
+            self._marked(request_state, request_state.media, range(self._full(request_state)))
+        )
 
     def _marked(
-        self, state: RequestState, media: MediaMark, blocks: range
+        self, request_state: RequestState, media: MediaMark, blocks: range
     ) -> Iterator[tuple[range, bytes]]:
         size = self.engine.block_tokens
-        for some, of_request in state.mark.spans(blocks, size):
+        for some, of_request in request_state.mark.spans(blocks, size):
             for fewer, of_media in media.spans(some, size):
                 yield fewer, joined(of_request, of_media)
 
-    def _full(self, state: RequestState) -> int:
-        if not state.mark.shared:
+    def _full(self, request_state: RequestState) -> int:
+        if not request_state.mark.shared:
             return 0
-        tokens = len(state.request.block_hashes) * self.engine.hash_tokens
+        tokens = len(request_state.request.block_hashes) * self.engine.hash_tokens
         return tokens // self.engine.block_tokens
 
-    def loadable(self, state: RequestState) -> int:
+    def loadable(self, request_state: RequestState) -> int:
         """The block behind the last that could be loaded."""
-        if state.is_outdated or not state.mark.loadable:
+        if request_state.is_outdated or not request_state.mark.loadable:
             return 0
-        known = self._full(state)
+        known = self._full(request_state)
         if not self.groups.window and not self.engine.drops_last:
             return known
         # A prefix has its windowed parts at its end, which must be where the load ends. And the
         # last token is always computed; its window may reach one token further back. Nor does the
         # block of that token count as one that is found, of which the last is dropped.
-        return min(known, (state.request.num_tokens - 1) // self.engine.block_tokens)
+        return min(known, (request_state.request.num_tokens - 1) // self.engine.block_tokens)
 
     # -- steps -------------------------------------------------------------------------------
 
     def allocated(self, request: Request, blocks: Blocks) -> RequestState:
         """Take in the blocks that the engine has given a request."""
-        state = self.of(request)
-        state.tables = tuple(list(table) for table in blocks.get_block_ids())
-        state.computed = 0
+        request_state = self.of(request)
+        request_state.tables = tuple(list(table) for table in blocks.get_block_ids())
+        request_state.computed = 0
         # One tier may load into these blocks while another still reads what they held.
-        self._allocated.update(*state.tables)
-        return state
+        self._allocated.update(*request_state.tables)
+        return request_state
 
     def begin_step(self, output: SchedulerOutput) -> Step:
         """Take in what a step runs; it is `step` until the next one."""
@@ -263,28 +267,28 @@ class RequestTable:
         self.step = Step([], overwritten)
         states = self._states_left(output)
         for new in output.scheduled_new_reqs:
-            state = self._states.get(new.req_id)
-            if state is not None:
-                state.tables = tuple(list(table) for table in new.block_ids)
+            request_state = self._states.get(new.req_id)
+            if request_state is not None:
+                request_state.tables = tuple(list(table) for table in new.block_ids)
                 after = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
                 left = states.get(new.req_id, ())
-                self._runs(state, new.num_computed_tokens, after, left, is_new=True)
+                self._runs(request_state, new.num_computed_tokens, after, left, is_new=True)
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
-            state = self._states.get(request_id)
-            if state is None:
+            request_state = self._states.get(request_id)
+            if request_state is None:
                 continue
-            groups = state.tables or self.engine.kv_groups
+            groups = request_state.tables or self.engine.kv_groups
             added = cached.new_block_ids[i] or tuple([] for _ in groups)
-            if request_id in cached.resumed_req_ids or not state.tables:
-                state.tables = tuple([] for _ in added)
-            for table, more in zip(state.tables, added, strict=True):
+            if request_id in cached.resumed_req_ids or not request_state.tables:
+                request_state.tables = tuple([] for _ in added)
+            for table, more in zip(request_state.tables, added, strict=True):
                 table += more
             before = cached.num_computed_tokens[i]
             after = before + output.num_scheduled_tokens.get(request_id, 0)
             is_resumed = request_id in cached.resumed_req_ids
             left = states.get(request_id, ())
-            self._runs(state, before, after, left, is_resumed=is_resumed)
+            self._runs(request_state, before, after, left, is_resumed=is_resumed)
         return self.step
 
     def _states_left(self, output: SchedulerOutput) -> dict[str, list[tuple[int, int]]]:
@@ -304,39 +308,41 @@ class RequestTable:
 
     def _runs(
         self,
-        state: RequestState,
+        request_state: RequestState,
         before: int,
         after: int,
         states: Sequence[tuple[int, int]],
         is_new: bool = False,
         is_resumed: bool = False,
     ) -> None:
-        state.computed = after
-        self.step.overwritten.update(self.groups.written(state.tables, before))
+        request_state.computed = after
+        self.step.overwritten.update(self.groups.written(request_state.tables, before))
         if self._computed_since is not None:
-            self._tell_older(state, before, begins=is_new or is_resumed)
-        complete = self._complete(state, after)
-        self.step.scheduled.append(Scheduled(state, before, after, complete, is_new, states))
+            self._tell_older(request_state, before, begins=is_new or is_resumed)
+        complete = self._complete(request_state, after)
+        self.step.scheduled.append(
+            Scheduled(request_state, before, after, complete, is_new, states)
+        )
 
-    def _tell_older(self, state: RequestState, before: int, begins: bool) -> None:
+    def _tell_older(self, request_state: RequestState, before: int, begins: bool) -> None:
         """Note what a step computes since the weights changed, and a request that begins with
         blocks of which some may be older."""
         assert self._computed_since is not None, "the engine's own cache was reset"
-        written = set(self.groups.written(state.tables, before))
+        written = set(self.groups.written(request_state.tables, before))
         if begins:
-            found = set().union(*state.tables) - written - {NULL_BLOCK}
-            state.is_outdated |= not found <= self._computed_since
+            found = set().union(*request_state.tables) - written - {NULL_BLOCK}
+            request_state.is_outdated |= not found <= self._computed_since
         self._computed_since |= written
 
-    def _complete(self, state: RequestState, after: int) -> int:
-        if state.prompt_only:
-            after = min(after, state.request.num_prompt_tokens)
-        known = min(self._full(state), after // self.engine.block_tokens)
-        return min(known, self.groups.blocks_in(state.tables))
+    def _complete(self, request_state: RequestState, after: int) -> int:
+        if request_state.prompt_only:
+            after = min(after, request_state.request.num_prompt_tokens)
+        known = min(self._full(request_state), after // self.engine.block_tokens)
+        return min(known, self.groups.blocks_in(request_state.tables))
 
     # -- ends --------------------------------------------------------------------------------
 
-    def ended(self, state: RequestState, tables: Sequence[list[int]]) -> Scheduled:
+    def ended(self, request_state: RequestState, tables: Sequence[list[int]]) -> Scheduled:
         """What is computed of a request that has ended, and had these block tables then.
 
         An engine that schedules ahead learns of a step's tokens when the next step is on its way.
@@ -345,21 +351,21 @@ class RequestTable:
         that goes on without that token has others in its place, so that the engine's own count
         of what is computed holds, too.
         """
-        request, state.tables = state.request, tuple(tables)
+        request, request_state.tables = request_state.request, tuple(tables)
         if not any(tables):
-            return Scheduled(state, 0, 0, 0)  # it was preempted
-        computed = min(state.computed, request.num_computed_tokens, request.num_tokens - 1)
-        return Scheduled(state, computed, computed, self._complete(state, computed))
+            return Scheduled(request_state, 0, 0, 0)  # it was preempted
+        computed = min(request_state.computed, request.num_computed_tokens, request.num_tokens - 1)
+        return Scheduled(request_state, computed, computed, self._complete(request_state, computed))
 
     def forget(self, request: Request) -> None:
         """Drop a request that has finished, in all tiers."""
         self.engine.media.forget(request.request_id)
         self.engine.marks.forget(request.request_id)
         self._unmarked.pop(request.request_id, None)
-        state = self._states.pop(request.request_id, None)
-        if state is not None:
-            state.wait_budget.loaded()  # nobody waits for a load that may never end
-            state.tiers.clear()
+        request_state = self._states.pop(request.request_id, None)
+        if request_state is not None:
+            request_state.wait_budget.loaded()  # nobody waits for a load that may never end
+            request_state.tiers.clear()
 
     def reset(self) -> None:
         """Keep what is stored in a new generation free of what was computed in an older one.
@@ -367,9 +373,13 @@ class RequestTable:
         A request that has blocks has computed some of them with what is reset, so that none of
         its blocks may be stored or loaded. The others begin anew.
         """
-        self._states = {i: state for i, state in self._states.items() if any(state.tables)}
-        for state in self._states.values():
-            state.is_outdated = True
+        self._states = {
+            i: request_state
+            for i, request_state in self._states.items()
+            if any(request_state.tables)
+        }
+        for request_state in self._states.values():
+            request_state.is_outdated = True
         self._computed_since = None
 
     def weights_changed(self) -> None:

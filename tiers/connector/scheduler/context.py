@@ -38,10 +38,10 @@ class TierContext:
     count: Count
     open: OpenTier = NOT_OPEN
 
-    def own(self, state: RequestState) -> TierRequest:
+    def tier_request(self, request_state: RequestState) -> TierRequest:
         """What this tier keeps of a request."""
-        own = state.tiers.get(self.tier)
-        if own is None:
-            own = state.tiers[self.tier] = TierRequest(state)
-        assert isinstance(own, TierRequest)
-        return own
+        tier_request = request_state.tiers.get(self.tier)
+        if tier_request is None:
+            tier_request = request_state.tiers[self.tier] = TierRequest(request_state)
+        assert isinstance(tier_request, TierRequest)
+        return tier_request

@@ -39,7 +39,7 @@ class PendingLoad:
     ranks that have ended."""
 
     job: LoadJob
-    own: TierRequest
+    tier_request: TierRequest
     blocks: list[int]
     of_block: list[int]
     shared: SharedLoad
@@ -48,13 +48,13 @@ class PendingLoad:
 
 @dataclass(kw_only=True)
 class PendingStore:
-    """A store under way. `tenant`, `own`: of its request. `numbers[i]`: which of the request's
-    keys item i has. `at_once`: whether the job stores all keys that there are so far, in one call
-    of the store. `result`: of the ranks that have ended."""
+    """A store in flight. `tenant`, `tier_request`: of its request. `numbers[i]`: the key that item
+    i has among the request's. `at_once`: whether the job stores all keys that there are so far, in
+    one call of the store. `result`: of the ranks that have ended."""
 
     job: StoreJob
     tenant: str
-    own: TierRequest
+    tier_request: TierRequest
     numbers: list[int]
     at_once: bool
     result: JobResult = field(default_factory=JobResult)
@@ -77,7 +77,7 @@ class Jobs:
 
     def load(
         self,
-        own: TierRequest,
+        tier_request: TierRequest,
         items: list[LoadItem],
         *,
         blocks: list[int],
@@ -86,14 +86,14 @@ class Jobs:
     ) -> LoadJob:
         """Begin a load, within what its request may still wait and what it is worth. `blocks`,
         `of_block`, `shared`: see `PendingLoad`."""
-        state = own.state
-        request_id, left = state.request.request_id, state.wait_budget.left()
-        seconds = min(left, state.choice.within)
+        request_state = tier_request.state
+        request_id, left = request_state.request.request_id, request_state.wait_budget.left()
+        seconds = min(left, request_state.choice.within)
         job = LoadJob(next(self._ids), request_id, items, seconds, self._generation.tag)
         self._blocks_loading += len(items)
         self._loading[job.job_id] = PendingLoad(
             job=job,
-            own=own,
+            tier_request=tier_request,
             blocks=blocks,
             of_block=of_block,
             shared=shared,
@@ -101,18 +101,18 @@ class Jobs:
         return job
 
     def store(
-        self, own: TierRequest, items: dict[int, StoreItem], tenant: str, at_once: bool
+        self, tier_request: TierRequest, items: dict[int, StoreItem], tenant: str, at_once: bool
     ) -> StoreJob:
         """Begin to store `items`, by the numbers of their keys. `tenant`, `at_once`: see
         `PendingStore`."""
-        adapter = own.state.mark.adapter
+        adapter = tier_request.state.mark.adapter
         tag = self._generation.tag
         job = StoreJob(next(self._ids), list(items.values()), tag, adapter)
         self._blocks_storing += len(items)
         self._storing[job.job_id] = PendingStore(
             job=job,
             tenant=tenant,
-            own=own,
+            tier_request=tier_request,
             numbers=list(items),
             at_once=at_once,
         )

@@ -55,14 +55,14 @@ class KVEvents:
         if self._wanted:
             self._newly_held[key] = number
 
-    def tell_stored(self, state: RequestState) -> None:
+    def tell_stored(self, request_state: RequestState) -> None:
         """A job of this request has ended: tell its blocks, parents before children, since some
         routers ignore a block whose parent they do not know."""
         held, self._newly_held = self._newly_held, {}
         if not held:
             return
         for group, first, keys in self._in_order(held):
-            run = self._run(state, group, first, keys)
+            run = self._run(request_state, group, first, keys)
             self._tell(run)
             if self._inventory is not None:
                 # Blocks of a generation are found by this engine alone, and not after a restart.
@@ -78,14 +78,16 @@ class KVEvents:
             return [(0, numbers[0], keys)]
         return _runs(self._requests.groups.places(held.values()), held)
 
-    def _run(self, state: RequestState, group: int, first: int, keys: Sequence[bytes]) -> Run:
+    def _run(
+        self, request_state: RequestState, group: int, first: int, keys: Sequence[bytes]
+    ) -> Run:
         groups, engine = self._requests.groups, self._requests.engine
         size = engine.kv_groups[group].tokens
         origin, parent = UNKNOWN, None
         if self._describes:
-            origin = engine.describe(state.request, first * size, size, len(keys))
+            origin = engine.describe(request_state.request, first * size, size, len(keys))
             if first:
-                parent, _ = groups.hash_of(state.keys[groups.number(group, first - 1)])
+                parent, _ = groups.hash_of(request_state.keys[groups.number(group, first - 1)])
         block_hash, _ = groups.hash_of(keys[0])
         return Run(keys, len(block_hash), group, size, parent, origin)
 

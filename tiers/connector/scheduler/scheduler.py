@@ -194,22 +194,26 @@ class OffloadingScheduler(SchedulerConnector):
 
     def lookup_times(self, request: Request) -> LookupTimes:
         """See `Explained`."""
-        state = self._requests.get(request)
-        return NO_LOOKUP_TIMES if state is None else self._context.own(state).lookup.timer.times
+        request_state = self._requests.get(request)
+        return (
+            NO_LOOKUP_TIMES
+            if request_state is None
+            else self._context.tier_request(request_state).lookup.timer.times
+        )
 
     def why_nothing(self, request: Request) -> str:
         """Why the tier covers no block of a request: a word of `tiers.explain.accounts.REASONS`;
         empty: it was asked, and has none."""
         here = self._context.open.manager.health()
-        state = self._requests.get(request)
-        own = None if state is None else self._context.own(state)
+        request_state = self._requests.get(request)
+        tier_request = None if request_state is None else self._context.tier_request(request_state)
         if not self._health.usable:
             return "not_open"
         if not (self._health.reads and here.reads):
             return "down"
-        if own is not None and own.recompute:
+        if tier_request is not None and tier_request.recompute:
             return "failed_before"
-        if own is not None and own.lookup.is_unanswered:
+        if tier_request is not None and tier_request.lookup.is_unanswered:
             return "late"
         if not here.reads_up:
             return "failed"
@@ -217,13 +221,17 @@ class OffloadingScheduler(SchedulerConnector):
 
     # -- loading -----------------------------------------------------------------------------
 
-    def coverage(self, state: RequestState, blocks: range) -> Sequence[int] | None:
+    def coverage(self, request_state: RequestState, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks the tier could load; None: ask again."""
-        return self._loads.coverage(self._context.own(state), blocks)
+        return self._loads.coverage(self._context.tier_request(request_state), blocks)
 
-    def version(self, state: RequestState) -> int | None:
+    def version(self, request_state: RequestState) -> int | None:
         """What `coverage` says of a request is the same while this is; None: it is not known."""
-        return self._loads.version(self._context.own(state)) if self._health.reads else DOWN
+        return (
+            self._loads.version(self._context.tier_request(request_state))
+            if self._health.reads
+            else DOWN
+        )
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int
@@ -232,26 +240,30 @@ class OffloadingScheduler(SchedulerConnector):
         assert not num_external_tokens, "a tier of ours loads blocks, not tokens"
         self._begins(self._requests.of(request), 0)
 
-    def load_blocks(self, state: RequestState, ranges: Sequence[range], shared: SharedLoad) -> None:
+    def load_blocks(
+        self, request_state: RequestState, ranges: Sequence[range], shared: SharedLoad
+    ) -> None:
         """Load this tier's part of a shared load, into the blocks that the request has by now."""
         mine = [block for part in ranges for block in part]
-        self._loads.begin(self._context.own(state), mine, shared)
-        self._begins(state, len(mine))
+        self._loads.begin(self._context.tier_request(request_state), mine, shared)
+        self._begins(request_state, len(mine))
 
-    def _begins(self, state: RequestState, blocks: int) -> None:
-        own = self._context.own(state)
-        own.lookup.cancel()
-        self._loads.count(own, blocks)
-        own.lookup.timer.begin()
+    def _begins(self, request_state: RequestState, blocks: int) -> None:
+        tier_request = self._context.tier_request(request_state)
+        tier_request.lookup.cancel()
+        self._loads.count(tier_request, blocks)
+        tier_request.lookup.timer.begin()
 
     def on_new_request(self, request: Request) -> None:
         """Begin to find out what the tier has of a request, if it can't tell at once."""
         if not self._health.usable or not self._requests.ready(request):
             return
-        state = self._requests.of(request)
-        keys = self._requests.keys(state)
-        if keys and state.limits.may_load(self.tier):
-            self._context.open.manager.prefetch_lookup(self._context.own(state).lookup, keys)
+        request_state = self._requests.of(request)
+        keys = self._requests.keys(request_state)
+        if keys and request_state.limits.may_load(self.tier):
+            self._context.open.manager.prefetch_lookup(
+                self._context.tier_request(request_state).lookup, keys
+            )
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -317,13 +329,16 @@ class OffloadingScheduler(SchedulerConnector):
         `block_ids`: the blocks that it has yet, of each KV cache group. Never holds them back: the
         fence on reuse protects stores under way.
         """
-        state = self._requests.get(request)
-        if state is not None:
-            own = self._context.own(state)
-            self._stores.request_finished(own, block_ids)
-            own.lookup.cancel()
-            self.note(**Counter(own.refused.values()))
-            own.cut, own.refused = own.behind, {}  # what it offers last is behind those
+        request_state = self._requests.get(request)
+        if request_state is not None:
+            tier_request = self._context.tier_request(request_state)
+            self._stores.request_finished(tier_request, block_ids)
+            tier_request.lookup.cancel()
+            self.note(**Counter(tier_request.refused.values()))
+            tier_request.cut, tier_request.refused = (
+                tier_request.behind,
+                {},
+            )  # what it offers last is behind those
         return False, None
 
     def shutdown(self) -> None:

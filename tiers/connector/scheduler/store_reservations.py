@@ -35,21 +35,21 @@ class Offers(NamedTuple):
 NOTHING = Offers((), (), ())
 
 
-def new_offers(requests: RequestTable, own: TierRequest, scheduled: Scheduled) -> Offers:
+def new_offers(requests: RequestTable, tier_request: TierRequest, scheduled: Scheduled) -> Offers:
     """All parts of the blocks that are complete and were not offered yet."""
-    state, before, last = scheduled.state, scheduled.before, scheduled.complete
-    first = own.offered
+    request_state, before, last = scheduled.state, scheduled.before, scheduled.complete
+    first = tier_request.offered
     if last <= first:  # most steps of an answer complete no block
         return NOTHING
-    keys = requests.keys(state)
-    if not state.shared:
+    keys = requests.keys(request_state)
+    if not request_state.shared:
         return NOTHING
-    own.offered = last
+    tier_request.offered = last
     if requests.groups.is_plain:
-        (table,) = state.tables
+        (table,) = request_state.tables
         return Offers(range(first, last), keys[first:last], table[first:last])
     size = len(requests.groups)
-    offers = _kept(requests, state, range(first * size, last * size), before)
+    offers = _kept(requests, request_state, range(first * size, last * size), before)
     left = [one for one in scheduled.states if first * size <= one[0] < last * size]
     if not left:
         return offers
@@ -58,7 +58,7 @@ def new_offers(requests: RequestTable, own: TierRequest, scheduled: Scheduled) -
 
 
 def offers_again(
-    requests: RequestTable, own: TierRequest, scheduled: Scheduled, most: int
+    requests: RequestTable, tier_request: TierRequest, scheduled: Scheduled, most: int
 ) -> Offers:
     """At most so many of the parts that had no room; what is still refused must be noted again.
 
@@ -66,15 +66,15 @@ def offers_again(
     """
     last = scheduled.complete * len(requests.groups)
     # After a preemption it may not have got as far again.
-    taken = [number for number in islice(own.refused, most) if number < last]
-    offers = _kept(requests, own.state, taken, scheduled.before)
+    taken = [number for number in islice(tier_request.refused, most) if number < last]
+    offers = _kept(requests, tier_request.state, taken, scheduled.before)
     for number in set(taken) - set(offers.numbers):
-        del own.refused[number]  # the engine has given it away
+        del tier_request.refused[number]  # the engine has given it away
     return offers
 
 
 def _kept(
-    requests: RequestTable, state: RequestState, numbers: Iterable[int], before: int
+    requests: RequestTable, request_state: RequestState, numbers: Iterable[int], before: int
 ) -> Offers:
     """Those of these parts that the engine has not given away."""
     groups = requests.groups
@@ -86,11 +86,11 @@ def _kept(
         if block != at:
             # Its block table as we know it still names what the engine has given away since.
             at, kept = block, groups.kept(block, before)
-            paged = groups.paged(state.tables, block)
+            paged = groups.paged(request_state.tables, block)
         if kept[part] and (paged[part] != NULL_BLOCK or not groups.window):
             kept_numbers.append(number)
             places.append(paged[part])
-    return Offers(kept_numbers, [state.keys[number] for number in kept_numbers], places)
+    return Offers(kept_numbers, [request_state.keys[number] for number in kept_numbers], places)
 
 
 FOR_ROOM = ("store_dropped_inflight", "store_dropped_no_slot")

@@ -56,19 +56,19 @@ class TierStores:
         self.reservations.begin(jobs)
         return jobs, flush
 
-    def _may_store(self, own: TierRequest) -> bool:
-        if not self._context.health.usable or not own.state.stores:
+    def _may_store(self, tier_request: TierRequest) -> bool:
+        if not self._context.health.usable or not tier_request.state.stores:
             return False
-        return self._context.tenants.may_keep(tenant_of(own.state.request))
+        return self._context.tenants.may_keep(tenant_of(tier_request.state.request))
 
     def _new(self, scheduled: Scheduled) -> tuple[Scheduled, TierRequest, Offers]:
         """What the step completes of a request: full blocks of known tokens."""
-        own, requests = self._context.own(scheduled.state), self._context.requests
+        tier_request, requests = self._context.tier_request(scheduled.state), self._context.requests
         if scheduled.is_new and not self._context.promote:
-            own.offered = scheduled.before // requests.engine.block_tokens
-        if scheduled.complete <= own.offered or not self._may_store(own):
-            return scheduled, own, NOTHING  # in most steps of an answer
-        return scheduled, own, new_offers(requests, own, scheduled)
+            tier_request.offered = scheduled.before // requests.engine.block_tokens
+        if scheduled.complete <= tier_request.offered or not self._may_store(tier_request):
+            return scheduled, tier_request, NOTHING  # in most steps of an answer
+        return scheduled, tier_request, new_offers(requests, tier_request, scheduled)
 
     def _lacking(self, offers: Sequence[Offers]) -> Iterator[bool]:
         """Which of these the tier lacks, one after the other. It is asked once for all requests,
@@ -77,44 +77,58 @@ class TierStores:
         return iter(self._context.open.manager.missing(keys) if keys else ())
 
     def _offer(
-        self, scheduled: Scheduled, own: TierRequest, offers: Offers, lacking: Iterator[bool]
+        self,
+        scheduled: Scheduled,
+        tier_request: TierRequest,
+        offers: Offers,
+        lacking: Iterator[bool],
     ) -> StoreJob | None:
         """Store what the tier lacks of these, the next in `lacking`, or of those before them."""
-        again = self._offer_again(own, scheduled) if own.refused and self._may_store(own) else {}
-        return self._begin(own, again | self._offer_new(own, offers, lacking))
+        again = (
+            self._offer_again(tier_request, scheduled)
+            if tier_request.refused and self._may_store(tier_request)
+            else {}
+        )
+        return self._begin(tier_request, again | self._offer_new(tier_request, offers, lacking))
 
     def _offer_new(
-        self, own: TierRequest, offers: Offers, lacking: Iterator[bool]
+        self, tier_request: TierRequest, offers: Offers, lacking: Iterator[bool]
     ) -> dict[int, StoreItem]:
         """Offer blocks for the first time. Those that find no room wait for a later step."""
         if not offers.keys:
             return {}
         lacks = [*islice(lacking, len(offers.keys))]
-        items, refused = self.reservations.claim(offers, lacks, own.behind)
+        items, refused = self.reservations.claim(offers, lacks, tier_request.behind)
         if items or refused:
             self._intake.offered(len(items), Counter(refused.values()) if refused else {})
         if refused:
-            own.refused |= {number: why for number, why in refused.items() if why in FOR_ROOM}
-            self._give_up(own, [why for why in refused.values() if why not in FOR_ROOM])
+            tier_request.refused |= {
+                number: why for number, why in refused.items() if why in FOR_ROOM
+            }
+            self._give_up(tier_request, [why for why in refused.values() if why not in FOR_ROOM])
         return items
 
-    def _give_up(self, own: TierRequest, reasons: Sequence[str]) -> None:
+    def _give_up(self, tier_request: TierRequest, reasons: Sequence[str]) -> None:
         """Count blocks that are not stored; and none behind them is, but for those deferred."""
         self._context.count(**Counter(reasons))
-        own.cut = own.cut or next((why for why in reasons if why != NOT_YET), None)
+        tier_request.cut = tier_request.cut or next(
+            (why for why in reasons if why != NOT_YET), None
+        )
 
-    def _offer_again(self, own: TierRequest, scheduled: Scheduled) -> dict[int, StoreItem]:
+    def _offer_again(self, tier_request: TierRequest, scheduled: Scheduled) -> dict[int, StoreItem]:
         """Offer what had no room before, head first, while the request runs and has the blocks."""
-        waiting = own.refused
+        waiting = tier_request.refused
         most = min(self._retries, self.reservations.room())
         if most <= 0:
             return {}
-        offers = offers_again(self._context.requests, own, scheduled, most)
+        offers = offers_again(self._context.requests, tier_request, scheduled, most)
         self._retries -= len(offers.keys)
-        items, refused = self.reservations.claim(offers, [*self._lacking([offers])], own.cut)
+        items, refused = self.reservations.claim(
+            offers, [*self._lacking([offers])], tier_request.cut
+        )
         over = [number for number in offers.numbers if refused.get(number) not in FOR_ROOM]
         before = {number: waiting.pop(number) for number in over}
-        self._give_up(own, [refused[number] for number in over if number in refused])
+        self._give_up(tier_request, [refused[number] for number in over if number in refused])
         taken = (why for number, why in before.items() if number not in refused)
         self._intake.taken_later(Counter(taken))
         return items
@@ -127,37 +141,37 @@ class TierStores:
         """
         ended, self._last_offers = self._last_offers, []
         jobs: list[StoreJob | None] = []
-        for own, left in ended:
+        for tier_request, left in ended:
             offers = left.without(overwritten)
-            items = self._offer_new(own, offers, self._lacking([offers]))
-            self._context.count(**Counter(own.refused.values()))  # there is no later step
-            own.order.finished = True
-            jobs.append(self._begin(own, items))
-            self._settle(own)
+            items = self._offer_new(tier_request, offers, self._lacking([offers]))
+            self._context.count(**Counter(tier_request.refused.values()))  # there is no later step
+            tier_request.order.finished = True
+            jobs.append(self._begin(tier_request, items))
+            self._settle(tier_request)
         return [job for job in jobs if job is not None]
 
-    def _begin(self, own: TierRequest, items: dict[int, StoreItem]) -> StoreJob | None:
+    def _begin(self, tier_request: TierRequest, items: dict[int, StoreItem]) -> StoreJob | None:
         if not items:
             return None
-        own.order.under_way += 1
+        tier_request.order.under_way += 1
         # In several batches its head, which is stored first, would be the first to go.
         requests = self._context.requests
         writers = 1 if self._context.open.one_writer else requests.engine.world_size
         payload = self._context.open.block_bytes // writers
-        whole = own.offered * len(requests.groups)
+        whole = tier_request.offered * len(requests.groups)
         at_once = len(items) == whole <= batch_blocks(max(1, payload))
-        tenant = tenant_of(own.state.request)
-        return self._context.jobs.store(own, items, tenant, at_once=at_once)
+        tenant = tenant_of(tier_request.state.request)
+        return self._context.jobs.store(tier_request, items, tenant, at_once=at_once)
 
     # -- ends --------------------------------------------------------------------------------
 
     def ended(self, store: PendingStore) -> None:
         """Take in that a store has ended on all ranks."""
         context, manager, job = self._context, self._context.open.manager, store.job
-        own, generation = store.own, context.requests.generation
+        tier_request, generation = store.tier_request, context.requests.generation
         self._intake.failed(len(store.result.failed))
         self._rate.ended(len(job.items) - len(store.result.failed), store.result.seconds)
-        heads = manager.heads(own.state.keys, store.numbers)
+        heads = manager.heads(tier_request.state.keys, store.numbers)
         kept: list[bytes] = []
         numbers: list[int] = []
         # The first last, so that it counts as used last: a prefix's head must outlive its tail.
@@ -173,11 +187,11 @@ class TierStores:
             elif job.generation:  # blocks without one stay: others may use them
                 manager.drop([item.key], job.generation)
             self.reservations.end(job.job_id, item)
-        context.kv_events.tell_stored(own.state)
-        self._hints.stored(own, numbers)
+        context.kv_events.tell_stored(tier_request.state)
+        self._hints.stored(tier_request, numbers)
         self._keep_quota(store.tenant, kept)
-        own.order.ended(len(store.numbers) if store.at_once else None)
-        self._settle(own)
+        tier_request.order.ended(len(store.numbers) if store.at_once else None)
+        self._settle(tier_request)
 
     def _keep_quota(self, tenant: str, kept: Sequence[bytes]) -> None:
         context = self._context
@@ -186,25 +200,28 @@ class TierStores:
             context.open.manager.drop(beyond, context.requests.generation.tag)
             context.kv_events.lost(beyond)
 
-    def _settle(self, own: TierRequest) -> None:
+    def _settle(self, tier_request: TierRequest) -> None:
         """Let the head of what was stored in steps be the last to go."""
-        keys = own.offered * len(self._context.requests.groups)
-        if own.order.settle(keys):
-            self._context.open.manager.settle(own.state.keys[:keys])
+        keys = tier_request.offered * len(self._context.requests.groups)
+        if tier_request.order.settle(keys):
+            self._context.open.manager.settle(tier_request.state.keys[:keys])
 
-    def request_finished(self, own: TierRequest, tables: Sequence[list[int]]) -> None:
+    def request_finished(self, tier_request: TierRequest, tables: Sequence[list[int]]) -> None:
         """Keep what the request leaves to offer for the next step."""
         requests = self._context.requests
-        self._hints.ended(own)
-        last = requests.ended(own.state, tables)
-        if self._may_store(own) and (offers := new_offers(requests, own, last)).keys:
-            self._last_offers.append((own, offers))
+        self._hints.ended(tier_request)
+        last = requests.ended(tier_request.state, tables)
+        if (
+            self._may_store(tier_request)
+            and (offers := new_offers(requests, tier_request, last)).keys
+        ):
+            self._last_offers.append((tier_request, offers))
         else:
-            own.order.finished = True
-            self._settle(own)
+            tier_request.order.finished = True
+            self._settle(tier_request)
 
     def drop_last_offers(self) -> None:
         """Offer nothing of requests that have ended: their blocks may not be read any more."""
-        for own, _ in self._last_offers:
-            own.order.finished = True
+        for tier_request, _ in self._last_offers:
+            tier_request.order.finished = True
         self._last_offers.clear()

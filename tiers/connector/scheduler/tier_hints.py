@@ -54,18 +54,21 @@ class TierHints:
             self._context.open.manager.retaining.release(ended)
         self._obey_waiting()
 
-    def stored(self, own: TierRequest, numbers: Sequence[int]) -> None:
+    def stored(self, tier_request: TierRequest, numbers: Sequence[int]) -> None:
         """Blocks of these numbers among a request's keys have come into the tier."""
         if self._retained:
             self._context.open.manager.retaining.stored(len(numbers), self._context.open.max_blocks)
-        if own.state.hints is not NO_HINTS:
-            end, keys = self._prompt(own), own.state.keys
-            self._take(own, [keys[number] for number in sorted(numbers) if number < end])
+        if tier_request.state.hints is not NO_HINTS:
+            end, keys = self._prompt(tier_request), tier_request.state.keys
+            self._take(tier_request, [keys[number] for number in sorted(numbers) if number < end])
 
-    def ended(self, own: TierRequest) -> None:
+    def ended(self, tier_request: TierRequest) -> None:
         """A request has ended."""
-        if own.state.hints is not NO_HINTS:
-            self._take(own, self._context.requests.keys(own.state)[: self._prompt(own)])
+        if tier_request.state.hints is not NO_HINTS:
+            self._take(
+                tier_request,
+                self._context.requests.keys(tier_request.state)[: self._prompt(tier_request)],
+            )
 
     def forget(self) -> None:
         """Let all go, and obey nothing that waits."""
@@ -73,21 +76,21 @@ class TierHints:
         self._blocks_waiting = 0
         self._context.open.manager.retaining.release(self._retained.remove_all())
 
-    def _prompt(self, own: TierRequest) -> int:
+    def _prompt(self, tier_request: TierRequest) -> int:
         """The number behind those of the prompt's full blocks."""
         requests = self._context.requests
-        tokens = own.state.request.num_prompt_tokens
+        tokens = tier_request.state.request.num_prompt_tokens
         return tokens // requests.engine.block_tokens * len(requests.groups)
 
-    def _take(self, own: TierRequest, keys: Sequence[bytes]) -> None:
+    def _take(self, tier_request: TierRequest, keys: Sequence[bytes]) -> None:
         """Obey a request's hint for these keys: at once if they are a few, else as steps go on."""
         if not keys:
             return
         if self._blocks_waiting + len(keys) > MOST_WAITING:
-            retains = own.state.hints.retain is not None
+            retains = tier_request.state.hints.retain is not None
             self._context.count(**{"retain_refused" if retains else "demote_refused": len(keys)})
             return
-        self._waiting.append(_Waiting(own.state, keys, self._now()))
+        self._waiting.append(_Waiting(tier_request.state, keys, self._now()))
         self._blocks_waiting += len(keys)
         pace = self._context.open.manager.pace
         if pace.is_short(self._blocks_waiting) and not pace.is_spent:
@@ -110,12 +113,12 @@ class TierHints:
         pace.took()
 
     def _obey(self, hint: _Waiting, keys: Sequence[bytes]) -> None:
-        state = hint.state
-        context, hints, manager = self._context, state.hints, self._context.open.manager
-        if state.is_outdated:
+        request_state = hint.state
+        context, hints, manager = self._context, request_state.hints, self._context.open.manager
+        if request_state.is_outdated:
             return
         if hints.retain is not None:
-            held, tenant = manager.retaining.held(keys), tenant_of(state.request)
+            held, tenant = manager.retaining.held(keys), tenant_of(request_state.request)
             bounds = context.tenants.retained(tenant, context.open.max_blocks)
             ttl = hints.retain.ttl - (self._now() - hint.since)
             kept = self._retained.add(held, tenant, ttl, bounds)
