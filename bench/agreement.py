@@ -20,7 +20,7 @@ from typing import Any
 
 from spec.chain import ChainSpec
 from tiers.lab.replay.run import ReplayOptions, replay
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import Report

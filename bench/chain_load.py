@@ -10,11 +10,11 @@ import torch
 from bench.policies import Output, Step
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
-from tiers.connector.chain import open_scheduler, open_worker
+from tiers.connector.assembly import open_scheduler, open_worker
 from tiers.connector.multi.metadata import MultiWorkerMetadata
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.gpu.copier import open_copier
-from tiers.host.memory import slot_stride
+from tiers.host.slot_memory import slot_stride
 from tiers.lab.replay.requests import NewRequest
 
 TOKENS = 16

@@ -16,7 +16,7 @@ from tiers.block import NAMESPACE_BYTES, digest
 from tiers.disk.access import Durability, Io
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
-from tiers.host.memory import SlotMemory
+from tiers.host.slot_memory import SlotMemory
 from tiers.store import Block, GatheredBlock
 
 

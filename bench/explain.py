@@ -18,7 +18,7 @@ from bench.policies import Step, all_done
 from bench.scheduler import PAYLOAD, TOKENS, Halves, Prompt
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
-from tiers.host.memory import slot_stride
+from tiers.host.slot_memory import slot_stride
 from tiers.lab.replay.requests import NewRequest
 
 PROMPTS = 400

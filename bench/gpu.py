@@ -16,7 +16,7 @@ from bench.blocks import both_ways, sizes
 from bench.main import Scale
 from bench.report import Case, Measure
 from tiers.gpu.copier import open_copier
-from tiers.host.memory import SlotMemory
+from tiers.host.slot_memory import SlotMemory
 
 LAYERS = 32
 BLOCKS = 64

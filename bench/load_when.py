@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from bench.throttled import Link, ThrottledSpec
 from spec.chain import ChainSpec, LoadWhen
-from tiers.host.memory import slot_stride
+from tiers.host.slot_memory import slot_stride
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.store import TierStore
 from tiers.testing import MemoryStore

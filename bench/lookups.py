@@ -28,9 +28,9 @@ from bench.report import Case
 from bench.scheduler import HASH_BYTES, PAYLOAD, TOKENS, Prompt
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
-from tiers.connector.chain import open_scheduler
+from tiers.connector.assembly import open_scheduler
 from tiers.connector.multi.metadata import MultiWorkerMetadata
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.remote.spec import RedisSpec
 from tiers.store import TierStore

@@ -29,9 +29,9 @@ from pydantic import PrivateAttr
 
 from spec.chain import ChainSpec, LoadPolicy
 from spec.offloading import StoreContext, StoreSpec
-from tiers.connector.chain import open_scheduler
+from tiers.connector.assembly import open_scheduler
 from tiers.connector.multi.metadata import MultiWorkerMetadata
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import (
     JobResult,
     LoadJob,
@@ -42,7 +42,7 @@ from tiers.contract.messages import (
 )
 from tiers.contract.stats import TierStats
 from tiers.cpu.spec import CpuSpec
-from tiers.host.memory import ALIGNMENT
+from tiers.host.slot_memory import ALIGNMENT
 from tiers.lab.replay.requests import CachedRequests, NewRequest
 from tiers.store import Block
 

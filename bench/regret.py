@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.processes import Simulations

@@ -25,7 +25,7 @@ from bench.main import Scale
 from bench.report import Case, Measure
 from spec.offloading import StoreContext
 from tiers.block import digest
-from tiers.host.memory import SlotMemory
+from tiers.host.slot_memory import SlotMemory
 from tiers.remote.resp import array_header, bulk_header, command
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, GatheredBlock

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from bench.models import kv_bytes_per_token
 from bench.report import Row, number, read_json
 from bench.tables import CHECKOUT, newest, put_in
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 
 PAGE = CHECKOUT / "docs" / "scale.md"

@@ -23,17 +23,17 @@ from bench.report import Case, Measure
 from bench.throttled import Link, ThrottledSpec
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec, StoreContext
-from tiers.connector.chain import open_scheduler
+from tiers.connector.assembly import open_scheduler
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.contract.block_groups import GROUP_BYTES
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.index.rows import index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
-from tiers.host.memory import ALIGNMENT, slot_stride
+from tiers.host.slot_memory import ALIGNMENT, slot_stride
 from tiers.lab.replay.requests import NewRequest
 from tiers.testing import MemoryStore
 

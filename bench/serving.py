@@ -26,7 +26,7 @@ from spec.load import load_chain
 from tiers.ghosts import ghosts as following
 from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.lab.replay.model import VOCABULARY
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 
 OWN_BLOCKS = 128
 """Of the engine's own cache."""

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.policies import TRACE
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.curve import measure
 from tiers.tuning.machine import Machine, TierProfile

@@ -29,10 +29,10 @@ from bench.policies import Output, Step
 from bench.report import Case
 from bench.scheduler import HASH_BYTES, NAMESPACE, PAYLOAD, TOKENS, Prompt
 from spec.offloading import StoreContext
-from tiers.connector.chain import open_scheduler, open_worker
+from tiers.connector.assembly import open_scheduler, open_worker
 from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiWorkerMetadata
 from tiers.contract.block_groups import GROUP_BYTES
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import (
     JobResult,
     OffloadingConnectorMetadata,
@@ -41,7 +41,7 @@ from tiers.contract.messages import (
     StoreJob,
     WorkerHandshake,
 )
-from tiers.contract.weights import WeightOrders
+from tiers.contract.weight_reports import WeightOrders
 from tiers.gpu.copier import open_copier
 from tiers.lab.replay.requests import CachedRequests, NewRequest
 from tiers.store import Block

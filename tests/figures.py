@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, Self
 
 from tests.support.replay_chains import chain_of, cpu, disk
-from tiers.connector.multi.scheduler import MultiScheduler
+from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.disk.index.fingerprint_index import FingerprintTable
 from tiers.lab.replay import ReplayEngine
 

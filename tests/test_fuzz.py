@@ -28,7 +28,7 @@ from tiers.disk.index.rows import parse_changes, parse_entry
 from tiers.errors import RecordError, TraceError
 from tiers.remote.resp import ServerError, read_reply
 from tiers.remote.stream import Deadline, Stream, StreamError
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 from tiers.traces.recorded import FileHeader, encode_header
 
 KEY = bytes(range(48))

@@ -14,11 +14,11 @@ NAMES = {"str", "Request", "RequestState", "TierRequest", "Any", "object"}
 
 REQUESTS = {
     "observers.py::TrafficRecorder._arrivals": "an observer, which hears of requests alone",
-    "multi/scheduler.py::MultiScheduler._more_saves": "finished; until the next step's orders",
-    "multi/worker.py::MultiWorker._loads_awaited": "on a worker, to which steps alone are told",
-    "multi/worker.py::MultiWorker._saves_awaited": "on a worker",
-    "policy/requests.py::RequestTable._states": "all else that is known of a request",
-    "policy/requests.py::RequestTable._unmarked": "it has no state before its media are known",
+    "multi/multi_scheduler.py::MultiScheduler._more_saves": "finished; until the next step",
+    "multi/multi_worker.py::MultiWorker._loads_awaited": "on a worker, which learns of steps alone",
+    "multi/multi_worker.py::MultiWorker._saves_awaited": "on a worker",
+    "policy/request_state.py::RequestTable._states": "all else that is known of a request",
+    "policy/request_state.py::RequestTable._unmarked": "it has no state before its media are known",
 }
 """Maps that are keyed by requests, and why not the state of the request has it."""
 
@@ -29,15 +29,15 @@ OTHERS = {
     "contract/stats.py::TierStats.data": "tiers",
     "policy/chooser.py::Chooser._foreign": "children",
     "policy/chooser.py::Chooser._loaders": "children",
-    "policy/requests.py::RequestState.tiers": "tiers",
-    "policy/requests.py::RequestTable._counted": "counters",
+    "policy/request_state.py::RequestState.tiers": "tiers",
+    "policy/request_state.py::RequestTable._counted": "counters",
     "scheduler/admission/admission.py::Intake._lost": "counters",
     "scheduler/admission/retained.py::Retained._counts": "tenants",
     "scheduler/admission/retained.py::Retained._ending[until]": "blocks",
-    "scheduler/scheduler.py::OffloadingScheduler._told": "gauges",
+    "scheduler/offloading_scheduler.py::OffloadingScheduler._told": "gauges",
     "scheduler/admission/tenant_quotas.py::Tenants._kept": "tenants",
     "worker/host_slots.py::HostSlots._refused": "tiers",
-    "worker/worker.py::OffloadingWorker._measures": "measures",
+    "worker/offloading_worker.py::OffloadingWorker._measures": "measures",
 }
 """Other maps with such keys, and what those are."""
 

@@ -30,8 +30,8 @@ from tiers.disk.slab import PAGE
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
 from tiers.errors import TierFull, TierNotOpen, TierUnavailable
+from tiers.remote.redis_store import RedisStore
 from tiers.remote.spec import RedisSpec
-from tiers.remote.store import RedisStore
 from tiers.remote.stream import PIECE_BYTES
 from tiers.store import TierStore
 from tiers.testing import Memory, make_key

@@ -7,7 +7,7 @@ from functools import partial
 from tiers.connector.policy.choice import stitched
 from tiers.contract.block_groups import BlockGroups
 from tiers.contract.coverage import COMPLETE, MISSING, NO_WINDOW, usable
-from tiers.contract.engine import EngineInfo, KVGroup
+from tiers.contract.engine_info import EngineInfo, KVGroup
 
 
 def parts_of(*groups: KVGroup, block_tokens: int = 16, hash_tokens: int = 16) -> BlockGroups:

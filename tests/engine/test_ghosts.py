@@ -12,7 +12,7 @@ from spec.errors import SpecError
 from tests.support.clock import Clock, wait_for
 from tests.support.replay_chains import MODEL, Marked, chain_of, cpu, measured
 from tiers.connector.observers import GhostWatcher
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.lab.replay import ReplayEngine, ReplayModel
 
 SIZE = MODEL.block_tokens

@@ -51,7 +51,7 @@ def test_what_a_store_has_of_a_request_is_its_head(
     puts: int,
 ) -> None:
     """The store takes a batch now and then: in every `puts`th step of the engine."""
-    monkeypatch.setattr("tiers.connector.scheduler.stores.RETRIES", retries)
+    monkeypatch.setattr("tiers.connector.scheduler.tier_stores.RETRIES", retries)
     tiers: list[OffloadingSpec] = [SlowSpec(type="slow").model_copy(update=SETTINGS[setting])]
     if above:
         tiers.insert(0, CpuSpec(type="cpu", capacity=20 * SLOT))

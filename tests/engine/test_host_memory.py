@@ -12,15 +12,15 @@ import pytest
 from spec.load import load_chain
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured
 from tests.support.slow_store import LONG, ask
-from tiers.connector.worker import host_slots, loads
+from tiers.connector.worker import host_slots, loading
 from tiers.connector.worker.host_slots import HostSlots
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import CpuCopier
-from tiers.host import memory as slot_memory
 from tiers.host import prefault
-from tiers.host.memory import SlotMemory
+from tiers.host import slot_memory as slot_memory
+from tiers.host.slot_memory import SlotMemory
 from tiers.lab.replay import ReplayEngine
 
 MakeEngine = Callable[..., ReplayEngine]
@@ -222,7 +222,7 @@ def test_a_tier_that_gets_no_memory_to_load_through_is_unusable_by_name(
         made_memory.append(SlotMemory(*args, **more))
         return made_memory[0]
 
-    monkeypatch.setattr(loads, "SlotMemory", second_fails)
+    monkeypatch.setattr(loading, "SlotMemory", second_fails)
     made = engine(chain_of(cpu(400), disk(tmp_path / "disk")), num_blocks=120, prefix_caching=False)
     ask(made)
     ask(made)

@@ -18,7 +18,7 @@ from spec.chain import ChainSpec
 from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, disk, measured, redis, workload
 from tests.support.servers import RedisServer
 from tests.support.slow_store import SlowSpec, TroubledStore
-from tiers.connector import chain
+from tiers.connector import assembly
 from tiers.contract.stats import STATE, STATES
 from tiers.disk.folder import keeping
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
@@ -239,7 +239,7 @@ def test_blocks_that_the_engines_end_loses(
 ) -> None:
     """One rank tells of them: the others lose the same ones. Nobody waits for them long."""
     monkeypatch.setattr(guard, "CLOSE_SECONDS", 3600.0)
-    monkeypatch.setattr(chain, "DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr(assembly, "DRAIN_SECONDS", 0.1)
     stores: list[TroubledStore] = []
 
     go_on = threading.Event()

@@ -27,8 +27,8 @@ from tests.support.replay_chains import (
     workload,
 )
 from tests.support.servers import RedisServer
-from tiers.connector.worker.worker import _fence
-from tiers.contract.copier import Copy
+from tiers.connector.worker.offloading_worker import _fence
+from tiers.contract.block_copier import Copy
 from tiers.disk.store import DiskStore
 from tiers.gpu.copier import CpuCopier
 from tiers.lab.replay import ReplayEngine, answer

@@ -107,7 +107,7 @@ def test_offering_again_costs_a_step_the_same_however_much_waits(
     for _ in range(2):
         made.step()
     assert sum(asked) <= 2 * 4, "it lags behind, and yet it is offered old blocks"
-    monkeypatch.setattr("tiers.connector.scheduler.stores.RETRIES", 5)
+    monkeypatch.setattr("tiers.connector.scheduler.tier_stores.RETRIES", 5)
     store.pace.resume()
     while scheduler.slots_pinned:
         asked.clear()

@@ -11,7 +11,7 @@ import pytest
 
 from spec.chain import ChainSpec, LoadPolicy
 from tests.support.replay_chains import HYBRID, MODEL, RECURRENT, SLOT, WINDOWS, measured
-from tiers.connector.scheduler.scheduler import OffloadingScheduler
+from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierFull, TierUnavailable

@@ -9,7 +9,7 @@ import pytest
 from tests.support.children import BlockTier, Tier
 from tests.support.explaining import Told, tier_of
 from tests.support.fake_requests import BLOCKS, FakeRequest, first_step
-from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
+from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.explain.accounts import Accounts
 from tiers.explain.explanations import Explanations
 

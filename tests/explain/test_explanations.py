@@ -16,7 +16,7 @@ from tiers.connector.policy.choice import Choice
 from tiers.explain import explanations
 from tiers.explain.explanations import Explanations
 from tiers.explain.notes import MAX_ATTEMPTS
-from tiers.explain.opening import answers
+from tiers.explain.open_explanations import answers
 
 TIERS = 4
 

@@ -13,7 +13,7 @@ from spec.chain import ChainSpec
 from tests.gpu.cuda_model import LateThreads, Mark, Model
 from tests.support.clock import Clock
 from tests.support.replay_chains import MODEL, total
-from tiers.connector.worker import host_slots, loads, worker
+from tiers.connector.worker import host_slots, loading, offloading_worker
 from tiers.gpu import cuda, staging
 from tiers.gpu.page_copies import PageCopies
 from tiers.lab.replay import ReplayEngine
@@ -113,12 +113,12 @@ class StreamedEngine(ReplayEngine):
         model.install(patch)
         patch.setattr(staging, "WAVE_BYTES", WAVE_ROWS * 4096)
         patch.setattr(cuda, "open_copies", PageCopies)
-        patch.setattr(loads, "WAVE_BYTES", 2 * WAVE_ROWS * 4096)
-        patch.setattr(loads, "READ_BYTES", 2 * WAVE_ROWS * 4096)
-        for module in (staging, loads, worker, host_slots):
+        patch.setattr(loading, "WAVE_BYTES", 2 * WAVE_ROWS * 4096)
+        patch.setattr(loading, "READ_BYTES", 2 * WAVE_ROWS * 4096)
+        for module in (staging, loading, offloading_worker, host_slots):
             patch.setattr(module, "io_executor", self.threads.executor)
-        patch.setattr(loads, "wait_a_moment", lambda futures: None)
-        for module in (cuda, loads, worker, host_slots):
+        patch.setattr(loading, "wait_a_moment", lambda futures: None)
+        for module in (cuda, loading, offloading_worker, host_slots):
             patch.setattr(module, "wait", self.threads.wait)
         patch.setattr(replay_engine, "LocalWorker", StreamedWorker)
         self.tells_of_sleep = tells_of_sleep

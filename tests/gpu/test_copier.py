@@ -11,7 +11,7 @@ from tiers.errors import TierUnusable
 from tiers.gpu import staging
 from tiers.gpu.copier import open_copier, open_copiers
 from tiers.gpu.cuda import CudaCopier
-from tiers.host.memory import SlotMemory, register
+from tiers.host.slot_memory import SlotMemory, register
 
 BLOCKS = 12
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -25,7 +25,7 @@ from tests.support.replay_chains import SLOT, measured
 from tiers.cpu.spec import CpuSpec
 from tiers.gpu import cuda, staging
 from tiers.gpu.page_copies import PageCopies
-from tiers.host import memory
+from tiers.host import slot_memory
 from tiers.testing import GivenSpec, MemoryStore
 
 ROOT = Path(__file__).parents[2]
@@ -298,7 +298,7 @@ def test_a_stream_is_never_full(pages: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_no_copy_crosses_from_what_one_call_has_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "REGISTER_BYTES", 3 * SLOT)
+    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * SLOT)
     ours = Copies(Model(STREAMS), monkeypatch, 12)
     runs: list[tuple[int, int]] = []
 
@@ -357,7 +357,7 @@ WAITS = {"wait_event", "synchronize", "wait", "_fence", "wait_for"}
 FILES = [
     "tiers/gpu/cuda.py",
     "tiers/gpu/staging.py",
-    *(f"tiers/connector/worker/{name}.py" for name in ("worker", "host_slots")),
+    *(f"tiers/connector/worker/{name}.py" for name in ("offloading_worker", "host_slots")),
 ]
 NO_COPIES = {
     "wait([*under_way, self._joining] if self._joining else under_way, self._drain)",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.clock import wait_for
-from tiers.host.memory import SlotMemory
 from tiers.host.prefault import AHEAD, Prefault
+from tiers.host.slot_memory import SlotMemory
 
 SLOT = 1 << 20
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tiers.cpu.spec import CpuSpec
-from tiers.host.memory import ALIGNMENT, SlotMemory, slot_stride
+from tiers.host.slot_memory import ALIGNMENT, SlotMemory, slot_stride
 from tiers.host.slots import SlotPool
 
 SLOTS = 5

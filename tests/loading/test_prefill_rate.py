@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest, first_step
-from tiers.connector.policy.requests import RequestTable
-from tiers.contract.engine import EngineInfo
+from tiers.connector.policy.request_state import RequestTable
+from tiers.contract.engine_info import EngineInfo
 from tiers.loading.prefill_rate import UNDER_WAY, PrefillRate
 
 

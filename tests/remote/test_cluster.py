@@ -25,11 +25,11 @@ from tests.support.topologies import (
     wait_until,
 )
 from tiers.errors import TierUnavailable
-from tiers.remote.client import RedisClient
 from tiers.remote.pipeline import GetRequest, Record
 from tiers.remote.pools import ConnectionSettings
+from tiers.remote.redis_client import RedisClient
+from tiers.remote.redis_store import RedisStore
 from tiers.remote.spec import RedisSpec
-from tiers.remote.store import RedisStore
 from tiers.store import TierStore
 from tiers.testing import Memory, StoreContract, make_key
 from tiers.wrappers.guard import Guarded

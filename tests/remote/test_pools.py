@@ -15,8 +15,8 @@ from spec.offloading import StoreContext
 from tests.support.redis_verbs import PAYLOAD, is_up, opened
 from tests.support.servers import RedisServer, binaries
 from tiers.errors import TierUnavailable, TierUnusable
+from tiers.remote.redis_store import RedisStore
 from tiers.remote.spec import RedisSpec
-from tiers.remote.store import RedisStore
 from tiers.testing import Memory, make_key
 from tiers.wrappers.guard import Guarded
 

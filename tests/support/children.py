@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spec.chain import LoadPolicy
-from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
+from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.contract.connector import SchedulerConnector, WorkerConnector
 from tiers.contract.messages import LoadJob, OffloadingConnectorMetadata, TransferResults
 

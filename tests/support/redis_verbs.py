@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from spec.offloading import StoreContext
+from tiers.remote.redis_store import RedisStore
 from tiers.remote.spec import RedisSpec
-from tiers.remote.store import RedisStore
 from tiers.store import TierStore
 from tiers.testing import Memory
 from tiers.wrappers.guard import Guarded

@@ -11,7 +11,7 @@ from spec.chain import ChainSpec
 from spec.load import load_chain
 from spec.offloading import StoreContext
 from tests.support.servers import RedisServer
-from tiers.connector.scheduler.scheduler import OffloadingScheduler
+from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.contract.adapters import RequestMark, RequestMarks
 from tiers.contract.block_groups import GROUP_BYTES
 from tiers.disk.store import DiskStore

@@ -11,7 +11,7 @@ import pytest
 
 from tiers.errors import TraceError
 from tiers.traces import lines
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 
 GOOD = {"timestamp": 0, "input_length": 1030, "output_length": 5, "hash_ids": [0, 1, 2]}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 
 CONVERSATION = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
 

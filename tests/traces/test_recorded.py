@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from tiers.errors import TraceError
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 from tiers.traces.recorded import FileHeader, encode_header, encode_request
 from tiers.traces.trace import TraceRequest
 

@@ -22,7 +22,7 @@ from tests.disk.audit import run_mounted
 from tests.support.clock import Clock, wait_for
 from tiers.errors import RecordingError
 from tiers.traces import recorder
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 from tiers.traces.recorded import FileHeader, encode_header, encode_request
 from tiers.traces.recorder import Recorder
 from tiers.traces.recorder_file import RecordedFiles

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tiers.errors import TraceError
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 
 
 def call(t: float, *ids: int, **more: object) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tiers.errors import TraceError
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.curve import measure
 from tiers.tuning.prefix_stack import PrefixStack

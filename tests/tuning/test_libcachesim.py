@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.curve import measure
 

@@ -78,7 +78,7 @@ def _check_facts(given: dict[str, Any]) -> None:
 
 def _measure(chain: Any, block_bytes: int, live: Collection[str]) -> Any:
     from spec.registry import stdout_to_stderr
-    from tiers.cli.reading import bars
+    from tiers.cli.progress import bars
     from tiers.errors import KVTiersError
     from tiers.tuning.profiling import profile_tiers
 

@@ -51,7 +51,7 @@ def curve(
     kvtiers curve traffic.jsonl --chain chain.yaml
     kvtiers curve traffic.jsonl --json - | jq .
     """
-    from tiers.traces.opening import open_trace
+    from tiers.traces.open_trace import open_trace
 
     check_places(json_file=json_file, keep=[trace, chain_file])
     opened = open_trace(trace, skip_bad_lines, conversations)
@@ -66,7 +66,7 @@ def _measured(
     trace: Trace, chain_file: Path | None, token_bytes: int | None, largest: str | None
 ) -> CurveReport:
     from spec.load import load_chain
-    from tiers.cli.reading import say_skipped, with_bar
+    from tiers.cli.progress import say_skipped, with_bar
     from tiers.tuning.curve import measure
     from tiers.tuning.curve_report import CurveReport, marks_of
 

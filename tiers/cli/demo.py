@@ -88,7 +88,7 @@ def _engine_arguments(text: str) -> dict[str, Any]:
 
 
 def _run(plan: Plan, model: str | None, engine_args: dict[str, Any], folder: Path) -> list[Asked]:
-    from tiers.cli.reading import bars
+    from tiers.cli.progress import bars
     from tiers.lab.demo import phases
     from tiers.lab.demo.model import obtain
 

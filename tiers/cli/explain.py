@@ -41,7 +41,7 @@ def explain(
     kvtiers explain --chain chain.yaml --last 5
     kvtiers explain --chain chain.yaml chatcmpl-81f
     """
-    from tiers.explain.client import NoAnswer, ask
+    from tiers.explain.ask_engines import NoAnswer, ask
 
     asked = {"request": request, "last": last, "slowest": slowest}
     question = {name: value for name, value in asked.items() if value is not None}

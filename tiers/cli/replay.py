@@ -94,7 +94,7 @@ def replay(
     check_folder(folder)
     from spec.load import load_chain
     from tiers.errors import KVTiersError
-    from tiers.traces.opening import open_trace
+    from tiers.traces.open_trace import open_trace
     from tiers.tuning.machine import load_machine
     from tiers.tuning.report import table
 
@@ -110,7 +110,7 @@ def replay(
 
 
 def _say_left_out(asked: _Asked, simulate: bool) -> None:
-    from tiers.cli.reading import say_other_model, say_skipped
+    from tiers.cli.progress import say_other_model, say_skipped
 
     say_skipped(asked.trace.summary)
     say_other_model(asked.trace, asked.machine)
@@ -121,7 +121,7 @@ def _say_left_out(asked: _Asked, simulate: bool) -> None:
 
 
 def _simulated(asked: _Asked) -> Report:
-    from tiers.cli.reading import with_bar
+    from tiers.cli.progress import with_bar
     from tiers.tuning.simulation import simulate
 
     served = islice(with_bar(asked.trace), asked.most)
@@ -131,7 +131,7 @@ def _simulated(asked: _Asked) -> Report:
 
 def _real(asked: _Asked, speed: float | None, scale: int, folder: Path | None) -> Report:
     from spec.registry import stdout_to_stderr
-    from tiers.cli.reading import bars, with_bar
+    from tiers.cli.progress import bars, with_bar
     from tiers.lab.replay.run import ReplayOptions, replay
 
     trace, machine = asked.trace, asked.machine

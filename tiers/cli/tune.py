@@ -90,7 +90,7 @@ def tune(
     """
     from spec.load import load_chain
     from tiers.errors import KVTiersError
-    from tiers.traces.opening import open_trace
+    from tiers.traces.open_trace import open_trace
     from tiers.tuning.search.budget import load_budget
 
     check_places(out, json_file=json_file, keep=[trace, budget, judge])
@@ -121,7 +121,7 @@ def _search(
     real: bool,
 ) -> Tuned:
     from spec.registry import stdout_to_stderr
-    from tiers.cli.reading import bars, say_other_model
+    from tiers.cli.progress import bars, say_other_model
     from tiers.tuning.search.tune import Asked
     from tiers.tuning.search.tune import tune as run
 
@@ -168,7 +168,7 @@ def _search(
 
 def _read(trace: Trace, block_tokens: int | None = None) -> list[TraceRequest]:
     """A trace's requests. Raises TraceError for too few, or other blocks than `block_tokens`."""
-    from tiers.cli.reading import say_skipped
+    from tiers.cli.progress import say_skipped
     from tiers.errors import TraceError
 
     requests = list(trace)

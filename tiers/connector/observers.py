@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from spec.chain import ChainSpec
-from tiers.connector.policy.requests import RequestTable
-from tiers.connector.scheduler.opening import ChainPool
+from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.scheduler.open_tier import ChainPool
 from tiers.contract.observer import CHAIN
 from tiers.contract.protocols import Request
 from tiers.ghosts.ghosts import CLOSE_SECONDS, Ghosts, Setting

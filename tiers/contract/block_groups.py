@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from tiers.contract.coverage import COMPLETE, MISSING, NO_WINDOW
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 
 GROUP_BYTES = 2
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec
 from tiers.contract.block_groups import BlockGroups
-from tiers.contract.engine import EngineInfo
-from tiers.host.memory import slots_within
+from tiers.contract.engine_info import EngineInfo
+from tiers.host.slot_memory import slots_within
 
 STAGING = 256 << 20
 """Bytes, over all ranks, for blocks on their way, where the chain does not say and a step of the

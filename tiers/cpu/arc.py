@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiers.cpu.residency import SlotResidency
-from tiers.host.arc import AGAIN, ONCE, Arc
+from tiers.host.arc_queues import AGAIN, ONCE, Arc
 from tiers.host.slots import Slots
 
 

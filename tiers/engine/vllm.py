@@ -34,17 +34,17 @@ from vllm.logger import init_logger
 from spec.chain import ChainSpec
 from spec.events import EventsSpec
 from spec.load import SpecError, load_chain
-from tiers.connector.chain import scheduler_parts, worker_parts
+from tiers.connector.assembly import scheduler_parts, worker_parts
 from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
-from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
-from tiers.connector.multi.worker import MultiWorker
+from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
+from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.contract.adapters import NO_ADAPTERS, RequestMarks
-from tiers.contract.engine import EngineInfo
-from tiers.contract.weights import Unseen
+from tiers.contract.engine_info import EngineInfo
+from tiers.contract.weight_reports import Unseen
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.media_identity import media_marks
 from tiers.engine.vllm_children import (

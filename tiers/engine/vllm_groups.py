@@ -8,7 +8,7 @@ from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
 
-from tiers.contract.engine import KVGroup
+from tiers.contract.engine_info import KVGroup
 from tiers.engine.versions import NEWEST, release_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from spec.offloading import HostSpec, StoreSpec
-from tiers.connector.hosted.tier import Answer, HostedTier
+from tiers.connector.hosted.hosted_tier import Answer, HostedTier
 from tiers.engine.vllm_hosted_worker import SlotsSpec
 
 if TYPE_CHECKING:

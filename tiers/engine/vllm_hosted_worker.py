@@ -15,8 +15,8 @@ from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingWorker, TransferRes
 from tiers.concurrency.executors import io_executor
 from tiers.connector.hosted.shared_slots import SlotRegion, stamp
 from tiers.connector.worker.weight_watch import Verdict, WeightWatch
-from tiers.contract.copier import Copier, Copy
-from tiers.contract.weights import Unseen, WeightOrders, Weights
+from tiers.contract.block_copier import Copier, Copy
+from tiers.contract.weight_reports import Unseen, WeightOrders, Weights
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import GPULoadStoreSpec

@@ -27,10 +27,10 @@ from spec.fields import format_size
 from spec.load import load_chain
 from spec.offloading import StoreContext, StoreSpec
 from tiers.block import namespace
+from tiers.connector.hosted.hosted_tier import HostedTier
 from tiers.connector.hosted.shared_slots import SlotRegion, attach_region, create_region
-from tiers.connector.hosted.tier import HostedTier
-from tiers.contract.copier import Copier
-from tiers.contract.engine import MOMENT
+from tiers.contract.block_copier import Copier
+from tiers.contract.engine_info import MOMENT
 from tiers.contract.messages import WorkerHandshake
 from tiers.contract.pool_size import PoolSize
 from tiers.engine.hosted_chain import hosted_tiers
@@ -43,7 +43,7 @@ from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_watch import before_resets, caller, copies_in_step, worker_weights
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import open_copiers
-from tiers.host.memory import slot_stride
+from tiers.host.slot_memory import slot_stride
 from tiers.host.spare_memory import spare_memory
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.opening import log_name, open_guarded

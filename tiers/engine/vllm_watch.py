@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
 from tiers.contract.adapters import NO_ADAPTERS, LoadedAdapters, RequestMarks
-from tiers.contract.weights import Unseen, Weights
+from tiers.contract.weight_reports import Unseen, Weights
 from tiers.engine import loaded_adapters
 from tiers.engine.loaded_adapters import SeenAdapters
 from tiers.engine.model_weights import ModelWeights, before_calls

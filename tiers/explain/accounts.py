@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tiers.explain.answers import LoadPart, TierAnswer
 from tiers.explain.attempt import Attempt
 from tiers.explain.notes import RequestNotes
+from tiers.explain.tier_answers import LoadPart, TierAnswer
 
 REASONS = {
     "served": "it loaded the blocks",

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tiers.contract.messages import NO_LOOKUP_TIMES, LoadTimes, LookupTimes
 from tiers.contract.protocols import Request
-from tiers.explain.answers import Explained, LoadPart, RawAnswer, TierAnswer, count_answers
+from tiers.explain.tier_answers import Explained, LoadPart, RawAnswer, TierAnswer, count_answers
 
 Coverage = Callable[[range], Sequence[int] | None]
 """How much of each of these blocks a child holds, zero for none; None: it is still looking."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiers.contract.protocols import Request, SchedulerOutput
-from tiers.explain.answers import Explained
 from tiers.explain.attempt import UNNOTED, Attempt, Decision
 from tiers.explain.notes import RequestNotes
+from tiers.explain.tier_answers import Explained
 
 MAX_REQUESTS = 1000
 MAX_BYTES = 16 << 20

@@ -12,7 +12,7 @@ from tiers.concurrency.executors import io_executor
 from tiers.gpu.cuda import CudaCopier
 from tiers.gpu.pages import PagedKV
 from tiers.gpu.staging import Staging
-from tiers.host.memory import slot_stride
+from tiers.host.slot_memory import slot_stride
 
 
 class _Done:

@@ -25,7 +25,7 @@ import torch
 from tiers.gpu.page_copies import Copies, PageCopies
 from tiers.gpu.pages import PagedKV
 from tiers.gpu.staging import Staging, mark, wait_for
-from tiers.host.memory import pinned_together, slot_stride
+from tiers.host.slot_memory import pinned_together, slot_stride
 
 logger = logging.getLogger(__name__)
 

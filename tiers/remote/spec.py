@@ -26,7 +26,7 @@ from tiers.remote.url import RedisUrl, RedisUrlField, parse_url
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-    from tiers.remote.store import RedisStore
+    from tiers.remote.redis_store import RedisStore
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class RedisSpec(StoreSpec):
         from tiers.codec import Encoder
         from tiers.errors import TierUnusable
         from tiers.remote.pools import ConnectionSettings
-        from tiers.remote.store import RedisStore
+        from tiers.remote.redis_store import RedisStore
 
         try:
             settings = ConnectionSettings(self._url_with_login(), self._tls_context())

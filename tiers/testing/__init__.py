@@ -26,9 +26,9 @@ To see what an engine does with a slow or failing tier, put `SlowStore` or `Faul
 store; `MemoryStore` is the simplest, and `GivenSpec` makes a tier of one.
 """
 
+from tiers.testing.caller_memory import Memory, make_key, payload_of
 from tiers.testing.contract import StoreContract
-from tiers.testing.memory import Memory, make_key, payload_of
-from tiers.testing.stores import (
+from tiers.testing.faulty_stores import (
     VERBS,
     Faults,
     FaultyStore,

@@ -13,8 +13,8 @@ from spec.offloading import StoreContext, StoreSpec
 from tiers.block import NAMESPACE_BYTES
 from tiers.errors import TierUnavailable
 from tiers.store import Clear, Damages, LocalIndex, Measured, Touch
+from tiers.testing.caller_memory import Memory, make_key
 from tiers.testing.harness import StoreUnderTest, listed
-from tiers.testing.memory import Memory, make_key
 from tiers.trial import find_lie
 
 

@@ -13,9 +13,9 @@ from unittest.mock import patch
 from tiers.block import MAX_KEY_BYTES, NAMESPACE_BYTES
 from tiers.errors import TierUnusable
 from tiers.store import TierStore
+from tiers.testing.caller_memory import Memory, make_key
 from tiers.testing.claims import ClaimTests
 from tiers.testing.harness import listed
-from tiers.testing.memory import Memory, make_key
 
 
 class StoreContract(ClaimTests):

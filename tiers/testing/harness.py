@@ -8,7 +8,7 @@ from unittest import SkipTest
 
 from spec.offloading import StoreSpec
 from tiers.store import Capability, TierStore, capability, each
-from tiers.testing.memory import Memory
+from tiers.testing.caller_memory import Memory
 from tiers.trial import Medium
 
 

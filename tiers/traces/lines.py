@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from tiers.errors import TraceError
-from tiers.traces.trace import TraceSummary
-from tiers.traces.zstd_frames import MAGIC, ends_whole
+from tiers.traces.trace import TraceRequest, TraceSummary
 
 MAX_LINE = 32 * 2**20
 """A line may be this long: a prompt of 4 million tokens in 16-token blocks has 6 MiB of ids."""
@@ -124,3 +124,76 @@ def _decompressed(path: Path, file: BinaryIO, summary: TraceSummary) -> Iterator
     if not ends_whole(file, before):
         where = f"{path}: it is cut off after byte {before}; what precedes its last part was read"
         summary.skip("cut off ends of files", where)
+
+
+MAGIC = b"\x28\xb5\x2f\xfd"
+_HEADER = 18
+"""Bytes of the longest header."""
+_RLE = 1
+_SKIPPABLE = range(0x184D2A50, 0x184D2A60)
+
+
+def ends_whole(file: BinaryIO, size: int) -> bool:
+    """Whether the first `size` bytes are whole frames, by the lengths that their parts tell."""
+    at: int | None = 0
+    while at is not None and at < size:
+        at = _frame_end(file, at)
+    return at == size
+
+
+def _frame_end(file: BinaryIO, at: int) -> int | None:
+    """Where the frame ends that begins there; None: that can't be told."""
+    import zstandard
+
+    head = _at(file, at, _HEADER)
+    if int.from_bytes(head[:4], "little") in _SKIPPABLE:
+        return at + 8 + int.from_bytes(head[4:8], "little")
+    try:
+        has_checksum = zstandard.get_frame_parameters(head).has_checksum
+        at += zstandard.frame_header_size(head)
+    except zstandard.ZstdError:
+        return None
+    is_last = False
+    while not is_last:
+        block = _at(file, at, 3)
+        if len(block) < 3:
+            return None
+        header = int.from_bytes(block, "little")
+        is_last = bool(header & 1)
+        at += 3 + (1 if header >> 1 & 3 == _RLE else header >> 3)
+    return at + 4 * has_checksum
+
+
+def _at(file: BinaryIO, at: int, size: int) -> bytes:
+    file.seek(at, os.SEEK_SET)
+    return file.read(size)
+
+
+Parse = Callable[[dict[str, Any]], TraceRequest | None]
+"""A line's object as a request, or None for a line that holds none; raises `Malformed`."""
+
+
+def read_requests(
+    path: Path, parse: Parse, summary: TraceSummary, skip_bad: bool
+) -> Iterator[TraceRequest]:
+    """Yield a file's requests. A bad line is a `TraceError` with its place, or is skipped and
+    counted; a last line that was cut off is always skipped."""
+    for line in read_lines(path, summary):
+        try:
+            request = parse(parse_object(line.text))
+        except Malformed as error:
+            placed = place(error, path, line.number)
+            if not line.is_whole:
+                summary.skip("last lines that were cut off", f"{path}:{line.number}: cut off")
+            elif skip_bad:
+                summary.skip("bad lines", str(placed))
+            else:
+                raise placed from None
+        else:
+            if request is not None:
+                yield request
+
+
+def place(error: Malformed, path: Path, line: int) -> TraceError:
+    """The error with its file and line."""
+    return TraceError(f"{path}:{line}: {error}")

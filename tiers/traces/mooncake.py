@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tiers.traces import fields
-from tiers.traces.reading import read_requests
+from tiers.traces import json_fields
+from tiers.traces.lines import read_requests
 from tiers.traces.trace import Trace, TraceHeader, TraceRequest, TraceSummary
 
 BLOCK_TOKENS = 512
@@ -29,11 +29,11 @@ def open_mooncake(path: Path, skip_bad_lines: bool = False) -> Trace:
 
 def parse(found: dict[str, Any]) -> TraceRequest:
     """A line as a request; raises `Malformed`."""
-    length = fields.whole(found, "input_length")
-    ids = fields.prefix_ids(found)
+    length = json_fields.whole(found, "input_length")
+    ids = json_fields.prefix_ids(found)
     return TraceRequest(
-        fields.number(found, "timestamp"),
+        json_fields.number(found, "timestamp"),
         length,
-        fields.whole(found, "output_length"),
-        fields.full_blocks(ids, length, BLOCK_TOKENS),
+        json_fields.whole(found, "output_length"),
+        json_fields.full_blocks(ids, length, BLOCK_TOKENS),
     )

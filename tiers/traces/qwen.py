@@ -14,9 +14,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tiers.traces import fields
-from tiers.traces.lines import Malformed
-from tiers.traces.reading import read_requests
+from tiers.traces import json_fields
+from tiers.traces.lines import Malformed, read_requests
 from tiers.traces.trace import Trace, TraceHeader, TraceRequest, TraceSummary
 
 BLOCK_TOKENS = 16
@@ -41,13 +40,13 @@ def parse(found: dict[str, Any]) -> TraceRequest:
     """A line as a request; raises `Malformed`."""
     if not is_qwen(found):
         raise Malformed("it has no chat_id, turn or hash_ids, as the lines before have")
-    length = fields.whole(found, "input_length")
-    ids = fields.hash_ids(found)
+    length = json_fields.whole(found, "input_length")
+    ids = json_fields.hash_ids(found)
     return TraceRequest(
-        fields.number(found, "timestamp") * 1000,
+        json_fields.number(found, "timestamp") * 1000,
         length,
-        fields.whole(found, "output_length"),
-        chained(fields.full_blocks(ids, length, BLOCK_TOKENS)),
+        json_fields.whole(found, "output_length"),
+        chained(json_fields.full_blocks(ids, length, BLOCK_TOKENS)),
     )
 
 

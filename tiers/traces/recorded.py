@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiers.errors import TraceError
-from tiers.traces import fields
-from tiers.traces.lines import Malformed, parse_object, read_lines
-from tiers.traces.reading import place, read_requests
+from tiers.traces import json_fields
+from tiers.traces.lines import Malformed, parse_object, place, read_lines, read_requests
 from tiers.traces.trace import Trace, TraceHeader, TraceRequest, TraceSummary
 
 FORMAT = "kvtiers-trace"
@@ -130,13 +129,15 @@ def _parse_header(found: dict[str, Any]) -> FileHeader:
     if not is_header(found):
         raise Malformed(f'the first line must have "format": "{FORMAT}"')
     if found.get("version") != VERSION:
-        version = fields.shown(found.get("version"))
+        version = json_fields.shown(found.get("version"))
         raise Malformed(f"its version is {version}, and this release reads version {VERSION}")
     return FileHeader(
-        fields.whole(found, "block_tokens", at_least=1),
-        fields.number(found, "started"),
-        fields.text(found, "writer"),
-        fields.whole(found, "kv_bytes_per_token", 1) if "kv_bytes_per_token" in found else None,
+        json_fields.whole(found, "block_tokens", at_least=1),
+        json_fields.number(found, "started"),
+        json_fields.text(found, "writer"),
+        json_fields.whole(found, "kv_bytes_per_token", 1)
+        if "kv_bytes_per_token" in found
+        else None,
     )
 
 
@@ -156,7 +157,7 @@ def _read_files(
                 return None
             request = _parse_request(found, block_tokens, shift)
             is_said = "open_since" in found
-            since = fields.number(found, "open_since") + shift if is_said else math.inf
+            since = json_fields.number(found, "open_since") + shift if is_said else math.inf
             return request
 
         # A folder may be read while it is recorded into, and rotation deletes old files there.
@@ -173,26 +174,28 @@ def _read_files(
 
 
 def _parse_request(found: dict[str, Any], block_tokens: int, shift: float) -> TraceRequest:
-    length = fields.whole(found, "input_length")
-    ids = fields.prefix_ids(found)
+    length = json_fields.whole(found, "input_length")
+    ids = json_fields.prefix_ids(found)
     if len(ids) > length // block_tokens:
         raise Malformed(
             f"{len(ids)} hash_ids are more than the full blocks of {length} tokens, "
             f"{length // block_tokens} of {block_tokens} tokens each"
         )
-    output = fields.whole(found, "output_length")
-    of_answer = fields.prefix_ids(found, "answer_hash_ids") if "answer_hash_ids" in found else ()
+    output = json_fields.whole(found, "output_length")
+    of_answer = (
+        json_fields.prefix_ids(found, "answer_hash_ids") if "answer_hash_ids" in found else ()
+    )
     if len(ids) + len(of_answer) > (length + output) // block_tokens:
         raise Malformed(
             f"{len(ids)} hash_ids and {len(of_answer)} answer_hash_ids are more than the full "
             f"blocks of {length + output} tokens, of {block_tokens} tokens each"
         )
     return TraceRequest(
-        fields.number(found, "timestamp") + shift,
+        json_fields.number(found, "timestamp") + shift,
         length,
         output,
         ids,
-        fields.text(found, "tenant"),
-        fields.text(found, "salt"),
+        json_fields.text(found, "tenant"),
+        json_fields.text(found, "salt"),
         of_answer,
     )

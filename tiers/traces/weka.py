@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiers.errors import TraceError
-from tiers.traces import fields
-from tiers.traces.lines import MAX_LINE, Line, Malformed, parse_object, read_lines
-from tiers.traces.reading import place
+from tiers.traces import json_fields
+from tiers.traces.lines import MAX_LINE, Line, Malformed, parse_object, place, read_lines
 from tiers.traces.trace import Trace, TraceHeader, TraceRequest, TraceSummary
 
 _MAX_DEPTH = 16
@@ -53,7 +52,7 @@ def open_weka(
     """The trace of these files, with so many conversations at a time."""
     first = next(_objects(paths[0], TraceSummary()))
     try:
-        block_tokens = fields.whole(parse_object(first.text), "block_size", at_least=1)
+        block_tokens = json_fields.whole(parse_object(first.text), "block_size", at_least=1)
     except Malformed as error:
         raise place(error, paths[0], first.number) from None
 
@@ -134,12 +133,14 @@ def _parse(
 ) -> _Conversation:
     if not is_weka(found):
         raise Malformed("it has no block_size or no requests, as those before have")
-    if fields.whole(found, "block_size", 1) != block_tokens:
+    if json_fields.whole(found, "block_size", 1) != block_tokens:
         size = found["block_size"]
         raise Malformed(f"its block_size is {size}, but {block_tokens} in the first conversation")
     scope = found.get("hash_id_scope", "local")
     if scope not in ("local", "global"):
-        raise Malformed(f"its hash_id_scope must be local or global, not {fields.shown(scope)}")
+        raise Malformed(
+            f"its hash_id_scope must be local or global, not {json_fields.shown(scope)}"
+        )
     calls = list(_calls(found, "", 0.0, block_tokens, summary, 0))
     calls.sort(key=lambda call: call.seconds)
     return _Conversation(block_tokens, number << _ID_BITS if scope == "local" else 0, calls)
@@ -156,15 +157,15 @@ def _calls(
     """The calls of a conversation or of a subagent, in the order in which they are written."""
     requests = found.get("requests")
     if type(requests) is not list:
-        raise Malformed(f"{where}requests must be a list, not {fields.shown(requests)}")
+        raise Malformed(f"{where}requests must be a list, not {json_fields.shown(requests)}")
     if depth > _MAX_DEPTH:
         raise Malformed(f"{where[:60]}...: subagents are nested deeper than {_MAX_DEPTH}")
     for index, one in enumerate(requests):
         here = f"{where}requests[{index}]"
         if type(one) is not dict:
-            raise Malformed(f"{here} must be an object, not {fields.shown(one)}")
+            raise Malformed(f"{here} must be an object, not {json_fields.shown(one)}")
         try:
-            seconds = began + fields.number(one, "t")
+            seconds = began + json_fields.number(one, "t")
             if one.get("type") != "subagent" and "hash_ids" in one:
                 yield _call(one, seconds, block_tokens)
                 continue
@@ -180,9 +181,9 @@ def _calls(
 
 
 def _call(one: dict[str, Any], seconds: float, block_tokens: int) -> _Call:
-    length = fields.whole(one, "in")
-    ids = fields.prefix_ids(one)
-    full = fields.full_blocks(ids, length, block_tokens)
+    length = json_fields.whole(one, "in")
+    ids = json_fields.prefix_ids(one)
+    full = json_fields.full_blocks(ids, length, block_tokens)
     if ids and max(ids) >> _ID_BITS:
         raise Malformed(f"hash_ids must be under 2**{_ID_BITS}, not {max(ids)}")
-    return _Call(seconds, length, fields.whole(one, "out"), array("Q", full))
+    return _Call(seconds, length, json_fields.whole(one, "out"), array("Q", full))

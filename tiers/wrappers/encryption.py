@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from tiers.host.memory import slot_stride
+from tiers.host.slot_memory import slot_stride
 from tiers.store import Block, Clear, LocalIndex, TierStore, Touch, each
 from tiers.wrappers.hidden_names import HiddenNames
 from tiers.wrappers.staged import StagedStore

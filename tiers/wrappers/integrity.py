@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from tiers.block import HEADER_BYTES, expect, pack_header, verify
 from tiers.errors import RecordError
-from tiers.host.memory import slot_stride
+from tiers.host.slot_memory import slot_stride
 from tiers.store import Block, TierStore, each
 from tiers.wrappers.staged import StagedStore
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.fake_requests import FakeRequest
 from tiers.connector.policy.load_sharing import LoadSharing
-from tiers.connector.policy.requests import RequestState, RequestTable
-from tiers.contract.engine import EngineInfo, KVGroup
+from tiers.connector.policy.request_state import RequestState, RequestTable
+from tiers.contract.engine_info import EngineInfo, KVGroup
 
 TOKENS = 4
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.children import BlockTier, Child, Tier, chain
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest
-from tiers.connector.multi.scheduler import MultiScheduler
-from tiers.connector.multi.worker import MultiWorker
+from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.connector.policy.shared_load import SharedLoad
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
 from tiers.connector.policy.choice import NOBODY
-from tiers.connector.policy.requests import RequestState
+from tiers.connector.policy.request_state import RequestState
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.policy.wait_budget import WaitBudget
 from tiers.connector.scheduler.jobs import Jobs

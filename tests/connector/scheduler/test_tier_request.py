@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.support.clock import Clock
-from tiers.connector.policy.requests import RequestTable
+from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler.store_reservations import new_offers
 from tiers.connector.scheduler.tier_request import TierRequest
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.media import MediaMarks
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.support.kept import kept
 from tiers.block import digest
 from tiers.connector.worker.host_slots import HostSlots
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import StoreItem
 from tiers.contract.pool_size import PoolSize
 from tiers.gpu.copier import open_copier

@@ -8,7 +8,7 @@ from tiers.connector.multi.weight_agreement import WeightAgreement
 from tiers.connector.worker.weight_watch import Verdict, WeightWatch
 from tiers.contract.generation import Generation
 from tiers.contract.messages import OffloadingConnectorMetadata, StoreJob
-from tiers.contract.weights import Seen, Unseen, WeightOrders, WeightReport
+from tiers.contract.weight_reports import Seen, Unseen, WeightOrders, WeightReport
 
 
 class Crossing:

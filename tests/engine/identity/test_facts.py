@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.support.compatibility import Cells
-from tiers.connector.policy.requests import RequestTable
+from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.adapters import LoadedAdapter
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.engine.content_marks import ContentMarks
 from tiers.engine.loaded_adapters import name_of
 from tiers.engine.request_marks import MarksOfRequests

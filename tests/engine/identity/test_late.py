@@ -13,9 +13,9 @@ import pytest
 
 from spec.chain import ChainSpec
 from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, measured
-from tiers.connector import chain as chains
-from tiers.connector.scheduler import opening
-from tiers.connector.worker import worker as workers
+from tiers.connector import assembly as chains
+from tiers.connector.scheduler import open_tier
+from tiers.connector.worker import offloading_worker as workers
 from tiers.engine.identity.late import LateFacts
 from tiers.errors import TierUnusable
 from tiers.lab.replay import ReplayEngine, answer
@@ -147,7 +147,7 @@ def test_a_tier_that_one_rank_can_not_open_late_is_said_once(
         return opens(*args)
 
     monkeypatch.setattr(workers, "open_guarded", last_fails)
-    monkeypatch.setattr(opening, "open_guarded", lambda *_: opened.append("scheduler"))
+    monkeypatch.setattr(open_tier, "open_guarded", lambda *_: opened.append("scheduler"))
     late = Facts()
     engine = make(chain_of(disk(tmp_path)), late, world_size=world_size)
     loaded(engine, "disk")

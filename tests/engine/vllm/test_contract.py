@@ -96,8 +96,8 @@ def test_every_member_that_acts_reaches_the_children() -> None:
     """What the contract declares with a default, the chain's halves hand on to each child."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    from tiers.connector.multi.scheduler import MultiScheduler
-    from tiers.connector.multi.worker import MultiWorker
+    from tiers.connector.multi.multi_scheduler import MultiScheduler
+    from tiers.connector.multi.multi_worker import MultiWorker
     from tiers.contract.connector import SchedulerConnector, WorkerConnector
 
     by_class = {
@@ -408,7 +408,7 @@ def test_listeners_hear_once_that_weights_changed() -> None:
     from vllm.distributed.kv_events import AllBlocksCleared
 
     from spec.events import EventsSpec
-    from tiers.connector.multi.scheduler import MultiScheduler
+    from tiers.connector.multi.multi_scheduler import MultiScheduler
     from tiers.engine.vllm import SchedulerHalf
     from tiers.engine.vllm_events import AsVllm, GroupKind
 

@@ -13,7 +13,7 @@ import pytest
 from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Run, documents
 from tests.support.explaining import check_sums, tier_of
 from tests.support.plugin_packages import write_package
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 
 pytestmark = pytest.mark.vllm
 

@@ -13,10 +13,10 @@ import pytest
 from tests.engine.vllm.tiny_vllm import GEMMA, Run, documents, hosted
 from tests.engine.vllm.vllm_chains import IN_PROCESS, ONE_BY_ONE, disk
 from tests.support.clock import wait_for
+from tiers.connector.hosted.hosted_tier import HostedTier
 from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
-from tiers.connector.hosted.tier import HostedTier
 from tiers.contract.messages import WorkerHandshake
-from tiers.contract.weights import Unseen
+from tiers.contract.weight_reports import Unseen
 from tiers.cpu.spec import CpuSpec
 
 pytestmark = pytest.mark.vllm

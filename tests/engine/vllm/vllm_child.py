@@ -38,7 +38,7 @@ from PIL import Image
 
 from tests.engine.vllm import training
 from tests.support import damage
-from tiers.explain.client import NoAnswer, ask
+from tiers.explain.ask_engines import NoAnswer, ask
 
 
 class Request(TypedDict, total=False):

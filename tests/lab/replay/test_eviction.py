@@ -20,7 +20,7 @@ from tests.support.replay_chains import (
     scheduler_of,
 )
 from tests.support.slow_store import SlowSpec, TroubledStore
-from tiers.connector.worker import loads
+from tiers.connector.worker import loading
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.slab import slot_bytes
 from tiers.disk.store import DiskStore
@@ -90,7 +90,7 @@ def test_a_prefix_loaded_in_waves_is_evicted_from_its_tail(
     engine: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where what was loaded is not offered to the tiers, which would count it as used once more."""
-    monkeypatch.setattr(loads, "READ_BYTES", 4 * SLOT)
+    monkeypatch.setattr(loading, "READ_BYTES", 4 * SLOT)
     chain = chain_of(tier("disk", tmp_path), promote=False)
     made = engine(chain, num_blocks=24, prefix_caching=False)
     tokens = store(made, range(BLOCKS * SIZE))
@@ -110,7 +110,7 @@ def test_a_prefix_stored_in_batches_is_evicted_from_its_tail(
     again: bool,
 ) -> None:
     """One step stores it, in more than one call of the store. `again`: a part was there before."""
-    for user in ("worker.puts", "scheduler.stores"):
+    for user in ("worker.puts", "scheduler.tier_stores"):
         monkeypatch.setattr(f"tiers.connector.{user}.batch_blocks", lambda payload: 3)
     made = engine(chain_of(tier(kind, tmp_path)), num_blocks=24, prefix_caching=False)
     if again:

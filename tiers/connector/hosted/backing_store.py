@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from tiers.concurrency.executors import io_executor
-from tiers.connector.hosted.requests import HostedRequest, Prefix
+from tiers.connector.hosted.hosted_request import HostedRequest, Prefix
 from tiers.connector.hosted.shared_slots import SlotRegion
 from tiers.connector.scheduler.lookup.lookups import Lookup
 from tiers.connector.scheduler.managers.manager import TierManager

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tiers.contract.messages import WorkerHandshake
 from tiers.errors import TierUnusable
-from tiers.host.memory import ALIGNMENT, SlotMemory, slot_stride
+from tiers.host.slot_memory import ALIGNMENT, SlotMemory, slot_stride
 
 FOLDER = Path("/dev/shm")
 """Memory that processes of one host share by name."""

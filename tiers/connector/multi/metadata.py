@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tiers.contract.weights import WeightOrders, WeightReport
+from tiers.contract.weight_reports import WeightOrders, WeightReport
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiers.contract.generation import Generation
 from tiers.contract.messages import OffloadingConnectorMetadata
-from tiers.contract.weights import Seen, WeightOrders, WeightReport
+from tiers.contract.weight_reports import Seen, WeightOrders, WeightReport
 
 
 class WeightAgreement:

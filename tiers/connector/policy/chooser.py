@@ -23,7 +23,7 @@ from tiers.connector.policy.choice import (
 )
 from tiers.connector.policy.loaders import BlockLoader, TimedLoader
 from tiers.connector.policy.lookup_latency import LookupLatency
-from tiers.connector.policy.requests import RequestState, RequestTable
+from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.connector import SchedulerConnector
 from tiers.explain.attempt import UNNOTED, Attempt
 from tiers.loading.comparison import Comparison, Wish

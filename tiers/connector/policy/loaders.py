@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from tiers.connector.policy.requests import RequestState
+from tiers.connector.policy.request_state import RequestState
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.contract.connector import SchedulerConnector
-from tiers.explain.answers import Explained
+from tiers.explain.tier_answers import Explained
 from tiers.loading.load_cost import LoadCost
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tiers.connector.policy.requests import RequestState
+from tiers.connector.policy.request_state import RequestState
 
 KEEP = 0.7
 """Weight of all earlier lookups when one is answered."""

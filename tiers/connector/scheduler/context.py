@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tiers.connector.policy.requests import RequestState, RequestTable
+from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.connector.scheduler.admission.tenant_quotas import Tenants
 from tiers.connector.scheduler.jobs import Jobs
 from tiers.connector.scheduler.kv_events import KVEvents
-from tiers.connector.scheduler.opening import NOT_OPEN, OpenTier
+from tiers.connector.scheduler.open_tier import NOT_OPEN, OpenTier
 from tiers.connector.scheduler.tier_health import TierHealth
 from tiers.connector.scheduler.tier_request import TierRequest
 

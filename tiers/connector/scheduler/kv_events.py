@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
-from tiers.connector.policy.requests import RequestState, RequestTable
+from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.connector.scheduler.inventory.inventory import Inventory
 from tiers.connector.scheduler.inventory.runs import Run
 from tiers.contract.block_events import UNKNOWN, BlockEvent, Medium

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from tiers.connector.policy.requests import RequestState, RequestTable, Scheduled
+from tiers.connector.policy.request_state import RequestState, RequestTable, Scheduled
 from tiers.connector.scheduler.admission.admission import Admission
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.tier_request import TierRequest

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tiers.connector.policy.request_hints import NO_HINTS
-from tiers.connector.policy.requests import RequestState
+from tiers.connector.policy.request_state import RequestState
 from tiers.connector.scheduler.admission.retained import Retained
 from tiers.connector.scheduler.admission.tenant_quotas import tenant_of
 from tiers.connector.scheduler.context import TierContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tiers.connector.policy.requests import RequestState
+from tiers.connector.policy.request_state import RequestState
 from tiers.connector.scheduler.lookup.lookups import Lookup
 
 

@@ -16,13 +16,13 @@ from spec.fields import format_size
 from tiers.block import digest, namespace
 from tiers.concurrency.executors import io_executor
 from tiers.connector.worker.weight_watch import WeightWatch
-from tiers.contract.copier import Copier, Copy, OpenCopier
-from tiers.contract.engine import MOMENT, EngineInfo
+from tiers.contract.block_copier import Copier, Copy, OpenCopier
+from tiers.contract.engine_info import MOMENT, EngineInfo
 from tiers.contract.messages import StoreItem, WorkerHandshake
 from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
-from tiers.host.memory import SlotMemory, slot_stride
 from tiers.host.prefault import Prefault
+from tiers.host.slot_memory import SlotMemory, slot_stride
 from tiers.host.spare_memory import spare_memory
 
 logger = logging.getLogger(__name__)

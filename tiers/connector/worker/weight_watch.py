@@ -16,7 +16,7 @@ from collections import deque
 from concurrent.futures import Future
 
 from tiers.contract.adapters import NO_ADAPTERS, LoadedAdapters
-from tiers.contract.weights import Look, Seen, WeightOrders, WeightReport, Weights
+from tiers.contract.weight_reports import Look, Seen, WeightOrders, WeightReport, Weights
 
 
 class Verdict:

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from spec.chain import ChainSpec
-from tiers.connector.chain import open_scheduler, open_worker
-from tiers.connector.multi.scheduler import MultiScheduler
-from tiers.connector.multi.worker import MultiWorker
-from tiers.connector.scheduler.scheduler import OffloadingScheduler
+from tiers.connector.assembly import open_scheduler, open_worker
+from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.connector.multi.multi_worker import MultiWorker
+from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
+from tiers.contract.block_copier import OpenCopier
 from tiers.contract.block_events import BlockEvent
-from tiers.contract.copier import OpenCopier
-from tiers.contract.engine import EngineInfo, LateFacts
+from tiers.contract.engine_info import EngineInfo, LateFacts
 from tiers.contract.stats import TierStats
-from tiers.contract.weights import Weights
+from tiers.contract.weight_reports import Weights
 from tiers.gpu.copier import open_copier
 from tiers.lab.replay.blocks import BlockPool, has_null
 from tiers.lab.replay.model import VOCABULARY, ReplayModel

@@ -11,7 +11,7 @@ from pydantic import PrivateAttr
 
 from spec.offloading import StoreContext, StoreSpec
 from spec.registry import opens_ours
-from tiers.contract.copier import Copier, Copy, OpenCopier
+from tiers.contract.block_copier import Copier, Copy, OpenCopier
 from tiers.gpu.copier import open_copier
 from tiers.lab.replay.clock import Clock
 from tiers.store import Block, StoreWrapper, TierStore

@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory, mkdtemp
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec
-from tiers.connector.chain import open_worker, scheduler_parts
-from tiers.connector.multi.scheduler import MultiScheduler
+from tiers.connector.assembly import open_worker, scheduler_parts
+from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.observers import GhostWatcher, open_ghosts
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.lab.replay.clock import Clock, CountedClock, PacedClock
 from tiers.lab.replay.kv import PagedKV
 from tiers.lab.replay.links import Link, copier_over

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
 from spec.registry import package_of
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.pool_size import PoolSize
 from tiers.disk.slab import slot_bytes
 from tiers.errors import KVTiersError
-from tiers.host.memory import slot_stride
+from tiers.host.slot_memory import slot_stride
 from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.links import Link, LinkedSpec
 from tiers.remote.spec import RedisSpec

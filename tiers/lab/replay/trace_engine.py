@@ -6,8 +6,8 @@ import time
 from collections import deque
 
 from tiers.connector.multi.metadata import MultiConnectorMetadata
-from tiers.connector.multi.scheduler import MultiScheduler
-from tiers.connector.policy.requests import RequestTable
+from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.stats import Measures, TierStats
 from tiers.lab.replay.blocks import BlockPool
 from tiers.lab.replay.clock import Clock

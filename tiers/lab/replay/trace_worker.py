@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiWorkerMetadata
-from tiers.connector.multi.worker import MultiWorker
-from tiers.connector.worker.loads import LOADERS
+from tiers.connector.multi.multi_worker import MultiWorker
+from tiers.connector.worker.loading import LOADERS
 from tiers.contract.messages import (
     JobResult,
     OffloadingConnectorMetadata,

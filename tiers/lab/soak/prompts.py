@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tiers.errors import TraceError
-from tiers.traces.opening import open_trace
+from tiers.traces.open_trace import open_trace
 
 MAX_BLOCKS = 120
 """Longest prompt; a trace's longer ones are cut."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from spec.chain import ChainSpec
 from spec.offloading import StoreSpec
 from spec.registry import tier_class
-from tiers.connector.scheduler.scheduler import OffloadingScheduler
+from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.requests import ReplayRequest
 from tiers.lab.server import Server

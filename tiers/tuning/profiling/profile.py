@@ -15,13 +15,13 @@ import torch
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.errors import KVTiersError
-from tiers.host.memory import SlotMemory
+from tiers.host.slot_memory import SlotMemory
 from tiers.store import Block, TierStore, batch_blocks
 from tiers.tuning.machine import TierProfile
 from tiers.wrappers.opening import open_guarded
 
 LOADERS = 2
-"""Loads that a worker runs at once for each tier, as in `tiers/connector/worker/loads.py`."""
+"""Loads that a worker runs at once for each tier, as in `tiers/connector/worker/loading.py`."""
 LEAST_BLOCKS = 8
 SINGLES = 5
 """Single blocks that are moved for the latency, of which the fastest counts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from tiers.host.arc import AGAIN, ONCE, Arc
+from tiers.host.arc_queues import AGAIN, ONCE, Arc
 from tiers.tuning.simulation.spaces import Job, LruSpace, first_of
 
 

@@ -11,7 +11,7 @@ from tests.support.clock import Clock
 from tiers.connector.scheduler.admission.admission import COUNTED, Admission
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.managers.manager import TierManager
-from tiers.connector.scheduler.opening import OpenTier
+from tiers.connector.scheduler.open_tier import OpenTier
 from tiers.connector.scheduler.store_reservations import Offers, StoreReservations
 from tiers.connector.scheduler.tier_health import TierHealth
 from tiers.disk.spec import DiskSpec

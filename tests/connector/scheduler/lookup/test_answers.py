@@ -15,7 +15,7 @@ from spec.chain import ChainSpec, LoadPolicy
 from tests.support.clock import Clock
 from tests.support.kept import kept
 from tests.support.lookups import IndexedNames
-from tiers.connector.chain import open_scheduler
+from tiers.connector.assembly import open_scheduler
 from tiers.connector.multi.metadata import MultiWorkerMetadata
 from tiers.connector.scheduler.lookup.answers import Answers, Changes
 from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
@@ -23,11 +23,11 @@ from tiers.connector.scheduler.lookup.lookups import Lookup
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.connector.scheduler.managers.store_uses import StoreUses
 from tiers.contract.block_groups import GROUP_BYTES
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation, space_of
 from tiers.contract.messages import JobResult, OffloadingWorkerMetadata, WorkerHandshake
 from tiers.cpu.spec import CpuSpec
-from tiers.host.memory import slot_stride
+from tiers.host.slot_memory import slot_stride
 from tiers.lab.replay.requests import NewRequest
 from tiers.testing import GivenSpec
 

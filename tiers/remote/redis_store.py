@@ -10,9 +10,9 @@ from tiers.block import HEADER_BYTES, expect, pack_header, verify
 from tiers.codec import CODECS, Encoder, decode
 from tiers.concurrency.counter import LockedCounter
 from tiers.errors import RecordError, TierUnavailable, TierUnusable
-from tiers.remote.client import RedisClient
 from tiers.remote.pipeline import GetRequest, Record
 from tiers.remote.pools import ConnectionSettings
+from tiers.remote.redis_client import RedisClient
 from tiers.remote.stream import Deadline
 from tiers.store import Block, PutCounts
 

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from tiers.errors import TraceError
-from tiers.traces.fields import shown
-from tiers.traces.lines import Malformed, parse_object, read_lines
+from tiers.traces.json_fields import shown
+from tiers.traces.lines import Malformed, parse_object, place, read_lines
 from tiers.traces.mooncake import open_mooncake
 from tiers.traces.qwen import is_qwen, open_qwen
-from tiers.traces.reading import place
 from tiers.traces.recorded import is_header, open_recorded
 from tiers.traces.trace import Trace, TraceSummary
 from tiers.traces.weka import is_weka, open_weka

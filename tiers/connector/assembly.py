@@ -12,26 +12,26 @@ from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec
-from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
-from tiers.connector.multi.worker import MultiWorker
+from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
+from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.connector.observers import open_ghosts, open_recorder
-from tiers.connector.policy.requests import RequestTable
+from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.policy.wait_budget import lookup_seconds
 from tiers.connector.scheduler.admission.admission import Admission
 from tiers.connector.scheduler.admission.tenant_quotas import Tenants
 from tiers.connector.scheduler.announcing import Announcer
-from tiers.connector.scheduler.opening import ChainPool, TierOpener
-from tiers.connector.scheduler.scheduler import OffloadingScheduler
+from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
+from tiers.connector.scheduler.open_tier import ChainPool, TierOpener
 from tiers.connector.worker.host_slots import HostSlots
-from tiers.connector.worker.worker import OffloadingWorker
-from tiers.contract.copier import OpenCopier
-from tiers.contract.engine import EngineInfo
+from tiers.connector.worker.offloading_worker import OffloadingWorker
+from tiers.contract.block_copier import OpenCopier
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation
 from tiers.contract.observer import RequestObserver
 from tiers.contract.pool_size import PoolSize
-from tiers.contract.weights import Watch
+from tiers.contract.weight_reports import Watch
 from tiers.explain.explanations import Explainer
-from tiers.explain.opening import open_explanations
+from tiers.explain.open_explanations import open_explanations
 
 DRAIN_SECONDS = 10.0
 """How long a tier may go on storing when the engine shuts down."""

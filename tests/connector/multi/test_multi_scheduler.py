@@ -13,12 +13,12 @@ import torch
 from spec.load import load_chain
 from tests.support.fake_requests import BLOCKS
 from tests.support.kept import kept
-from tiers.connector.chain import open_scheduler
+from tiers.connector.assembly import open_scheduler
 from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiHandshakeMetadata
-from tiers.connector.multi.scheduler import MultiScheduler, MultiSettings
-from tiers.connector.multi.worker import MultiWorker
+from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
+from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.contract.connector import Connector, SchedulerConnector, WorkerConnector
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import TransferResults, WorkerHandshake
 from tiers.contract.stats import TierStats
 

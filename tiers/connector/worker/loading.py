@@ -12,12 +12,12 @@ from tiers.concurrency.executors import io_executor, wait_a_moment
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.worker.host_slots import HostSlots
-from tiers.connector.worker.load import Load, Numbered
+from tiers.connector.worker.load_progress import Load, Numbered
 from tiers.connector.worker.weight_watch import Verdict
 from tiers.contract.generation import space_of
 from tiers.contract.messages import JobResult, LoadJob
 from tiers.errors import TierUnusable
-from tiers.host.memory import SlotMemory, slot_stride
+from tiers.host.slot_memory import SlotMemory, slot_stride
 from tiers.loading.linear_fit import LatencyModel
 from tiers.store import Block
 from tiers.wrappers.guard import Guarded

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.children import Child
 from tiers.connector.multi.metadata import MultiConnectorMetadata
-from tiers.connector.multi.worker import MultiWorker
+from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.contract.messages import LoadJob, OffloadingConnectorMetadata, TransferResults
 
 CHILDREN = 4

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from tiers.connector.policy.requests import Scheduled, Step
+from tiers.connector.policy.request_state import Scheduled, Step
 from tiers.connector.scheduler.admission.admission import Admission
 from tiers.connector.scheduler.admission.tenant_quotas import tenant_of
 from tiers.connector.scheduler.context import TierContext

@@ -12,14 +12,14 @@ import torch
 
 from tests.support.clock import wait_for
 from tiers.concurrency.rate_limit import RateLimit
-from tiers.connector.worker import loads
+from tiers.connector.worker import loading as loading_module
 from tiers.connector.worker.host_slots import HostSlots
-from tiers.connector.worker.loads import Ended, Loading
+from tiers.connector.worker.loading import Ended, Loading
 from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.messages import LoadItem, LoadJob
-from tiers.contract.weights import Unseen
+from tiers.contract.weight_reports import Unseen
 from tiers.errors import TierUnusable
-from tiers.host.memory import SlotMemory, slot_stride
+from tiers.host.slot_memory import SlotMemory, slot_stride
 from tiers.store import Block
 from tiers.wrappers.guard import HEALTHY, Guarded
 
@@ -111,7 +111,7 @@ def store() -> Store:
 
 @pytest.fixture
 def loading(host: Host, store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loading]:
-    monkeypatch.setattr(loads, "READ_BYTES", ROWS * slot_stride(PAYLOAD))
+    monkeypatch.setattr(loading_module, "READ_BYTES", ROWS * slot_stride(PAYLOAD))
     made = Loading("test", cast(HostSlots, host), RateLimit(None), verify=False)
     made.open()
     made.serve(cast(Guarded, store), b"namespace-16-byt")
@@ -246,7 +246,7 @@ def test_memory_that_is_had_before_it_is_short_is_given_back(
 
     class Short(SlotMemory):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            if len(made) == loads.BOUNCES + 1:
+            if len(made) == loading_module.BOUNCES + 1:
                 raise TierUnusable("short")
             super().__init__(*args, **kwargs)
             made.append(self)
@@ -255,7 +255,7 @@ def test_memory_that_is_had_before_it_is_short_is_given_back(
             closed.append(self)
             super().close()
 
-    monkeypatch.setattr(loads, "SlotMemory", Short)
+    monkeypatch.setattr(loading_module, "SlotMemory", Short)
     loading = Loading("test", cast(HostSlots, host), RateLimit(None), verify=False)
     with pytest.raises(TierUnusable, match="no memory to load its blocks through: short"):
         loading.open()

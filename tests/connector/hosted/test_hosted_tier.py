@@ -15,8 +15,8 @@ import pytest
 from spec.offloading import HostSpec, StoreContext, StoreSpec
 from spec.registry import tier_class
 from tiers.connector.hosted import backing_store
+from tiers.connector.hosted.hosted_tier import PROMOTION_DEADLINE, Answer, HostedTier
 from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
-from tiers.connector.hosted.tier import PROMOTION_DEADLINE, Answer, HostedTier
 from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
 from tiers.connector.scheduler.managers.store_manager import StoreManager
 from tiers.contract.messages import WorkerHandshake

@@ -11,22 +11,22 @@ from typing import Any
 
 from spec.chain import LoadPolicy
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.connector.multi.connector import MultiConnector, merge_parameters
 from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
+from tiers.connector.multi.multi_connector import MultiConnector, merge_parameters
 from tiers.connector.multi.weight_agreement import WeightAgreement
 from tiers.connector.policy.choice import LATER, NOBODY, Choice, clip, tokens_of_each
 from tiers.connector.policy.chooser import Chooser, load_costs
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.loaders import BlockLoader, explained
 from tiers.connector.policy.lookup_latency import LookupLatency
-from tiers.connector.policy.requests import RequestState, RequestTable
+from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.contract.connector import SchedulerConnector
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.observer import RequestObserver
 from tiers.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
 from tiers.contract.stats import TierStats

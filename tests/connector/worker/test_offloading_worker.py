@@ -12,8 +12,8 @@ import torch
 from bench.lagging import worker_step
 from tests.support.clock import wait_for
 from tiers.connector.worker.host_slots import HostSlots
-from tiers.connector.worker.worker import MOST_ENDS, OffloadingWorker
-from tiers.contract.engine import EngineInfo
+from tiers.connector.worker.offloading_worker import MOST_ENDS, OffloadingWorker
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import OffloadingConnectorMetadata, StoreItem, StoreJob
 from tiers.contract.pool_size import PoolSize
 from tiers.gpu.copier import open_copier

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from tiers.connector.multi.connector import MultiConnector
 from tiers.connector.multi.metadata import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
+from tiers.connector.multi.multi_connector import MultiConnector
 from tiers.contract.connector import WorkerConnector
 from tiers.contract.messages import OffloadingConnectorMetadata, TransferResults
-from tiers.contract.weights import NoWatch, Watch
+from tiers.contract.weight_reports import NoWatch, Watch
 
 
 class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):

@@ -14,7 +14,7 @@ from tiers.connector.policy.request_limits import LimitsReader, RequestLimits
 from tiers.connector.policy.wait_budget import WaitBudget
 from tiers.contract.adapters import RequestMark
 from tiers.contract.block_groups import BlockGroups
-from tiers.contract.engine import EngineInfo
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation
 from tiers.contract.media import MediaMark, joined
 from tiers.contract.observer import CHAIN

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tiers.explain import server as served
-from tiers.explain.client import NoAnswer, ask
-from tiers.explain.server import ExplainServer, FolderRefused
+from tiers.explain import explain_server as served
+from tiers.explain.ask_engines import NoAnswer, ask
+from tiers.explain.explain_server import ExplainServer, FolderRefused
 
 
 def parrot(question: bytes) -> bytes:

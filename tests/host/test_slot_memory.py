@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tiers.host.memory import SlotMemory
+from tiers.host.slot_memory import SlotMemory
 
 
 def test_a_child_does_not_get_the_slots() -> None:

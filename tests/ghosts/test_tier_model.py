@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tiers.ghosts.hot_prefix import HotPrefix
-from tiers.ghosts.model import PARTS, Sampled, TierModel
-from tiers.ghosts.stack import SampledStack
+from tiers.ghosts.ghosts import HotPrefix
+from tiers.ghosts.tier_model import PARTS, Sampled, SampledStack, TierModel
 
 
 def conversations(requests: int, seed: int = 0) -> list[list[int]]:

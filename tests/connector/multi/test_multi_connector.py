@@ -14,8 +14,8 @@ from tiers.connector.multi.metadata import (
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
-from tiers.connector.multi.scheduler import MultiScheduler
-from tiers.connector.multi.worker import MultiWorker
+from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.contract.messages import TransferResults
 
 

@@ -18,10 +18,10 @@ from tiers.concurrency.executors import io_executor
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.worker.host_slots import HostSlots
-from tiers.connector.worker.loads import Loading
+from tiers.connector.worker.loading import Loading
 from tiers.connector.worker.puts import Puts
+from tiers.contract.block_copier import Copy
 from tiers.contract.connector import WorkerConnector
-from tiers.contract.copier import Copy
 from tiers.contract.messages import (
     JobResult,
     OffloadingConnectorMetadata,

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from tiers.contract.adapters import NO_ADAPTERS, LoadedAdapters, RequestMarks
 from tiers.contract.block_events import Describe, describe_nothing
 from tiers.contract.media import MediaMarks
-from tiers.contract.weights import Unseen, Weights
+from tiers.contract.weight_reports import Unseen, Weights
 
 
 class KVGroup(NamedTuple):

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spec.explain import ExplainSpec
 from tiers.explain.accounts import Accounts
+from tiers.explain.explain_server import ExplainServer, FolderRefused
 from tiers.explain.explanations import Explanations
 from tiers.explain.notes import RequestNotes
-from tiers.explain.server import ExplainServer, FolderRefused
 from tiers.explain.spans import Spans, engine_tracer
 
 logger = logging.getLogger(__name__)

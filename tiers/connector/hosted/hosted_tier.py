@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from tiers.connector.hosted.backing_store import BackingStore, Item, OpenStore
-from tiers.connector.hosted.requests import Gather, Happened, HostedRequest
+from tiers.connector.hosted.hosted_request import Gather, Happened, HostedRequest
 from tiers.connector.hosted.shared_slots import SlotRegion
 from tiers.connector.scheduler.managers.host_manager import HostManager
 from tiers.contract.generation import Generation

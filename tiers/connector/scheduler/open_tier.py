@@ -21,7 +21,7 @@ from tiers.contract.generation import Generation
 from tiers.contract.messages import WorkerHandshake
 from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
-from tiers.host.memory import ALIGNMENT, slot_stride, slots_within
+from tiers.host.slot_memory import ALIGNMENT, slot_stride, slots_within
 from tiers.host.slots import SlotPool
 from tiers.store import Clear, TierStore, capability
 from tiers.wrappers.opening import open_guarded
