@@ -22,7 +22,7 @@ from spec.load import load_chain
 from spec.record import RecordSpec
 from tiers.contract.protocols import Request
 from tiers.lab.replay import ReplayEngine, ReplayModel
-from tiers.traces.recorder_writer import Ended, Recording, RecordWriter
+from tiers.traces.recorder_writer import EndedRequest, Recording, RecordWriter
 
 MODEL = ReplayModel(width=64)
 HASH_BYTES = 32
@@ -103,7 +103,7 @@ def line_seconds(blocks: int, lines: int, folder: Path) -> float:
     hashes = [rng.randbytes(HASH_BYTES) for _ in range(blocks)]
     writer = RecordWriter(Recording(RecordSpec(path=folder / "lines"), 16, 16))
     writer.open()
-    ended = Ended(0.0, 0.0, blocks * 16 + 1, 2, hashes, "")
+    ended = EndedRequest(0.0, 0.0, blocks * 16 + 1, 2, hashes, "")
     began = time.process_time()
     for _ in range(lines):
         writer.write(ended)

@@ -27,7 +27,7 @@ from tiers.traces.recorded import FileHeader, encode_header, encode_request
 from tiers.traces.recorder import Recorder
 from tiers.traces.recorder_file import RecordedFiles
 from tiers.traces.recorder_folder import RecordFolder
-from tiers.traces.recorder_writer import Ended, Recording
+from tiers.traces.recorder_writer import EndedRequest, Recording
 from tiers.traces.trace import TraceRequest
 
 BLOCK = 16
@@ -38,8 +38,8 @@ def hashes(count: int) -> list[bytes]:
     return [_RANDOM.randbytes(32) for _ in range(count)]
 
 
-def ended(blocks: int = 1, at: float = 0.0) -> Ended:
-    return Ended(at, at, blocks * BLOCK, 0, hashes(blocks), "")
+def ended(blocks: int = 1, at: float = 0.0) -> EndedRequest:
+    return EndedRequest(at, at, blocks * BLOCK, 0, hashes(blocks), "")
 
 
 def recorder_of(path: Path, **more: object) -> Recorder:
@@ -80,8 +80,8 @@ def started(path: Path, **more: object) -> tuple[Recorder, Counts]:
 def test_what_is_put_is_read(tmp_path: Path) -> None:
     one = recorder_of(tmp_path / "new" / "trace")
     shared = hashes(2)
-    one.put(Ended(0.001, 0.001, 40, 5, shared, ""))
-    one.put(Ended(0.002, 0.002, 50, 0, [*shared, *hashes(1)], ""))
+    one.put(EndedRequest(0.001, 0.001, 40, 5, shared, ""))
+    one.put(EndedRequest(0.002, 0.002, 50, 0, [*shared, *hashes(1)], ""))
     one.close()
     first, second = read(tmp_path / "new" / "trace")
     assert (first.timestamp, second.timestamp) == (0.0, 1.0)
@@ -443,7 +443,7 @@ def test_the_key_is_made_once(tmp_path: Path) -> None:
 
 def test_lines_are_plain_json(tmp_path: Path) -> None:
     one = recorder_of(tmp_path / "trace")
-    one.put(Ended(1.5, 0.25, 33, 16, hashes(3), "salt"))
+    one.put(EndedRequest(1.5, 0.25, 33, 16, hashes(3), "salt"))
     one.close()
     (file,) = files(tmp_path / "trace")
     with zstandard.open(file, "rt", dctx=zstandard.ZstdDecompressor()) as lines:

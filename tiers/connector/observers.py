@@ -11,7 +11,7 @@ from tiers.contract.observer import CHAIN
 from tiers.contract.protocols import Request
 from tiers.ghosts.ghosts import CLOSE_SECONDS, Ghosts, Setting
 from tiers.traces.recorder import Recorder
-from tiers.traces.recorder_writer import Ended, Recording
+from tiers.traces.recorder_writer import EndedRequest, Recording
 
 
 class TrafficRecorder:
@@ -49,7 +49,7 @@ class TrafficRecorder:
             tag = first_tag if request_state.is_outdated else tag
             marks = [(blocks, mark + tag) for blocks, mark in self._requests.marks(request_state)]
         self._recorder.put(
-            Ended(
+            EndedRequest(
                 arrived,
                 min(arrived, next(iter(self._arrivals.values()), (now, b""))[0]),
                 prompt,

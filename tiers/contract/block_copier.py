@@ -9,7 +9,7 @@ import torch
 
 
 class Copy(Protocol):
-    """A copy under way."""
+    """A copy in flight."""
 
     def wait(self) -> None:
         """Block until the bytes have arrived. Raises what made the copy fail, IndexError or
@@ -52,7 +52,7 @@ class Copier(Protocol):
         """Copy `rows[slots[i]]` to paged `blocks[i]` after the fence `after`. Blocks until done."""
 
     def close(self) -> None:
-        """Wait for copies under way and release threads and streams."""
+        """Wait for copies in flight and release threads and streams."""
 
 
 OpenCopier = Callable[[Mapping[str, torch.Tensor], int], Copier]

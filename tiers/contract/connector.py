@@ -23,7 +23,7 @@ class Connector(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Finish what is under way, in bounded time, and release everything."""
+        """Finish what is in flight, in bounded time, and release everything."""
 
     def get_kv_connector_stats(self) -> Any:
         """Counters since the last call, in the connector's own form; None: nothing was counted."""
@@ -131,7 +131,7 @@ class SchedulerConnector(Connector):
         return False
 
     def has_pending_block_frees(self) -> bool:
-        """Whether transfers under way will soon give blocks back to the engine."""
+        """Whether transfers in flight will soon give blocks back to the engine."""
         return False
 
     @property

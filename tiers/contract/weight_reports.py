@@ -9,7 +9,7 @@ from tiers.contract.adapters import AdapterReports
 
 
 class Look(Protocol):
-    """A look under way."""
+    """A look in flight."""
 
     def ready(self) -> bool:
         """Whether `seen` waits for nothing any more."""

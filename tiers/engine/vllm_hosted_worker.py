@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingWorker, TransferRes
 
 from tiers.concurrency.executors import io_executor
 from tiers.connector.hosted.shared_slots import SlotRegion, stamp
-from tiers.connector.worker.weight_watch import Verdict, WeightWatch
+from tiers.connector.worker.weight_watch import WeightVerdict, WeightWatch
 from tiers.contract.block_copier import Copier, Copy
 from tiers.contract.weight_reports import Unseen, WeightOrders, Weights
 
@@ -70,7 +70,7 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def _end_store(
-        self, copies: list[Copy], slots: SlotsSpec, verdict: Verdict, began: float
+        self, copies: list[Copy], slots: SlotsSpec, verdict: WeightVerdict, began: float
     ) -> float:
         held = [stamp(key) for key in slots.keys]
         try:
@@ -106,7 +106,7 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
         parts: list[tuple[Copier, list[int], list[int]]],
         fences: list[object],
         slots: SlotsSpec,
-        verdict: Verdict,
+        verdict: WeightVerdict,
     ) -> float:
         began = time.perf_counter()
         for (copier, blocks, rows), fence in zip(parts, fences, strict=True):

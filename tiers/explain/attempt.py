@@ -2,7 +2,7 @@
 
 The scheduler's thread writes, and does as little as it can: it keeps what it has at hand, and
 counts a tier's answers once, when the engine begins the request. Other threads read. They see an
-attempt that is under way as far as it has come.
+attempt that is in flight as far as it has come.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Explanations: the notes of the requests under way, and of the last ones that ended."""
+"""Explanations: the notes of the requests in flight, and of the last ones that ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiers.explain.tier_answers import Explained
 MAX_REQUESTS = 1000
 MAX_BYTES = 16 << 20
 MAX_UNDER_WAY = 16384
-"""Requests under way that are noted; an engine that queues more has those begin unnoted."""
+"""Requests in flight that are noted; an engine that queues more has those begin unnoted."""
 
 Shares = Mapping[int, Sequence[range]]
 
@@ -162,7 +162,7 @@ class Explanations(Explainer):
     # -- any thread --------------------------------------------------------------------------
 
     def all(self) -> list[RequestNotes]:
-        """The requests that ended, oldest first, then those under way."""
+        """The requests that ended, oldest first, then those in flight."""
         # Each list is made in one go while this thread holds the interpreter.
         return [*list(self._ended), *list(self._under_way.values())]
 

@@ -23,7 +23,7 @@ MAX_ANSWERS = 1000
 Count = Annotated[int, Field(ge=1, le=MAX_ANSWERS)]
 
 
-class Question(BaseModel):
+class ExplainQuestion(BaseModel):
     """One of: a request by its name or the beginning of it, the last ones, the slowest ones."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -54,7 +54,7 @@ def answers(explanations: Explanations) -> Callable[[bytes], bytes]:
 
     def answer(line: bytes) -> bytes:
         try:
-            question = Question.model_validate_json(line)
+            question = ExplainQuestion.model_validate_json(line)
         except ValidationError as error:
             return _lines([{"error": f"no question: {error.errors()[0]['msg']}"}])
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 LEAST_BYTES = 2 << 20
 """Enough on loopback, and small values need it: 64 loads came at 1.5 GB/s with 512 KiB and at 2.0
 with 1 or 2 MiB (values of 64 KiB); at 2.2, 2.8 and 3.1 (256 KiB). More only evicts values from
-processor caches: 64 stores of 2 MiB cost 0.31 s of a core per GB with one value under way, 0.37
+processor caches: 64 stores of 2 MiB cost 0.31 s of a core per GB with one value in flight, 0.37
 with four."""
 
 MOST_BYTES = 8 << 20

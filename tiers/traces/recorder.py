@@ -8,7 +8,7 @@ import threading
 
 from tiers.concurrency.handoff import Handoff
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.traces.recorder_writer import Began, Ended, Recording, RecordWriter
+from tiers.traces.recorder_writer import Began, EndedRequest, Recording, RecordWriter
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Recorder:
         self._late = RepeatedLog(logger, "record", "requests came faster than they were recorded")
         self._start()
 
-    def put(self, ended: Ended) -> None:
+    def put(self, ended: EndedRequest) -> None:
         """Record a request."""
         if os.getpid() != self._process:
             # A fork leaves the thread and the files to the parent.
@@ -59,7 +59,7 @@ class Recorder:
 
     def _start(self, began: Began | None = None) -> None:
         self._process = os.getpid()
-        self._handoff: Handoff[Ended] = Handoff(MAX_REQUESTS, MAX_BLOCKS)
+        self._handoff: Handoff[EndedRequest] = Handoff(MAX_REQUESTS, MAX_BLOCKS)
         self._stop = threading.Event()
         self._writer = RecordWriter(self._recording, began)
         self._dropped = 0
@@ -69,7 +69,7 @@ class Recorder:
         self._thread.start()
 
 
-def _run(writer: RecordWriter, handoff: Handoff[Ended], stop: threading.Event) -> None:
+def _run(writer: RecordWriter, handoff: Handoff[EndedRequest], stop: threading.Event) -> None:
     writer.open()
     stopping = False
     while not stopping:

@@ -70,7 +70,7 @@ _PAUSE = 1e-4
 long. The scheduler's thread would have to wait for its turn for five milliseconds otherwise."""
 
 
-class Ended(NamedTuple):
+class EndedRequest(NamedTuple):
     """A request that has ended. Times are seconds of the recording's clock."""
 
     arrived: float
@@ -138,7 +138,7 @@ class RecordWriter:
         if self._opened():
             logger.info("record: requests are recorded in %s", self._path)
 
-    def write(self, ended: Ended) -> None:
+    def write(self, ended: EndedRequest) -> None:
         """Take a request's line to the others that wait, and write them if they are many."""
         if self._files is None and not self._opened():
             self._drop(1)
@@ -196,7 +196,7 @@ class RecordWriter:
             )
         )
 
-    def _line(self, ended: Ended) -> bytes:
+    def _line(self, ended: EndedRequest) -> bytes:
         tokens = self._recording.block_tokens
         in_prompt = ended.prompt_tokens // tokens
         # The KV of the last token is not computed.
@@ -217,7 +217,7 @@ class RecordWriter:
     def _milliseconds(self, time: float) -> float:
         return (time - self.began.at) * 1000
 
-    def _block_ids(self, ended: Ended, blocks: int) -> list[int]:
+    def _block_ids(self, ended: EndedRequest, blocks: int) -> list[int]:
         step = self._recording.block_tokens // self._recording.hash_tokens
         ids: list[int] = []
         for run, mark in ended.marks or ((range(blocks), b""),):

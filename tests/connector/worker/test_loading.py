@@ -14,7 +14,7 @@ from tests.support.clock import wait_for
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.connector.worker import loading as loading_module
 from tiers.connector.worker.host_slots import HostSlots
-from tiers.connector.worker.loading import Ended, Loading
+from tiers.connector.worker.loading import EndedLoad, Loading
 from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.messages import LoadItem, LoadJob
 from tiers.contract.weight_reports import Unseen
@@ -121,8 +121,8 @@ def loading(host: Host, store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterat
     made.close(WAIT_S)
 
 
-def ended(loading: Loading, count: int) -> list[Ended]:
-    found: list[Ended] = []
+def ended(loading: Loading, count: int) -> list[EndedLoad]:
+    found: list[EndedLoad] = []
 
     def are_ended() -> bool:
         found.extend(loading.ended(idle=True))

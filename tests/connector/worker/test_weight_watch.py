@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from tiers.connector.multi.weight_agreement import WeightAgreement
-from tiers.connector.worker.weight_watch import Verdict, WeightWatch
+from tiers.connector.worker.weight_watch import WeightVerdict, WeightWatch
 from tiers.contract.generation import Generation
 from tiers.contract.messages import OffloadingConnectorMetadata, StoreJob
 from tiers.contract.weight_reports import Seen, Unseen, WeightOrders, WeightReport
@@ -42,7 +42,7 @@ class Slow:
         return Crossing(self.shown, self.go)
 
 
-def step(watch: WeightWatch, tag: bytes = b"") -> Verdict:
+def step(watch: WeightWatch, tag: bytes = b"") -> WeightVerdict:
     watch.bind(WeightOrders())
     return watch.stores(tag)
 
@@ -105,7 +105,7 @@ def test_ranks_wait_for_each_other() -> None:
     for rank in ranks:
         rank.begin()
 
-    def run(orders: WeightOrders, looks: bool = True) -> list[Verdict]:
+    def run(orders: WeightOrders, looks: bool = True) -> list[WeightVerdict]:
         for rank in ranks:
             rank.bind(orders)
         return [rank.stores(b"") for rank in ranks] if looks else []

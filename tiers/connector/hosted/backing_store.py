@@ -28,7 +28,7 @@ OpenStore = Callable[[], Guarded | None]
 READERS = 2
 """Promotions that are read at once."""
 DRAIN_SECONDS = 10.0
-"""How long, when the engine shuts down, puts under way may go on, and then promotions."""
+"""How long, when the engine shuts down, puts in flight may go on, and then promotions."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class BackingStore:
     # -- ends --------------------------------------------------------------------------------
 
     def request_finished(self, request: HostedRequest) -> None:
-        """Drop what is kept for a request; its transfers under way end on their own."""
+        """Drop what is kept for a request; its transfers in flight end on their own."""
         request.prefix.order.finished = True
         self._settle(request.prefix)
         request.lookup.cancel()
@@ -205,7 +205,7 @@ class BackingStore:
         self._manager.clear(self._generation.renew())
 
     def close(self) -> None:
-        """Wait for transfers under way, `DRAIN_SECONDS` at most, and close the store, or let it be
+        """Wait for transfers in flight, `DRAIN_SECONDS` at most, and close the store, or let it be
         closed as soon as it is open."""
         self._opener.shutdown(wait=False)
         if self._opening is not None and self._open_store is not None:

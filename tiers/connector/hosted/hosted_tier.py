@@ -45,7 +45,7 @@ class SlotOrders:
         self._pool.release(slot)
 
     def forget(self) -> None:
-        """Expect no `end` for the transfers under way: the engine has forgotten them."""
+        """Expect no `end` for the transfers in flight: the engine has forgotten them."""
         self._forgotten += self._under_way.elements()
         self._under_way.clear()
 
@@ -312,14 +312,14 @@ class HostedTier:
             request.promoted.add(key)
 
     def request_finished(self, request_id: str) -> None:
-        """Drop what is kept for a request; its transfers under way end on their own."""
+        """Drop what is kept for a request; its transfers in flight end on their own."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             request.unpin(self.pool)
             self._store.request_finished(request)
 
     def reset(self) -> None:
-        """Never again find what was stored so far. The engine forgets its transfers under way."""
+        """Never again find what was stored so far. The engine forgets its transfers in flight."""
         self._is_outdated = False
         self._orders.forget()
         self._gathers.clear()

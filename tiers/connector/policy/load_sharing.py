@@ -1,7 +1,7 @@
 """Who waits for another's load? Of concurrent requests of one prefix all but one.
 
 The second waits for the first one's load and then finds the prefix in the engine's own cache. What
-a request waits for is a load under way, never a request that waits itself, and a load needs
+a request waits for is a load in flight, never a request that waits itself, and a load needs
 nothing that a waiting request holds: it has its paged blocks. So nobody waits in a circle. The load
 ends within the time that its request may wait, fails or is given up; and the wait is charged to
 the waiting request, which goes on by itself when its own time is over. Nor does anybody wait for a
@@ -25,7 +25,7 @@ themselves to, and the hash of the first block."""
 
 
 class LoadSharing:
-    """The loads under way of a chain, and who waits for which; used by the scheduler's thread.
+    """The loads in flight of a chain, and who waits for which; used by the scheduler's thread.
 
     `RequestState.load` has the blocks that a request loads, by the engine's hashes, each of which
     says all before it; `RequestState.awaits` the request whose load it waits for. Costs the same
@@ -40,7 +40,7 @@ class LoadSharing:
         self._loaders: dict[_Load, RequestState] = {}
 
     def waits(self, request_state: RequestState) -> bool:
-        """Whether the load that a request waits for is under way."""
+        """Whether the load that a request waits for is in flight."""
         if request_state.awaits is None:
             return False
         if request_state.awaits.wait_budget.is_loading and request_state.wait_budget.left() > 0:

@@ -35,13 +35,13 @@ class RequestState:
     `mark`, `media`: see `EngineInfo`. `may_store`: whether its blocks may be stored; `prompt_only`:
     without those of its answer. `hints`: what it says of its prompt's blocks. `keys`: of all parts
     of its full blocks, as far as they are made, block by block. `tables`: its blocks in the paged
-    KV, per KV cache group. `computed`: tokens that are when all steps so far have run; 0 while it
-    may be loading. `is_outdated`: a reset came after some of its blocks were computed.
+    KV, per KV cache group. `computed`: tokens computed once every scheduled step has run; 0 while
+    it may be loading. `is_outdated`: a reset came after some of its blocks were computed.
 
-    `choice`: who loads what, as it was chosen last; `is_undecided` until the engine begins it, and
-    `has_begun` once it did. `held`: what tiers in these `versions` have of it. `alone`: the
-    engine's own connector that loads all of it; `failed`: those that left it nothing. `load`,
-    `awaits`: see `LoadSharing`. `prompt_tokens`: known before it ran. `looking`: see
+    `choice`: the last decision who loads what; `is_undecided` until the engine begins it, and
+    `has_begun` once it did. `held`: coverage of tiers, valid while `versions` are unchanged.
+    `alone`: the engine's own connector that loads all of it; `failed`: those that left it nothing.
+    `load`, `awaits`: see `LoadSharing`. `prompt_tokens`: known before it ran. `looking`: see
     `LookupLatency`. `tiers`: by name.
     """
 
@@ -97,7 +97,7 @@ class Scheduled(NamedTuple):
     states: Sequence[tuple[int, int]] = ()
 
 
-class Step(NamedTuple):
+class EngineStep(NamedTuple):
     """One step of the engine. `overwritten`: paged blocks that it writes, that were allocated for
     loads since the step before, or in which that left a state."""
 
@@ -131,7 +131,7 @@ class RequestTable:
         self.engine = engine
         self.generation = generation or Generation()
         self.groups = BlockGroups(engine)
-        self.step = Step([], set())
+        self.step = EngineStep([], set())
         """The step whose orders are being made."""
         self._hints = HintReader()
         self._media_late = 0
@@ -259,12 +259,12 @@ class RequestTable:
         self._allocated.update(*request_state.tables)
         return request_state
 
-    def begin_step(self, output: SchedulerOutput) -> Step:
+    def begin_step(self, output: SchedulerOutput) -> EngineStep:
         """Take in what a step runs; it is `step` until the next one."""
         overwritten, self._allocated = self._allocated, set()
         copies: Sequence[BlockCopy] = getattr(output, "kv_cache_block_copies", None) or ()
         overwritten.update(copy.dst_block_id for copy in copies)
-        self.step = Step([], overwritten)
+        self.step = EngineStep([], overwritten)
         states = self._states_left(output)
         for new in output.scheduled_new_reqs:
             request_state = self._states.get(new.req_id)

@@ -57,7 +57,7 @@ class WaitBudget:
 
     @property
     def is_loading(self) -> bool:
-        """Whether that load is under way."""
+        """Whether that load is in flight."""
         return self._loading is not None
 
     def loaded(self) -> None:

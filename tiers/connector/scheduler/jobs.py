@@ -6,7 +6,7 @@ The states of a load, from the lookup on:
 |---|---|---|
 | asked | `coverage` asks the tiers; those behind a network answer later | waiting, or no load |
 | waiting | the engine has no room, or another request loads the blocks | asked or loading |
-| loading | the blocks are allocated; a `LoadJob` is under way on every rank | one of the others |
+| loading | the blocks are allocated; a `LoadJob` is in flight on every rank | one of the others |
 | received | the last rank of the last tier has ended, with all blocks | the request runs |
 | failed | a block was missing or damaged | those before it are used, the rest is computed |
 | late | `max_wait` is over; some blocks have not arrived | as when the first of those had failed |
@@ -34,7 +34,7 @@ from tiers.contract.messages import (
 
 @dataclass(kw_only=True)
 class PendingLoad:
-    """A load under way. `blocks`: indexes of the blocks that it loads. `of_block[i]`: the block
+    """A load in flight. `blocks`: indexes of the blocks that it loads. `of_block[i]`: the block
     that item i belongs to. `shared`: the load of the request that it is a part of. `result`: of the
     ranks that have ended."""
 
@@ -61,7 +61,7 @@ class PendingStore:
 
 
 class Jobs:
-    """The jobs under way; used by the scheduler's thread alone."""
+    """The jobs in flight; used by the scheduler's thread alone."""
 
     def __init__(self, ranks: int, generation: Generation) -> None:
         self._ranks = ranks
@@ -69,7 +69,7 @@ class Jobs:
         self._ids = itertools.count()
         self._loading: dict[int, PendingLoad] = {}
         self._storing: dict[int, PendingStore] = {}
-        # Counted up and down: thousands may be under way, and every step tells how much.
+        # Counted up and down: thousands may be in flight, and every step tells how much.
         self._blocks_loading = self._blocks_storing = 0
 
     def __len__(self) -> int:
@@ -140,7 +140,7 @@ class Jobs:
         return bool(self._loading)
 
     def gauges(self, block_bytes: int) -> dict[str, float]:
-        """Counts and bytes of loads and stores under way, over all ranks (see `stats`)."""
+        """Counts and bytes of loads and stores in flight, over all ranks (see `stats`)."""
         return {
             "loading_jobs": float(len(self._loading)),
             "loading_bytes": float(self._blocks_loading * block_bytes),

@@ -302,13 +302,13 @@ class OffloadingScheduler(SchedulerConnector):
     # -- ends --------------------------------------------------------------------------------
 
     def reset_cache(self) -> bool:
-        """Never again find what was stored so far; stores under way end unfindable too. Or go on
+        """Never again find what was stored so far; stores in flight end unfindable too. Or go on
         with all of it, where the operator says that weights don't change.
 
-        False: loads of before are still under way, whose requests may use what they bring.
+        False: loads of before are still in flight, whose requests may use what they bring.
         """
         # An engine that sleeps gives its memory up next, and these are not read before. A copy
-        # under way is done by then: vLLM waits for its device first.
+        # in flight is done by then: vLLM waits for its device first.
         self._stores.drop_last_offers()
         if not self._requests.generation.lasts:
             self.weights_changed()
@@ -324,10 +324,10 @@ class OffloadingScheduler(SchedulerConnector):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
-        """Drop what is kept for a request; its transfers under way end on their own.
+        """Drop what is kept for a request; its transfers in flight end on their own.
 
         `block_ids`: the blocks that it has yet, of each KV cache group. Never holds them back: the
-        fence on reuse protects stores under way.
+        fence on reuse protects stores in flight.
         """
         request_state = self._requests.get(request)
         if request_state is not None:

@@ -86,7 +86,7 @@ class TierOpener:
         now: Callable[[], float] = time.monotonic,
         events: EventsSpec | None = None,
     ) -> None:
-        """`lookup_deadline`: seconds after which a lookup under way counts as a miss. `host`: where
+        """`lookup_deadline`: seconds after which a lookup in flight counts as a miss. `host`: where
         this process is (see `EngineInfo`). `now`: the clock of the stores' answers, in seconds.
         `events`: what KV events say; None: the engine takes none."""
         self._events = events

@@ -110,7 +110,7 @@ class Claimed(NamedTuple):
 
 
 class StoreReservations:
-    """What the stores under way of one tier hold. Used by the scheduler's thread alone."""
+    """What the stores in flight of one tier hold. Used by the scheduler's thread alone."""
 
     def __init__(self, context: TierContext, admission: Admission) -> None:
         self.slots_pinned = 0

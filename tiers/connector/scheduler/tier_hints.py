@@ -20,7 +20,7 @@ MOST_WAITING = 1 << 17
 little time would have others wait."""
 
 
-class _Waiting(NamedTuple):
+class _WaitingHint(NamedTuple):
     """A request's hint that is yet to be obeyed for these keys. `since`: its time counts from."""
 
     state: RequestState
@@ -41,7 +41,7 @@ class TierHints:
         self._context = context
         self._now = now
         self._retained = Retained(now)
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_WaitingHint] = deque()
         self._blocks_waiting = 0
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class TierHints:
             retains = tier_request.state.hints.retain is not None
             self._context.count(**{"retain_refused" if retains else "demote_refused": len(keys)})
             return
-        self._waiting.append(_Waiting(tier_request.state, keys, self._now()))
+        self._waiting.append(_WaitingHint(tier_request.state, keys, self._now()))
         self._blocks_waiting += len(keys)
         pace = self._context.open.manager.pace
         if pace.is_short(self._blocks_waiting) and not pace.is_spent:
@@ -112,7 +112,7 @@ class TierHints:
                 self._waiting.appendleft(first._replace(keys=later))
         pace.took()
 
-    def _obey(self, hint: _Waiting, keys: Sequence[bytes]) -> None:
+    def _obey(self, hint: _WaitingHint, keys: Sequence[bytes]) -> None:
         request_state = hint.state
         context, hints, manager = self._context, request_state.hints, self._context.open.manager
         if request_state.is_outdated:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from tiers.connector.policy.request_state import Scheduled, Step
+from tiers.connector.policy.request_state import EngineStep, Scheduled
 from tiers.connector.scheduler.admission.admission import Admission
 from tiers.connector.scheduler.admission.tenant_quotas import tenant_of
 from tiers.connector.scheduler.context import TierContext
@@ -43,7 +43,7 @@ class TierStores:
 
     # -- offering ----------------------------------------------------------------------------
 
-    def orders(self, step: Step) -> tuple[list[StoreJob], list[int]]:
+    def orders(self, step: EngineStep) -> tuple[list[StoreJob], list[int]]:
         """The stores that a step begins, and the jobs whose blocks it overwrites."""
         self._retries = RETRIES
         self._intake.look()

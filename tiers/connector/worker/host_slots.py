@@ -35,7 +35,7 @@ class Checksums:
     after that shows, in any tier.
 
     The engine's thread begins, and the tiers' threads ask. A slot is begun anew only when no tier
-    uses it; what is under way for its last block then ends first, since one thread computes all.
+    uses it; what is in flight for its last block then ends first, since one thread computes all.
     """
 
     def __init__(self, payload: Callable[[int], memoryview]) -> None:

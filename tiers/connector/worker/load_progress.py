@@ -1,4 +1,4 @@
-"""Load: one load under way on a worker: what has arrived of it, and what its time goes to."""
+"""Load: one load in flight on a worker: what has arrived of it, and what its time goes to."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Laps:
 
 
 class Load:
-    """A load under way. Nothing is copied after `end`."""
+    """A load in flight. Nothing is copied after `end`."""
 
     def __init__(self, job: LoadJob, now: float) -> None:
         self.job = job
@@ -78,7 +78,7 @@ class Load:
 
     def end(self) -> tuple[set[int], set[int]]:
         """End the load; return the items that did not arrive, and those of them that the tier does
-        not have. Waits for the copy under way at most."""
+        not have. Waits for the copy in flight at most."""
         with self._lock:
             self._is_over = True
             failed = set(range(len(self.job.items))) - self._arrived

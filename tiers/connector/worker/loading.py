@@ -13,7 +13,7 @@ from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.load_progress import Load, Numbered
-from tiers.connector.worker.weight_watch import Verdict
+from tiers.connector.worker.weight_watch import WeightVerdict
 from tiers.contract.generation import space_of
 from tiers.contract.messages import JobResult, LoadJob
 from tiers.errors import TierUnusable
@@ -25,7 +25,7 @@ from tiers.wrappers.guard import Guarded
 logger = logging.getLogger(__name__)
 
 LOADERS = 2
-"""Loads under way at once."""
+"""Loads in flight at once."""
 WAVE_BYTES = 32 << 20
 """Bytes that a loader copies at once from the host pool."""
 BOUNCES = 2
@@ -40,7 +40,7 @@ FADE = 0.8
 """Factor by which a load that is dropped makes that part smaller, until one has run."""
 
 
-class Ended(NamedTuple):
+class EndedLoad(NamedTuple):
     """A load that is over. `damaged`: blocks of the host pool that differ from their checksums."""
 
     job: LoadJob
@@ -48,7 +48,7 @@ class Ended(NamedTuple):
     damaged: int
 
 
-class _Read(NamedTuple):
+class _WaveRead(NamedTuple):
     """What came of reading a wave from a store: which items are `held`, None if there was no time;
     seconds `waited` for `load_rate` before."""
 
@@ -105,7 +105,7 @@ class Loading:
             verdict = self._host.watch.loads(job.generation)
             self._loads.append((load, self._threads.submit(self._run, load, fence, verdict)))
 
-    def _run(self, load: Load, fence: object, verdict: Verdict) -> None:
+    def _run(self, load: Load, fence: object, verdict: WeightVerdict) -> None:
         began = load.began = self._host.now()
         load.laps.lap("queue")
         line = self._pace.line
@@ -142,7 +142,7 @@ class Loading:
 
     def _load_resident(self, load: Load, items: Numbered, fence: object) -> None:
         memory = self._host.memory
-        # In waves: `end` waits for the copy under way.
+        # In waves: `end` waits for the copy in flight.
         step = max(1, WAVE_BYTES // memory.rows.stride(0))
         for start in range(0, len(items), step):
             wave = items[start : start + step]
@@ -172,7 +172,7 @@ class Loading:
         """Read wave by wave; a wave is copied while the next one is read."""
         step = bounces[0].rows.shape[0]
         waves = [items[start : start + step] for start in range(0, len(items), step)]
-        ahead: Future[_Read] | None = None
+        ahead: Future[_WaveRead] | None = None
         try:
             for number, wave in enumerate(waves):
                 bounce = bounces[number % BOUNCES]
@@ -189,13 +189,13 @@ class Loading:
             if ahead is not None:
                 wait([ahead])  # else another load could be given the memory that it reads into
 
-    def _read(self, load: Load, store: Guarded, wave: Numbered, bounce: SlotMemory) -> _Read:
+    def _read(self, load: Load, store: Guarded, wave: Numbered, bounce: SlotMemory) -> _WaveRead:
         """Read a wave from the store into a bounce."""
         began = time.perf_counter()
         in_time = self._rate_limit.take(len(wave) * self._host.payload_bytes, load.until)
         waited = time.perf_counter() - began
         if not in_time:
-            return _Read(None, waited)
+            return _WaveRead(None, waited)
         space = space_of(self._namespace, load.job.generation)
         blocks = [
             Block(space + item.key, bounce.payload(row)) for row, (_, item) in enumerate(wave)
@@ -205,7 +205,7 @@ class Loading:
         # A tier that failed or was not asked may have them still.
         if was_up and store.health.reads:
             load.record_missing(wave, held)
-        return _Read(held, waited)
+        return _WaveRead(held, waited)
 
     def _copy_wave(
         self,
@@ -230,7 +230,7 @@ class Loading:
         # The engine uses what precedes the first failed block, and recomputes the rest.
         return goes_on and all(held)
 
-    def ended(self, idle: bool) -> list[Ended]:
+    def ended(self, idle: bool) -> list[EndedLoad]:
         """Return loads that have ended since the last call, done or out of time.
 
         In an `idle` step it waits a moment for one.
@@ -247,11 +247,11 @@ class Loading:
         return [self._end(load, future) for load, future in over]
 
     def halt(self) -> None:
-        """End all loads, after the copies under way; `ended` says of each what had arrived."""
+        """End all loads, after the copies in flight; `ended` says of each what had arrived."""
         for load, _ in self._loads:
             load.end()
 
-    def _end(self, load: Load, future: Future[None]) -> Ended:
+    def _end(self, load: Load, future: Future[None]) -> EndedLoad:
         is_done = future.done()
         in_time = is_done and not load.dropped
         if not is_done:
@@ -275,7 +275,7 @@ class Loading:
         late = bool(failed) and not in_time
         times, outdated = load.laps.times, load.outdated
         result = JobResult(1, failed, seconds, lost, times, late=late, outdated=outdated)
-        return Ended(load.job, result, load.damaged)
+        return EndedLoad(load.job, result, load.damaged)
 
     def _note_pace(self, load: Load, seconds: float) -> None:
         if load.dropped:

@@ -275,7 +275,7 @@ class OffloadingWorker(WorkerConnector):
         return meta if said else None
 
     def shutdown(self) -> None:
-        """Let stores under way end, for `drain` seconds at most, and release the tier."""
+        """Let stores in flight end, for `drain` seconds at most, and release the tier."""
         self._rate_limit.stop()
         self._host.watch.close()
         self._closed = True

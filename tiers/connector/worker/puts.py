@@ -9,22 +9,22 @@ from typing import NamedTuple
 
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.connector.worker.host_slots import HostSlots
-from tiers.connector.worker.weight_watch import Verdict
+from tiers.connector.worker.weight_watch import WeightVerdict
 from tiers.contract.generation import space_of
 from tiers.contract.messages import JobResult, StoreItem, StoreJob
 from tiers.store import GatheredBlock, batch_blocks
 from tiers.wrappers.guard import Guarded
 
 
-class _Waiting(NamedTuple):
+class _QueuedPut(NamedTuple):
     """A job in the queue. `is_ours`: this rank stores its blocks. `verdict`: on the weights that
     computed them."""
 
     job: StoreJob
     is_ours: bool
-    verdict: Verdict
+    verdict: WeightVerdict
 
-    def goes_with(self, other: _Waiting) -> bool:
+    def goes_with(self, other: _QueuedPut) -> bool:
         """Whether one put can take both."""
         if self.verdict.waits_for_others():
             return False
@@ -53,7 +53,7 @@ class Puts:
         self._looks = host.engine.kv_events and host.engine.rank == 0
         self._store: Guarded | None = None
         self._namespace = b""
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_QueuedPut] = deque()
         # Blocks so far: the engine's thread counts those queued, the writer's those taken.
         self._queued = self._taken = 0
         self._results: dict[int, JobResult] = {}
@@ -67,7 +67,7 @@ class Puts:
         """Queue a job; its future raises what made its gather fail. Does not wait."""
         self._queued += len(job.items)
         verdict = self._host.watch.stores(job.generation)
-        self._waiting.append(_Waiting(job, is_ours, verdict))
+        self._waiting.append(_QueuedPut(job, is_ours, verdict))
         return self._writer.submit(self._end, job.job_id)
 
     def _end(self, job_id: int) -> JobResult:
@@ -104,7 +104,7 @@ class Puts:
         """Blocks so far that the store had already; this thread alone puts into it."""
         return 0 if self._store is None else self._store.counts().renewed
 
-    def _gathered(self, waiting: _Waiting) -> list[int]:
+    def _gathered(self, waiting: _QueuedPut) -> list[int]:
         """Wait for the job's gather; return which items are in their slots then. Those of other
         weights than their keys stand for count as failed: what only this engine finds goes with
         the generation, and what others find must be right on all ranks."""
@@ -113,7 +113,7 @@ class Puts:
         alike = verdict.alike() if self._in_host else verdict.alike_everywhere()
         return [i for i, ok in enumerate(held) if ok and alike]
 
-    def _more(self, first: _Waiting) -> list[tuple[StoreJob, list[int]]]:
+    def _more(self, first: _QueuedPut) -> list[tuple[StoreJob, list[int]]]:
         """Take the next jobs from the queue that one put takes with `first`, an eighth of what
         waits at most. Blocks make room for others when their put has ended, and a tier that lags
         must not run dry until those come: by taking all, a replay dropped 75% of them for 62%."""
@@ -133,7 +133,7 @@ class Puts:
             self._take()
         return more
 
-    def _take(self) -> _Waiting:
+    def _take(self) -> _QueuedPut:
         taken = self._waiting.popleft()
         self._taken += len(taken.job.items)
         return taken

@@ -19,7 +19,7 @@ from tiers.contract.adapters import NO_ADAPTERS, LoadedAdapters
 from tiers.contract.weight_reports import Look, Seen, WeightOrders, WeightReport, Weights
 
 
-class Verdict:
+class WeightVerdict:
     """What a look says of the jobs of its step: whether they are of their generation's weights.
 
     Any thread may ask. `is_shared`: other ranks have looked, too, and the scheduler says what all
@@ -68,7 +68,7 @@ class _Generation:
         self.tag = tag
         self.is_over = False
         self._shown = [weights.look(part) for part in range(weights.parts)]
-        self._looks: deque[Verdict] = deque()
+        self._looks: deque[WeightVerdict] = deque()
         # Looks are judged in order: else one that is alike again, after the weights were others for
         # a while, could be believed before the one that differed is judged.
         self._judging = threading.Lock()
@@ -77,10 +77,10 @@ class _Generation:
         """What the weights that it stands for show of a part."""
         return self._shown[part].seen()
 
-    def add(self, verdict: Verdict) -> None:
+    def add(self, verdict: WeightVerdict) -> None:
         self._looks.append(verdict)
 
-    def judge(self, upto: Verdict) -> None:
+    def judge(self, upto: WeightVerdict) -> None:
         """Judge the looks up to this one; waits for the device."""
         with self._judging:
             while not upto.here.done():
@@ -119,9 +119,9 @@ class WeightWatch:
         self._told: bytes | None = None
         self._part = 0
         self._number: int | None = None
-        self._looks: dict[tuple[bytes, bool], Verdict] = {}
-        self._unreported: dict[int, Verdict | None] = {}
-        self._awaited: dict[int, Verdict] = {}
+        self._looks: dict[tuple[bytes, bool], WeightVerdict] = {}
+        self._unreported: dict[int, WeightVerdict | None] = {}
+        self._awaited: dict[int, WeightVerdict] = {}
 
     def begin(self) -> None:
         """The weights are there as they were loaded: what is told of them is of these."""
@@ -139,22 +139,22 @@ class WeightWatch:
             if verdict is not None:
                 verdict.everywhere.set_result(alike)
 
-    def loads(self, tag: bytes) -> Verdict:
+    def loads(self, tag: bytes) -> WeightVerdict:
         """Look before blocks of a generation are loaded."""
         return self._look(tag, stores=False)
 
-    def stores(self, tag: bytes) -> Verdict:
+    def stores(self, tag: bytes) -> WeightVerdict:
         """Look when a step is computed that stores blocks of a generation."""
         return self._look(tag, stores=True)
 
-    def _look(self, tag: bytes, stores: bool) -> Verdict:
+    def _look(self, tag: bytes, stores: bool) -> WeightVerdict:
         verdict = self._looks.get((tag, stores))
         if verdict is None:
             generation = self._of(tag)
             self._part = (self._part + 1) % self._weights.parts
             is_shared = stores and self._is_shared
             look = self._weights.look(self._part)
-            verdict = Verdict(generation, look, self._part, is_shared)
+            verdict = WeightVerdict(generation, look, self._part, is_shared)
             generation.add(verdict)
             self._looks[tag, stores] = verdict
             if is_shared and self._number is not None:

@@ -13,8 +13,8 @@ from tiers.connector.scheduler.admission.tenant_quotas import Bounds
 class Retained:
     """Blocks by key, each until a whole second of the clock. Used by the scheduler's thread alone.
 
-    However often a block is retained and let go, it is in one place only, and places are one a
-    second: what clients say again and again takes no more memory.
+    Each block has one expiry, and expiries share one bucket a second: hints that clients repeat
+    take no more memory.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:

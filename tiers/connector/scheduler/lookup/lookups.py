@@ -20,7 +20,7 @@ class Reply(Future[list[bool]]):
     at: float | None = None
 
 
-class Asked(NamedTuple):
+class AskedKeys(NamedTuple):
     """A question to a store behind a network. `answer`: which keys from number `first` on are held;
     cancelled: nobody waited for it any more, and it was never asked. `since`: when it came up."""
 
@@ -91,7 +91,7 @@ class Lookup:
     def __init__(self) -> None:
         self.answers = Answers()
         self.timer = LookupTimer()
-        self.asked: Asked | None = None
+        self.asked: AskedKeys | None = None
         self.until = math.inf
         self._is_heard = False
 
@@ -123,7 +123,7 @@ class Lookup:
             self.asked = None
 
 
-class _Question(NamedTuple):
+class _KeyQuestion(NamedTuple):
     """Keys that a store is to be asked for, and the answer."""
 
     keys: Sequence[bytes]
@@ -173,36 +173,36 @@ class LookupQueue:
         self._clock = clock
         # Without it a call that ends would be counted while another is taken, and be lost.
         self._lock = threading.Lock()
-        self._waiting: deque[_Question] = deque()
-        self._calls: list[list[_Question]] = []
+        self._waiting: deque[_KeyQuestion] = deque()
+        self._calls: list[list[_KeyQuestion]] = []
         self._asked_for = self._answered = self._each = 0.0
         self._most_spare = self.BURST_PART * patience
         self._spare, self._is_free = self._most_spare, True
         self._noted = self._came = self._since = clock()
         self._step = self._step_before = 0.0
 
-    def ask(self, keys: Sequence[bytes], first: int) -> Asked:
+    def ask(self, keys: Sequence[bytes], first: int) -> AskedKeys:
         """Have a thread look up the keys from number `first` on, or refuse to."""
         now = self._now()
         with self._lock:
             self._note_free(now)
             wait = len(self._waiting) * self._each
             if not self._is_free and wait >= max(self._spare, self._soon()):
-                return Asked(first, _REFUSED, now)
-            question = _Question(keys[first:], Reply())
+                return AskedKeys(first, _REFUSED, now)
+            question = _KeyQuestion(keys[first:], Reply())
             self._waiting.append(question)
             self._note_free(now)
         self.threads.submit(self._answer)
-        return Asked(first, question.answer, now)
+        return AskedKeys(first, question.answer, now)
 
     def wait_a_moment(self) -> None:
-        """Wait for an answer, if any is under way: the step has nothing to compute."""
+        """Wait for an answer, if any is in flight: the step has nothing to compute."""
         with self._lock:
             self._note_free(self._now())
             asked = [one.answer for some in (*self._calls, self._waiting) for one in some]
         wait_a_moment(asked)
 
-    def gives_up(self, asked: Asked) -> bool:
+    def gives_up(self, asked: AskedKeys) -> bool:
         """Whether nobody waits for an answer any more. A question that was not asked yet then
         never is."""
         now = self._now()
@@ -265,8 +265,8 @@ class LookupQueue:
             self._answered = 0.9 * self._answered + len(call)
             self._each = self._asked_for / self._answered / self.THREADS
 
-    def _next_call(self) -> list[_Question]:
-        call: list[_Question] = []
+    def _next_call(self) -> list[_KeyQuestion]:
+        call: list[_KeyQuestion] = []
         with self._lock:
             self._note_free(self._clock())
             share, keys = self._share(), 0

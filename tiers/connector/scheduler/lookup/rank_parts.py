@@ -35,7 +35,7 @@ class RankParts:
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
         """All names of blocks, block by block."""
-        # All ranks' parts of a block together, since it goes with the first of them that does.
+        # A block's rank parts lie together: a store that evicts one of them loses the block.
         spaces = self._spaces()
         return [space + key for key in keys for space in spaces]
 

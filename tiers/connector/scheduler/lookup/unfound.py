@@ -9,7 +9,7 @@ from collections.abc import Sequence
 logger = logging.getLogger(__name__)
 
 
-class UnfoundKeys:
+class VisibilityCheck:
     """Watches the first blocks that the workers stored, until one of them is found.
 
     Blocks are noted by the scheduler's thread, and lookups by whichever threads they are made on;

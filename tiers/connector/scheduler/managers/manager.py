@@ -95,7 +95,7 @@ class TierManager:
         """Begin to look these keys up, if that takes time: they are asked for soon."""
 
     def wait_a_moment(self) -> None:
-        """The engine's step has nothing to compute: wait for a lookup under way, for
+        """The engine's step has nothing to compute: wait for a lookup in flight, for
         `executors.IDLE_WAIT` seconds at most."""
 
     def health(self) -> Health:

@@ -58,7 +58,7 @@ class HeldSlots(Retaining):
         self.release([*self._slots])
 
 
-class RenewedUses(Retaining):
+class TouchPins(Retaining):
     """Of a store: retained blocks count as used again and again."""
 
     def __init__(self, uses: StoreUses, held: Callable[[Sequence[bytes]], list[bytes]]) -> None:

@@ -15,13 +15,13 @@ from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
 from tiers.connector.scheduler.lookup.answers import Changes
 from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
-from tiers.connector.scheduler.lookup.lookups import Asked, Lookup, LookupQueue
+from tiers.connector.scheduler.lookup.lookups import AskedKeys, Lookup, LookupQueue
 from tiers.connector.scheduler.lookup.rank_parts import RankParts
 from tiers.connector.scheduler.lookup.recent_keys import RecentKeys
-from tiers.connector.scheduler.lookup.unfound import UnfoundKeys
+from tiers.connector.scheduler.lookup.unfound import VisibilityCheck
 from tiers.connector.scheduler.managers.clearing import Clearing
 from tiers.connector.scheduler.managers.manager import DOWN, TierManager
-from tiers.connector.scheduler.managers.retaining import RenewedUses
+from tiers.connector.scheduler.managers.retaining import TouchPins
 from tiers.connector.scheduler.managers.store_uses import StoreUses
 from tiers.contract.generation import Generation
 from tiers.store import LocalIndex, Measured, TierStore, Usage, Warns, capability
@@ -113,7 +113,7 @@ class StoreManager(TierManager):
         lookup_deadline: float = LOOKUP_SECONDS,
     ) -> None:
         """`generation`: of the keys that it is given. `lookup_deadline`: seconds after which a
-        lookup under way counts as a miss."""
+        lookup in flight counts as a miss."""
         self._store = store
         self._clearing = Clearing(store, namespaces)
         self._parts = RankParts(store, namespaces, generation)
@@ -125,12 +125,12 @@ class StoreManager(TierManager):
         # Asked now, so that one that takes time to make is there for the first request.
         self._found_index = capability(store, LocalIndex)
         name = store.tier_name if isinstance(store, Guarded) else type(store).__name__
-        self._unfound = UnfoundKeys(name)
+        self._unfound = VisibilityCheck(name)
         self._queue = LookupQueue(self._look, lookup_deadline, clock)
         threads, ranks = self._queue.threads, len(namespaces)
         self._watch = StoreWatch(store) if isinstance(store, Guarded) else None
         self._uses = StoreUses(store, self._parts.names, ranks, threads, clock)
-        self.retaining = RenewedUses(self._uses, self._held_now)
+        self.retaining = TouchPins(self._uses, self._held_now)
 
     @property
     def _index(self) -> LocalIndex | None:
@@ -199,7 +199,7 @@ class StoreManager(TierManager):
             held = self._parts.peek(index, keys[some.start : some.stop])
             answers.correct(some, held)
 
-    def _look_up(self, lookup: Lookup, keys: Sequence[bytes], first: int) -> Asked:
+    def _look_up(self, lookup: Lookup, keys: Sequence[bytes], first: int) -> AskedKeys:
         """What the store is or was asked about the keys from number `first` on, at least."""
         now = self._clock()
         asked = lookup.asked

@@ -13,8 +13,8 @@ class StoreUses:
     """Uses of blocks that a store is told of, or will be; used by the scheduler's thread alone."""
 
     USES, USES_AT_ONCE = 51_200.0, 1024.0
-    """Names a second that an index is told were used, and how many at once: all of a prompt of 128k
-    tokens on eight ranks would take the thread up to 90 ms."""
+    """Rate of an index's recency updates, in names a second, and their burst: all of a prompt of
+    128k tokens on eight ranks would take the thread up to 90 ms."""
 
     def __init__(
         self,
