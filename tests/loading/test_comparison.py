@@ -418,3 +418,20 @@ def test_many_short_loads_of_a_far_tier_wait_no_longer_than_computing_takes(load
             hits += 1
     assert max(late) < 1.1
     assert hits > 0.8 * min(2000, 2000 / load)
+
+
+def test_a_load_that_takes_no_longer_than_it_should_delays_no_other_for_longer() -> None:
+    made = world((0.0, 10_000.0), prefill=1000.0)
+    made.run_many(5)
+    meter = made.meters[0]
+    before = meter.seconds(BLOCK)
+    meter.began(-1, 4096)
+    waits = meter.seconds(BLOCK)
+    meter.stepped()
+    meter.stepped()
+    made.clock.now += 0.4
+    meter.stepped()
+    assert before < meter.seconds(BLOCK) == waits < 0.3
+    made.clock.now += 0.1
+    meter.stepped()
+    assert meter.seconds(BLOCK) == pytest.approx(0.5), "but one that hangs does"

@@ -122,7 +122,7 @@ class LoadCost:
         if line is None:
             return self._oldest()
         own = line.seconds(tokens) * self._doubt
-        return max(self._ahead(line) + own, self._oldest())
+        return max(self._ahead(line) + own, self._overdue(line))
 
     def pace(self, tokens: int) -> Pace | None:
         """How soon the tier delivers blocks of so many tokens; None: not measured yet.
@@ -134,9 +134,7 @@ class LoadCost:
         line = self._pace.line
         if line is None:
             return None
-        overdue = self._oldest()
-        hangs = overdue > len(self._loads) * line.fixed + self._queued * line.each
-        ready = overdue if hangs else self._ahead(line)
+        ready = self._overdue(line) or self._ahead(line)
         each = max(line.each * tokens, LEAST_SECONDS)
         return Pace(ready + line.fixed * self._doubt, each * self._doubt)
 
@@ -146,6 +144,13 @@ class LoadCost:
         running = [load.tokens for load in islice(self._loads.values(), ABREAST)]
         loads = len(self._loads) - len(running) / 2
         return loads * line.fixed + (self._queued - sum(running) / 2) * line.each
+
+    def _overdue(self, line: LinearFit) -> float:
+        """Seconds that the oldest load in flight has taken, where all of them, one after the other,
+        should have taken less: ends are heard of a step late."""
+        expected = len(self._loads) * line.fixed + self._queued * line.each
+        oldest = self._oldest()
+        return oldest if oldest > expected else 0.0
 
     @property
     def _doubt(self) -> int:
