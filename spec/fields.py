@@ -87,7 +87,7 @@ def _need_meant(value: object, size: int) -> None:
         unit = "GiB" if size < 1024 else "MiB"
         raise ValueError(f"a number alone is bytes; write its unit, like {text}{unit}")
     if size < _MIN_SIZE:
-        raise ValueError(f"{text} holds no block; write 4KiB or more, like 8GiB")
+        raise ValueError(f"{text} is less than a block; write 4KiB or more, like 8GiB")
 
 
 def _written_size(value: object, info: ValidationInfo) -> int:

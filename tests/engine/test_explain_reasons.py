@@ -153,7 +153,7 @@ def test_blocks_that_arrived_before_max_wait(slow: MakeEngine, store: TroubledSt
 
 
 def test_computing_is_faster(made: MakeEngine, tmp_path: Path) -> None:
-    one = made(disk(tmp_path, load_rate="1kB/s"), load_when="sooner")
+    one = made(disk(tmp_path, load_rate="4KiB/s"), load_when="sooner")
     reasons = []
     for number in range(12):
         ask(one, [number % 2, *range(100)])

@@ -307,9 +307,26 @@ def test_the_engine_is_measured_also_where_everything_could_be_loaded() -> None:
 def test_a_tier_that_is_still_looking_is_waited_for_while_that_can_pay() -> None:
     made = world(FAST)
     made.run_many(5)
-    assert made.comparison.hopes({0: 0.4}, 0.0, Wish(PROMPT))
-    assert not made.comparison.hopes({0: 1.1}, 0.0, Wish(PROMPT))
-    assert not made.comparison.hopes({0: 0.0}, 1.02, Wish(PROMPT)), "another saves as much"
+    nothing: Verdict[Plan] = Verdict(None)
+    assert made.comparison.hopes({0: 0.4}, nothing, Wish(PROMPT))
+    assert not made.comparison.hopes({0: 1.1}, nothing, Wish(PROMPT))
+    as_much = nothing._replace(saved=1.02)
+    assert not made.comparison.hopes({0: 0.0}, as_much, Wish(PROMPT)), "another saves as much"
+
+
+def test_a_tier_that_would_share_a_long_load_is_waited_for() -> None:
+    """Each takes 256 ms alone, both together 128."""
+    made = world((0.0, 4000.0), (0.0, 4000.0))
+    made.run_many(5)
+    for has in ([1024, 0], [0, 1024]):  # by now both are measured
+        made.run(has=has)
+    found = made.choose(has=[1024, 0])
+    assert found.plan is not None and set(found.plan.parts) == {0}
+    assert made.comparison.hopes({1: 0.1}, found, Wish(PROMPT), shares=True)
+    assert not made.comparison.hopes({1: 0.15}, found, Wish(PROMPT), shares=True)
+    assert not made.comparison.hopes({1: 0.0}, found, Wish(PROMPT)), "the policy loads from one"
+    half = made.choose(has=[512, 0])
+    assert made.comparison.hopes({1: 0.5}, half, Wish(PROMPT), shares=True), "none else has it"
 
 
 def test_computing_counts_for_those_too_who_wait_to_begin() -> None:

@@ -166,16 +166,25 @@ class Comparison:
             return found._replace(within=max(FIRST_PATIENCE, 2 * load))
         return found._replace(within=max(LEAST_PATIENCE, load + whole * each))
 
-    def hopes(self, waits: Mapping[int, float], saved: float, wish: Wish) -> bool:
+    def hopes(
+        self, waits: Mapping[int, float], found: Verdict[P], wish: Wish, shares: bool = False
+    ) -> bool:
         """Whether one of the tiers that are still looking, if it had everything, would save more
-        than is `saved`; `waits`: seconds until each answers."""
-        each, tokens = self.token_seconds, wish.blocks * self._size
-        if each is None:
+        than is `found`; `waits`: seconds until each answers. `shares`: whether the policy has it
+        load beside the tiers of the plan."""
+        each, whole = self.token_seconds, wish.blocks * self._size
+        if each is None or not whole:
             return False  # the policy has waited
-        worth = tokens * each * min(CROWD, 1 + wish.others)
+        worth = whole * each * min(CROWD, 1 + wish.others)
+        planned = 0 if found.plan is None else found.plan.tokens
+        load = found.seconds - (whole - planned) * each
         for tier, wait in waits.items():
-            load = self.meters[tier].seconds(tokens)
-            if load * (1 + MARGIN) < worth and worth - load - wait > saved:
+            alone = best = self.meters[tier].seconds(whole)
+            if shares and load > ENOUGH * planned * each:
+                # Both end at once, or the tier's own part alone takes longer.
+                part = planned / whole
+                best = max(load * alone / (load + alone * part), alone * (1 - part))
+            if best * (1 + MARGIN) < worth and worth - best - wait > found.saved:
                 return True
         return False
 

@@ -105,6 +105,7 @@ class Chooser:
             "longest": self._longest,
             "stitched": self._stitch,
         }[load]
+        self._shares = load == "stitched"
         self._requests = requests
         self._block_tokens = requests.engine.block_tokens
         self._window = requests.groups.window
@@ -249,7 +250,7 @@ class Chooser:
             self._waits.answered(child, request_state)
         others_look = any(tokens is None for tokens, _ in question.asked.values())
         hopes = {i: self._waits.left(i, request_state) for i in question.looking}
-        if others_look or comparison.hopes(hopes, verdict.saved, wish):
+        if others_look or comparison.hopes(hopes, verdict, wish, self._shares):
             return LATER
         choice = NOBODY if verdict.plan is None else verdict.plan.choice
         return choice._replace(
