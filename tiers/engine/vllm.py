@@ -186,7 +186,8 @@ class KVTiersConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __new__(
         cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> KVTiersConnector:
-        made: KVTiersConnector = super().__new__(HALVES[role])
+        # A class of others that inherits from this one is no half: it is abstract and refused.
+        made: KVTiersConnector = super().__new__(HALVES[role] if cls is KVTiersConnector else cls)
         return made
 
     @classmethod

@@ -77,7 +77,10 @@ def test_every_member_takes_what_vllm_passes() -> None:
 
 def test_the_role_picks_a_class_without_a_member_of_the_other_role() -> None:
     """A worker with the scheduler's members lacks what they work on, and fails when it ends."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorRole,
+    )
 
     from tiers.contract.connector import Connector, SchedulerConnector, WorkerConnector
     from tiers.engine.vllm import HALVES, KVTiersConnector, _another_roles
@@ -90,6 +93,9 @@ def test_the_role_picks_a_class_without_a_member_of_the_other_role() -> None:
         assert [m for m in alive if m is not _another_roles and m not in theirs] == []
         assert not inspect.isabstract(half)
         assert half.__name__ == "KVTiersConnector", "vLLM's MultiConnector keys stats by it"
+    mine: Any = type("Mine", (KVTiersConnector,), {})
+    with pytest.raises(TypeError, match="abstract class Mine"):
+        mine(None, KVConnectorRole.WORKER, None)
 
 
 def test_every_member_that_acts_reaches_the_children() -> None:
