@@ -19,14 +19,15 @@ pytestmark = pytest.mark.usefixtures("mode")
 MODES = ("buffered none", "direct batch", "buffered sync")
 
 
-def check(store: DiskStore) -> int:
-    """The books agree, and every block that the index names is there and right; how many are."""
+def check(store: DiskStore, others: bool = False) -> int:
+    """The books agree, and every block that the index names is there and right; how many are.
+    `others`: processes that go on change what it names meanwhile."""
     audit(store)
     named = store.usage().blocks
     served = sum(
         sum(get(store, keys(number), payload_of_number(number))) for number in range(NUMBERS)
     )
-    assert served == named and store.damaged() == 0, "a row without its bytes"
+    assert (served == named or others) and store.damaged() == 0, "a row without its bytes"
     audit(store)
     return served
 
@@ -75,7 +76,7 @@ def test_killed_a_hundred_times_beside_others(tmp_path: Path) -> None:
         time.sleep(chance.uniform(0.0, 0.2))
         crowd.pop(0).kill()
         with opened(tmp_path, slots=16) as store:
-            served += check(store)
+            served += check(store, others=True)
         crowd.append(started("churn", tmp_path, round_, 10**9))
     for child in crowd:
         assert child.lives, "a bystander died of it"
