@@ -105,17 +105,17 @@ def walks() -> dict[str, int]:
     """Files that one look-up, one store and one load run through, by policy of loads."""
     found: dict[str, int] = {}
     for policy in ("first", "longest", "stitched"):
-        looked, stored, loaded, frames = walk(policy)
+        looked, stored, loaded, route = walk(policy)
         for name, calls in (("look-up", looked), ("store", stored), ("load", loaded)):
             found[f"files that a {name} runs through, {policy}"] = len({file for file, _ in calls})
             found[f"functions of a {name}, {policy}"] = len(calls)
-        found[f"frames from a look-up to a tier's table, {policy}"] = frames
+        found[f"frames from a look-up to a tier's table, {policy}"] = len(route)
     return found
 
 
-def walk(policy: str) -> tuple[set[Call], set[Call], set[Call], int]:
+def walk(policy: str) -> tuple[set[Call], set[Call], set[Call], list[str]]:
     """What a look-up, a request that is stored and one that is loaded from disk call; and the
-    deepest look-up's frames."""
+    frames of the deepest look-up."""
     with TemporaryDirectory() as folder, Calls() as calls:
         chain = chain_of(cpu(4), disk(Path(folder)), load_policy=policy)
         engine = ReplayEngine(chain, prefix_caching=False)
@@ -130,7 +130,7 @@ class Calls:
     """Notes which functions of ours run, on this thread and those begun since."""
 
     def __init__(self) -> None:
-        self.deepest = 0
+        self.deepest: list[str] = []
         self._called: set[Call] = set()
         self._looked: set[Call] = set()
         self._look_up = MultiScheduler.get_num_new_matched_tokens.__code__
@@ -157,10 +157,10 @@ class Calls:
             return
         call = file, frame.f_code.co_qualname
         self._called.add(call)
-        if depth := _depth(frame, self._look_up):
+        if route := _route(frame, self._look_up):
             self._looked.add(call)
             if frame.f_code is FingerprintTable.has.__code__:
-                self.deepest = max(self.deepest, depth)
+                self.deepest = max(self.deepest, route, key=len)
 
 
 def pages() -> dict[str, int]:
@@ -176,12 +176,16 @@ def pages() -> dict[str, int]:
     return found
 
 
-def _depth(frame: FrameType | None, start: Any) -> int:
-    """How many frames lie from one of this code to a frame, both counted; 0: none is."""
-    count = 1
-    while frame is not None and frame.f_code is not start:
-        frame, count = frame.f_back, count + 1
-    return 0 if frame is None else count
+def _route(frame: FrameType | None, start: Any) -> list[str]:
+    """The frames from one of this code to a frame, both named; none: no such one calls it."""
+    names: list[str] = []
+    while frame is not None:
+        code = frame.f_code
+        names.append(f"{Path(code.co_filename).name}:{code.co_name}")
+        if code is start:
+            return names[::-1]
+        frame = frame.f_back
+    return []
 
 
 def _modules() -> Iterator[Path]:

@@ -8,9 +8,9 @@ from tests import figures
 
 
 def test_what_a_prompt_runs_through_is_seen() -> None:
-    looked, stored, loaded, frames = figures.walk("longest")
+    looked, stored, loaded, route = figures.walk("longest")
     assert {"tiers/disk/index/fingerprint_index.py"} < {file for file, _ in looked}
-    assert looked < loaded and len(looked) > 50 and frames > 5
+    assert looked < loaded and len(looked) > 50 and len(route) > 5
     only = {name for _, name in loaded - stored}, {name for _, name in stored - loaded}
     assert "DiskStore.get" in only[0] and "DiskStore.put" in only[1], "on the threads of stores too"
 
