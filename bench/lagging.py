@@ -21,13 +21,13 @@ class Size:
     """`blocks` of the prompt that waits; how many stores are `under_way`; `steps` of a figure."""
 
     blocks: int = 8192
-    under_way: tuple[int, ...] = (0, 1_000, 10_000, 50_000)
+    in_flight: tuple[int, ...] = (0, 1_000, 10_000, 50_000)
     steps: int = 200
     ranks: tuple[int, ...] = (1, 8)
     rounds: int = 3
 
 
-SMOKE = Size(blocks=64, under_way=(0, 64), steps=3, ranks=(2,), rounds=1)
+SMOKE = Size(blocks=64, in_flight=(0, 64), steps=3, ranks=(2,), rounds=1)
 
 
 class Names:
@@ -80,7 +80,7 @@ def chain_of(size: Size, encrypted: Path | None) -> tuple[ChainSpec, LaggingSpec
     if encrypted is not None:
         said["encryption"] = {"key_file": encrypted}
     spec = LaggingSpec.model_validate({"type": "lagging", **said}).over(store)
-    room = 2 * (max(size.under_way) + size.blocks + 4096) * slot_stride(PAYLOAD) * max(size.ranks)
+    room = 2 * (max(size.in_flight) + size.blocks + 4096) * slot_stride(PAYLOAD) * max(size.ranks)
     chain = ChainSpec(
         version=1,
         load_when="always",

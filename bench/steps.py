@@ -96,10 +96,10 @@ class Scheduler:
         shakes = {r: WorkerHandshake(r, name, PAYLOAD) for r, name in enumerate(self._spaces)}
         self._hear([OffloadingWorkerMetadata(handshakes=shakes) for _ in range(2)])
         self._waiting = Prompt(0, size.blocks)
-        self._under_way: deque[int] = deque()
+        self._in_flight: deque[int] = deque()
         self._first = 1
         self._hold(spec)
-        self._flow = self._runners(FLOW, len(size.under_way) * (size.rounds + 2) * size.steps + 4)
+        self._flow = self._runners(FLOW, len(size.in_flight) * (size.rounds + 2) * size.steps + 4)
 
     def _runners(self, count: int, blocks: int) -> Running:
         running = Running(self._first, count, blocks)
@@ -143,9 +143,9 @@ class Scheduler:
     def _hear(self, children: Sequence[OffloadingWorkerMetadata]) -> None:
         self._chain.update_connector_output(Output(MultiWorkerMetadata(tuple(children))))
 
-    def fill(self, under_way: int) -> None:
+    def fill(self, in_flight: int) -> None:
         """Have so many stores under way."""
-        more = under_way - len(self._under_way)
+        more = in_flight - len(self._in_flight)
         if more <= 0:
             return
         count = min(more, 500)
@@ -166,8 +166,8 @@ class Scheduler:
         orders = chain.build_connector_meta(step)
         seconds = time.thread_time() - began
         cpu, lagging = ([job.job_id for job in one.reqs_to_store] for one in orders.metadata)
-        self._under_way.extend(lagging)
-        over = [self._under_way.popleft() for _ in range(min(ends, len(self._under_way)))]
+        self._in_flight.extend(lagging)
+        over = [self._in_flight.popleft() for _ in range(min(ends, len(self._in_flight)))]
         self._spent = 0.0
         self._end(cpu, over)
         began = time.thread_time()
@@ -218,7 +218,7 @@ class Worker:
         self._worker = open_worker(chain, engine, open_copier)
         self._worker.register_kv_caches({"layer": torch.zeros(64, PAYLOAD, dtype=torch.uint8)})
         self._store.goes_on.clear()
-        self._jobs = self._under_way = self._steps = 0
+        self._jobs = self._in_flight = self._steps = 0
         self._random = random.Random(1)
 
     def _orders(self, count: int) -> MultiConnectorMetadata:
@@ -229,7 +229,7 @@ class Worker:
             key = self._random.randbytes(HASH_BYTES)
             cpu.reqs_to_store.append(StoreJob(job, [StoreItem(key, job, job % 64)]))
             lagging.reqs_to_store.append(StoreJob(job, [StoreItem(key, job, None)]))
-        self._under_way += count
+        self._in_flight += count
         self._steps += 1
         weights = WeightOrders(self._steps, {self._steps - 1: True})
         return MultiConnectorMetadata((cpu, lagging), {}, weights=weights)
@@ -241,13 +241,13 @@ class Worker:
         said = worker_step(worker, orders)
         seconds = time.thread_time() - began
         lagging = said.metadata[1] if said is not None else None
-        self._under_way -= len(lagging.jobs) if lagging is not None else 0
+        self._in_flight -= len(lagging.jobs) if lagging is not None else 0
         return 1e3 * seconds
 
-    def fill(self, under_way: int) -> None:
+    def fill(self, in_flight: int) -> None:
         """Have so many stores under way."""
-        while self._under_way < under_way:
-            self._step(min(500, under_way - self._under_way))
+        while self._in_flight < in_flight:
+            self._step(min(500, in_flight - self._in_flight))
 
     def steps(self) -> float:
         """Milliseconds of a step, in the mean; the stores that it began are there afterwards."""
@@ -261,7 +261,7 @@ class Worker:
         for child in children:
             child._writer.submit(int).result()  # it does what it was given in order
         worst = 0.0
-        while self._under_way:
+        while self._in_flight:
             worst = max(worst, self._step(0))
         return worst
 
@@ -283,12 +283,12 @@ def cases(scale: Scale) -> Iterator[Iterator[Case]]:
 
 def _cases(size: Size, keys: Path) -> Iterator[Case]:
     one = partial(Case, "steps", unit="ms", of="ours", rounds=size.rounds)
-    most = max(size.under_way)
+    most = max(size.in_flight)
     for ranks in size.ranks:
         for how, encrypted in (("plain", None), ("encrypted", keys)):
             where = f"scheduler, {ranks} ranks, {how}"
             half = Scheduler(size, ranks, encrypted)
-            for count in size.under_way:
+            for count in size.in_flight:
                 half.fill(count)
                 target = LIMIT_SCHEDULER if count == most else None
                 told = f"{where}, {count:,} stores under way"
@@ -298,7 +298,7 @@ def _cases(size: Size, keys: Path) -> Iterator[Case]:
             yield one(case=f"{where}: the first look at a prompt", ours=half.first_look)
             half.close()
     worker = Worker(size)
-    for count in size.under_way:
+    for count in size.in_flight:
         worker.fill(count)
         target = LIMIT_WORKER if count == most else None
         yield one(

@@ -18,7 +18,7 @@ class SpecError(KVTiersError, ValueError):
         self.problems = tuple(problems)
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error's class and text; the class alone if a plugin's error fails to tell its text."""
     try:
         return f"{type(error).__name__}: {error}"

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from spec.errors import KVTiersError, told
+from spec.errors import KVTiersError, describe_error
 from spec.hints import did_you_mean, one_of
 from spec.offloading import HIT_SOURCES, OffloadingSpec, StoreSpec
 
@@ -177,7 +177,7 @@ def _run(entry: EntryPoint, ask: Callable[[], T], what: str, seconds: float = 0)
         return ended.result()
     if (missing := _missing_of_ours(error)) is not None:
         raise _unfit(entry, f"it needs {missing}") from error
-    raise _broken(entry, f"{what} raised {told(error)}") from error
+    raise _broken(entry, f"{what} raised {describe_error(error)}") from error
 
 
 # Without it the one of two threads that leaves last would leave stdout at stderr.

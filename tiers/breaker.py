@@ -43,7 +43,7 @@ class Breaker:
         self._longest = retry_after_max
         self._clock = clock
         self._retry_at: float | None = None
-        self._under_way: set[Call] = set()
+        self._in_flight: set[Call] = set()
         # Without it two callers could both get the trial, and double the wait twice.
         self._lock = threading.Lock()
 
@@ -67,7 +67,7 @@ class Breaker:
     def _refuses(self) -> bool:
         if self._retry_at is None:
             return False
-        return self._clock() < self._retry_at or any(call.is_late for call in self._under_way)
+        return self._clock() < self._retry_at or any(call.is_late for call in self._in_flight)
 
     def enter(self) -> Call | None:
         """Begin a call; report its end to `succeeded`, `failed` or `leave`. None: refused."""
@@ -79,16 +79,16 @@ class Breaker:
             if call.is_trial:
                 # Other calls are refused until the trial ends, or its deadline is over.
                 self._retry_at = now + max(self._wait, self.deadline)
-            self._under_way.add(call)
+            self._in_flight.add(call)
             return call
 
     def notice_late(self) -> bool:
         """Count calls that exceeded their deadline as failed; True if that opened the breaker."""
-        if not self._under_way:
+        if not self._in_flight:
             return False
         with self._lock:
             limit = self._clock() - self.deadline
-            late = [c for c in self._under_way if c.began < limit and not c.is_late]
+            late = [c for c in self._in_flight if c.began < limit and not c.is_late]
             opened = False
             for call in late:
                 call.is_late = True
@@ -98,7 +98,7 @@ class Breaker:
     def succeeded(self, call: Call) -> bool:
         """Report that the store answered; True if that closed the breaker."""
         with self._lock:
-            self._under_way.discard(call)
+            self._in_flight.discard(call)
             # A call from before the failure says nothing about the tier now.
             if not call.is_trial or call.is_late or self._retry_at is None:
                 return False
@@ -109,13 +109,13 @@ class Breaker:
     def failed(self, call: Call) -> bool:
         """Report that the store did not answer; True if that opened the breaker."""
         with self._lock:
-            self._under_way.discard(call)
+            self._in_flight.discard(call)
             return not call.is_late and self._open(call)
 
     def leave(self, call: Call | None) -> None:
         """Report an end of a call, if any, that says nothing about the store."""
         with self._lock:
-            self._under_way -= {call}
+            self._in_flight -= {call}
 
     def _open(self, call: Call) -> bool:
         opened = self._retry_at is None

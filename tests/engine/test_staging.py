@@ -60,9 +60,9 @@ def test_what_found_no_room_is_offered_again_while_its_request_runs(
     assert scheduler.slots_pinned == 16
     store.pace.resume()
     half: Any = made.workers[0]
-    under_way = half.connector.children[0]._stores
+    in_flight = half.connector.children[0]._stores
     while len(request.output) < 29:  # an engine that steps on would soon be over
-        wait_for(lambda: all(one.future.done() for one in under_way.values()))
+        wait_for(lambda: all(one.future.done() for one in in_flight.values()))
         made.step()
     made.run()
     made.settle()

@@ -142,7 +142,7 @@ def assert_nothing_left(engine: ReplayEngine) -> None:
     assert not len(engine.connector._requests)
     tiers = [c for c in engine.connector.children if isinstance(c, OffloadingScheduler)]
     for tier in tiers:
-        assert tier.jobs_under_way == tier.slots_pinned == 0
+        assert tier.jobs_in_flight == tier.slots_pinned == 0
     pool = tiers[0].pool
     assert {pool.references(slot) for slot in range(pool.num_slots)} <= {0, 1}
     assert pool.in_use <= 16

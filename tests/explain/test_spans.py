@@ -44,7 +44,7 @@ def run(tmp_path: Path, headers: Any, prompts: int = 2) -> None:
         request = made.add([*range(41)], 2)
         request.trace_headers = headers  # type: ignore[attr-defined]
         assert made.connector is not None
-        made.connector._observers[-1]._under_way[request.request_id].trace = headers  # type: ignore[attr-defined]
+        made.connector._observers[-1]._in_flight[request.request_id].trace = headers  # type: ignore[attr-defined]
         made.run()
         made.settle()
     made.close()

@@ -8,7 +8,7 @@ from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest, first_step
 from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.engine_info import EngineInfo
-from tiers.loading.prefill_rate import UNDER_WAY, PrefillRate
+from tiers.loading.prefill_rate import IN_FLIGHT, PrefillRate
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_steps_whose_results_never_come_are_forgotten(
     meter: PrefillRate, steps: Steps, clock: Clock
 ) -> None:
     first = steps.begin("a", 0, 500)
-    for _ in range(UNDER_WAY):
+    for _ in range(IN_FLIGHT):
         steps.begin("b", 0, 500)
     clock.now += 100
     assert not meter.step_ended(first)

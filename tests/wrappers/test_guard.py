@@ -517,11 +517,11 @@ def test_a_verb_that_its_closing_ends_is_no_news(
 
     guarded = Guarded(Ended(), "t")
     asking = {"has": lambda: guarded.has([KEY]), "put": lambda: guarded.put([])}
-    under_way = threading.Thread(target=asking[verb])
-    under_way.start()
+    in_flight = threading.Thread(target=asking[verb])
+    in_flight.start()
     assert asked.wait(10)
     guarded.close()
-    under_way.join()
+    in_flight.join()
     assert guarded.failures.by_kind() == {"AttributeError": 1}
     assert caplog.messages == []
 

@@ -132,15 +132,15 @@ def _leave_threads() -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
-def wait_a_moment(under_way: Collection[Future[Any]]) -> None:
+def wait_a_moment(in_flight: Collection[Future[Any]]) -> None:
     """Wait for any of these, `IDLE_WAIT` at most: an engine's step that has nothing to compute.
 
     An engine that steps on at once starves its other threads. Each time it lets go of the
     interpreter's lock it has the lock again before the thread that it woke has run: a first lookup
     in Redis took up to a second so, of which 10 ms were work.
     """
-    if under_way:
-        wait(under_way, IDLE_WAIT, FIRST_COMPLETED)
+    if in_flight:
+        wait(in_flight, IDLE_WAIT, FIRST_COMPLETED)
 
 
 def in_background(call: Callable[[], T], name: str) -> Future[T]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _RESULTS = {
     Answer.HIT: LookupResult.HIT,
     Answer.MISS: LookupResult.MISS,
-    Answer.LATER: LookupResult.RETRY,
+    Answer.PENDING: LookupResult.RETRY,
 }
 
 

@@ -13,7 +13,7 @@ from tiers.explain.tier_answers import Explained
 
 MAX_REQUESTS = 1000
 MAX_BYTES = 16 << 20
-MAX_UNDER_WAY = 16384
+MAX_IN_FLIGHT = 16384
 """Requests in flight that are noted; an engine that queues more has those begin unnoted."""
 
 Shares = Mapping[int, Sequence[range]]
@@ -62,7 +62,7 @@ class Explanations(Explainer):
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._tell = ended
-        self._under_way: dict[str, RequestNotes] = {}
+        self._in_flight: dict[str, RequestNotes] = {}
         self._begun: dict[str, Attempt] = {}
         self._ended: deque[RequestNotes] = deque()
         self._bytes = 0
@@ -72,14 +72,14 @@ class Explanations(Explainer):
 
     def arrived(self, request: Request) -> None:
         """Begin the notes of a request that was queued."""
-        if len(self._under_way) < MAX_UNDER_WAY:
+        if len(self._in_flight) < MAX_IN_FLIGHT:
             trace = getattr(request, "trace_headers", None)
             notes = RequestNotes(request.request_id, request.num_prompt_tokens, trace)
-            self._under_way[request.request_id] = notes
+            self._in_flight[request.request_id] = notes
 
     def asked(self, request: Request, computed: int) -> Attempt:
         """The engine asks what there is of a request."""
-        notes = self._under_way.get(request.request_id)
+        notes = self._in_flight.get(request.request_id)
         if notes is None:
             return UNNOTED
         attempt = notes.pending
@@ -97,7 +97,7 @@ class Explanations(Explainer):
         tellers: Mapping[int, Explained],
     ) -> Attempt:
         """The engine begins it, as it was asked last."""
-        notes = self._under_way.get(request.request_id)
+        notes = self._in_flight.get(request.request_id)
         attempt = None if notes is None else notes.pending
         if notes is None or attempt is None:
             return UNNOTED
@@ -135,7 +135,7 @@ class Explanations(Explainer):
     def ended(self, request: Request) -> None:
         """Keep the request among those that ended; the oldest go for it."""
         self._begun.pop(request.request_id, None)
-        notes = self._under_way.pop(request.request_id, None)
+        notes = self._in_flight.pop(request.request_id, None)
         if notes is None:
             return
         notes.end(_status(request))
@@ -164,7 +164,7 @@ class Explanations(Explainer):
     def all(self) -> list[RequestNotes]:
         """The requests that ended, oldest first, then those in flight."""
         # Each list is made in one go while this thread holds the interpreter.
-        return [*list(self._ended), *list(self._under_way.values())]
+        return [*list(self._ended), *list(self._in_flight.values())]
 
 
 def _status(request: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 KEEP = 0.7
 """Weight of all earlier steps when one is measured."""
-UNDER_WAY = 64
+IN_FLIGHT = 64
 """Steps kept that have not ended; no engine prepares so many."""
 MIN_TOKENS = 64
 """Of a step that is measured: one that mostly decodes has fewer prompt tokens."""
@@ -44,7 +44,7 @@ class PrefillRate:
         self._number += 1
         self._steps[self._number] = (tokens, self._now())
         # The results of a step that failed never come.
-        self._steps.pop(self._number - UNDER_WAY, None)
+        self._steps.pop(self._number - IN_FLIGHT, None)
         return self._number
 
     def step_ended(self, number: int | None) -> bool:

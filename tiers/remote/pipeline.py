@@ -93,7 +93,7 @@ class _Sender:
         self._stream = stream
         self._parts: list[Buffer] = []
         self._sizes: deque[int] = deque()
-        self._under_way = 0
+        self._in_flight = 0
 
     def add(self, parts: Sequence[Buffer]) -> None:
         self._parts += parts
@@ -106,17 +106,17 @@ class _Sender:
         answered."""
         self._stream.send(self._parts)
         self._parts = []
-        self._under_way += self.unsent
+        self._in_flight += self.unsent
         self.sent += self.unsent
         self.unsent = 0
         spared = 1 if most else 0
-        while self._under_way > most and len(self._sizes) > spared:
+        while self._in_flight > most and len(self._sizes) > spared:
             self._answered(self._read_answer())
-            while self._under_way and self._stream.passes(OK):
+            while self._in_flight and self._stream.passes(OK):
                 self._answered(True)
 
     def _answered(self, is_stored: bool) -> None:
-        self._under_way -= self._sizes.popleft()
+        self._in_flight -= self._sizes.popleft()
         self.stored.append(is_stored)
 
     def _read_answer(self) -> bool:

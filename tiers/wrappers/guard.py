@@ -15,7 +15,7 @@ from functools import partial
 from operator import add
 from typing import NamedTuple, cast
 
-from spec.errors import told
+from spec.errors import describe_error
 from tiers.breaker import RETRY_AFTER, RETRY_AFTER_MAX, Breaker, Call
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import in_background
@@ -320,7 +320,7 @@ class Guarded(StoreWrapper):
         # What was under way when the store was closed may end anyhow; the engine is ending as well.
         is_news = not self._closed or call is self._closing
         if call is not None and breaker.failed(call) and is_news:
-            self._log.down(breaker, told(error), trace_of(error))
+            self._log.down(breaker, describe_error(error), trace_of(error))
         return True
 
     def _notice_late(self) -> None:

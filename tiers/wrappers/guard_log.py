@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from spec.errors import told
+from spec.errors import describe_error
 from tiers.breaker import Breaker
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.errors import KVTiersError
@@ -61,7 +61,7 @@ class GuardLog:
         if not self._has_told:
             self._has_told = True
             line = "%s: it can't tell whether it has %s, and is used without (%s)"
-            _log.warning(line, self._where, what, told(error), exc_info=trace_of(error))
+            _log.warning(line, self._where, what, describe_error(error), exc_info=trace_of(error))
 
     def hangs_in_close(self, seconds: float) -> None:
         """The store did not close in time."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from spec.encryption import EncryptionSpec, others_can_read, read_keys
-from spec.errors import told
+from spec.errors import describe_error
 from spec.offloading import OffloadingSpec, StoreContext, StoreSpec
 from spec.registry import opens_ours, package_of
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
@@ -54,7 +54,7 @@ def open_guarded(
             raise
         raise TierUnusable(f"{name}: {error}") from error
     except Exception as error:
-        raise TierUnusable(f"{name}: open raised {told(error)}") from error
+        raise TierUnusable(f"{name}: open raised {describe_error(error)}") from error
     return Guarded(store, name, deadline=spec.deadline, is_prompt=spec.is_prompt)
 
 
@@ -106,7 +106,7 @@ def _doubt(spec: StoreSpec, store: TierStore, payload_bytes: int) -> str | None:
     except (TierUnavailable, TierNotOpen):  # it is opened again, and tried then
         raise
     except Exception as error:  # noqa: BLE001 - a plugin's may raise anything
-        return f"it could not be tried ({told(error)})"
+        return f"it could not be tried ({describe_error(error)})"
 
 
 def _close(store: TierStore) -> None:

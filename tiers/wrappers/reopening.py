@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, suppress
 from typing import Any, cast
 
-from spec.errors import told
+from spec.errors import describe_error
 from tiers.breaker import RETRY_AFTER, RETRY_AFTER_MAX
 from tiers.concurrency.executors import in_background, settle
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
@@ -70,7 +70,7 @@ class Reopening(StoreWrapper):
             self.close()
             if isinstance(error, Exception):
                 raise error
-            raise TierUnusable(f"open ended with {told(error)}")
+            raise TierUnusable(f"open ended with {describe_error(error)}")
 
     @property
     def is_opening(self) -> bool:

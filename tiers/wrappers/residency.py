@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from spec.errors import told
+from spec.errors import describe_error
 from spec.offloading import HostSpec
 from tiers.errors import TierError, TierUnusable
 from tiers.host.slots import Residency, SlotPool
@@ -39,8 +39,8 @@ class TierSlots:
     def add_evictor(
         self, evict_one: Callable[[], bool], idle: Callable[[int], None] | None = None
     ) -> None:
-        told = None if idle is None else partial(self._tell, idle)
-        self._pool.add_evictor(lambda: self._evict(evict_one), told)
+        tell = None if idle is None else partial(self._tell, idle)
+        self._pool.add_evictor(lambda: self._evict(evict_one), tell)
 
     def _evict(self, evict_one: Callable[[], bool]) -> bool:
         self._ask(evict_one, False)
@@ -94,7 +94,7 @@ class GuardedResidency:
             self._residency = spec.residency(self._slots, max_slots)
             self._residency.on_evict = self._evicted
         except Exception as error:
-            raise TierUnusable(f"{self._name}: residency raised {told(error)}") from error
+            raise TierUnusable(f"{self._name}: residency raised {describe_error(error)}") from error
 
     def find(self, key: bytes) -> int | None:
         return self._slots_of([key], lambda keys: [self._residency.find(keys[0])])[0]

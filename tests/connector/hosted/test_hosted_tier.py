@@ -89,7 +89,7 @@ class Engine:
         while time.monotonic() < limit:
             answers = [self.tier.lookup(request, block) for block in blocks]
             self.tier.end_step(())
-            if Answer.LATER not in answers:
+            if Answer.PENDING not in answers:
                 return answers
             time.sleep(0.001)
         raise AssertionError("the tier never answered")
@@ -113,7 +113,7 @@ class Engine:
 
     def settle(self) -> None:
         """Step until no transfer with the store is under way."""
-        while self.tier._store._under_way:
+        while self.tier._store._in_flight:
             self.tier.end_step(())
             time.sleep(0.001)
 
@@ -177,7 +177,7 @@ def test_what_only_the_store_has_comes_to_host_memory_first(
     first.store(BLOCKS[:4])
     first.settle()
     again = make(disk(tmp_path / "disk"))
-    assert again.tier.lookup("a", BLOCKS[0]) is Answer.LATER
+    assert again.tier.lookup("a", BLOCKS[0]) is Answer.PENDING
     assert again.tier.lookup("a", BLOCKS[9]) is Answer.MISS, "an index in memory knows at once"
     assert again.ask("a", BLOCKS[:5]) == [Answer.HIT] * 4 + [Answer.MISS]
     assert again.tier.came_from_store("a", BLOCKS[0])
@@ -291,9 +291,9 @@ def test_a_load_that_hangs_does_not_keep_an_engine_from_its_end(
     engine.store(BLOCKS[:2])
     engine.settle()
     engine.tier._residency.clear()
-    assert engine.tier.lookup("a", BLOCKS[0]) is Answer.LATER
+    assert engine.tier.lookup("a", BLOCKS[0]) is Answer.PENDING
     engine.tier.end_step(())
-    assert engine.tier._store._under_way
+    assert engine.tier._store._in_flight
     closing = threading.Thread(target=engine.tier.close, daemon=True)
     closing.start()
     closing.join(30)
@@ -314,10 +314,10 @@ def test_a_load_that_hangs_is_a_miss_after_its_deadline(
     engine.store(BLOCKS[:1])
     engine.settle()
     engine.tier._residency.clear()
-    assert engine.tier.lookup("a", BLOCKS[0]) is Answer.LATER
+    assert engine.tier.lookup("a", BLOCKS[0]) is Answer.PENDING
     engine.tier.end_step(())
     now[0] = PROMOTION_DEADLINE
-    assert engine.tier.lookup("a", BLOCKS[0]) is Answer.LATER
+    assert engine.tier.lookup("a", BLOCKS[0]) is Answer.PENDING
     now[0] += 1
     assert engine.tier.lookup("a", BLOCKS[0]) is Answer.MISS
     _Hangs.may.set()

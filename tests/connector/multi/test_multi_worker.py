@@ -27,15 +27,15 @@ REQUESTS = "abcdef"
     st.randoms(use_true_random=False),
 )
 def test_each_request_ends_once_whatever_the_order(
-    under_way: dict[str, tuple[set[int], set[int]]], order: Random
+    in_flight: dict[str, tuple[set[int], set[int]]], order: Random
 ) -> None:
     """`under_way`: the children that save, and that load, each request."""
     children = [Child(str(number), []) for number in range(CHILDREN)]
     worker = MultiWorker(children)
-    extra = {name: len(saves) - 1 for name, (saves, _) in under_way.items() if len(saves) > 1}
+    extra = {name: len(saves) - 1 for name, (saves, _) in in_flight.items() if len(saves) > 1}
     orders = tuple(
         OffloadingConnectorMetadata(
-            [LoadJob(0, name, []) for name, (_, loads) in under_way.items() if child in loads]
+            [LoadJob(0, name, []) for name, (_, loads) in in_flight.items() if child in loads]
         )
         for child in range(CHILDREN)
     )
@@ -43,7 +43,7 @@ def test_each_request_ends_once_whatever_the_order(
     worker.start_load_kv(None)
     ends = [
         (child, what, name)
-        for name, both in under_way.items()
+        for name, both in in_flight.items()
         for what in (0, 1)
         for child in both[what]
     ]
@@ -62,5 +62,5 @@ def test_each_request_ends_once_whatever_the_order(
                 told[kind].append(name)
                 assert not [e for e in ends if e[1:] == (kind, name)], "another child is at it"
     for kind in (0, 1):
-        expected = sorted(name for name, both in under_way.items() if both[kind])
+        expected = sorted(name for name, both in in_flight.items() if both[kind])
         assert sorted(told[kind]) == expected

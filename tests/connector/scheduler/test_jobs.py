@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
-from tiers.connector.policy.choice import NOBODY
+from tiers.connector.policy.choice import NO_LOAD
 from tiers.connector.policy.request_state import RequestState
 from tiers.connector.policy.shared_load import SharedLoad
 from tiers.connector.policy.wait_budget import WaitBudget
@@ -33,30 +33,30 @@ def test_gauges_say_what_is_under_way_and_go_through_nothing() -> None:
     jobs._loading, jobs._storing = Unlooked(), Unlooked()
     state = cast(RequestState, FakeRequest())
     state.wait_budget, state.request = WaitBudget(Clock()), cast(Any, state)
-    state.choice = NOBODY
+    state.choice = NO_LOAD
     state.mark = RequestMark()
     own = TierRequest(state)
-    under_way: dict[int, tuple[str, int, int]] = {}
+    in_flight: dict[int, tuple[str, int, int]] = {}
     for _ in range(300):
         blocks = rng.randrange(1, 5)
         if rng.random() < 0.4:
             items = [LoadItem(b"%d" % n, n, None) for n in range(blocks)]
             numbers = [*range(blocks)]
             load = jobs.load(own, items, blocks=numbers, of_block=numbers, shared=SharedLoad(1))
-            under_way[load.job_id] = ("loading", blocks, 0)
+            in_flight[load.job_id] = ("loading", blocks, 0)
         elif rng.random() < 0.5:
             stored = {n: StoreItem(b"%d" % n, n, n) for n in range(blocks)}
             store = jobs.store(own, stored, "", at_once=False)
-            under_way[store.job_id] = ("storing", blocks, 0)
-        elif under_way:
-            job_id = rng.choice([*under_way])
-            kind, blocks, ranks = under_way.pop(job_id)
+            in_flight[store.job_id] = ("storing", blocks, 0)
+        elif in_flight:
+            job_id = rng.choice([*in_flight])
+            kind, blocks, ranks = in_flight.pop(job_id)
             ended = jobs.end(job_id, JobResult(1))
             assert (ended is None) == (ranks == 0), "two ranks must end it"
             if ranks == 0:
-                under_way[job_id] = (kind, blocks, 1)
+                in_flight[job_id] = (kind, blocks, 1)
             assert jobs.end(10**6, JobResult(1)) is None, "a job of before"
-        each = [(kind, blocks) for kind, blocks, _ in under_way.values()]
+        each = [(kind, blocks) for kind, blocks, _ in in_flight.values()]
         assert jobs.gauges(10) == {
             f"{name}_{what}": float(sum(amount if what == "bytes" else 1 for amount in of_kind))
             for name in ("loading", "storing")

@@ -430,12 +430,12 @@ def test_an_answer_under_way_is_waited_for_in_a_standing_queue(asking: Asking) -
     asking.answer_all()
     asking.store.go.clear()
     begun = len(asking.store.calls)
-    under_way = asking.ask(b"begun")
+    in_flight = asking.ask(b"begun")
     wait_for(lambda: len(asking.store.calls) == begun + 1)
     asking.clock.now += 0.9
-    assert asking.poll(under_way, b"begun") is None
+    assert asking.poll(in_flight, b"begun") is None
     asking.store.go.set()
-    wait_for(lambda: asking.poll(under_way, b"begun") is True)
+    wait_for(lambda: asking.poll(in_flight, b"begun") is True)
 
 
 class Starved:

@@ -152,8 +152,8 @@ class VllmServer:
         while True:
             self.complete([5, 6, 7], 1, replica)
             metrics = self.metrics()
-            under_way = [metrics[f"vllm:kvtiers_{verb}_jobs"] for verb in ("loading", "storing")]
-            if all(jobs and not any(jobs.values()) for jobs in under_way):
+            in_flight = [metrics[f"vllm:kvtiers_{verb}_jobs"] for verb in ("loading", "storing")]
+            if all(jobs and not any(jobs.values()) for jobs in in_flight):
                 return
             assert time.monotonic() < deadline, "transfers do not end"
 

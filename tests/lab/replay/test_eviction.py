@@ -135,7 +135,7 @@ def test_what_waited_for_a_store_goes_before_what_came_later(
     prompts = [range(100 * n, 100 * n + blocks * SIZE) for n, blocks in enumerate((8, 4, 2, 2))]
     for prompt in prompts[:3]:
         made.generate(prompt, 1)
-        while scheduler_of(made).jobs_under_way:
+        while scheduler_of(made).jobs_in_flight:
             made.step()
     assert [sum(held(made, prompt)) for prompt in prompts] == [8, 2, 2, 0]
     store.pace.resume()

@@ -78,7 +78,7 @@ class BackingStore:
         self._store: Guarded | None = None
         self._manager = TierManager()
         self._opening: Future[Guarded | None] | None = None
-        self._under_way: list[Transfer] = []
+        self._in_flight: list[Transfer] = []
         self._opener = io_executor(1, "open")
         self._reader = io_executor(READERS, "fetch")
         self._writer = io_executor(1, "store")
@@ -125,7 +125,7 @@ class BackingStore:
         assert self._store is not None, "a promotion from no store"
         tag = self._generation.tag
         future = self._reader.submit(self._move, self._store.get, items, tag)
-        self._under_way.append(Transfer(items, tag, future, request_id=request_id))
+        self._in_flight.append(Transfer(items, tag, future, request_id=request_id))
 
     def put(self, items: list[Item], prefix: Prefix, whole: int | None) -> None:
         """Begin to store the blocks, in order, that the store wants and has room for."""
@@ -137,11 +137,11 @@ class BackingStore:
             self._pool.retain(slot)
         tag = self._generation.tag
         future = self._writer.submit(self._move, self._store.put, wanted, tag)
-        self._under_way.append(Transfer(wanted, tag, future, prefix=prefix, whole=whole))
+        self._in_flight.append(Transfer(wanted, tag, future, prefix=prefix, whole=whole))
 
     def _wanted(self, items: list[Item]) -> list[Item]:
         lacking = self._manager.missing([key for key, _ in items])
-        putting = sum(len(one.items) for one in self._under_way if one.prefix is not None)
+        putting = sum(len(one.items) for one in self._in_flight if one.prefix is not None)
         # Puts may hold half of all slots; the others are left to promotions and gathers.
         room = max(0, max(1, self._pool.num_slots // 2) - putting)
         return [item for item, lacks in zip(items, lacking, strict=True) if lacks][:room]
@@ -164,8 +164,8 @@ class BackingStore:
     def take_ended(self) -> Iterator[tuple[Transfer, list[bool]]]:
         """Yield each ended transfer, with the references on its slots, and which of its blocks
         arrived and are of this generation."""
-        for one in [one for one in self._under_way if one.future.done()]:
-            self._under_way.remove(one)
+        for one in [one for one in self._in_flight if one.future.done()]:
+            self._in_flight.remove(one)
             outcome = zip(one.items, one.outcome(), strict=True)
             yield one, [self._ended(one, *item, good) for item, good in outcome]
             if one.prefix is not None:
@@ -210,10 +210,10 @@ class BackingStore:
         self._opener.shutdown(wait=False)
         if self._opening is not None and self._open_store is not None:
             self._opening.add_done_callback(_close_opened)
-        wait([one.future for one in self._under_way if one.prefix is not None], DRAIN_SECONDS)
+        wait([one.future for one in self._in_flight if one.prefix is not None], DRAIN_SECONDS)
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._reader.shutdown(wait=False, cancel_futures=True)
-        wait([one.future for one in self._under_way if one.future.running()], DRAIN_SECONDS)
+        wait([one.future for one in self._in_flight if one.future.running()], DRAIN_SECONDS)
         self._manager.close()
 
 

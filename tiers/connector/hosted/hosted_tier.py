@@ -31,23 +31,23 @@ class SlotOrders:
         self._pool = pool
         self._regions = regions
         self._ordered = [0] * pool.num_slots
-        self._under_way: Counter[int] = Counter()
+        self._in_flight: Counter[int] = Counter()
         self._forgotten: list[int] = []
 
     def begin(self, slot: int) -> None:
         """Order a transfer of `slot`; takes over a reference of the caller's."""
         self._ordered[slot] += 1
-        self._under_way[slot] += 1
+        self._in_flight[slot] += 1
 
     def end(self, slot: int) -> None:
         """Note that a transfer of `slot` has ended on all ranks, and release the slot."""
-        self._under_way[slot] -= 1
+        self._in_flight[slot] -= 1
         self._pool.release(slot)
 
     def forget(self) -> None:
         """Expect no `end` for the transfers in flight: the engine has forgotten them."""
-        self._forgotten += self._under_way.elements()
-        self._under_way.clear()
+        self._forgotten += self._in_flight.elements()
+        self._in_flight.clear()
 
     def release_ended(self) -> None:
         """Release the slots of forgotten transfers that all workers have ended."""
@@ -69,7 +69,7 @@ class Answer(enum.Enum):
 
     HIT = enum.auto()
     MISS = enum.auto()
-    LATER = enum.auto()
+    PENDING = enum.auto()
 
 
 class HostedTier:
@@ -122,11 +122,11 @@ class HostedTier:
         if key in request.missed or self._clock() > asked + PROMOTION_DEADLINE:
             return Answer.MISS
         if key in self._gathers or key in self._promoting or key in request.asked:
-            return Answer.LATER
+            return Answer.PENDING
         if self._store.lacks(key):
             return Answer.MISS
         request.wanted[key] = None
-        return Answer.LATER
+        return Answer.PENDING
 
     @property
     def generation(self) -> bytes:
@@ -244,7 +244,7 @@ class HostedTier:
                 self._gathers[key] = Gather(slot, prefix, number)
                 self._orders.begin(slot)
                 orders.append((block, key, slot))
-        prefix.order.under_way += bool(orders)
+        prefix.order.in_flight += bool(orders)
         return orders
 
     def complete_store(self, blocks: Iterable[bytes], success: bool) -> None:

@@ -18,7 +18,7 @@ from tiers.connector.multi.metadata import (
 )
 from tiers.connector.multi.multi_connector import MultiConnector, merge_parameters
 from tiers.connector.multi.weight_agreement import WeightAgreement
-from tiers.connector.policy.choice import LATER, NOBODY, Choice, clip, tokens_of_each
+from tiers.connector.policy.choice import NO_LOAD, PENDING, Choice, clip, tokens_of_each
 from tiers.connector.policy.chooser import Chooser, load_costs
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.loaders import BlockLoader, explained
@@ -137,11 +137,11 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
                 if self._sharing and self._sharing.joins(
                     request_state, num_computed_tokens, choice.tokens
                 ):
-                    choice = LATER
+                    choice = PENDING
                     notes.joins(
                         request_state.awaits.request.request_id if request_state.awaits else ""
                     )
-        elif choice is NOBODY:
+        elif choice is NO_LOAD:
             notes.gives_up()
         request_state.choice = choice._replace(computed=num_computed_tokens)
         request_state.is_undecided = True
@@ -150,8 +150,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     def _without_asking(self, request_state: RequestState) -> Choice | None:
         """The choice for a request for which no child is asked now; None: they are asked."""
         if self._sharing is not None and self._sharing.waits(request_state):
-            return LATER
-        return NOBODY if request_state.wait_budget.left() <= 0 else None
+            return PENDING
+        return NO_LOAD if request_state.wait_budget.left() <= 0 else None
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int
@@ -163,7 +163,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             # Engines call again, with no tokens, when a load beside the steps has ended.
             request_state.is_undecided = False
             loads = not choice.tokens or num_external_tokens > 0
-            self._chooser.decided(request_state, choice if loads else NOBODY)
+            self._chooser.decided(request_state, choice if loads else NO_LOAD)
         shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
         if choice.child is not None and num_external_tokens:
             if choice.is_async:
@@ -263,7 +263,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
 
     def _choice_of(self, request: Request) -> Choice:
         request_state = self._requests.get(request)
-        return NOBODY if request_state is None else request_state.choice
+        return NO_LOAD if request_state is None else request_state.choice
 
     def reset_cache(self) -> bool:
         """Reset every child, and begin anew with the requests; False: one refuses."""

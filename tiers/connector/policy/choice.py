@@ -46,8 +46,8 @@ class Choice(NamedTuple):
     computed: int = 0
 
 
-NOBODY = Choice(None, 0, False)
-LATER = Choice(None, None, False)
+NO_LOAD = Choice(None, 0, False)
+PENDING = Choice(None, None, False)
 
 
 def first(answers: Iterable[tuple[int | None, bool]]) -> Choice:
@@ -63,7 +63,7 @@ def first(answers: Iterable[tuple[int | None, bool]]) -> Choice:
             looking = True
         elif tokens > 0 and not looking:
             return Choice(child, tokens, is_async)
-    return LATER if looking else NOBODY
+    return PENDING if looking else NO_LOAD
 
 
 def longest(answers: Iterable[tuple[int | None, bool]], loadable: int) -> Choice:
@@ -72,7 +72,7 @@ def longest(answers: Iterable[tuple[int | None, bool]], loadable: int) -> Choice
     A child that is still looking is waited for, unless one has all `loadable` tokens already:
     then nobody below it is asked.
     """
-    best, looking = NOBODY, False
+    best, looking = NO_LOAD, False
     for child, (tokens, is_async) in enumerate(answers):
         if tokens is None:
             looking = True
@@ -80,7 +80,7 @@ def longest(answers: Iterable[tuple[int | None, bool]], loadable: int) -> Choice
             best = Choice(child, tokens, is_async)
         if best.tokens and best.tokens >= loadable:
             return best
-    return LATER if looking else best
+    return PENDING if looking else best
 
 
 class Stitch(NamedTuple):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from spec.chain import LoadPolicy
 from tiers.connector.policy.choice import (
-    LATER,
-    NOBODY,
+    NO_LOAD,
+    PENDING,
     Choice,
     Coverage,
     Stitch,
@@ -146,10 +146,10 @@ class Chooser:
         request_state.alone = None
         request_state.prompt_tokens = request_state.request.num_tokens
         question = self._question(request_state, num_computed_tokens, notes)
-        choice = NOBODY
+        choice = NO_LOAD
         if request_state.limits.max_load_tokens is None or question.loadable > 0:
             planned = self._apply_policy(question)
-            choice = self._compared(question, planned) if planned.tokens is not None else LATER
+            choice = self._compared(question, planned) if planned.tokens is not None else PENDING
         if choice.tokens is not None:
             for index in self._foreign.keys() - question.asked.keys():
                 self._foreign[index].get_num_new_matched_tokens(
@@ -251,8 +251,8 @@ class Chooser:
         others_look = any(tokens is None for tokens, _ in question.asked.values())
         hopes = {i: self._waits.left(i, request_state) for i in question.looking}
         if others_look or comparison.hopes(hopes, verdict, wish, self._shares):
-            return LATER
-        choice = NOBODY if verdict.plan is None else verdict.plan.choice
+            return PENDING
+        choice = NO_LOAD if verdict.plan is None else verdict.plan.choice
         return choice._replace(
             passed=verdict.passed,
             probed=verdict.probed,
@@ -301,7 +301,7 @@ class Chooser:
             alone = longest(self._answers(question, but=self._loaders), question.loadable)
             looking = found.looking and question.waits
             if alone.tokens is None or (looking and alone.tokens < question.loadable):
-                return LATER
+                return PENDING
             if alone.tokens > tokens:
                 return alone
         plan = self._stitched(found, tokens)
@@ -313,7 +313,7 @@ class Chooser:
 
         if len(loaders) > 1:
             plan = self._comparison.shared(coverage, plan, share)
-        return plan.choice if tokens else NOBODY
+        return plan.choice if tokens else NO_LOAD
 
     def _stitched(self, found: Stitch, tokens: int) -> _Plan:
         shares = clip(found.shares, tokens // self._block_tokens)

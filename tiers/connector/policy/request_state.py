@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tiers.connector.policy.choice import NOBODY, Choice
+from tiers.connector.policy.choice import NO_LOAD, Choice
 from tiers.connector.policy.request_hints import NO_HINTS, HintReader, Hints
 from tiers.connector.policy.request_limits import LimitsReader, RequestLimits
 from tiers.connector.policy.wait_budget import WaitBudget
@@ -57,7 +57,7 @@ class RequestState:
     tables: tuple[list[int], ...] = ()
     computed: int = 0
     is_outdated: bool = False
-    choice: Choice = NOBODY
+    choice: Choice = NO_LOAD
     versions: Hashable = None
     held: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
     is_undecided: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from spec.chain import ChainSpec
-from spec.errors import one_line, told
+from spec.errors import describe_error, one_line
 from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
 from tiers.store import Described, Measured, TierStore, capability
@@ -42,7 +42,7 @@ class Announcer:
         try:
             self._say(tier, _facts(store))
         except Exception as error:  # noqa: BLE001 - a plugin's: what it can't tell ends nothing
-            self._say(tier, [f"it can't tell what it holds: {told(error)}"])
+            self._say(tier, [f"it can't tell what it holds: {describe_error(error)}"])
 
     def _say(self, tier: OffloadingSpec, facts: list[str]) -> None:
         place = 1 + [one.tier_name for one in self._chain.tiers].index(tier.tier_name)

@@ -144,7 +144,7 @@ class OffloadingScheduler(SchedulerConnector):
         return self._context.open.manager.slots_kept()
 
     @property
-    def jobs_under_way(self) -> int:
+    def jobs_in_flight(self) -> int:
         """Loads and stores that have not ended on all ranks."""
         return len(self._jobs)
 

@@ -17,7 +17,7 @@ class StoreOrder:
     of its length, so it is done when the prefix has doubled, and when the request has ended.
     """
 
-    under_way: int = 0
+    in_flight: int = 0
     """Jobs that are storing its blocks."""
     finished: bool = False
     """Whether the engine is done with the request."""
@@ -28,7 +28,7 @@ class StoreOrder:
     def ended(self, keys: int | None) -> None:
         """A job has ended. `keys`: how many it stored, if those were all keys so far and the store
         took them in one call; else None."""
-        self.under_way -= 1
+        self.in_flight -= 1
         if keys is None:
             self.stale = True
         else:
@@ -36,10 +36,10 @@ class StoreOrder:
 
     def settle(self, keys: int) -> bool:
         """Whether to tell the tier the order of the first `keys` keys now."""
-        over = self.finished and not self.under_way
+        over = self.finished and not self.in_flight
         if not self.stale or not (over or keys >= 2 * self._settled):
             return False
-        self._settled, self.stale = keys, self.under_way > 0
+        self._settled, self.stale = keys, self.in_flight > 0
         return True
 
 

@@ -153,7 +153,7 @@ class TierStores:
     def _begin(self, tier_request: TierRequest, items: dict[int, StoreItem]) -> StoreJob | None:
         if not items:
             return None
-        tier_request.order.under_way += 1
+        tier_request.order.in_flight += 1
         # In several batches its head, which is stored first, would be the first to go.
         requests = self._context.requests
         writers = 1 if self._context.open.one_writer else requests.engine.world_size

@@ -42,7 +42,7 @@ class Checksums:
         """`payload`: the bytes of a slot."""
         self._payload = payload
         self._known: dict[int, bytes] = {}
-        self._under_way: dict[int, Future[None]] = {}
+        self._in_flight: dict[int, Future[None]] = {}
         self._begun: deque[tuple[Future[None], Sequence[int]]] = deque()
         self._thread = io_executor(1, "checksum")
 
@@ -52,7 +52,7 @@ class Checksums:
         for start in range(0, len(slots), _AT_ONCE):
             part = slots[start : start + _AT_ONCE]
             future = self._thread.submit(self._compute, part, gather)
-            self._under_way.update(dict.fromkeys(part, future))
+            self._in_flight.update(dict.fromkeys(part, future))
             self._begun.append((future, part))
 
     def _let_go(self) -> None:
@@ -61,8 +61,8 @@ class Checksums:
         while self._begun and self._begun[0][0].done():
             future, slots = self._begun.popleft()
             for slot in slots:
-                if self._under_way[slot] is future:
-                    del self._under_way[slot]
+                if self._in_flight[slot] is future:
+                    del self._in_flight[slot]
 
     def _compute(self, slots: Sequence[int], gather: Copy) -> None:
         for slot in slots:
@@ -73,8 +73,8 @@ class Checksums:
 
     def of(self, slots: Sequence[int]) -> list[bytes | None]:
         """Wait for the checksums of these slots; None for one whose gather failed."""
-        under_way = map(self._under_way.get, slots)
-        wait({future for future in under_way if future is not None})
+        in_flight = map(self._in_flight.get, slots)
+        wait({future for future in in_flight if future is not None})
         return [self._known.get(slot) for slot in slots]
 
     def close(self) -> None:

@@ -239,11 +239,11 @@ class Loading:
             wait_a_moment([future for _, future in self._loads])
         now = self._host.now()
         over: list[tuple[Load, Future[None]]] = []
-        under_way: list[tuple[Load, Future[None]]] = []
+        in_flight: list[tuple[Load, Future[None]]] = []
         for load, future in self._loads:
             is_over = future.done() or now >= load.until
-            (over if is_over else under_way).append((load, future))
-        self._loads = under_way
+            (over if is_over else in_flight).append((load, future))
+        self._loads = in_flight
         return [self._end(load, future) for load, future in over]
 
     def halt(self) -> None:

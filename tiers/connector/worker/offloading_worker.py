@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from spec.errors import told
+from spec.errors import describe_error
 from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.concurrency.executors import io_executor
 from tiers.concurrency.rate_limit import RateLimit
@@ -138,7 +138,7 @@ class OffloadingWorker(WorkerConnector):
             self._joining = self._writer.submit(self._open, spec, handshake)
         elif self._joining.done() and (error := self._joining.exception()) is not None:
             # Else the scheduler would wait for this rank without a word.
-            self._unusable = f"it can't be opened: {told(error)}"
+            self._unusable = f"it can't be opened: {describe_error(error)}"
             self._handshake = handshake
 
     # -- loading -----------------------------------------------------------------------------
@@ -280,8 +280,8 @@ class OffloadingWorker(WorkerConnector):
         self._host.watch.close()
         self._closed = True
         until = time.monotonic() + self._drain
-        under_way: list[Future[Any]] = [store.future for store in self._stores.values()]
-        wait([*under_way, self._joining] if self._joining else under_way, self._drain)
+        in_flight: list[Future[Any]] = [store.future for store in self._stores.values()]
+        wait([*in_flight, self._joining] if self._joining else in_flight, self._drain)
         lost = sum(len(one.job.items) for one in self._stores.values() if not one.future.done())
         if lost and self._host.engine.rank == 0:  # the others lose the same ones
             line = "tier %r: %d blocks were in flight into it when the engine ended, and are lost"

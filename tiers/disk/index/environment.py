@@ -53,7 +53,7 @@ class Environment:
         """For use in a transaction."""
         # Without it the environment could be closed under a transaction. Never held during I/O.
         self._lock = threading.Lock()
-        self._under_way = 0
+        self._in_flight = 0
         self._refuses = False
         self.wait = BRIEF_WAIT_S
         """How long a write waits for others while none of them commits, in seconds."""
@@ -97,7 +97,7 @@ class Environment:
         with self._lock:
             if self._refuses:
                 raise lmdb.PanicError("an error of the device; the index is opened anew soon")
-            self._under_way += 1
+            self._in_flight += 1
         try:
             with (
                 self._alone() if write else _AT_ONCE,
@@ -109,7 +109,7 @@ class Environment:
             raise
         finally:
             with self._lock:
-                self._under_way -= 1
+                self._in_flight -= 1
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -150,7 +150,7 @@ class Environment:
         """Open the environment anew if LMDB refuses all and no transaction is under way. By one
         thread, which also calls all other methods than `begin`. Raises Damaged, too."""
         with self._lock:
-            if not self._refuses or self._under_way:
+            if not self._refuses or self._in_flight:
                 return
         # Nobody begins a transaction until it refuses no more.
         self._env.close()

@@ -188,7 +188,7 @@ class ReplayEngine:
         deadline = time.monotonic() + SETTLE_SECONDS
         children = self.connector.children if self.connector is not None else ()
         tiers = [child for child in children if isinstance(child, OffloadingScheduler)]
-        while any(tier.jobs_under_way for tier in tiers):
+        while any(tier.jobs_in_flight for tier in tiers):
             if not self.step():
                 time.sleep(IDLE_SECONDS)
             if time.monotonic() > deadline:

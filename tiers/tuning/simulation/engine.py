@@ -245,7 +245,7 @@ class Engine:
         loads, now = self._loads, self.now
         is_held = False
         if known < prompt.blocks:
-            if loads.under_way and loads.joins(prompt, at, skip):
+            if loads.in_flight and loads.joins(prompt, at, skip):
                 return False
             is_held = loads.any_has(prompt.path[at], skip, now)
         if not self._cache.reserve(prompt, known):

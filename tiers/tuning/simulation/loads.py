@@ -39,7 +39,7 @@ class Loads:
         self._placed = list(enumerate(tiers))
         self._waiting = waiting
         self._max_wait = chain.max_wait
-        self.under_way: dict[tuple[int, int], Prompt] = {}
+        self.in_flight: dict[tuple[int, int], Prompt] = {}
         """Prompts that load, by the run, and the block in it, where they began to."""
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -49,7 +49,7 @@ class Loads:
     def joins(self, prompt: Prompt, at: int, skip: int) -> bool:
         """Whether another prompt loads from this block of this run on, so that this one waits for
         it: then it finds those blocks in the engine's own cache."""
-        loader = self.under_way.get((prompt.path[at], skip))
+        loader = self.in_flight.get((prompt.path[at], skip))
         if loader is None:
             return False
         loader.woken.append(prompt)
@@ -125,7 +125,7 @@ class Loads:
             count = tokens // self._size
             ends, arrived[place] = tiers[place].load(count, now, late)
             end = max(end, ends)
-        self.under_way[prompt.place] = prompt
+        self.in_flight[prompt.place] = prompt
         for place, count in self._in_time(plan.pieces, arrived):
             tiers[place].counts.hits += count
             known += count
@@ -143,6 +143,6 @@ class Loads:
 
     def end(self, prompt: Prompt) -> list[Prompt]:
         """A prompt's loads have ended; the prompts that waited for it."""
-        if self.under_way.get(prompt.place) is prompt:
-            del self.under_way[prompt.place]
+        if self.in_flight.get(prompt.place) is prompt:
+            del self.in_flight[prompt.place]
         return prompt.woken

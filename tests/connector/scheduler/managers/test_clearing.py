@@ -124,7 +124,7 @@ def test_however_often_some_are_dropped_they_go_together_and_no_work_piles_up() 
     keys = [number.to_bytes(2, "big") for number in range(300)]
     for key in keys:
         clearing.drop([key], b"")
-    pieces = len(clearing._under_way)
+    pieces = len(clearing._in_flight)
     assert store.dropping.wait(WAIT)
     store.may_drop.set()
     clearing.close(b"")

@@ -41,7 +41,7 @@ class Clearing:
         self._dropping: deque[tuple[bytes, bytes]] = deque(maxlen=self.REMEMBERED)
         self._takes_all = False
         """Whether what is to be dropped by now is taken by work that has yet to begin."""
-        self._under_way: list[Future[None]] = []
+        self._in_flight: list[Future[None]] = []
         self._is_closing = threading.Event()
         self._thread = io_executor(1, "clear")
 
@@ -73,8 +73,8 @@ class Clearing:
             self._begin(partial(self._clear_space, store, space))
 
     def _begin(self, work: Callable[[], None]) -> None:
-        self._under_way = [future for future in self._under_way if not future.done()]
-        self._under_way.append(self._thread.submit(work))
+        self._in_flight = [future for future in self._in_flight if not future.done()]
+        self._in_flight.append(self._thread.submit(work))
 
     def _drop_all(self) -> None:
         """Drop what waits by now; what comes meanwhile is left to the next, so that others have
@@ -101,6 +101,6 @@ class Clearing:
     def close(self, generation: bytes) -> None:
         """Drop what is to be dropped, the engine's last generation too, as far as time allows."""
         self.clear(generation)
-        wait(self._under_way, self.DEADLINE)
+        wait(self._in_flight, self.DEADLINE)
         self._is_closing.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
