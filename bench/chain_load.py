@@ -11,7 +11,7 @@ from bench.policies import Output, Step
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
 from tiers.connector.assembly import open_scheduler, open_worker
-from tiers.connector.multi.metadata import MultiWorkerMetadata
+from tiers.connector.multi.multi_connector import MultiWorkerMetadata
 from tiers.contract.engine_info import EngineInfo
 from tiers.gpu.copier import open_copier
 from tiers.host.slot_memory import slot_stride

@@ -25,8 +25,8 @@ from typing import Any, get_args
 from bench.main import Scale
 from bench.policies import TRACE, read_trace
 from bench.report import Case, Point
-from tiers.connector.scheduler.lookup.lookups import Lookup
-from tiers.connector.scheduler.managers.host_manager import HostManager
+from tiers.connector.scheduler.host_manager import HostManager
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.contract.coverage import leading
 from tiers.cpu.spec import CpuSpec
 from tiers.host.slots import SlotPool
@@ -59,10 +59,10 @@ def replay(prompts: Sequence[Prompt], eviction: str, slots: int, step: int | Non
 def _store(pool: SlotPool, manager: HostManager, keys: Prompt, offered: range) -> None:
     """Store what the tier lacks of this part of a prompt."""
     offers = keys[offered.start : offered.stop]
-    lacking = zip(offered, manager.missing(offers), strict=True)
+    lacking = zip(offered, manager.touch_and_list_missing(offers), strict=True)
     numbers = [number for number, lacks in lacking if lacks]
     claims = [pool.claim(keys[number]) for number in numbers]
-    heads = manager.heads(keys, numbers)
+    heads = manager.predecessors(keys, numbers)
     for number, claim in reversed(list(zip(numbers, claims, strict=True))):
         assert claim is not None, "the pool has room for every store"
         key = keys[number]

@@ -29,7 +29,7 @@ from bench.scheduler import HASH_BYTES, PAYLOAD, TOKENS, Prompt
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec
 from tiers.connector.assembly import open_scheduler
-from tiers.connector.multi.metadata import MultiWorkerMetadata
+from tiers.connector.multi.multi_connector import MultiWorkerMetadata
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.remote.spec import RedisSpec

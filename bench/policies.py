@@ -30,7 +30,7 @@ from pydantic import PrivateAttr
 from spec.chain import ChainSpec, LoadPolicy
 from spec.offloading import StoreContext, StoreSpec
 from tiers.connector.assembly import open_scheduler
-from tiers.connector.multi.metadata import MultiWorkerMetadata
+from tiers.connector.multi.multi_connector import MultiWorkerMetadata
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import (
     JobResult,

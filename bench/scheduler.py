@@ -24,7 +24,7 @@ from bench.throttled import Link, ThrottledSpec
 from spec.chain import ChainSpec
 from spec.offloading import OffloadingSpec, StoreContext
 from tiers.connector.assembly import open_scheduler
-from tiers.connector.multi.metadata import MultiWorkerMetadata
+from tiers.connector.multi.multi_connector import MultiWorkerMetadata
 from tiers.contract.block_groups import GROUP_BYTES
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import OffloadingWorkerMetadata, WorkerHandshake

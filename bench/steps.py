@@ -30,7 +30,7 @@ from bench.report import Case
 from bench.scheduler import HASH_BYTES, NAMESPACE, PAYLOAD, TOKENS, Prompt
 from spec.offloading import StoreContext
 from tiers.connector.assembly import open_scheduler, open_worker
-from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiWorkerMetadata
+from tiers.connector.multi.multi_connector import MultiConnectorMetadata, MultiWorkerMetadata
 from tiers.contract.block_groups import GROUP_BYTES
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import (

@@ -14,7 +14,7 @@ from spec import chain
 from spec.load import load_chain
 from tests.test_readme import blocks
 from tiers import block
-from tiers.connector.policy import request_hints
+from tiers.connector.policy import request_params
 from tiers.disk.index import index
 from tiers.traces import recorded
 
@@ -159,7 +159,7 @@ def test_the_upgrade_page_has_the_formats_of_this_version() -> None:
         "records, on all tiers": str(block.FORMAT_VERSION),
         "index of the disk tier": str(index.INDEX_FORMAT),
         "recordings": f"`{recorded.FORMAT}` {recorded.VERSION}",
-        "hints": f'`"{request_hints.VERSION}"`',
+        "hints": f'`"{request_params.VERSION}"`',
     }
     for what, version in formats.items():
         assert f"| {what} | {version} |" in page

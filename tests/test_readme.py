@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 import pytest
 
 from spec.load import load_chain
-from tiers.connector.scheduler.announcing import Announcer
+from tiers.connector.scheduler.open_tier import Announcer
 from tiers.contract.pool_size import STAGING
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.spec import DiskSpec

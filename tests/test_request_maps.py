@@ -22,7 +22,7 @@ REQUESTS = {
 }
 """Maps that are keyed by requests, and why not the state of the request has it."""
 
-MESSAGES = ("contract/messages.py", "multi/metadata.py")
+MESSAGES = ("contract/messages.py", "multi/multi_connector.py")
 """Files of what the halves tell each other: nobody keeps it."""
 
 OTHERS = {
@@ -31,11 +31,11 @@ OTHERS = {
     "policy/chooser.py::Chooser._loaders": "children",
     "policy/request_state.py::RequestState.tiers": "tiers",
     "policy/request_state.py::RequestTable._counted": "counters",
-    "scheduler/admission/admission.py::Intake._lost": "counters",
-    "scheduler/admission/retained.py::Retained._counts": "tenants",
-    "scheduler/admission/retained.py::Retained._ending[until]": "blocks",
+    "scheduler/admission.py::AcceptanceMonitor._lost": "counters",
+    "scheduler/tier_hints.py::PinnedBlocks._counts": "tenants",
+    "scheduler/tier_hints.py::PinnedBlocks._ending[until]": "blocks",
     "scheduler/offloading_scheduler.py::OffloadingScheduler._told": "gauges",
-    "scheduler/admission/tenant_quotas.py::Tenants._kept": "tenants",
+    "scheduler/admission.py::Tenants._kept": "tenants",
     "worker/host_slots.py::HostSlots._refused": "tiers",
     "worker/offloading_worker.py::OffloadingWorker._measures": "measures",
 }

@@ -21,7 +21,7 @@ from tests.engine.vllm.checkpoints import write_model
 from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, CHILD, LLAMA, Batch, EngineFailed, Run
 from tests.support.replay_chains import MODEL, close
 from tests.support.slow_store import STORES, TroubledStore
-from tiers.connector.policy import wait_budget
+from tiers.connector.policy import request_state
 from tiers.engine.plugin import transfer_config
 from tiers.lab.replay import ReplayEngine
 
@@ -31,7 +31,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReplayEngi
     """Make replay engines; what they leave is checked, and they are closed, after the test."""
     # A busy machine must not make misses of hits that a test counts on, so lookups have longer
     # here, as Redis has in `replay_chains.redis`. test_production_limits.py runs with the defaults.
-    monkeypatch.setattr(wait_budget, "LOOKUP_SECONDS", 30.0)
+    monkeypatch.setattr(request_state, "LOOKUP_SECONDS", 30.0)
     engines: list[ReplayEngine] = []
 
     def make(chain: ChainSpec | None, **options: Any) -> ReplayEngine:

@@ -19,7 +19,7 @@ MakeEngine = Callable[..., ReplayEngine]
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    name = "tiers.connector.scheduler.announcing"
+    name = "tiers.connector.scheduler.open_tier"
     return [record.getMessage() for record in caplog.records if record.name == name]
 
 

@@ -12,8 +12,8 @@ import torch
 from spec.chain import ChainSpec
 from tests.support.replay_chains import MODEL, SLOT, chain_of, cpu, measured, scheduler_of
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
-from tiers.connector.scheduler.lookup.lookups import Lookup
-from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.contract.generation import Generation
 from tiers.errors import TierUnavailable

@@ -26,9 +26,9 @@ from tests.support.replay_chains import (
 )
 from tests.support.servers import RedisServer
 from tests.support.slow_store import SlowSpec, TroubledStore
-from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
-from tiers.connector.scheduler.managers.host_manager import HostManager
-from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.connector.scheduler.host_manager import HostManager
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.connector.scheduler.tier_manager import LookupPace
 from tiers.disk.store import DiskStore
 from tiers.errors import TierUnavailable
 from tiers.explain.text import lines
@@ -66,13 +66,13 @@ def test_a_step_that_completes_no_block_asks_no_tier(
 ) -> None:
     asked: list[int] = []
     for manager in (HostManager, StoreManager):
-        missing = manager.missing
+        missing = manager.touch_and_list_missing
 
         def count(self: Any, keys: Any, missing: Any = missing) -> Any:
             asked.append(len(keys))
             return missing(self, keys)
 
-        monkeypatch.setattr(manager, "missing", count)
+        monkeypatch.setattr(manager, "touch_and_list_missing", count)
     made = engine(chain_of(cpu(400), disk(tmp_path)))
     prompt = [*range(30)]
     assert made.generate(prompt, 40).output == answer(MODEL, prompt, 40)

@@ -30,7 +30,7 @@ from tests.support.replay_chains import (
 )
 from tests.support.servers import RedisServer
 from tiers.connector.scheduler.inventory import inventory
-from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.block_groups import GROUP_BYTES
 from tiers.lab.replay import ReplayEngine
 from tiers.lab.replay.requests import ReplayRequest

@@ -26,9 +26,9 @@ from tests.support.replay_chains import (
     scheduler_of,
 )
 from tests.test_readme import blocks
-from tiers.connector.policy.request_hints import MAX_TTL
+from tiers.connector.policy.request_params import MAX_TTL
 from tiers.connector.scheduler import tier_hints
-from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
+from tiers.connector.scheduler.tier_manager import LookupPace
 from tiers.disk.slab import slot_bytes
 from tiers.disk.store import DiskStore
 from tiers.lab.replay import ReplayEngine, answer
@@ -153,14 +153,14 @@ class Paced:
         monkeypatch.setattr(LookupPace, "AT_ONCE", 100)
         monkeypatch.setattr(LookupPace, "FEW", 8)
         manager.pace = LookupPace(1, self.clock)
-        held = manager.retaining.held
+        held = manager.pinnable
 
         def asking(keys: Sequence[bytes]) -> list[bytes]:
             self.asked.append(keys)
             self.clock.now += 1
             return held(keys)
 
-        monkeypatch.setattr(manager.retaining, "held", asking)
+        monkeypatch.setattr(manager, "pinnable", asking)
 
     def hint(self, prompt: Iterable[int]) -> ReplayRequest:
         """Queue a request that stores nothing, and retains what others stored."""

@@ -17,8 +17,8 @@ import torch
 from tests.support.clock import wait_for
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, scheduler_of
 from tiers.connector.policy.request_state import RequestState, RequestTable, Scheduled
-from tiers.connector.scheduler.store_reservations import new_offers
 from tiers.connector.scheduler.tier_request import TierRequest
+from tiers.connector.scheduler.tier_stores import new_offers
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.media import MediaMark, MediaMarks, joined
 from tiers.contract.observer import CHAIN

@@ -14,7 +14,7 @@ from spec.load import load_chain
 from tests.support.clock import wait_for
 from tests.support.replay_chains import MODEL, SLOT, measured, scheduler_of
 from tests.support.slow_store import LONG, SlowSpec, TroubledStore, ask
-from tiers.connector.scheduler.admission.admission import AGAIN, WINDOW
+from tiers.connector.scheduler.admission import AGAIN, WINDOW
 from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.store import Block
 
@@ -97,13 +97,13 @@ def test_offering_again_costs_a_step_the_same_however_much_waits(
         made.step()
     made.step()
     asked: list[int] = []
-    missing: Any = scheduler._context.open.manager.missing
+    missing: Any = scheduler._context.open.manager.touch_and_list_missing
 
     def counting(keys: list[bytes]) -> Any:
         asked.append(len(keys))
         return missing(keys)
 
-    monkeypatch.setattr(scheduler._context.open.manager, "missing", counting)
+    monkeypatch.setattr(scheduler._context.open.manager, "touch_and_list_missing", counting)
     for _ in range(2):
         made.step()
     assert sum(asked) <= 2 * 4, "it lags behind, and yet it is offered old blocks"

@@ -7,14 +7,14 @@ import random
 
 import pytest
 
-from tiers.loading.shares import Pace, Stretch, fill, share
+from tiers.loading.shares import HeldRun, LinkCost, fill, share
 
 
 def in_order(tier: int) -> int:
     return 0
 
 
-def best_end(stretches: list[Stretch], paces: dict[int, Pace]) -> float:
+def best_end(stretches: list[HeldRun], paces: dict[int, LinkCost]) -> float:
     """When the last block comes at best, over all ways to give them out."""
     holders = [holders for holders, count in stretches for _ in range(count)]
     ends = []
@@ -24,9 +24,11 @@ def best_end(stretches: list[Stretch], paces: dict[int, Pace]) -> float:
     return min(ends)
 
 
-def random_paces(rng: random.Random, tiers: int) -> dict[int, Pace]:
+def random_paces(rng: random.Random, tiers: int) -> dict[int, LinkCost]:
     return {
-        tier: Pace(rng.choice([0.0, rng.random() * 5]), rng.choice([1e-9, 0.5, 1.0, rng.random()]))
+        tier: LinkCost(
+            rng.choice([0.0, rng.random() * 5]), rng.choice([1e-9, 0.5, 1.0, rng.random()])
+        )
         for tier in range(tiers)
     }
 
@@ -57,6 +59,6 @@ def test_all_blocks_are_given_out_however_many_they_are(seed: int) -> None:
 
 
 def test_neighbours_of_one_tier_are_one_row_in_load_priority_order() -> None:
-    paces = dict.fromkeys(range(3), Pace(0.0, 1.0))
+    paces = dict.fromkeys(range(3), LinkCost(0.0, 1.0))
     assert share([((0, 1, 2), 9)], paces, in_order)[0] == [(0, 3), (1, 3), (2, 3)]
     assert share([((0, 1, 2), 9)], paces, lambda t: t == 0)[0] == [(1, 3), (2, 3), (0, 3)]

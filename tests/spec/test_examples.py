@@ -14,7 +14,7 @@ from spec.load import load_chain
 from tests.support.replay_chains import MODEL, SLOT, close, drive, measured
 from tests.support.topologies import cluster
 from tiers.cli.validate import validate
-from tiers.connector.policy import wait_budget
+from tiers.connector.policy import request_state
 from tiers.lab.replay import ReplayEngine
 
 EXAMPLES = sorted((Path(spec.__file__).parent / "examples").glob("*.yaml"))
@@ -64,7 +64,7 @@ def scaled(example: Path, servers: ExitStack, ranks: int) -> dict[str, Any]:
 
 def test_an_example_serves_an_engine(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A busy machine must not make misses of hits that are counted on.
-    monkeypatch.setattr(wait_budget, "LOOKUP_SECONDS", 30.0)
+    monkeypatch.setattr(request_state, "LOOKUP_SECONDS", 30.0)
     ranks = RANKS.get(example.stem, 1)
     with ExitStack() as servers:
         chain = load_chain(scaled(example, servers, ranks) | {"max_wait": "60s"})

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from tiers.connector.policy.choice import stitched
-from tiers.connector.scheduler.lookup.lookups import Lookup
-from tiers.connector.scheduler.managers.manager import TierManager
+from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.tier_manager import TierManager
 from tiers.store import Block
 
 

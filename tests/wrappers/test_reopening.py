@@ -15,8 +15,8 @@ from spec.registry import tier_class
 from tests.support.lookups import look_up
 from tests.support.plugin_packages import Install
 from tiers.block import NAMESPACE_BYTES
-from tiers.connector.scheduler.lookup.lookups import Lookup
-from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.generation import Generation, space_of
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
@@ -92,7 +92,7 @@ def test_a_disk_mounted_late_is_looked_up_touched_and_cleared(tmp_path: Path) ->
     put(late, some)
     assert look_up(manager, names, Lookup()) == 2, "at once, from memory"
     for _ in range(30):
-        assert manager.missing(names) == [False, False]  # which counts them as used
+        assert manager.touch_and_list_missing(names) == [False, False]  # which counts them as used
         put(late, keys(1))
     assert late.has(some) == [True, True], "what is used outlives what is not"
     manager.reset()

@@ -10,8 +10,8 @@ import pytest
 
 from spec.offloading import HostSpec
 from tests.support.lookups import look_up
-from tiers.connector.scheduler.lookup.lookups import Lookup
-from tiers.connector.scheduler.managers.host_manager import HostManager
+from tiers.connector.scheduler.host_manager import HostManager
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.errors import TierUnusable
 from tiers.host.slots import SlotPool, Slots
 from tiers.wrappers.guard import FAILED
@@ -143,12 +143,12 @@ def test_what_goes_wrong_ends_that_tier_alone(wrong: str, caplog: pytest.LogCapt
         look_up(made, [key(number), key(0)], Lookup())
         slots = made.prepare_load([key(number)])
         made.complete_load([key(number)], slots)
-        made.missing([key(number)])
+        made.touch_and_list_missing([key(number)])
     made.discard(key(SLOTS - 1))
     made.reset()
     assert made.health() is FAILED
     assert made.slots_kept() == 0 and pool.in_use == 1 == pool.references(others.slot)
-    assert made.missing([key(77)]) == [False], "nothing more is gathered for it"
+    assert made.touch_and_list_missing([key(77)]) == [False], "nothing more is gathered for it"
     said = [line for line in caplog.messages if "fifo (package tests) has failed" in line]
     assert len(said) == 1
 
@@ -206,16 +206,16 @@ class Hasty(Fifo):
 def test_a_plugin_s_tier_passes_by_what_is_retained() -> None:
     made, pool = manager(Fifo)
     assert all(store(made, pool, number) for number in range(CAPACITY))
-    made.retaining.retain([key(0), key(1), key(9)])
-    made.retaining.retain([key(0)])
+    made.pin([key(0), key(1), key(9)])
+    made.pin([key(0)])
     for number in range(CAPACITY, 20):
         store(made, pool, number)
-    assert made.retaining.held([key(0), key(1), key(2)]) == [key(0), key(1)]
+    assert made.pinnable([key(0), key(1), key(2)]) == [key(0), key(1)]
     assert made.demote([key(0)]) == 0, "it can't be told what goes next"
-    made.retaining.release([key(0), key(1), key(9)])
+    made.unpin([key(0), key(1), key(9)])
     for number in range(20, 30):
         store(made, pool, number)
-    assert made.retaining.held([key(0), key(1)]) == []
+    assert made.pinnable([key(0), key(1)]) == []
     assert pool.in_use == CAPACITY
 
 
@@ -224,9 +224,9 @@ def test_no_slot_stays_for_what_was_retained_and_is_gone(end: str) -> None:
     made, pool = manager(type("Odd", (Hasty,), {"touch": raises}) if end == "fails" else Hasty)
     assert all(store(made, pool, number) for number in range(CAPACITY))
     keys = [key(number) for number in range(CAPACITY)]
-    made.retaining.retain(keys)
+    made.pin(keys)
     if end == "fails":
-        made.missing(keys)
+        made.touch_and_list_missing(keys)
         assert made.health() is FAILED
     elif end == "drops it":
         made.drop(keys, b"")

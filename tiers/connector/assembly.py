@@ -15,13 +15,10 @@ from spec.offloading import HostSpec, OffloadingSpec
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.connector.observers import open_ghosts, open_recorder
-from tiers.connector.policy.request_state import RequestTable
-from tiers.connector.policy.wait_budget import lookup_seconds
-from tiers.connector.scheduler.admission.admission import Admission
-from tiers.connector.scheduler.admission.tenant_quotas import Tenants
-from tiers.connector.scheduler.announcing import Announcer
+from tiers.connector.policy.request_state import RequestTable, lookup_seconds
+from tiers.connector.scheduler.admission import Admission, Tenants
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
-from tiers.connector.scheduler.open_tier import ChainPool, TierOpener
+from tiers.connector.scheduler.open_tier import Announcer, ChainPool, TierOpener
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.offloading_worker import OffloadingWorker
 from tiers.contract.block_copier import OpenCopier

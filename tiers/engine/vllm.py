@@ -35,7 +35,7 @@ from spec.chain import ChainSpec
 from spec.events import EventsSpec
 from spec.load import SpecError, load_chain
 from tiers.connector.assembly import scheduler_parts, worker_parts
-from tiers.connector.multi.metadata import (
+from tiers.connector.multi.multi_connector import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
     MultiWorkerMetadata,

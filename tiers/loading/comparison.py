@@ -7,9 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tiers.loading.load_cost import LEAST_TOKENS, LoadCost
-from tiers.loading.prefill_rate import MIN_TOKENS, PrefillRate
-from tiers.loading.probing import Exploration
-from tiers.loading.shares import Pace
+from tiers.loading.shares import LinkCost
 
 MARGIN = 0.05
 """Part by which loading must be faster than computing: rates are estimates."""
@@ -48,7 +46,7 @@ class Plan(Protocol):
 
 Propose = Callable[[Collection[int], int | None], P | None]
 """A policy's plan without some of the tiers, of so many blocks at most; None: it has none."""
-Share = Callable[[Mapping[int, Pace], Callable[[int], int]], P]
+Share = Callable[[Mapping[int, LinkCost], Callable[[int], int]], P]
 """The plan in which tiers of these paces share a prefix; see `tiers.loading.shares.share`."""
 
 
@@ -279,3 +277,110 @@ class Comparison:
             length = self._probes.least
         head = propose(others, length)
         return head if head is not None and head.parts else None
+
+
+KEEP = 0.7
+"""Weight of all earlier steps when one is measured."""
+IN_FLIGHT = 64
+"""Steps kept that have not ended; no engine prepares so many."""
+MIN_TOKENS = 64
+"""Of a step that is measured: one that mostly decodes has fewer prompt tokens."""
+
+
+class PrefillRate:
+    """Prompt tokens per second, over steps that compute at least `MIN_TOKENS` of them.
+
+    A measured step has a number, which crosses to the workers and back. It has taken the time from
+    when it was scheduled, or from the end of the step before it where that is later, to when its
+    results came back. So the engine's idle time counts for nothing, and an engine that schedules
+    ahead of its results (asynchronous scheduling, pipelines) is measured by the distance of its
+    results. Decoding in the same step counts as part of what a prompt costs. Used by one thread
+    alone.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._steps: dict[int, tuple[int, float]] = {}
+        self._number = 0
+        self._last_end = -math.inf
+        self._tokens = self._seconds = 0.0
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """None: not measured yet."""
+        return self._seconds / self._tokens if self._tokens else None
+
+    def step_begins(self, tokens: int) -> int | None:
+        """Note that a step will compute so many tokens of prompts; its number, if it is to be
+        measured."""
+        if tokens < MIN_TOKENS:
+            return None
+        self._number += 1
+        self._steps[self._number] = (tokens, self._now())
+        # The results of a step that failed never come.
+        self._steps.pop(self._number - IN_FLIGHT, None)
+        return self._number
+
+    def step_ended(self, number: int | None) -> bool:
+        """Take note that a step's results are here; whether they tell how fast the engine is."""
+        now, before = self._now(), self._last_end
+        self._last_end = now
+        if number is None or number not in self._steps:
+            return False
+        tokens, scheduled = self._steps.pop(number)
+        return self.measured(tokens, now - max(scheduled, before))
+
+    def measured(self, tokens: int, seconds: float) -> bool:
+        """Take in a step that computed so many tokens; whether it counts."""
+        if tokens < MIN_TOKENS:
+            return False
+        self._tokens = KEEP * self._tokens + tokens
+        self._seconds = KEEP * self._seconds + seconds
+        return True
+
+
+SHARE = 0.01
+"""Part of the requests' time that probes of one tier may cost."""
+LONGEST = 16
+"""Doublings of a probe's length, at most: no prompt has so many blocks."""
+
+
+class Exploration:
+    """When a tier that requests skip is probed again, and with how many blocks.
+
+    Each request that skips the tier adds a part of its duration (`SHARE`) to the tier's probe
+    budget; the tier is probed once the budget covers the probe. Probes double in length until the
+    tier is used again, since few blocks say little of its bandwidth.
+    """
+
+    def __init__(self, least: int) -> None:
+        """`least`: blocks of the shortest probe."""
+        self.least = least
+        self._made: dict[int, int] = {}
+        self._earned: dict[int, float] = {}
+
+    def length(self, tier: int) -> int:
+        """Blocks that the next probe should have."""
+        return self.least << self._made.get(tier, 0)
+
+    def earn(self, tier: int, seconds: float) -> None:
+        """A request that takes `seconds` skips the tier."""
+        self._earned[tier] = self._earned.get(tier, 0.0) + SHARE * seconds
+
+    def is_due(self, tier: int, cost: float) -> bool:
+        """Whether the tier's budget covers a probe that costs `cost` seconds."""
+        return cost <= self._earned.get(tier, 0.0)
+
+    def made(self, tier: int) -> None:
+        """A request probes."""
+        self._made[tier] = min(LONGEST, self._made.get(tier, 0) + 1)
+        self._earned.pop(tier, None)
+
+    def shorten(self, tier: int) -> None:
+        """Make the next probe the shortest again."""
+        self._made.pop(tier, None)
+
+    def measured(self, tier: int) -> None:
+        """The tier is in use: it needs no probe."""
+        self._made.pop(tier, None)
+        self._earned.pop(tier, None)

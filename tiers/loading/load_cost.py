@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
-from tiers.loading.linear_fit import LatencyModel, LinearFit
-from tiers.loading.shares import Pace
+from tiers.loading.shares import LinkCost
 
 ABREAST = 2
 """Loads that a worker runs at once, for each tier."""
@@ -124,7 +124,7 @@ class LoadCost:
         own = line.seconds(tokens) * self._doubt
         return max(self._ahead(line) + own, self._overdue(line))
 
-    def pace(self, tokens: int) -> Pace | None:
+    def pace(self, tokens: int) -> LinkCost | None:
         """How soon the tier delivers blocks of so many tokens; None: not measured yet.
 
         Where the oldest load has taken longer than all that is under way should, one after the
@@ -136,7 +136,7 @@ class LoadCost:
             return None
         ready = self._overdue(line) or self._ahead(line)
         each = max(line.each * tokens, LEAST_SECONDS)
-        return Pace(ready + line.fixed * self._doubt, each * self._doubt)
+        return LinkCost(ready + line.fixed * self._doubt, each * self._doubt)
 
     def _ahead(self, line: LinearFit) -> float:
         """Seconds until the tier turns to a load that is ordered now: each before it costs its own
@@ -161,3 +161,59 @@ class LoadCost:
         waits, in every step: loads are kept in the order in which they were ordered."""
         oldest = next(iter(self._loads.values()), None)
         return 0.0 if oldest is None else max(0.0, self._stepped - oldest.began)
+
+
+KEEP = 0.7
+"""Weight of all earlier samples when one comes in: the last three or so decide."""
+REACH = 8.0
+"""An outlier is clamped to this factor of the expected seconds; two in a row restart the fit."""
+
+
+class LinearFit(NamedTuple):
+    """Seconds = `fixed` + amount x `each`; neither is negative."""
+
+    fixed: float
+    each: float
+
+    def seconds(self, amount: float) -> float:
+        """Seconds for `amount`."""
+        return self.fixed + amount * self.each
+
+
+class LatencyModel:
+    """A line through samples (amount, seconds); recent ones weigh most.
+
+    The fit minimises the relative error (seconds per amount), since decisions compare ratios.
+    Otherwise one large sample would outweigh many small ones that contradict it.
+    """
+
+    def __init__(self) -> None:
+        self.line: LinearFit | None = None
+        self._odd = False
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        """Take in a sample: `amount`, more than 0, took `seconds`."""
+        expected = max(self.line.seconds(amount), 1e-9) if self.line is not None else seconds
+        within = min(max(seconds, expected / REACH), expected * REACH)
+        was_odd, self._odd = self._odd, within != seconds
+        if was_odd and self._odd:
+            self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        else:
+            seconds = within
+        x, y = 1 / amount, seconds / amount
+        self._weight = KEEP * self._weight + 1
+        self._x = KEEP * self._x + x
+        self._y = KEEP * self._y + y
+        self._xx = KEEP * self._xx + x * x
+        self._xy = KEEP * self._xy + x * y
+        self.line = self._fit()
+
+    def _fit(self) -> LinearFit:
+        x, y = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - x * x
+        # Samples of nearly one size can't tell what is fixed.
+        slope = (self._xy / self._weight - x * y) / spread if spread > 0.1 * x * x else 0.0
+        # Neither part may be negative at the mean.
+        fixed = min(max(slope, 0.0), y / x)
+        return LinearFit(fixed, max(0.0, y - fixed * x))

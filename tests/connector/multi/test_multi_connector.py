@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.children import Child
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest
-from tiers.connector.multi.metadata import (
+from tiers.connector.multi.multi_connector import (
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
     MultiWorkerMetadata,

@@ -14,7 +14,7 @@ from spec.load import load_chain
 from tests.support.fake_requests import BLOCKS
 from tests.support.kept import kept
 from tiers.connector.assembly import open_scheduler
-from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiHandshakeMetadata
+from tiers.connector.multi.multi_connector import MultiConnectorMetadata, MultiHandshakeMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.contract.connector import Connector, SchedulerConnector, WorkerConnector

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.children import Child
-from tiers.connector.multi.metadata import MultiConnectorMetadata
+from tiers.connector.multi.multi_connector import MultiConnectorMetadata
 from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.contract.messages import LoadJob, OffloadingConnectorMetadata, TransferResults
 

@@ -10,8 +10,7 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
 from tiers.connector.policy.choice import Choice
-from tiers.connector.policy.chooser import Chooser, load_costs
-from tiers.connector.policy.lookup_latency import LookupLatency
+from tiers.connector.policy.chooser import Chooser, LookupLatency, load_costs
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.engine_info import EngineInfo
 from tiers.loading.comparison import Comparison

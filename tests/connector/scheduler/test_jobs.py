@@ -7,10 +7,9 @@ from typing import Any, cast
 
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
+from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.policy.choice import NO_LOAD
-from tiers.connector.policy.request_state import RequestState
-from tiers.connector.policy.shared_load import SharedLoad
-from tiers.connector.policy.wait_budget import WaitBudget
+from tiers.connector.policy.request_state import RequestState, WaitBudget
 from tiers.connector.scheduler.jobs import Jobs
 from tiers.connector.scheduler.tier_request import TierRequest
 from tiers.contract.adapters import RequestMark

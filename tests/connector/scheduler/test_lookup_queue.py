@@ -15,11 +15,11 @@ from tests.support.clock import Clock, wait_for
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest, first_step
 from tiers.concurrency.executors import IDLE_WAIT
 from tiers.connector.assembly import open_scheduler
-from tiers.connector.multi.metadata import MultiWorkerMetadata
+from tiers.connector.multi.multi_connector import MultiWorkerMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler
-from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
-from tiers.connector.scheduler.lookup.lookups import Lookup, LookupQueue
-from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.connector.policy.request_state import LOOKUP_SECONDS
+from tiers.connector.scheduler.lookups import Lookup, LookupQueue
+from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation
 from tiers.contract.messages import OffloadingWorkerMetadata, WorkerHandshake

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from tiers.connector.multi.weight_agreement import WeightAgreement
+from tiers.connector.multi.multi_scheduler import WeightAgreement
 from tiers.connector.worker.weight_watch import WeightVerdict, WeightWatch
 from tiers.contract.generation import Generation
 from tiers.contract.messages import OffloadingConnectorMetadata, StoreJob

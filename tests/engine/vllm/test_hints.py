@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.vllm.tiny_vllm import Run, documents
 from tests.engine.vllm.vllm_chains import IN_PROCESS, cpu, tiers
-from tiers.connector.policy.request_hints import Demote, HintReader, Hints, Retain
+from tiers.connector.policy.request_params import Demote, HintReader, Hints, Retain
 
 pytestmark = pytest.mark.vllm
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from tiers.concurrency.executors import io_executor
 from tiers.connector.hosted.hosted_request import HostedRequest, Prefix
 from tiers.connector.hosted.shared_slots import SlotRegion
-from tiers.connector.scheduler.lookup.lookups import Lookup
-from tiers.connector.scheduler.managers.manager import TierManager
-from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.connector.scheduler.tier_manager import TierManager
 from tiers.contract.generation import Generation, space_of
 from tiers.host.slots import SlotPool
 from tiers.store import Block, LocalIndex, batch_blocks, capability
@@ -140,7 +140,7 @@ class BackingStore:
         self._in_flight.append(Transfer(wanted, tag, future, prefix=prefix, whole=whole))
 
     def _wanted(self, items: list[Item]) -> list[Item]:
-        lacking = self._manager.missing([key for key, _ in items])
+        lacking = self._manager.touch_and_list_missing([key for key, _ in items])
         putting = sum(len(one.items) for one in self._in_flight if one.prefix is not None)
         # Puts may hold half of all slots; the others are left to promotions and gathers.
         room = max(0, max(1, self._pool.num_slots // 2) - putting)
@@ -184,19 +184,19 @@ class BackingStore:
 
     def _put_ended(self, prefix: Prefix, whole: int | None) -> None:
         prefix.order.ended(whole)
-        self._settle(prefix)
+        self._touch_prefix(prefix)
 
-    def _settle(self, prefix: Prefix) -> None:
+    def _touch_prefix(self, prefix: Prefix) -> None:
         """Let the head of a prefix that was stored in several steps be the last to go."""
-        if prefix.order.settle(len(prefix.keys)):
-            self._manager.settle(list(prefix.keys))
+        if prefix.order.touch_due(len(prefix.keys)):
+            self._manager.touch_prefix(list(prefix.keys))
 
     # -- ends --------------------------------------------------------------------------------
 
     def request_finished(self, request: HostedRequest) -> None:
         """Drop what is kept for a request; its transfers in flight end on their own."""
         request.prefix.order.finished = True
-        self._settle(request.prefix)
+        self._touch_prefix(request.prefix)
         request.lookup.cancel()
 
     def reset(self) -> None:

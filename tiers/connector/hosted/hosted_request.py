@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tiers.connector.scheduler.lookup.lookups import Lookup
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.tier_request import StoreOrder
 from tiers.host.slots import SlotPool
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from tiers.connector.hosted.backing_store import BackingStore, Item, OpenStore
 from tiers.connector.hosted.hosted_request import Gather, Happened, HostedRequest
 from tiers.connector.hosted.shared_slots import SlotRegion
-from tiers.connector.scheduler.managers.host_manager import HostManager
+from tiers.connector.scheduler.host_manager import HostManager
 from tiers.contract.generation import Generation
 from tiers.host.slots import Residency, SlotPool
 
@@ -255,7 +255,7 @@ class HostedTier:
             return
         done.sort(key=lambda gather: gather.number)
         prefix = done[0].prefix
-        heads = self._host.heads(prefix.keys, [gather.number for gather in done])
+        heads = self._host.predecessors(prefix.keys, [gather.number for gather in done])
         good: list[Item] = []
         for slot, _, number in reversed(done):
             key = prefix.keys[number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -11,25 +12,26 @@ from typing import Any
 
 from spec.chain import LoadPolicy
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.connector.multi.metadata import (
+from tiers.connector.multi.multi_connector import (
+    MultiConnector,
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
+    merge_parameters,
 )
-from tiers.connector.multi.multi_connector import MultiConnector, merge_parameters
-from tiers.connector.multi.weight_agreement import WeightAgreement
+from tiers.connector.policy.block_loader import BlockLoader, SharedLoad, explained
 from tiers.connector.policy.choice import NO_LOAD, PENDING, Choice, clip, tokens_of_each
-from tiers.connector.policy.chooser import Chooser, load_costs
+from tiers.connector.policy.chooser import Chooser, LookupLatency, load_costs
 from tiers.connector.policy.load_sharing import LoadSharing
-from tiers.connector.policy.loaders import BlockLoader, explained
-from tiers.connector.policy.lookup_latency import LookupLatency
 from tiers.connector.policy.request_state import RequestState, RequestTable
-from tiers.connector.policy.shared_load import SharedLoad
 from tiers.contract.connector import SchedulerConnector
 from tiers.contract.engine_info import EngineInfo
+from tiers.contract.generation import Generation
+from tiers.contract.messages import OffloadingConnectorMetadata
 from tiers.contract.observer import RequestObserver
 from tiers.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
 from tiers.contract.stats import TierStats
+from tiers.contract.weight_reports import Seen, WeightOrders, WeightReport
 from tiers.explain.explanations import Explainer
 from tiers.loading.comparison import Comparison
 
@@ -397,3 +399,49 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         finally:
             for observer in self._observers:
                 observer.close()
+
+
+class WeightAgreement:
+    """Numbers the looks of steps that store, and tells each rank what all of them saw.
+
+    What a rank stores may be found by others only when every rank saw its weights unchanged: a
+    stage of a pipeline computes with what the stage before has made of new weights. One rank alone
+    needs nobody's word. Used by the scheduler's thread alone.
+    """
+
+    def __init__(self, ranks: int, generation: Generation) -> None:
+        self._ranks = ranks
+        self._generation = generation
+        self._numbers = itertools.count()
+        self._seen: dict[int, Seen] = {}
+        self._verdicts: dict[int, bool] = {}
+
+    def orders(self, metadata: Sequence[Any]) -> WeightOrders:
+        """What a step with these orders of the tiers says of looks."""
+        if self._ranks == 1:
+            return WeightOrders()
+        tiers = [one for one in metadata if isinstance(one, OffloadingConnectorMetadata)]
+        number = None
+        if any(tier.reqs_to_store for tier in tiers):
+            number = next(self._numbers)
+            self._seen[number] = Seen(0, alike=True)
+        verdicts, self._verdicts = self._verdicts, {}
+        return WeightOrders(number, verdicts)
+
+    def heard(self, report: WeightReport | None) -> bool:
+        """Take in what ranks saw; whether the weights of the current generation are others now."""
+        if report is None:
+            return False
+        for number, seen in report.seen.items():
+            if number not in self._seen:
+                continue  # it is decided
+            whole = self._seen[number] = seen.fold(self._seen[number])
+            if not whole.alike or whole.ranks == self._ranks:
+                del self._seen[number]
+                self._verdicts[number] = whole.alike
+        return report.over is not None and report.over == self._generation.tag
+
+    @property
+    def waits(self) -> bool:
+        """Whether ranks wait for what only a step can tell them."""
+        return bool(self._seen or self._verdicts)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from tiers.connector.multi.metadata import (
+from tiers.connector.multi.multi_connector import (
+    MultiConnector,
     MultiConnectorMetadata,
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
-from tiers.connector.multi.multi_connector import MultiConnector
 from tiers.contract.connector import WorkerConnector
 from tiers.contract.messages import OffloadingConnectorMetadata, TransferResults
 from tiers.contract.weight_reports import NoWatch, Watch

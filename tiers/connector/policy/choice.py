@@ -15,7 +15,7 @@ from tiers.contract.coverage import (
     usable,
     waves,
 )
-from tiers.loading.shares import Pace, Stretch, share
+from tiers.loading.shares import HeldRun, LinkCost, share
 
 Shares = dict[int, list[range]]
 """Blocks of one request that each child loads: child to ranges of block indexes, in order."""
@@ -140,7 +140,7 @@ def shared(
     children: Mapping[int, Coverage],
     blocks: range,
     window: int,
-    paces: Mapping[int, Pace],
+    paces: Mapping[int, LinkCost],
     last: Callable[[int], int],
 ) -> Stitch:
     """As `stitched`, but all children that hold a part of the prefix load it at once, shared so
@@ -179,7 +179,7 @@ def _ask_all(children: Mapping[int, Coverage], blocks: range) -> tuple[dict[int,
     return levels, looking
 
 
-def _stretches(levels: Mapping[int, Sequence[int]], blocks: range, least: int) -> list[Stretch]:
+def _stretches(levels: Mapping[int, Sequence[int]], blocks: range, least: int) -> list[HeldRun]:
     """Who holds at least `least` of these blocks."""
     parts = {child: level[blocks.start : blocks.stop] for child, level in levels.items()}
     if all(len(set(part)) <= 1 for part in parts.values()):  # by far most often

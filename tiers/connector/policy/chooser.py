@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from spec.chain import LoadPolicy
+from tiers.connector.policy.block_loader import BlockLoader, TimedLoader
 from tiers.connector.policy.choice import (
     NO_LOAD,
     PENDING,
@@ -21,14 +22,12 @@ from tiers.connector.policy.choice import (
     stitched,
     tokens_of_each,
 )
-from tiers.connector.policy.loaders import BlockLoader, TimedLoader
-from tiers.connector.policy.lookup_latency import LookupLatency
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.connector import SchedulerConnector
 from tiers.explain.attempt import UNNOTED, Attempt
 from tiers.loading.comparison import Comparison, Wish
 from tiers.loading.load_cost import LoadCost
-from tiers.loading.shares import Pace
+from tiers.loading.shares import LinkCost
 
 
 def load_costs(children: Sequence[SchedulerConnector]) -> dict[int, LoadCost]:
@@ -141,9 +140,9 @@ class Chooser:
         reset their state of the request in this call; without it they would store from blocks that
         the engine has freed.
         """
-        if request_state.alone is not None and not request_state.computed:
-            request_state.failed.add(request_state.alone)
-        request_state.alone = None
+        if request_state.foreign_loader is not None and not request_state.computed:
+            request_state.failed.add(request_state.foreign_loader)
+        request_state.foreign_loader = None
         request_state.prompt_tokens = request_state.request.num_tokens
         question = self._question(request_state, num_computed_tokens, notes)
         choice = NO_LOAD
@@ -208,7 +207,7 @@ class Chooser:
         engine's own connectors that is told of no failure would say the same again, for ever.
         """
         if child in self._foreign:
-            request_state.alone = child
+            request_state.foreign_loader = child
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -306,7 +305,7 @@ class Chooser:
                 return alone
         plan = self._stitched(found, tokens)
 
-        def share(paces: Mapping[int, Pace], last: Callable[[int], int]) -> _Plan:
+        def share(paces: Mapping[int, LinkCost], last: Callable[[int], int]) -> _Plan:
             held = {i: coverage[i] for i in paces}
             found = shared(held, blocks, self._window, paces, last)
             return self._stitched(found, min(tokens, self._tokens(found, blocks)))
@@ -389,3 +388,43 @@ class Chooser:
     def _blocks(self, question: _Question) -> range:
         start, rest = divmod(question.computed, self._block_tokens)
         return range(start, start + (0 if rest else question.loadable // self._block_tokens))
+
+
+KEEP = 0.7
+"""Weight of all earlier lookups when one is answered."""
+FADE = 0.98
+"""Factor by which the expected wait shrinks whenever a request skips waiting. After a few dozen, a
+request waits again and measures anew."""
+
+
+class LookupLatency:
+    """Expected latency of each tier's lookups, over those that are not answered at once.
+
+    `RequestState.looking` has, by child, when a request began to wait for an answer.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._usual: dict[int, float] = {}
+
+    def left(self, child: int, request_state: RequestState) -> float:
+        """Estimated seconds until the answer; at least as many as were waited already."""
+        now = self._now()
+        waited = now - request_state.looking.setdefault(child, now)
+        return max(self._usual.get(child, 0.0) - waited, waited)
+
+    def answered(self, child: int, request_state: RequestState) -> None:
+        """Take in that `child` has answered; an answer that nobody waited for is no sample."""
+        since = request_state.looking.pop(child, None)
+        if since is not None:
+            waited = self._now() - since
+            usual = self._usual.get(child, waited)
+            self._usual[child] = KEEP * usual + (1 - KEEP) * waited
+
+    def decided(self, request_state: RequestState) -> None:
+        """The request begins, without waiting for the answers that are missing."""
+        for child, since in request_state.looking.items():
+            # A wait in vain is expected to take as long again.
+            in_vain = 2 * (self._now() - since)
+            self._usual[child] = max(FADE * self._usual.get(child, 0.0), in_vain)
+        request_state.looking.clear()

@@ -13,8 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from tiers.connector.policy.request_state import RequestState
-from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
+from tiers.connector.policy.request_state import LOOKUP_SECONDS, RequestState
 from tiers.contract.block_groups import BlockGroups
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.protocols import Request

@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tiers.connector.policy.choice import NO_LOAD, Choice
-from tiers.connector.policy.request_hints import NO_HINTS, HintReader, Hints
-from tiers.connector.policy.request_limits import LimitsReader, RequestLimits
-from tiers.connector.policy.wait_budget import WaitBudget
+from tiers.connector.policy.request_params import (
+    NO_HINTS,
+    HintReader,
+    Hints,
+    LimitsReader,
+    RequestLimits,
+)
 from tiers.contract.adapters import RequestMark
 from tiers.contract.block_groups import BlockGroups
 from tiers.contract.engine_info import EngineInfo
@@ -40,9 +44,9 @@ class RequestState:
 
     `choice`: the last decision who loads what; `is_undecided` until the engine begins it, and
     `has_begun` once it did. `held`: coverage of tiers, valid while `versions` are unchanged.
-    `alone`: the engine's own connector that loads all of it; `failed`: those that left it nothing.
-    `load`, `awaits`: see `LoadSharing`. `prompt_tokens`: known before it ran. `looking`: see
-    `LookupLatency`. `tiers`: by name.
+    `foreign_loader`: the engine's own connector that loads all of it; `failed`: those that left it
+    nothing. `load`, `awaits`: see `LoadSharing`. `prompt_tokens`: known before it ran. `looking`:
+    see `LookupLatency`. `tiers`: by name.
     """
 
     request: Request
@@ -62,7 +66,7 @@ class RequestState:
     held: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
     is_undecided: bool = False
     has_begun: bool = False
-    alone: int | None = None
+    foreign_loader: int | None = None
     failed: set[int] = field(default_factory=set)
     load: Sequence[bytes] = ()
     awaits: RequestState | None = None
@@ -387,3 +391,63 @@ class RequestTable:
         requests find there is not stored: it would outlive that cache."""
         self.reset()
         self._computed_since = set()
+
+
+LOOKUP_SECONDS = 1.0
+"""How long a request waits for one lookup, unless `max_wait` is short or very long."""
+
+
+def lookup_seconds(max_wait: float) -> float:
+    """How long one lookup may take: half of `max_wait` at most, so that a tier that never answers
+    leaves time to load from one that does; and a tenth of a `max_wait` that is longer than usual,
+    as it is where tiers are far away or machines are busy."""
+    return min(max_wait / 2, max(LOOKUP_SECONDS, max_wait / 10))
+
+
+class WaitBudget:
+    """What one request has left of `max_wait` seconds; used by the scheduler's thread alone.
+
+    A lookup costs at most `lookup_seconds`, even if the engine's step took longer. `now` gives
+    seconds, never going back.
+    """
+
+    def __init__(self, now: Callable[[], float], max_wait: float = math.inf) -> None:
+        self._now = now
+        self._lookup_seconds = lookup_seconds(max_wait)
+        self._left = max_wait
+        self._looking: float | None = None
+        self._loading: float | None = None
+
+    def left(self) -> float:
+        """Seconds that the request may still wait."""
+        return self._left - (0.0 if self._loading is None else self._now() - self._loading)
+
+    def looks(self) -> None:
+        """A tier is asked and has no answer yet."""
+        if self._looking is None:
+            self._looking = self._now()
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether an answer is missing."""
+        return self._looking is not None
+
+    def found(self) -> None:
+        """The lookup has ended."""
+        if self._looking is not None:
+            self._left -= min(self._now() - self._looking, self._lookup_seconds)
+            self._looking = None
+
+    def loads(self) -> None:
+        """The request begins to wait for a load, its own or another request's."""
+        if self._loading is None:
+            self._loading = self._now()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether that load is in flight."""
+        return self._loading is not None
+
+    def loaded(self) -> None:
+        """The request no longer waits: the load has ended in all tiers, or was given up."""
+        self._left, self._loading = self.left(), None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tiers.connector.policy.request_state import RequestState, RequestTable
-from tiers.connector.scheduler.admission.tenant_quotas import Tenants
+from tiers.connector.scheduler.admission import Tenants
 from tiers.connector.scheduler.jobs import Jobs
 from tiers.connector.scheduler.kv_events import KVEvents
 from tiers.connector.scheduler.open_tier import NOT_OPEN, OpenTier

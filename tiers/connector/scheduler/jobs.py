@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from tiers.connector.policy.shared_load import SharedLoad
+from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.scheduler.tier_request import TierRequest
 from tiers.contract.generation import Generation
 from tiers.contract.messages import (

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.connector.scheduler.inventory.inventory import Inventory
-from tiers.connector.scheduler.inventory.runs import Run
+from tiers.connector.scheduler.inventory.journal import Run
 from tiers.contract.block_events import UNKNOWN, BlockEvent, Medium
 
 

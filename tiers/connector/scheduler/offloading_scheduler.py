@@ -8,18 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spec.offloading import OffloadingSpec
+from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.policy.request_state import RequestState, RequestTable
-from tiers.connector.policy.shared_load import SharedLoad
-from tiers.connector.scheduler.admission.admission import Admission
-from tiers.connector.scheduler.admission.tenant_quotas import Tenants, tenant_of
+from tiers.connector.scheduler.admission import Admission, Tenants, tenant_of
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad
 from tiers.connector.scheduler.kv_events import KVEvents, place_of
-from tiers.connector.scheduler.managers.manager import DOWN
 from tiers.connector.scheduler.open_tier import NOT_OPEN, OpenManager
 from tiers.connector.scheduler.tier_health import TierHealth
 from tiers.connector.scheduler.tier_hints import TierHints
 from tiers.connector.scheduler.tier_loads import TierLoads
+from tiers.connector.scheduler.tier_manager import DOWN
 from tiers.connector.scheduler.tier_stores import TierStores
 from tiers.contract.block_events import BlockEvent
 from tiers.contract.connector import SchedulerConnector

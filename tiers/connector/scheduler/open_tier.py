@@ -1,7 +1,8 @@
-"""Opening: from a tier's settings and its workers' handshakes to its manager."""
+"""Opening: from a tier's settings and its workers' handshakes to its manager, and a log line."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,22 +10,23 @@ from operator import or_
 from pathlib import Path
 from typing import NamedTuple
 
+from spec.chain import ChainSpec
+from spec.errors import describe_error, one_line
 from spec.events import EventsSpec
 from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
-from tiers.connector.scheduler.announcing import Announcer
+from tiers.connector.scheduler.host_manager import HostManager
 from tiers.connector.scheduler.inventory.inventory import Inventory
-from tiers.connector.scheduler.managers.host_manager import HostManager
-from tiers.connector.scheduler.managers.manager import TierManager
-from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.connector.scheduler.tier_manager import TierManager
 from tiers.contract.generation import Generation
 from tiers.contract.messages import WorkerHandshake
 from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
 from tiers.host.slot_memory import ALIGNMENT, slot_stride, slots_within
 from tiers.host.slots import SlotPool
-from tiers.store import Clear, TierStore, capability
-from tiers.wrappers.opening import open_guarded
+from tiers.store import Clear, Described, Measured, TierStore, capability
+from tiers.wrappers.opening import log_name, open_guarded
 from tiers.wrappers.residency import open_residency
 
 OnEvict = Callable[[bytes], None]
@@ -251,3 +253,59 @@ def _who(ranks: list[int], has_scheduler: bool) -> list[str]:
     if ranks:
         who.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
     return who
+
+
+logger = logging.getLogger(__name__)
+
+
+class Announcer:
+    """Tells the operator what opened, by one line each at level INFO. Thread-safe."""
+
+    def __init__(self, chain: ChainSpec) -> None:
+        self._chain = chain
+
+    def chain(self, payload_bytes: int, ranks: int, slots: int) -> None:
+        """The workers are known: blocks have `payload_bytes` on each of `ranks` processes, and
+        each of those has `slots` slots of host memory."""
+        logger.info(
+            "chain of %d tier(s): load policy %s, blocks of %s on each of %d rank(s), %d slots of "
+            "host memory on each",
+            len(self._chain.tiers),
+            self._chain.load_policy,
+            format_size(payload_bytes),
+            ranks,
+            slots,
+        )
+
+    def host(self, tier: HostSpec, slots: int) -> None:
+        """A host tier, which begins empty, may keep `slots` blocks."""
+        self._say(tier, [f"capacity {format_size(tier.capacity)}", f"room for {slots} blocks"])
+
+    def store(self, tier: StoreSpec, store: TierStore) -> None:
+        """A store has opened. Called on the thread that opened it, since the store is asked."""
+        try:
+            self._say(tier, _facts(store))
+        except Exception as error:  # noqa: BLE001 - a plugin's: what it can't tell ends nothing
+            self._say(tier, [f"it can't tell what it holds: {describe_error(error)}"])
+
+    def _say(self, tier: OffloadingSpec, facts: list[str]) -> None:
+        place = 1 + [one.tier_name for one in self._chain.tiers].index(tier.tier_name)
+        logger.info(
+            "tier %r is open, load priority %d of %d: %s",
+            log_name(tier),
+            place,
+            len(self._chain.tiers),
+            one_line(", ".join(facts)) or f"type {tier.type}",
+        )
+
+
+def _facts(store: TierStore) -> list[str]:
+    facts = []
+    if (described := capability(store, Described)) is not None:
+        facts.append(described.describe())
+    if (measured := capability(store, Measured)) is not None:
+        usage = measured.usage()
+        if usage.capacity is not None:
+            facts.append(f"capacity {format_size(usage.capacity)}")
+        facts.append(f"{usage.blocks} blocks held ({format_size(usage.used)})")
+    return facts

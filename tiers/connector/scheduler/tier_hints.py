@@ -1,15 +1,16 @@
-"""TierHints: obeys in one tier what requests say of their prompts' blocks."""
+"""TierHints: obeys in one tier what requests hint of their prompts' blocks."""
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tiers.connector.policy.request_hints import NO_HINTS
+from tiers.connector.policy.request_params import NO_HINTS
 from tiers.connector.policy.request_state import RequestState
-from tiers.connector.scheduler.admission.retained import Retained
-from tiers.connector.scheduler.admission.tenant_quotas import tenant_of
+from tiers.connector.scheduler.admission import PinBounds, tenant_of
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.tier_request import TierRequest
 
@@ -40,7 +41,7 @@ class TierHints:
         """`now`: seconds, never going back."""
         self._context = context
         self._now = now
-        self._retained = Retained(now)
+        self._retained = PinnedBlocks(now)
         self._waiting: deque[_WaitingHint] = deque()
         self._blocks_waiting = 0
 
@@ -51,13 +52,13 @@ class TierHints:
     def step(self) -> None:
         """Let go blocks whose time is over, and obey what waits, as much of it as a step may."""
         if self._retained and (ended := self._retained.take_ended(ENDED_AT_ONCE)):
-            self._context.open.manager.retaining.release(ended)
+            self._context.open.manager.unpin(ended)
         self._obey_waiting()
 
     def stored(self, tier_request: TierRequest, numbers: Sequence[int]) -> None:
         """Blocks of these numbers among a request's keys have come into the tier."""
         if self._retained:
-            self._context.open.manager.retaining.stored(len(numbers), self._context.open.max_blocks)
+            self._context.open.manager.renew_pins(len(numbers), self._context.open.max_blocks)
         if tier_request.state.hints is not NO_HINTS:
             end, keys = self._prompt(tier_request), tier_request.state.keys
             self._take(tier_request, [keys[number] for number in sorted(numbers) if number < end])
@@ -74,7 +75,7 @@ class TierHints:
         """Let all go, and obey nothing that waits."""
         self._waiting.clear()
         self._blocks_waiting = 0
-        self._context.open.manager.retaining.release(self._retained.remove_all())
+        self._context.open.manager.unpin(self._retained.remove_all())
 
     def _prompt(self, tier_request: TierRequest) -> int:
         """The number behind those of the prompt's full blocks."""
@@ -118,14 +119,96 @@ class TierHints:
         if request_state.is_outdated:
             return
         if hints.retain is not None:
-            held, tenant = manager.retaining.held(keys), tenant_of(request_state.request)
+            held, tenant = manager.pinnable(keys), tenant_of(request_state.request)
             bounds = context.tenants.retained(tenant, context.open.max_blocks)
             ttl = hints.retain.ttl - (self._now() - hint.since)
             kept = self._retained.add(held, tenant, ttl, bounds)
-            manager.retaining.retain(kept)
+            manager.pin(kept)
             if len(kept) < len(held):
                 context.count(retain_refused=len(held) - len(kept))
         elif hints.demote is not None:
-            manager.retaining.release(self._retained.remove(keys))
+            manager.unpin(self._retained.remove(keys))
             if demoted := manager.demote(keys):
                 context.count(demoted_blocks=demoted)
+
+
+class PinnedBlocks:
+    """Blocks by key, each until a whole second of the clock. Used by the scheduler's thread alone.
+
+    Each block has one expiry, and expiries share one bucket a second: hints that clients repeat
+    take no more memory.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._tenants: dict[bytes, str] = {}
+        self._until: dict[bytes, int] = {}
+        self._ending: dict[int, dict[bytes, None]] = {}
+        """The keys of each second."""
+        self._seconds: list[int] = []
+        """Those seconds, as a heap."""
+        self._counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def add(self, keys: Sequence[bytes], tenant: str, ttl: float, bounds: PinBounds) -> list[bytes]:
+        """Retain these blocks of a tenant, in order, as far as the bounds go, for `ttl` seconds
+        from now, or as long as they are retained already. Returns those that are retained."""
+        until = math.ceil(self._now() + ttl)
+        before = [key for key in keys if key in self._until]
+        room = min(bounds.all - len(self), bounds.one - self._counts[tenant])
+        new = [key for key in dict.fromkeys(keys) if key not in self._until][: max(0, room)]
+        for key in new:
+            self._tenants[key] = tenant
+        if new:  # else tenants of whom nothing was ever retained would be remembered for ever
+            self._counts[tenant] += len(new)
+        for key in (*before, *new):
+            self._keep(key, until)
+        return [key for key in keys if key in self._until]
+
+    def _keep(self, key: bytes, until: int) -> None:
+        before = self._until.get(key, 0)
+        if before >= until:
+            return
+        if before:
+            del self._ending[before][key]
+        if until not in self._ending:
+            self._ending[until] = {}
+            heapq.heappush(self._seconds, until)
+        self._ending[until][key] = None
+        self._until[key] = until
+
+    def remove(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Retain these no more; returns those that were."""
+        found = [key for key in dict.fromkeys(keys) if key in self._until]
+        for key in found:
+            del self._ending[self._until.pop(key)][key]
+            self._forget_tenant(key)
+        return found
+
+    def remove_all(self) -> list[bytes]:
+        """Retain nothing any more; returns what was."""
+        return self.remove([*self._until])
+
+    def take_ended(self, most: int) -> list[bytes]:
+        """Remove and return blocks whose time is over, `most` at most, a prefix's tail first."""
+        ended: list[bytes] = []
+        now = self._now()
+        while self._seconds and self._seconds[0] <= now:
+            keys = self._ending[self._seconds[0]]
+            while keys and len(ended) < most:
+                key, _ = keys.popitem()
+                del self._until[key]
+                self._forget_tenant(key)
+                ended.append(key)
+            if keys:
+                break
+            del self._ending[heapq.heappop(self._seconds)]
+        return ended
+
+    def _forget_tenant(self, key: bytes) -> None:
+        tenant = self._tenants.pop(key)
+        self._counts[tenant] -= 1
+        if not self._counts[tenant]:
+            del self._counts[tenant]

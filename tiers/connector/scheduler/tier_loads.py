@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiers.connector.policy.shared_load import SharedLoad
+from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import PendingLoad
-from tiers.connector.scheduler.managers.manager import DOWN
+from tiers.connector.scheduler.tier_manager import DOWN
 from tiers.connector.scheduler.tier_request import TierRequest
 from tiers.contract.coverage import MISSING
 from tiers.contract.messages import LoadItem, LoadJob

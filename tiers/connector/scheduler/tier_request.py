@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tiers.connector.policy.request_state import RequestState
-from tiers.connector.scheduler.lookup.lookups import Lookup
+from tiers.connector.scheduler.lookups import Lookup
 
 
 @dataclass
@@ -23,7 +23,7 @@ class StoreOrder:
     """Whether the engine is done with the request."""
     stale: bool = False
     """Whether something came after what should be the last to go."""
-    _settled: int = 0
+    _touched: int = 0
 
     def ended(self, keys: int | None) -> None:
         """A job has ended. `keys`: how many it stored, if those were all keys so far and the store
@@ -32,14 +32,14 @@ class StoreOrder:
         if keys is None:
             self.stale = True
         else:
-            self._settled = keys
+            self._touched = keys
 
-    def settle(self, keys: int) -> bool:
+    def touch_due(self, keys: int) -> bool:
         """Whether to tell the tier the order of the first `keys` keys now."""
         over = self.finished and not self.in_flight
-        if not self.stale or not (over or keys >= 2 * self._settled):
+        if not self.stale or not (over or keys >= 2 * self._touched):
             return False
-        self._settled, self.stale = keys, self.in_flight > 0
+        self._touched, self.stale = keys, self.in_flight > 0
         return True
 
 

@@ -18,7 +18,7 @@ from tiers.contract.generation import space_of
 from tiers.contract.messages import JobResult, LoadJob
 from tiers.errors import TierUnusable
 from tiers.host.slot_memory import SlotMemory, slot_stride
-from tiers.loading.linear_fit import LatencyModel
+from tiers.loading.load_cost import LatencyModel
 from tiers.store import Block
 from tiers.wrappers.guard import Guarded
 

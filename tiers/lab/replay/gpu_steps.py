@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tiers.connector.multi.metadata import MultiConnectorMetadata
+from tiers.connector.multi.multi_connector import MultiConnectorMetadata
 from tiers.lab.replay.requests import Step, describe_run
 from tiers.lab.replay.trace_requests import TracedRequest
 from tiers.tuning.report import Served

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from tiers.connector.multi.metadata import MultiConnectorMetadata
+from tiers.connector.multi.multi_connector import MultiConnectorMetadata
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.stats import Measures, TierStats

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tiers.connector.multi.metadata import MultiConnectorMetadata, MultiWorkerMetadata
+from tiers.connector.multi.multi_connector import MultiConnectorMetadata, MultiWorkerMetadata
 from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.connector.worker.loading import LOADERS
 from tiers.contract.messages import (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from functools import partial
 
 from tiers.loading.comparison import Comparison, Verdict, Wish
-from tiers.loading.shares import Pace
+from tiers.loading.shares import LinkCost
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.policies import Pieces, Plan, Question, policy, shared
 from tiers.tuning.simulation.prompt import Prompt
@@ -97,7 +97,7 @@ class Loads:
         if not plan.pieces:
             return None
 
-        def share(paces: Mapping[int, Pace], last: Callable[[int], int]) -> Plan:
+        def share(paces: Mapping[int, LinkCost], last: Callable[[int], int]) -> Plan:
             known = [one for one in placed if one[0] in paces]
             return Plan(shared(known, question, self._masks, paces, last), self._size)
 

@@ -8,7 +8,7 @@ from itertools import islice
 from operator import or_
 from typing import NamedTuple
 
-from tiers.loading.shares import Pace, Stretch, share
+from tiers.loading.shares import HeldRun, LinkCost, share
 from tiers.tuning.simulation.spaces import leading
 from tiers.tuning.simulation.tier import Tier
 
@@ -137,12 +137,12 @@ def shared(
     tiers: Placed,
     question: Question,
     masks: Sequence[int],
-    paces: Mapping[int, Pace],
+    paces: Mapping[int, LinkCost],
     last: Callable[[int], int],
 ) -> Pieces:
     """As `stitched`, shared among the tiers so that the last block comes soonest."""
     path, at, skip, left = question
-    stretches: list[Stretch] = []
+    stretches: list[HeldRun] = []
     places = [place for place, _ in tiers]
     for run in islice(path, at, None):
         held = [tier.held[run] >> skip for _, tier in tiers]
@@ -156,7 +156,7 @@ def shared(
     return share(stretches, paces, last)[0]
 
 
-def _stretches(places: Sequence[int], held: Sequence[int], count: int) -> Iterator[Stretch]:
+def _stretches(places: Sequence[int], held: Sequence[int], count: int) -> Iterator[HeldRun]:
     """Who holds the first `count` blocks of a run, of which all are held by some."""
     first = 0
     while first < count:

@@ -17,8 +17,7 @@ import pytest
 from tests.support.clock import wait_for
 from tiers.connector.scheduler.inventory import inventory, journal
 from tiers.connector.scheduler.inventory.inventory import Due, Inventory
-from tiers.connector.scheduler.inventory.journal import Journal, read
-from tiers.connector.scheduler.inventory.runs import Run, pack, unpack
+from tiers.connector.scheduler.inventory.journal import Journal, Run, pack, read, unpack
 from tiers.contract.block_events import UNKNOWN, Origin
 
 

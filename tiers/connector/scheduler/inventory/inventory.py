@@ -24,8 +24,7 @@ from tiers.concurrency.executors import in_background
 from tiers.concurrency.handoff import Handoff
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.connector.scheduler.inventory.journal import Journal, read
-from tiers.connector.scheduler.inventory.runs import Run, pack, unpack
+from tiers.connector.scheduler.inventory.journal import Journal, Run, pack, read, unpack
 from tiers.contract.block_events import UNKNOWN
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.clock import Clock
 from tests.support.lookups import IndexedNames, look_up
-from tiers.connector.scheduler.lookup.lookups import Lookup
-from tiers.connector.scheduler.lookup.recent_keys import RecentKeys
-from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.store_keys import RecentKeys
+from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.generation import Generation
 
 
@@ -75,10 +75,10 @@ def test_a_store_is_offered_again_what_it_lost(clock: Clock) -> None:
     store = IndexedNames()
     manager = StoreManager(store, [b""], Generation(), clock)
     store.names.update([b"a", b"b"])
-    assert manager.missing([b"a", b"b", b"c"]) == [False, False, True]
+    assert manager.touch_and_list_missing([b"a", b"b", b"c"]) == [False, False, True]
     store.names.clear()
     manager.discard(b"a")
-    assert manager.missing([b"a", b"b", b"c"]) == [True, False, True]
+    assert manager.touch_and_list_missing([b"a", b"b", b"c"]) == [True, False, True]
     clock.now += StoreManager.RECENT_SECONDS
-    assert manager.missing([b"a", b"b", b"c"]) == [True, True, True]
+    assert manager.touch_and_list_missing([b"a", b"b", b"c"]) == [True, True, True]
     manager.close()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from spec.fields import format_rate, format_size
 from spec.offloading import QUEUE_SECONDS, OffloadingSpec, StoreSpec
+from spec.tenants import TenantSpec
 from tiers.contract.pool_size import STAGING, STEPS
+from tiers.contract.protocols import Request
 from tiers.wrappers.opening import log_name
 
 logger = logging.getLogger(__name__)
@@ -51,23 +55,23 @@ class Admission:
     """A tier's rules of what is stored; used by the scheduler's thread alone.
 
     What it answers is None, or the name of the counter (see `stats`) for what is not stored.
-    `now` gives seconds, never going back. `alone`: whether the chain has no other tier, which this
-    one could starve of slots when it lags behind. `step_blocks`: what a step of the engine
-    completes at most. `intake` counts what comes of it all, `rate` learns how fast the tier stores.
+    `now` gives seconds, never going back. `is_only_tier`: of its chain; else it could starve others
+    of slots when it lags behind. `step_blocks`: blocks that a step of the engine completes at most.
+    `acceptance` counts what is taken and refused, `rate` learns how fast the tier stores.
     """
 
     def __init__(
         self,
         spec: OffloadingSpec,
         now: Callable[[], float],
-        alone: bool = False,
+        is_only_tier: bool = False,
         step_blocks: int = 0,
     ) -> None:
         store = spec if isinstance(spec, StoreSpec) else None
-        self.intake = Intake(spec, now)
+        self.acceptance = AcceptanceMonitor(spec, now)
         self.rate = StoreRate()
         self._max_inflight = store.max_inflight if store is not None else None
-        self._share = 1.0 if alone else 0.5
+        self._share = 1.0 if is_only_tier else 0.5
         self._step_blocks = step_blocks
         self._store_threshold = spec.store_threshold
         self._budget = store.write_budget if store is not None else None
@@ -133,7 +137,7 @@ INTENDED = ("store_deferred", "store_dropped_down")
 """What is left out as the operator wishes, or with a line of the guard's."""
 
 
-class Intake:
+class AcceptanceMonitor:
     """Counts one tier's blocks, over all ranks as one; used by the scheduler's thread alone.
 
     `now` gives seconds, never going back.
@@ -209,3 +213,62 @@ class Intake:
             f"it stores more slowly than blocks come; raise {setting}, or keep out with "
             "store_threshold: 2 what is asked for only once"
         )
+
+
+def tenant_of(request: Request) -> str:
+    """Whose request it is: its cache salt, without which its blocks are everybody's."""
+    return getattr(request, "cache_salt", None) or ""
+
+
+class PinBounds(NamedTuple):
+    """How many blocks may be retained for all tenants together, and for one of them."""
+
+    all: int
+    one: int
+
+
+class Tenants:
+    """A tier's view of the rules; used by the scheduler's thread alone."""
+
+    def __init__(
+        self, tier: str, rules: Mapping[str, TenantSpec], max_retained: float = 0.0
+    ) -> None:
+        """`max_retained`: the part of the tier that hints may retain."""
+        self._tier = tier
+        self._rules = rules
+        self._max_retained = max_retained
+        self._kept: defaultdict[str, dict[bytes, None]] = defaultdict(dict)
+        self._owner: dict[bytes, str] = {}
+
+    def may_keep(self, tenant: str) -> bool:
+        """Whether the tier is one for this tenant."""
+        rule = self._rules.get(tenant)
+        return rule is None or rule.tiers is None or self._tier in rule.tiers
+
+    def retained(self, tenant: str, max_blocks: int) -> PinBounds:
+        """How much of a tier's `max_blocks` hints may retain, in all and for a tenant."""
+        rule, part = self._rules.get(tenant), self._max_retained
+        own = part / 2 if rule is None or rule.max_retained is None else rule.max_retained
+        return PinBounds(int(part * max_blocks), int(own * max_blocks))
+
+    def kept(self, tenant: str, keys: Iterable[bytes], block_bytes: int) -> list[bytes]:
+        """The tier has taken these blocks; those of the tenant that must go for it, the oldest."""
+        rule = self._rules.get(tenant)
+        if rule is None or rule.quota is None:
+            return []
+        kept = self._kept[tenant]
+        for key in keys:
+            kept.pop(key, None)
+            kept[key] = None
+            self._owner[key] = tenant
+        beyond = len(kept) - rule.quota // max(1, block_bytes)
+        oldest = list(itertools.islice(kept, max(0, beyond)))
+        self.gone(oldest)
+        return oldest
+
+    def gone(self, keys: Iterable[bytes]) -> None:
+        """The tier has these blocks no more."""
+        for key in keys:
+            tenant = self._owner.pop(key, None)
+            if tenant is not None:
+                self._kept[tenant].pop(key, None)

@@ -1,4 +1,4 @@
-"""StoreUses: tells a store which blocks were used."""
+"""StoreUses: reports to a store which blocks were used, and pins blocks by touching them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from concurrent.futures import Executor, Future
 
 from tiers.store import TierStore, Touch, capability
 
+LAPS = 8
+"""How often each pinned block is touched while a store's whole capacity is stored: so a store that
+evicts what was used longest ago has seven eighths of it to give before them."""
+
 
 class StoreUses:
-    """Uses of blocks that a store is told of, or will be; used by the scheduler's thread alone."""
+    """Uses of blocks that a store was told of, or will be; used by the scheduler's thread alone."""
 
     USES, USES_AT_ONCE = 51_200.0, 1024.0
     """Rate of an index's recency updates, in names a second, and their burst: all of a prompt of
@@ -35,6 +39,9 @@ class StoreUses:
         self._waiting: deque[bytes] = deque(maxlen=1 << 17)
         self._may_tell, self._told_at = self.USES_AT_ONCE, clock()
         self._found_touch: Touch | None = None
+        self._pinned: dict[bytes, None] = {}
+        self._lap: list[bytes] = []
+        self._due = 0.0
 
     @property
     def touch(self) -> Touch | None:
@@ -69,3 +76,27 @@ class StoreUses:
     def clear(self) -> None:
         """Forget those it is yet to tell: there are other keys from now on."""
         self._waiting.clear()
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """Touch these again and again, until `unpin`."""
+        self._pinned |= dict.fromkeys(keys)
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """Touch these no more."""
+        for key in keys:
+            self._pinned.pop(key, None)
+
+    def renew_pins(self, blocks: int, max_blocks: int) -> None:
+        """Touch the next pinned blocks, as many as are due for `blocks` that were stored."""
+        if not self._pinned:
+            return
+        self._due += blocks * LAPS * len(self._pinned) / max_blocks
+        keys: list[bytes] = []
+        while self._due >= 1:
+            if not self._lap:
+                self._lap = [*self._pinned]
+            key = self._lap.pop()  # a prefix's tail first
+            if key in self._pinned:
+                keys.append(key)
+            self._due -= 1
+        self.note(keys[::-1], at_once=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
-from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
-from tiers.connector.scheduler.lookup.lookups import Lookup
-from tiers.connector.scheduler.managers.retaining import Retaining
+from tiers.connector.scheduler.lookups import Lookup
 from tiers.store import Usage
 from tiers.wrappers.guard import HEALTHY, Health
 
@@ -14,6 +13,59 @@ NOTHING_USED = Usage(0, 0, None)
 
 DOWN = -1
 """The version of what a tier says that may not be looked up: it has nothing."""
+
+
+class LookupPace:
+    """Names that an index may be asked for now; used by the scheduler's thread.
+
+    A name costs that thread 0.2 to 0.4 us, and its block another microsecond, so that a long prompt
+    would hold up all requests that decode. It is looked up over several steps instead, while it
+    waits for its turn; and so is what a hint is about. A short question costs a step little, and is
+    not held back by those of others.
+    """
+
+    OF_A_BLOCK = 3
+    """So many names cost what else a block does: its key, and the question to the tiers above."""
+    AT_ONCE = 16_384
+    """Names of a step, at most: about 5 ms."""
+    A_SECOND = 1_600_000.0
+    """For each second that is not spent on such a question: half of the thread's time or less, so
+    that an idle engine answers about as soon."""
+    FEW = 4096
+    """Names of a question that is never held back."""
+
+    def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`ranks`: names of a block. `clock`: of the machine, since it is its time that is spent,
+        in seconds."""
+        self._names = ranks + self.OF_A_BLOCK
+        self._clock = clock
+        self._left, self._at = float(self.AT_ONCE), clock()
+
+    def is_short(self, blocks: int) -> bool:
+        """Whether a question of so many blocks is never held back."""
+        return blocks * self._names <= self.FEW
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing was left when something was last looked up."""
+        return self._left <= 0
+
+    def take(self, blocks: int) -> int:
+        """How many of so many blocks are looked up now."""
+        now = self._clock()
+        self._left = min(self._left + (now - self._at) * self.A_SECOND, self.AT_ONCE)
+        self._at = now
+        if not self.is_short(blocks):
+            # Not a few names for each that waits: a call costs as much as a hundred.
+            may = int(self._left) if self._left >= self.FEW else 0
+            blocks = min(blocks, may // self._names)
+        self._left -= blocks * self._names
+        return blocks
+
+    def took(self) -> None:
+        """Those were looked up. The time that took allows for nothing: each of many long prompts
+        that wait would otherwise be given as much as the first, all in one step."""
+        self._at = self._clock()
 
 
 class TierManager:
@@ -26,8 +78,6 @@ class TierManager:
 
     completes_on_gather = False
     """Whether stores end as soon as the slots are filled, so that the engine should step on."""
-    retaining = Retaining()
-    """How the tier passes blocks by in eviction."""
     pace = LookupPace(ranks=1)
     """How much of its index this thread looks through in one step."""
 
@@ -51,11 +101,11 @@ class TierManager:
     def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
         """Unpin blocks of an ended load."""
 
-    def missing(self, keys: Sequence[bytes]) -> list[bool]:
+    def touch_and_list_missing(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether the tier should be given each block; those it has count as used."""
         return [False] * len(keys)
 
-    def heads(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
+    def predecessors(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
         """For a request's keys, `prefix`, of these numbers, in order: the nearest block before each
         that the tier keeps. Empty where the tier itself decides what goes."""
         return {}
@@ -67,8 +117,21 @@ class TierManager:
         """
         return False
 
-    def settle(self, keys: Sequence[bytes]) -> None:
+    def touch_prefix(self, keys: Sequence[bytes]) -> None:
         """A prefix was stored in several steps: let its head be the last to go."""
+
+    def pinnable(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of these blocks that the tier has and can pin for a hint."""
+        return []
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """Keep these blocks from eviction until `unpin`; they may be pinned already."""
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """Let these be evicted again; those that are not pinned are ignored."""
+
+    def renew_pins(self, blocks: int, max_blocks: int) -> None:
+        """The tier stored some `blocks`, and has room for `max_blocks`."""
 
     def demote(self, keys: Sequence[bytes]) -> int:
         """Let these blocks be the next to go, the last of them first, unless they are used again;

@@ -10,8 +10,8 @@ import pytest
 from tests.support.clock import Clock, wait_for
 from tests.support.lookups import Names, look_up
 from tiers.block import NAMESPACE_BYTES
-from tiers.connector.scheduler.lookup.lookups import Lookup
-from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.generation import Generation
 from tiers.store import Capability, Capable, LocalIndex
 from tiers.testing import Memory, MemoryStore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.clock import Clock
-from tiers.connector.policy.wait_budget import WaitBudget, lookup_seconds
+from tiers.connector.policy.request_state import WaitBudget, lookup_seconds
 
 
 def test_lookups_and_loads_of_all_tiers_count_together() -> None:

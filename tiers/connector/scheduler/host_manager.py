@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiers.connector.scheduler.lookup.answers import Changes
-from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
-from tiers.connector.scheduler.lookup.lookups import Lookup
-from tiers.connector.scheduler.managers.manager import DOWN, TierManager
-from tiers.connector.scheduler.managers.retaining import HeldSlots
+from tiers.connector.scheduler.lookups import Changes, Lookup
+from tiers.connector.scheduler.tier_manager import DOWN, LookupPace, TierManager
 from tiers.host.slots import Demotes, Residency, SlotPool
 from tiers.wrappers.guard import Health
 from tiers.wrappers.residency import health_of
@@ -21,7 +18,6 @@ class HostManager(TierManager):
     """A tier whose blocks stay in the host pool, each put before its head as it came."""
 
     completes_on_gather = True
-    retaining: HeldSlots
 
     def __init__(
         self,
@@ -34,12 +30,12 @@ class HostManager(TierManager):
         self._pool = pool
         self._changes = Changes()
         self._on_evict = on_evict
-        self.retaining = HeldSlots(residency, pool)
+        self._pinned: dict[bytes, int] = {}
         self.pace = LookupPace(ranks=1)
         residency.on_evict = self._evicted
 
     def _evicted(self, key: bytes) -> None:
-        self.retaining.release((key,))  # by a plugin that evicts what is in use, or has failed
+        self.unpin((key,))  # by a plugin that evicts what is in use, or has failed
         self._changes.note(key, held=False)
         if self._on_evict is not None:
             self._on_evict(key)
@@ -78,13 +74,13 @@ class HostManager(TierManager):
             if slot is not None:
                 self._pool.release(slot)
 
-    def missing(self, keys: Sequence[bytes]) -> list[bool]:
+    def touch_and_list_missing(self, keys: Sequence[bytes]) -> list[bool]:
         """What is not resident; nothing while the tier does not work."""
         if not self.health().writes:
             return [False] * len(keys)
         return [slot is None for slot in self._residency.touch(keys)]
 
-    def heads(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
+    def predecessors(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
         """Look back, a little, from each that does not follow another."""
         heads: dict[bytes, bytes] = {}
         head, last = None, -1
@@ -109,11 +105,28 @@ class HostManager(TierManager):
         self._changes.note(key, held)
         return held
 
+    def pinnable(self, keys: Sequence[bytes]) -> list[bytes]:
+        slots = self._residency.find_all(keys)
+        return [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """Take a reference on each slot, as a load does."""
+        for key, slot in zip(keys, self._residency.find_all(keys), strict=True):
+            if slot is not None and key not in self._pinned:
+                self._pool.retain(slot)
+                self._pinned[key] = slot
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            slot = self._pinned.pop(key, None)
+            if slot is not None:
+                self._pool.release(slot)
+
     def demote(self, keys: Sequence[bytes]) -> int:
         return self._residency.demote(keys) if isinstance(self._residency, Demotes) else 0
 
     def discard(self, key: bytes) -> None:
-        self.retaining.release((key,))
+        self.unpin((key,))
         self._residency.discard(key)
         self._changes.note(key, held=False)
 
@@ -125,7 +138,7 @@ class HostManager(TierManager):
     def reset(self) -> list[bytes]:
         """Stop keeping all blocks; the slot of one that is being loaded goes when that ends."""
         self._changes.forget()
-        self.retaining.release_all()
+        self.unpin([*self._pinned])
         return self._residency.clear()
 
     def health(self) -> Health:

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 
 from tests.support.clock import Clock
-from tiers.connector.scheduler.admission.admission import COUNTED, Admission
+from tiers.connector.scheduler.admission import COUNTED, Admission
 from tiers.connector.scheduler.context import TierContext
-from tiers.connector.scheduler.managers.manager import TierManager
 from tiers.connector.scheduler.open_tier import OpenTier
-from tiers.connector.scheduler.store_reservations import Offers, StoreReservations
 from tiers.connector.scheduler.tier_health import TierHealth
+from tiers.connector.scheduler.tier_manager import TierManager
+from tiers.connector.scheduler.tier_stores import Offers, StoreReservations
 from tiers.disk.spec import DiskSpec
 from tiers.host.slots import SlotPool
 from tiers.wrappers.guard import HEALTHY

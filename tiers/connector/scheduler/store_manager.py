@@ -12,17 +12,12 @@ from operator import not_
 
 from tiers.concurrency.executors import widen_affinity
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.connector.policy.wait_budget import LOOKUP_SECONDS
-from tiers.connector.scheduler.lookup.answers import Changes
-from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
-from tiers.connector.scheduler.lookup.lookups import AskedKeys, Lookup, LookupQueue
-from tiers.connector.scheduler.lookup.rank_parts import RankParts
-from tiers.connector.scheduler.lookup.recent_keys import RecentKeys
-from tiers.connector.scheduler.lookup.unfound import VisibilityCheck
-from tiers.connector.scheduler.managers.clearing import Clearing
-from tiers.connector.scheduler.managers.manager import DOWN, TierManager
-from tiers.connector.scheduler.managers.retaining import TouchPins
-from tiers.connector.scheduler.managers.store_uses import StoreUses
+from tiers.connector.policy.request_state import LOOKUP_SECONDS
+from tiers.connector.scheduler.clearing import Clearing
+from tiers.connector.scheduler.lookups import AskedKeys, Changes, Lookup, LookupQueue
+from tiers.connector.scheduler.store_keys import RankKeys, RecentKeys, VisibilityCheck
+from tiers.connector.scheduler.store_uses import StoreUses
+from tiers.connector.scheduler.tier_manager import DOWN, LookupPace, TierManager
 from tiers.contract.generation import Generation
 from tiers.store import LocalIndex, Measured, TierStore, Usage, Warns, capability
 from tiers.wrappers.guard import HEALTHY, Guarded, Health
@@ -116,7 +111,7 @@ class StoreManager(TierManager):
         lookup in flight counts as a miss."""
         self._store = store
         self._clearing = Clearing(store, namespaces)
-        self._parts = RankParts(store, namespaces, generation)
+        self._parts = RankKeys(store, namespaces, generation)
         self.pace = LookupPace(len(namespaces))
         self._generation = generation
         self._clock = clock
@@ -130,7 +125,6 @@ class StoreManager(TierManager):
         threads, ranks = self._queue.threads, len(namespaces)
         self._watch = StoreWatch(store) if isinstance(store, Guarded) else None
         self._uses = StoreUses(store, self._parts.names, ranks, threads, clock)
-        self.retaining = TouchPins(self._uses, self._held_now)
 
     @property
     def _index(self) -> LocalIndex | None:
@@ -234,7 +228,7 @@ class StoreManager(TierManager):
         self._recent.add(keys)
         return [None] * len(keys)
 
-    def missing(self, keys: Sequence[bytes]) -> list[bool]:
+    def touch_and_list_missing(self, keys: Sequence[bytes]) -> list[bool]:
         """What is not known to be held; the store itself skips what it turns out to have."""
         held = self._recent.known(keys)
         index = self._index
@@ -248,14 +242,23 @@ class StoreManager(TierManager):
         self._uses.note(used, at_once=index is not None)
         return [*map(not_, held)]
 
-    def _held_now(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Which of these are held, as an index says; without one none."""
+    def pinnable(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those that an index holds now, of a store that takes uses."""
         index = self._index
-        if index is None:
+        if index is None or self._uses.touch is None:
             return []
         recent = self._recent.known(keys)
         held = self._parts.peek(index, keys)
         return [key for key, *has in zip(keys, recent, held, strict=True) if any(has)]
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        self._uses.pin(keys)
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        self._uses.unpin(keys)
+
+    def renew_pins(self, blocks: int, max_blocks: int) -> None:
+        self._uses.renew_pins(blocks, max_blocks)
 
     def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
         if stored:
@@ -265,7 +268,7 @@ class StoreManager(TierManager):
             self._unfound.stored(key)
         return stored
 
-    def settle(self, keys: Sequence[bytes]) -> None:
+    def touch_prefix(self, keys: Sequence[bytes]) -> None:
         """Touch them all: to the store what came with the last step counts as used last."""
         self._uses.note(keys, at_once=self._index is not None)
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tests.support.lookups import look_up
-from tiers.connector.scheduler.lookup.lookups import Lookup
-from tiers.connector.scheduler.managers.clearing import Clearing
-from tiers.connector.scheduler.managers.store_manager import StoreManager
+from tiers.connector.scheduler.clearing import Clearing
+from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.contract.generation import Generation
 from tiers.store import Block
 

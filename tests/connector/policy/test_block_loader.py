@@ -12,7 +12,7 @@ from tests.support.children import BlockTier, Child, Tier, chain
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.multi.multi_worker import MultiWorker
-from tiers.connector.policy.shared_load import SharedLoad
+from tiers.connector.policy.block_loader import SharedLoad
 
 
 def load(multi: MultiScheduler, request: FakeRequest, take: int | None = None) -> dict[str, int]:

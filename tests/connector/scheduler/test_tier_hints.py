@@ -6,10 +6,10 @@ import random
 
 from tests.support.clock import Clock
 from tests.support.kept import kept
-from tiers.connector.scheduler.admission.retained import Retained
-from tiers.connector.scheduler.admission.tenant_quotas import Bounds
+from tiers.connector.scheduler.admission import PinBounds
+from tiers.connector.scheduler.tier_hints import PinnedBlocks
 
-PLENTY = Bounds(1000, 1000)
+PLENTY = PinBounds(1000, 1000)
 
 
 def keys(*numbers: int) -> list[bytes]:
@@ -18,7 +18,7 @@ def keys(*numbers: int) -> list[bytes]:
 
 def test_blocks_are_kept_until_their_time_is_over() -> None:
     clock = Clock(100.0)
-    retained = Retained(clock)
+    retained = PinnedBlocks(clock)
     assert retained.add(keys(0, 1), "", 10, PLENTY) == keys(0, 1)
     assert retained.add(keys(2), "", 5, PLENTY) == keys(2)
     clock.now = 104.9
@@ -33,7 +33,7 @@ def test_blocks_are_kept_until_their_time_is_over() -> None:
 
 def test_a_block_is_kept_as_long_as_anybody_said() -> None:
     clock = Clock()
-    retained = Retained(clock)
+    retained = PinnedBlocks(clock)
     retained.add(keys(0, 1), "", 10, PLENTY)
     retained.add(keys(0), "", 20, PLENTY)
     retained.add(keys(0, 1), "", 3, PLENTY)
@@ -44,20 +44,20 @@ def test_a_block_is_kept_as_long_as_anybody_said() -> None:
 
 
 def test_the_head_of_what_is_beyond_the_bounds_is_kept() -> None:
-    retained = Retained(Clock())
-    assert retained.add(keys(0, 1, 2, 3), "a", 10, Bounds(5, 3)) == keys(0, 1, 2)
-    assert retained.add(keys(4, 5, 6), "b", 10, Bounds(5, 3)) == keys(4, 5)
-    assert retained.add(keys(7), "c", 10, Bounds(5, 3)) == []
-    assert retained.add(keys(2, 7), "a", 10, Bounds(5, 3)) == keys(2), "which it has already"
+    retained = PinnedBlocks(Clock())
+    assert retained.add(keys(0, 1, 2, 3), "a", 10, PinBounds(5, 3)) == keys(0, 1, 2)
+    assert retained.add(keys(4, 5, 6), "b", 10, PinBounds(5, 3)) == keys(4, 5)
+    assert retained.add(keys(7), "c", 10, PinBounds(5, 3)) == []
+    assert retained.add(keys(2, 7), "a", 10, PinBounds(5, 3)) == keys(2), "which it has already"
     assert retained.remove(keys(0, 9, 0)) == keys(0)
-    assert retained.add(keys(7, 8), "a", 10, Bounds(5, 3)) == keys(7)
+    assert retained.add(keys(7, 8), "a", 10, PinBounds(5, 3)) == keys(7)
     assert len(retained) == 5
 
 
 def test_whatever_is_said_how_often_takes_no_more_memory() -> None:
     """A client that retains and demotes for a day."""
-    clock, rng, bounds = Clock(), random.Random(0), Bounds(30, 20)
-    retained = Retained(clock)
+    clock, rng, bounds = Clock(), random.Random(0), PinBounds(30, 20)
+    retained = PinnedBlocks(clock)
     for _ in range(20_000):
         clock.now += rng.random()
         some = keys(*rng.sample(range(100), 5))
@@ -74,7 +74,7 @@ def test_whatever_is_said_how_often_takes_no_more_memory() -> None:
 
 def test_tenants_of_whom_nothing_is_kept_are_not_remembered() -> None:
     """A cache salt is any text: whoever asks may have another each time."""
-    retained = Retained(Clock(100.0))
+    retained = PinnedBlocks(Clock(100.0))
     for number in range(100):
-        retained.add(keys(0) if number % 2 else [], f"tenant {number}", 10, Bounds(0, 0))
+        retained.add(keys(0) if number % 2 else [], f"tenant {number}", 10, PinBounds(0, 0))
     assert not kept(retained)

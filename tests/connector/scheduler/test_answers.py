@@ -16,12 +16,11 @@ from tests.support.clock import Clock
 from tests.support.kept import kept
 from tests.support.lookups import IndexedNames
 from tiers.connector.assembly import open_scheduler
-from tiers.connector.multi.metadata import MultiWorkerMetadata
-from tiers.connector.scheduler.lookup.answers import Answers, Changes
-from tiers.connector.scheduler.lookup.lookup_pace import LookupPace
-from tiers.connector.scheduler.lookup.lookups import Lookup
-from tiers.connector.scheduler.managers.store_manager import StoreManager
-from tiers.connector.scheduler.managers.store_uses import StoreUses
+from tiers.connector.multi.multi_connector import MultiWorkerMetadata
+from tiers.connector.scheduler.lookups import Answers, Changes, Lookup
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.connector.scheduler.store_uses import StoreUses
+from tiers.connector.scheduler.tier_manager import LookupPace
 from tiers.contract.block_groups import GROUP_BYTES
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation, space_of
@@ -272,12 +271,12 @@ def test_an_index_is_told_of_uses_a_few_at_a_time_and_of_the_head_last() -> None
     index, clock = Told(), Clock(5.0)
     manager = StoreManager(index, SPACES, Generation(), clock)
     keys = [b"%5d" % number for number in range(2000)]
-    manager.settle(keys)
-    manager.missing([b"another"])
+    manager.touch_prefix(keys)
+    manager.touch_and_list_missing([b"another"])
     assert [len(names) for names in index.told] == [StoreUses.USES_AT_ONCE], "no time has passed"
     while sum(map(len, index.told)) < RANKS * len(keys):
         clock.now += 0.02
-        manager.missing([b"another"])
+        manager.touch_and_list_missing([b"another"])
     assert max(map(len, index.told)) <= StoreUses.USES_AT_ONCE
     last_first = [name for names in reversed(index.told) for name in names]
     assert last_first == [space + key for key in keys for space in SPACES]

@@ -1,1 +1,0 @@
-"""What one tier stores and keeps, by its settings, its speed and whose the blocks are."""

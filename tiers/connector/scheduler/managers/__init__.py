@@ -1,1 +1,0 @@
-"""A tier as the scheduler sees it: one in the host pool, or one behind a store."""
