@@ -17,10 +17,10 @@ from pathlib import Path
 
 from tiers.block import NAMESPACE_BYTES
 from tiers.disk.access import Access
-from tiers.disk.folder.registry import open_folders
+from tiers.disk.folder.open_folders import open_folders
+from tiers.disk.index.edit import DIGEST_WORD, ENTRY, STAMP, STATE, index_key
+from tiers.disk.index.edit import SIZE as SIZE_ROW
 from tiers.disk.index.index import Index
-from tiers.disk.index.rows import DIGEST_WORD, ENTRY, STAMP, STATE, index_key
-from tiers.disk.index.rows import SIZE as SIZE_ROW
 from tiers.disk.slab import slot_bytes
 
 PAYLOAD = 4096

@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from spec.chain import RecordSpec
 from spec.load import load_chain
-from spec.record import RecordSpec
 from tiers.contract.protocols import Request
 from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.traces.recorder_writer import EndedRequest, Recording, RecordWriter

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from spec.explain import ExplainSpec
+from spec.chain import ExplainSpec
 from spec.load import load_chain
 from tiers.ghosts import ghosts as following
 from tiers.lab.replay import ReplayEngine, ReplayModel

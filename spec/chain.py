@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import (
@@ -20,14 +21,139 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from spec.events import EventsSpec
-from spec.explain import ExplainSpec
-from spec.fields import ByteSize, Duration, parse_size
-from spec.hints import closest, one_of
+from spec.errors import closest, one_of
+from spec.fields import ByteSize, Duration, FolderPath, exact_size, parse_size, refuse_variables
 from spec.offloading import OffloadingSpec
-from spec.record import RecordSpec
 from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_types
-from spec.tenants import TenantSpec
+
+
+class EventsSpec(BaseModel):
+    """What KV events say of a tier's blocks. The defaults are what the most routers read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    self_describing_kv_events: bool = Field(
+        default=True,
+        description="Add the tokens of blocks, their parent and their adapter, which routers need "
+        "that hash tokens themselves. false: the engine's hashes alone.",
+    )
+    locality: bool = Field(
+        default=False,
+        description="Add whether blocks are LOCAL to the host or REMOTE. Dynamo ignores all that "
+        "is REMOTE.",
+    )
+    ownership: bool = Field(
+        default=False,
+        description="Add the tier's name as the owner of its blocks. Dynamo ignores all events "
+        "that name one.",
+    )
+    folder: FolderPath | None = Field(
+        default=None,
+        examples=["/var/lib/kvtiers-events"],
+        description="Folder of this host that keeps what was announced of tiers that are stores, "
+        "so that it is announced again after a restart. It holds tokens. Unset: a disk tier keeps "
+        "it in its own folder, other tiers do not.",
+    )
+    announce_rate: float = Field(
+        default=20_000.0,
+        ge=1,
+        le=1e9,
+        examples=[20000],
+        description="Announce again this many blocks a second at most after a restart.",
+    )
+
+
+MAX_FOLDER_BYTES = 84
+"""A Unix socket's path has 107 bytes at most, and names in the folder have up to 20."""
+
+
+def _absolute(folder: Path) -> Path:
+    if "\0" in str(folder):
+        raise ValueError("a path can't hold a NUL character")
+    refuse_variables(folder)
+    if not folder.is_absolute():
+        raise ValueError("write an absolute path: an engine's own folder is another")
+    if len(str(folder).encode()) > MAX_FOLDER_BYTES:
+        raise ValueError(f"write a path of {MAX_FOLDER_BYTES} bytes at most: it holds sockets")
+    return folder
+
+
+class ExplainSpec(BaseModel):
+    """What is kept of each request, to explain why it was served as it was."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: Annotated[Path, AfterValidator(_absolute)] = Field(
+        examples=["/run/kvtiers"],
+        description="Folder of the sockets that `kvtiers explain` asks, one of each engine. Only "
+        "the engine's user may come in. It is made if it is not there.",
+    )
+    requests: int = Field(
+        default=1000,
+        ge=1,
+        le=1_000_000,
+        examples=[1000],
+        description="Keep this many requests that have ended.",
+    )
+    memory: ByteSize = Field(
+        default=16 << 20,
+        description="Keep fewer requests where they would take more memory than this.",
+    )
+
+
+MIN_BYTES = 16 << 20
+"""A smaller `max` is refused: its files, a sixteenth of it each, could not hold a long prompt."""
+
+
+class RecordSpec(BaseModel):
+    """What of the traffic is kept, and where. The files hold no token and no text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: FolderPath = Field(
+        examples=["/var/lib/kvtiers-trace"],
+        description="The recording's own folder; made if it is missing. Engines may share it.",
+    )
+    max: ByteSize = Field(
+        default=1 << 30,
+        description="Limit the bytes of all files, those of other engines too; the oldest files "
+        "are deleted for new ones. 16MiB or more, and a sixteenth of it for each engine.",
+    )
+    keep: Duration = Field(
+        default=7 * 86400.0, description="Delete files whose first request is older than this."
+    )
+
+    @field_validator("max", mode="after")
+    @classmethod
+    def _hold_long_prompts(cls, size: int) -> int:
+        if size < MIN_BYTES:
+            raise ValueError(f"write {exact_size(MIN_BYTES)} or more")
+        return size
+
+
+class TenantSpec(BaseModel):
+    """Rules for the blocks of one tenant."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tiers: tuple[str, ...] | None = Field(
+        default=None,
+        description="Store the tenant's blocks in these tiers only, by name. Unset: in all.",
+    )
+    quota: ByteSize | None = Field(
+        default=None,
+        description="Limit the bytes that the tenant holds in each tier, counted over the blocks "
+        "that this engine stored since its start. Beyond it the tenant's oldest blocks are "
+        "dropped.",
+    )
+    max_retained: float | None = Field(
+        default=None,
+        ge=0,
+        le=0.9,
+        description="Limit the part of each tier that hints of the tenant's requests retain. "
+        "Unset: half of the chain's max_retained.",
+    )
+
 
 MAX_GHOSTS = 4
 """More would take more than the 10 MB that ghosts may have."""

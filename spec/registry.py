@@ -24,8 +24,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from spec.errors import KVTiersError, describe_error
-from spec.hints import did_you_mean, one_of
+from spec.errors import KVTiersError, describe_error, did_you_mean, one_of
 from spec.offloading import HIT_SOURCES, OffloadingSpec, StoreSpec
 
 GROUP = "kvtiers.tiers"

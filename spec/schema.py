@@ -8,9 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from spec.chain import ChainSpec
+from spec.chain import ChainSpec, RecordSpec
 from spec.offloading import OffloadingSpec
-from spec.record import RecordSpec
 from spec.registry import BrokenTierType, tier_parts, tier_types
 
 

@@ -24,7 +24,7 @@ from spec.errors import SpecError
 from spec.load import load_chain
 from tiers.block import HEADER_BYTES, expect, parse_header, verify
 from tiers.codec import CODECS, decode
-from tiers.disk.index.rows import parse_changes, parse_entry
+from tiers.disk.index.edit import parse_changes, parse_entry
 from tiers.errors import RecordError, TraceError
 from tiers.remote.resp import ServerError, read_reply
 from tiers.remote.stream import Deadline, Stream, StreamError

@@ -211,7 +211,7 @@ def test_imports_point_down(module: Path) -> None:
         ("spec/chain.py", "spec.fields", True),
         ("tiers/wrappers/guard.py", "tiers.disk.store", False),
         ("tiers/wrappers/guard.py", "tiers.store.TierStore", True),
-        ("tiers/disk/store.py", "tiers.cpu.lru", False),
+        ("tiers/disk/store.py", "tiers.cpu.residency", False),
         ("tiers/disk/store.py", "tiers.disk.slab", True),
         ("tiers/remote/redis_store.py", "tiers.contract.messages", False),
         ("tiers/connector/assembly.py", "tiers.gpu.copier", False),

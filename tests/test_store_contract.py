@@ -12,8 +12,7 @@ from unittest import SkipTest
 
 import pytest
 
-from spec.encryption import KEY_BYTES
-from spec.offloading import StoreContext, StoreSpec
+from spec.offloading import KEY_BYTES, StoreContext, StoreSpec
 from tests.support.damage import ServerMedium, SlabMedium
 from tests.support.servers import RedisServer
 from tiers.block import address_of, digest
@@ -23,7 +22,7 @@ from tiers.remote.spec import RedisSpec
 from tiers.store import Block, GatheredBlock, TierStore, Usage
 from tiers.testing import GivenSpec, Memory, MemoryStore, StoreContract, make_key
 from tiers.trial import Medium, find_lie
-from tiers.wrappers.encryption import Cipher, EncryptedStore, encrypted_bytes
+from tiers.wrappers.encryption import BlockCipher, EncryptedStore, encrypted_bytes
 from tiers.wrappers.guard import Guarded
 
 
@@ -129,12 +128,12 @@ class TestEncryptedDisk(OneProcess, TestDisk):
         return EncryptedStore(inner, [b"k" * KEY_BYTES, b"o" * KEY_BYTES], payload_bytes)
 
     def name(self, key: bytes) -> bytes:
-        return Cipher(b"k" * KEY_BYTES).names.of([key])[0]
+        return BlockCipher(b"k" * KEY_BYTES).names.of([key])[0]
 
 
 class TestEncryptedRedis(OneProcess, TestRedis):
     def name(self, key: bytes) -> bytes:
-        return Cipher(b"k" * KEY_BYTES).names.of([key])[0]
+        return BlockCipher(b"k" * KEY_BYTES).names.of([key])[0]
 
     def open_store(self, payload_bytes: int) -> TierStore:
         inner = self.make_spec().open(StoreContext(encrypted_bytes(payload_bytes)))

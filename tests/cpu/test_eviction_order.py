@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from tiers.cpu.arc import ArcResidency
-from tiers.cpu.lru import LruResidency
-from tiers.cpu.residency import SlotResidency
+from tiers.cpu.residency import ArcResidency, LruResidency, SlotResidency
 from tiers.host.arc_queues import History
 from tiers.host.slots import SlotPool
 

@@ -20,7 +20,7 @@ from tests.support.servers import RedisServer
 from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.connector import assembly
 from tiers.contract.stats import STATE, STATES
-from tiers.disk.folder import keeping
+from tiers.disk.folder import upkeep
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.store import TierStore
 from tiers.wrappers import guard
@@ -42,7 +42,7 @@ PATIENCE = 30.0
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(keeping, "PLACE_EVERY_S", 0.1)
+    monkeypatch.setattr(upkeep, "PLACE_EVERY_S", 0.1)
     caplog.set_level(logging.INFO)
 
 

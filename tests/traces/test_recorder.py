@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from spec.record import MIN_BYTES, RecordSpec
+from spec.chain import MIN_BYTES, RecordSpec
 from tests.disk.audit import run_mounted
 from tests.support.clock import Clock, wait_for
 from tiers.errors import RecordingError

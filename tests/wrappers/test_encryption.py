@@ -2,26 +2,89 @@
 
 from __future__ import annotations
 
+import random
 import secrets
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
+from cryptography.hazmat.primitives.ciphers import algorithms
+from cryptography.hazmat.primitives.cmac import CMAC
 
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.servers import RedisServer, binaries
-from tiers.block import HEADER_BYTES, NAMESPACE_BYTES, parse_header
+from tiers.block import HEADER_BYTES, MAX_KEY_BYTES, NAMESPACE_BYTES, parse_header
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.errors import RecordError, TierUnusable
 from tiers.remote.spec import RedisSpec
 from tiers.store import Block, Damages, TierStore, capability
-from tiers.wrappers.encryption import Cipher, encrypted_bytes
+from tiers.wrappers import encryption
+from tiers.wrappers.encryption import SCALAR_MAX_KEYS, BlockCipher, HiddenNames, encrypted_bytes
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.opening import open_guarded
+
+SPACE_KEY, AES_KEY = bytes(range(32)), bytes(range(100, 132))
+NAMES = HiddenNames(SPACE_KEY, AES_KEY)
+
+
+def cmac(key: bytes) -> bytes:
+    mac = CMAC(algorithms.AES(AES_KEY))
+    mac.update(key)
+    return mac.finalize()
+
+
+@pytest.mark.parametrize("count", [1, SCALAR_MAX_KEYS, SCALAR_MAX_KEYS + 1])
+@pytest.mark.parametrize("size", range(NAMESPACE_BYTES + 1, MAX_KEY_BYTES + 1))
+def test_a_name_is_its_namespace_and_the_cmac_of_its_key(size: int, count: int) -> None:
+    chance = random.Random(size)
+    keys = [chance.randbytes(size) for _ in range(count)]
+    assert NAMES.of(keys) == [NAMES.space(key[:NAMESPACE_BYTES]) + cmac(key) for key in keys]
+
+
+def test_keys_of_several_lengths_get_their_names_in_order() -> None:
+    chance = random.Random(0)
+    keys = [chance.randbytes(chance.randrange(NAMESPACE_BYTES + 1, 70)) for _ in range(300)]
+    keys += keys[:7]
+    assert NAMES.of(keys) == [name for key in keys for name in NAMES.of([key])]
+    assert NAMES.of([]) == []
+
+
+def test_names_of_one_block_of_two_ranks_have_nothing_in_common() -> None:
+    block = b"the engine's hash of a prompt"
+    one, other = NAMES.of([bytes([rank]) * NAMESPACE_BYTES + block for rank in range(2)])
+    assert one[:NAMESPACE_BYTES] != other[:NAMESPACE_BYTES]
+    assert one[NAMESPACE_BYTES:] != other[NAMESPACE_BYTES:]
+
+
+def test_other_keys_make_other_names() -> None:
+    key = bytes(40)
+    (name,) = NAMES.of([key])
+    assert HiddenNames(AES_KEY, AES_KEY).of([key])[0][:NAMESPACE_BYTES] != name[:NAMESPACE_BYTES]
+    assert HiddenNames(AES_KEY, SPACE_KEY).of([key])[0][NAMESPACE_BYTES:] != name[NAMESPACE_BYTES:]
+
+
+def test_nothing_is_kept_for_each_number_of_keys() -> None:
+    """`struct` keeps the formats of the last hundred, of 32 bytes for each name."""
+    keys = [number.to_bytes(40) for number in range(4200)]
+    NAMES.of(keys)
+    tracemalloc.start()
+    for count in range(4000, 4040):
+        NAMES.of(keys[:count])
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 1 << 20
+
+
+def test_a_name_may_end_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encryption, "_encrypt", lambda _, blocks: np.zeros_like(blocks))
+    assert NAMES.of([bytes(40)] * (SCALAR_MAX_KEYS + 1)) == [bytes(32)] * (SCALAR_MAX_KEYS + 1)
+
 
 SIZE = 8192
 SITE = StoreContext(SIZE)
@@ -207,7 +270,7 @@ def test_a_block_sealed_with_the_attacker_s_key(victim: Victim) -> None:
     name = victim.keep(KEY)
     sealed = bytearray(encrypted_bytes(SIZE))
     block = Block(KEY, memoryview(bytearray(b"planted".ljust(SIZE))))
-    Cipher(secrets.token_bytes(32)).encrypt(block, memoryview(sealed))
+    BlockCipher(secrets.token_bytes(32)).encrypt(block, memoryview(sealed))
     victim.attacker.write(name, sealed)
     assert_planted_in_vain(victim)
 
@@ -216,7 +279,7 @@ def test_a_shorter_block_of_ours_made_longer(victim: Victim) -> None:
     name = victim.keep(KEY)
     short = bytearray(encrypted_bytes(SIZE))
     block = Block(KEY, memoryview(bytearray(SECRET[: SIZE - 16])))
-    Cipher(bytes.fromhex(MINE)).encrypt(block, memoryview(short))
+    BlockCipher(bytes.fromhex(MINE)).encrypt(block, memoryview(short))
     victim.attacker.write(name, short)
     assert_planted_in_vain(victim)
 

@@ -13,7 +13,7 @@ from tiers.block import HEADER_BYTES, digest
 from tiers.errors import TierUnavailable
 from tiers.store import Block, Damages, TierStore, capability
 from tiers.testing import Memory, StoreContract, make_key
-from tiers.wrappers import staged
+from tiers.wrappers import integrity
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.integrity import VerifiedStore, record_bytes
 from tiers.wrappers.opening import open_guarded
@@ -320,7 +320,7 @@ def test_a_store_that_is_down_is_tried_when_it_is_up(caplog: pytest.LogCaptureFi
 
 
 def test_many_blocks_pass_through_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged, "SCRATCH_BYTES", 3 * record_bytes(SIZE))
+    monkeypatch.setattr(integrity, "SCRATCH_BYTES", 3 * record_bytes(SIZE))
     largest = 0
 
     class Counting(Store):

@@ -21,10 +21,8 @@ def bench_tiers(
     live: Collection[str] = (),
 ) -> None:
     """Write the profile of each tier; a profile that is there already keeps all else."""
-    from spec.errors import SpecError
-    from spec.hints import one_of
-    from spec.load import load_chain
-    from spec.problems import problem_line
+    from spec.errors import SpecError, one_of
+    from spec.load import load_chain, problem_line
     from tiers.tuning.files import write_json
     from tiers.tuning.machine import Machine, load_machine
 
@@ -65,7 +63,7 @@ def _check_facts(given: dict[str, Any]) -> None:
     from pydantic import ValidationError
 
     from spec.document import Document
-    from spec.problems import explain
+    from spec.load import explain
     from tiers.tuning.machine import Machine
 
     try:

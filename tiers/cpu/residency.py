@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from tiers.cpu.queues import NOWHERE, SlotQueues
+from tiers.host.arc_queues import AGAIN, ONCE, Arc
 from tiers.host.slots import Slots
 
 
@@ -133,3 +134,50 @@ class SlotResidency(ABC):
 
     def __len__(self) -> int:
         return len(self._queues)
+
+
+ALL = 1
+
+
+class LruResidency(SlotResidency):
+    """The least recently used block goes first."""
+
+    def __init__(self, pool: Slots, max_slots: int) -> None:
+        super().__init__(pool, max_slots, queues=1)
+
+    def _used(self, slots: Sequence[int]) -> None:
+        self._queues.move_all(slots, ALL)
+
+    def _enter(self, key: bytes, slot: int, head: int | None) -> None:
+        if head is None:
+            self._queues.append(slot, ALL)
+        else:
+            self._queues.insert(slot, head)
+
+    def _next(self) -> int:
+        return self._queues.first(ALL)
+
+
+class ArcResidency(SlotResidency):
+    """Two queues by recency, of blocks used once and of those used since they were stored."""
+
+    def __init__(self, pool: Slots, max_slots: int) -> None:
+        super().__init__(pool, max_slots, queues=2)
+        self._arc: Arc[bytes] = Arc(max_slots)
+
+    def _used(self, slots: Sequence[int]) -> None:
+        self._queues.move_all(slots, AGAIN)
+
+    def _enter(self, key: bytes, slot: int, head: int | None) -> None:
+        queue = AGAIN if self._arc.enter(key) else ONCE
+        if head is not None and self._queues.where[head] == queue:
+            self._queues.insert(slot, head)
+        else:
+            self._queues.append(slot, queue)
+
+    def _next(self) -> int:
+        queues = self._queues
+        return queues.first(self._arc.next(queues.length(ONCE), queues.length(AGAIN)))
+
+    def _evicted(self, key: bytes, queue: int) -> None:
+        self._arc.evicted(queue, key)

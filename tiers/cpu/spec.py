@@ -7,9 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from spec.offloading import HostSpec
-from tiers.cpu.arc import ArcResidency
-from tiers.cpu.lru import LruResidency
-from tiers.cpu.residency import SlotResidency
+from tiers.cpu.residency import ArcResidency, LruResidency, SlotResidency
 from tiers.host.slots import Slots
 
 

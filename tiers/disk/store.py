@@ -17,8 +17,8 @@ from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.disk.access import DEFAULT_ACCESS, Access
 from tiers.disk.failures import UNREADABLE
 from tiers.disk.folder.open_folder import THREADS, OpenFolder, require_own
-from tiers.disk.folder.registry import open_folders
-from tiers.disk.index.rows import Entry, Slot, index_key, index_key_prefix
+from tiers.disk.folder.open_folders import open_folders
+from tiers.disk.index.edit import Entry, Slot, index_key, index_key_prefix
 from tiers.disk.slab import slot_bytes
 from tiers.errors import RecordError, TierError, TierFull, TierUnusable
 from tiers.store import Block, Capability, Capable, LocalIndex, PutCounts, Usage
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
-_CLEARED_AT_ONCE = 256
+_CLEAR_BATCH = 256
 
 
 class _Load(NamedTuple):
@@ -119,9 +119,9 @@ class DiskStore(Capable):
     def clear(self, namespace: bytes) -> bool:
         """Drop some of a namespace's blocks, for all processes on the folder, in one short edit."""
         with self._folder.in_use() as folder:
-            index_keys = folder.index.starting_with(index_key_prefix(namespace), _CLEARED_AT_ONCE)
+            index_keys = folder.index.starting_with(index_key_prefix(namespace), _CLEAR_BATCH)
             folder.drop(index_keys)
-            return len(index_keys) == _CLEARED_AT_ONCE
+            return len(index_keys) == _CLEAR_BATCH
 
     def close(self) -> None:
         """Release the folder; the process's last store on it syncs the index. Idempotent.

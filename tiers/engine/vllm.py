@@ -31,8 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from spec.chain import ChainSpec
-from spec.events import EventsSpec
+from spec.chain import ChainSpec, EventsSpec
 from spec.load import SpecError, load_chain
 from tiers.connector.assembly import scheduler_parts, worker_parts
 from tiers.connector.multi.multi_connector import (

@@ -10,7 +10,7 @@ from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from spec.events import EventsSpec
+from spec.chain import EventsSpec
 from tiers.contract.block_events import BlockEvent, Origin
 
 if TYPE_CHECKING:

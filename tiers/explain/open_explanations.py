@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from spec.explain import ExplainSpec
+from spec.chain import ExplainSpec
 from tiers.explain.accounts import Accounts
 from tiers.explain.explain_server import ExplainServer, FolderRefused
 from tiers.explain.explanations import Explanations

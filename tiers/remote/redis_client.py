@@ -11,13 +11,11 @@ from collections.abc import Callable, Sequence
 
 from tiers.errors import TierUnavailable
 from tiers.remote import pipeline
-from tiers.remote.cluster import Cluster
-from tiers.remote.pipeline import GetRequest, OnValue, Record
+from tiers.remote.pipeline import GetRequest, OnValue, Record, Window
 from tiers.remote.pools import ConnectionSettings, reason
 from tiers.remote.resp import ServerError, each_command, read_flags
 from tiers.remote.stream import Deadline, Stream
-from tiers.remote.topology import FAILURES, Kind, OneServer, Operation, Sentinels, Topology
-from tiers.remote.window import Window
+from tiers.remote.topology import FAILURES, Cluster, Kind, OneServer, Operation, Sentinels, Topology
 
 SLOWEST = 32 << 20
 """Bytes a second for which a verb that moves values gets extra time: half of a gigabit link.

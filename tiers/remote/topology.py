@@ -1,13 +1,18 @@
-"""Topology: which server has a name. Here the only one, or the master that a Sentinel names."""
+"""Topology: which server has a name: the only one, the master that a Sentinel names, or one of the
+masters of a Cluster, of which some may be down."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
+from redis.crc import key_slot
 from redis.exceptions import ConnectionError as Unreachable
 from redis.exceptions import RedisError
 
+from tiers.breaker import Breaker, Call
 from tiers.remote.pools import ConnectionSettings, Pool, Pools, reason
 from tiers.remote.resp import Reply, ServerError
 from tiers.remote.stream import Deadline, Stream
@@ -102,3 +107,158 @@ def _endpoint(reply: Reply) -> Endpoint | None:
         case [bytes(host), bytes(port)] if port.isdigit():
             return Endpoint(host.decode(errors="replace"), int(port))
     raise Unreachable("a sentinel's answer can't be read")
+
+
+SLOTS = 16384
+"""Hash slots of every Cluster."""
+
+RETRY_AFTER = 1.0
+"""Seconds until a failed node is tried again; doubled by each trial that fails."""
+
+RETRY_AFTER_MAX = 8.0
+"""Most seconds between trials. A trial of a node that hangs delays a verb by half of its time; a
+failover is noticed by the next trial."""
+
+_log = logging.getLogger(__name__)
+
+
+class Node:
+    """A master, with a breaker for each kind: one that refuses writes may still serve reads."""
+
+    def __init__(self, endpoint: Endpoint, pool: Pool, timeout: float) -> None:
+        self.endpoint = endpoint
+        self.pool = pool
+        self.breakers: dict[Kind, Breaker] = {
+            kind: Breaker(RETRY_AFTER, RETRY_AFTER_MAX, timeout, time.monotonic)
+            for kind in get_args(Kind)
+        }
+
+    def serves(self, kind: Kind) -> bool:
+        """Whether the last operation of this kind worked."""
+        return self.breakers[kind].is_closed
+
+
+class Cluster:
+    """A topology of masters that share the hash slots; any node knows the map.
+
+    A node that fails is left alone for a while, and its names are skipped while another node
+    serves; each such change is logged. `timeout`: of a verb, in seconds. Thread-safe.
+    """
+
+    def __init__(self, settings: ConnectionSettings, timeout: float) -> None:
+        self._url = settings.url
+        self._timeout = timeout
+        self._pools = Pools(settings)
+        self._nodes: dict[Endpoint, Node] = {}
+        self._map: list[Node | None] | None = None
+
+    def dispatch(
+        self, names: Sequence[bytes], kind: Kind, operation: Operation, deadline: Deadline
+    ) -> None:
+        """Run `operation` at each master of the names, and once more for names that moved.
+
+        Raises if no node serves this kind any more, or no node can tell the map.
+        """
+        served: list[Node | None] = []
+        failures: list[Exception] = []
+        left = list(range(len(names)))
+        for _ in range(2):
+            served = self._map or self._learn(deadline)
+            batches = _at_nodes(served, names, left)
+            left = self._go_round(batches, kind, operation, deadline, failures)
+            if not left:
+                break
+            self._map = None
+        if not any(node.serves(kind) for node in {*served} if node is not None):
+            raise failures[-1] if failures else Unreachable("no node of the cluster serves")
+
+    def close(self) -> None:
+        self._pools.close()
+
+    def _go_round(
+        self,
+        batches: dict[Node, list[int]],
+        kind: Kind,
+        operation: Operation,
+        deadline: Deadline,
+        failures: list[Exception],
+    ) -> list[int]:
+        """Run `operation` at each node, failed ones last; return positions of moved names."""
+        moved: list[int] = []
+        for node in sorted(batches, key=lambda node: not node.serves(kind)):
+            if deadline.is_over:  # which says nothing about the nodes not asked
+                break
+            call = node.breakers[kind].enter()
+            if call is None:
+                continue
+            try:
+                # Half of the time: a node that hangs leaves some for the others.
+                with node.pool.borrow(deadline.half()) as stream:
+                    operation(stream, batches[node])
+            except FAILURES as error:
+                if not (isinstance(error, ServerError) and error.code == "MOVED"):
+                    failures.append(error)
+                    self._failed(node, kind, call, error)
+                    continue
+                moved += batches[node]
+            if node.breakers[kind].succeeded(call):
+                _log.info("%s: node %s: %s are up again", self._url, node.endpoint, kind)
+        return moved
+
+    def _failed(self, node: Node, kind: Kind, call: Call, error: Exception) -> None:
+        self._map = None  # its slots may have a new master
+        if node.breakers[kind].failed(call):
+            _log.warning(
+                "%s: node %s: %s are down (%s); the other nodes go on",
+                self._url,
+                node.endpoint,
+                kind,
+                reason(error),
+            )
+
+    def _learn(self, deadline: Deadline) -> list[Node | None]:
+        """Ask for the map: nodes that serve first, then those of the URL, then all others."""
+        failure: Exception = Unreachable("no node of the cluster answers")
+        up = [node.endpoint for node in list(self._nodes.values()) if node.serves("reads")]
+        for endpoint in dict.fromkeys((*up, *self._url.endpoints, *list(self._nodes))):
+            try:
+                reply = self._pools.at(endpoint).ask(deadline.half(), b"CLUSTER", b"SLOTS")
+                served = _endpoints(reply, endpoint.host)
+            except FAILURES as error:
+                failure = error
+                continue
+            nodes = {each: self._node(each) for each in {*served} if each is not None}
+            self._map = learnt = [None if each is None else nodes[each] for each in served]
+            return learnt
+        raise failure
+
+    def _node(self, endpoint: Endpoint) -> Node:
+        made = Node(endpoint, self._pools.at(endpoint), self._timeout)
+        return self._nodes.setdefault(endpoint, made)
+
+
+def _at_nodes(
+    served: Sequence[Node | None], names: Sequence[bytes], positions: Sequence[int]
+) -> dict[Node, list[int]]:
+    """Group the positions by the node that serves their names; omit names that no node serves."""
+    batches: dict[Node, list[int]] = {}
+    for position in positions:
+        node = served[key_slot(names[position])]
+        if node is not None:
+            batches.setdefault(node, []).append(position)
+    return batches
+
+
+def _endpoints(reply: Reply, asked: str) -> list[Endpoint | None]:
+    """Parse the map: each slot's master. A node that does not know its own address is `asked`."""
+    served: list[Endpoint | None] = [None] * SLOTS
+    for entry in reply if isinstance(reply, list) else [None]:
+        match entry:
+            case [int(first), int(last), [bytes() | None as host, int(port), *_], *_] if (
+                0 <= first <= last < SLOTS
+            ):
+                name = host.decode(errors="replace") if host else asked
+                served[first : last + 1] = [Endpoint(name, port)] * (last + 1 - first)
+            case _:
+                raise Unreachable("the answer to CLUSTER SLOTS can't be read")
+    return served

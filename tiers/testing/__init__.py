@@ -26,7 +26,6 @@ To see what an engine does with a slow or failing tier, put `SlowStore` or `Faul
 store; `MemoryStore` is the simplest, and `GivenSpec` makes a tier of one.
 """
 
-from tiers.testing.caller_memory import Memory, make_key, payload_of
 from tiers.testing.contract import StoreContract
 from tiers.testing.faulty_stores import (
     VERBS,
@@ -37,6 +36,7 @@ from tiers.testing.faulty_stores import (
     Pace,
     SlowStore,
 )
+from tiers.testing.harness import Memory, make_key, payload_of
 
 __all__ = [
     "VERBS",

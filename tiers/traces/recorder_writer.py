@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from spec.record import RecordSpec
+from spec.chain import RecordSpec
 from tiers.concurrency.executors import widen_affinity
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.errors import RecordingError

@@ -10,9 +10,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from spec.errors import SpecError
 from spec.fields import exact_size, format_rate, parse_duration, parse_rate, parse_size
-from spec.load import load_document
+from spec.load import load_document, problem_line
 from spec.offloading import OffloadingSpec
-from spec.problems import problem_line
 from tiers.tuning.report import DAY, YEAR
 
 EXAMPLE = "write kv_bytes_per_token, engine_cache, prefill_rate and tiers"

@@ -7,9 +7,10 @@ and writes have a breaker each: a disk that refuses writes still serves what it 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from operator import add
@@ -19,7 +20,8 @@ from spec.errors import describe_error
 from tiers.breaker import RETRY_AFTER, RETRY_AFTER_MAX, Breaker, Call
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import in_background
-from tiers.errors import RecordError, TierError, TierFull, TierNotOpen
+from tiers.concurrency.repeated_log import RepeatedLog
+from tiers.errors import KVTiersError, RecordError, TierError, TierFull, TierNotOpen
 from tiers.store import (
     Block,
     Capability,
@@ -38,8 +40,73 @@ from tiers.store import (
     capability,
     each,
 )
-from tiers.wrappers.guard_log import GuardLog, trace_of
 from tiers.wrappers.reopening import Reopening
+
+logger = logging.getLogger(__name__)
+
+
+class GuardLog:
+    """The log lines of one tier's guard; those that repeat are summed up. Thread-safe."""
+
+    def __init__(self, tier_name: str, breakers: Mapping[Breaker, str]) -> None:
+        """`breakers`: with what each of them breaks, like "reads"."""
+        self._where = f"tier {tier_name}"
+        self._names = dict(breakers)
+        self._damage = RepeatedLog(logger, self._where, "blocks were damaged")
+        self._has_told = False
+        self._changes = {breaker: self._changes_of(breaker) for breaker in breakers}
+
+    def _changes_of(self, breaker: Breaker) -> RepeatedLog:
+        return RepeatedLog(
+            logger,
+            self._where,
+            f"times {self._names[breaker]} went down or up",
+            at_once=4,
+            state=lambda: f"; they are {'up' if breaker.is_closed else 'down'} now",
+        )
+
+    def down(self, breaker: Breaker, why: str, trace: BaseException | None) -> None:
+        """A breaker has opened."""
+        self._changes[breaker].log(
+            "%s: %s are down (%s); tried again every %g s or more",
+            self._where,
+            self._names[breaker],
+            why,
+            breaker.wait,
+            exc_info=trace,
+        )
+
+    def up(self, breaker: Breaker) -> None:
+        """A breaker has closed."""
+        line, level = "%s: %s are up again", logging.INFO
+        self._changes[breaker].log(line, self._where, self._names[breaker], level=level)
+
+    def damaged(self, blocks: int) -> None:
+        """The store has found so many more blocks damaged, if any."""
+        if blocks > 0:
+            line = "%s: %d block(s) were damaged; each is a miss and is computed again"
+            self._damage.log(line, self._where, blocks, count=blocks)
+
+    def cannot_tell(self, what: str, error: BaseException) -> None:
+        """The store failed when it was asked for a capability; once, since it is asked often."""
+        if not self._has_told:
+            self._has_told = True
+            line = "%s: it can't tell whether it has %s, and is used without (%s)"
+            logger.warning(line, self._where, what, describe_error(error), exc_info=trace_of(error))
+
+    def hangs_in_close(self, seconds: float) -> None:
+        """The store did not close in time."""
+        logger.warning(
+            "%s: not closed after %g s; the engine goes on without waiting for it",
+            self._where,
+            seconds,
+        )
+
+
+def trace_of(error: BaseException) -> BaseException | None:
+    """The error whose traceback is logged: one of ours says enough, a defect's is needed."""
+    return None if isinstance(error, KVTiersError) else error
+
 
 DEADLINE = 10.0
 """Seconds after which a verb that has not returned counts as failed."""
@@ -55,14 +122,15 @@ ends."""
 class Health(NamedTuple):
     """How a tier does. `reads`, `writes`: calls go through now. `reads_up`, `writes_up`: the last
     one worked. When a retry is due, calls go through although the last one failed. `opening`: it
-    has yet to open for the first time. `lacks`: it works, and can't hold what it is set to."""
+    has yet to open for the first time. `is_short`: it works, with less room than its settings
+    ask for."""
 
     reads: bool
     writes: bool
     reads_up: bool
     writes_up: bool
     opening: bool = False
-    lacks: bool = False
+    is_short: bool = False
 
 
 HEALTHY = Health(reads=True, writes=True, reads_up=True, writes_up=True)
@@ -133,9 +201,9 @@ class Guarded(StoreWrapper):
     def health(self) -> Health:
         """How the tier does now."""
         self._notice_late()
-        late, is_open, lacks = self._late, self._is_open, bool(self._warning)
+        late, is_open, is_short = self._late, self._is_open, bool(self._warning)
         are_closed = self._reads.is_closed and self._looks.is_closed and self._writes.is_closed
-        if are_closed and is_open and not lacks:
+        if are_closed and is_open and not is_short:
             return HEALTHY  # asked several times a request
         reads = (self._reads, self._looks)
         return Health(
@@ -144,7 +212,7 @@ class Guarded(StoreWrapper):
             reads_up=is_open and all(breaker.is_closed for breaker in reads),
             writes_up=is_open and self._writes.is_closed,
             opening=late is not None and late.is_opening,
-            lacks=lacks,
+            is_short=is_short,
         )
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:

@@ -7,13 +7,86 @@ mistaken, and is no defence against who can write to the tier: that is encryptio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import cast
 
 from tiers.block import HEADER_BYTES, expect, pack_header, verify
-from tiers.errors import RecordError
+from tiers.concurrency.counter import LockedCounter
+from tiers.errors import RecordError, TierError
+from tiers.host.scratch import Scratch
 from tiers.host.slot_memory import slot_stride
-from tiers.store import Block, TierStore, each
-from tiers.wrappers.staged import StagedStore
+from tiers.store import Block, Capability, Damages, StoreWrapper, TierStore, capability, each
+
+SCRATCH_BYTES = 32 << 20
+"""Scratch memory that a verb uses at most; one block at least."""
+
+
+class StagedStore(StoreWrapper, ABC):
+    """A TierStore over another that is opened for payloads of `form_bytes`, and keeps blocks in a
+    form of its own, which shows damage. Thread-safe, as the other is; each thread in a verb has its
+    own scratch memory.
+    """
+
+    def __init__(self, store: TierStore, form_bytes: int) -> None:
+        super().__init__(store)
+        self._form_bytes = form_bytes
+        self._at_once = max(1, SCRATCH_BYTES // form_bytes)
+        self._scratch = Scratch(self._at_once * form_bytes)
+        self._damaged = LockedCounter()
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """As the store, and Damages."""
+        return cast(Capability, self) if kind is Damages else super().capability(kind)
+
+    def damaged(self) -> int:
+        """Blocks that were damaged in their form, and those that the store itself found damaged."""
+        inner = capability(self._inner, Damages)
+        return self._damaged.total + (0 if inner is None else inner.damaged())
+
+    def _drop_damaged(self, keys: Sequence[bytes]) -> None:
+        if keys:
+            self._damaged.count("form", len(keys))
+            # What was loaded stays loaded, even if the store fails to drop.
+            with suppress(Exception):
+                self._inner.drop(keys)
+
+    @abstractmethod
+    def _pack(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[Block]:
+        """Fill each of `forms`, of `form_bytes`, from its block; return what to store."""
+
+    @abstractmethod
+    def _load(self, blocks: Sequence[Block], forms: Sequence[memoryview]) -> list[bool]:
+        """Load into `forms` and fill the payloads; return which were hits."""
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        """Pack and store the blocks, a few at a time."""
+        stored: list[bool] = []
+        for part, forms in self._parts(blocks):
+            packed = [block.readonly() for block in self._pack(part, forms)]
+            try:
+                stored += each("put", self._inner.put(packed), len(packed))
+            except TierError:
+                if not any(stored):
+                    raise
+                return stored + [False] * (len(blocks) - len(stored))
+        return stored
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        """Load and unpack the blocks, a few at a time."""
+        got: list[bool] = []
+        for part, forms in self._parts(blocks):
+            got += self._load(part, forms)
+        return got
+
+    def _parts(self, blocks: Sequence[Block]) -> Iterator[tuple[Sequence[Block], list[memoryview]]]:
+        size = self._form_bytes
+        for start in range(0, len(blocks), self._at_once):
+            part = blocks[start : start + self._at_once]
+            with self._scratch.borrow() as memory:
+                yield part, [memory[i * size : (i + 1) * size] for i in range(len(part))]
+
 
 _NO_HEADER = bytes(HEADER_BYTES)
 

@@ -8,9 +8,15 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
-from spec.encryption import EncryptionSpec, others_can_read, read_keys
 from spec.errors import describe_error
-from spec.offloading import OffloadingSpec, StoreContext, StoreSpec
+from spec.offloading import (
+    EncryptionSpec,
+    OffloadingSpec,
+    StoreContext,
+    StoreSpec,
+    others_can_read,
+    read_keys,
+)
 from spec.registry import opens_ours, package_of
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
 from tiers.store import TierStore

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.disk.audit import Other, audit, get, key, keys, opened, put, put_row, run_code
-from tiers.disk.index.rows import index_key
+from tiers.disk.index.edit import index_key
 from tiers.errors import TierUnavailable
 
 pytestmark = pytest.mark.usefixtures("mode")

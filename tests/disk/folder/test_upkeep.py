@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -23,16 +24,125 @@ from tests.disk.audit import (
     open_disk,
     opened,
     put,
+    refused,
     settled,
 )
 from tiers.disk.folder import upkeep
-from tiers.disk.index import uses
-from tiers.disk.index.edit import Edit
-from tiers.disk.index.rows import index_key
+from tiers.disk.index import slot_allocator
+from tiers.disk.index.edit import Edit, index_key
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
+from tiers.errors import TierNotOpen
 
 SHORT_S = 0.02
+WAIT_S = 30.0
+OPEN = """
+store = open_disk(path)
+assert put(store, keys(0)) == [True]
+say("open")
+wait()
+assert get(store, keys(0)) == [True]
+assert put(store, keys(1)) == [True]
+audit(store)
+store.close()
+"""
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what is done in the background be done at once."""
+    monkeypatch.setattr(upkeep, "EVERY_S", SHORT_S)
+    monkeypatch.setattr(upkeep, "FILES_EVERY_S", SHORT_S)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", ["index.mdb", "index.mdb-lock"])
+def test_no_process_joins_where_a_file_was_removed(tmp_path: Path, name: str) -> None:
+    other = Other(OPEN, tmp_path)
+    assert other.hear() == "open"
+    (tmp_path / name).unlink()
+    refused(tmp_path, f"{name} was removed, which other processes have open; end them all")
+    assert not (tmp_path / name).exists()
+    other.tell()
+    other.end()
+    with opened(tmp_path) as store:
+        assert put(store, keys(3)) == [True]
+        assert get(store, keys(3)) == [True]
+
+
+@pytest.mark.usefixtures("often")
+def test_what_is_removed_under_an_open_tier_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+        (tmp_path / "index.mdb-lock").unlink()
+        end = time.monotonic() + WAIT_S
+        while "removed while" not in caplog.text and time.monotonic() < end:
+            time.sleep(SHORT_S)
+        time.sleep(5 * SHORT_S)
+        assert get(store, keys(0)) == [True]
+    assert caplog.text.count("removed while the tier is open: index.mdb-lock;") == 1
+
+
+@pytest.mark.usefixtures("often")
+def test_a_folder_above_which_a_file_came_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all else of upkeep fails, too."""
+    monkeypatch.setattr(upkeep, "PLACE_EVERY_S", SHORT_S)
+    (tmp_path / "mount").mkdir()
+    with opened(tmp_path / "mount" / "tier") as store:
+        put(store, keys(0))
+        (tmp_path / "mount").rename(tmp_path / "elsewhere")
+        (tmp_path / "mount").write_text("a file")
+        end = time.monotonic() + WAIT_S
+        with pytest.raises(TierNotOpen, match="was removed or replaced"):
+            while time.monotonic() < end:
+                get(store, keys(0))
+                time.sleep(SHORT_S)
+
+
+@pytest.mark.usefixtures("often")
+def test_no_file_of_an_open_tier_looks_old(tmp_path: Path) -> None:
+    """What cleans /tmp would remove the owner's file and the lock, and let another process in."""
+    with opened(tmp_path) as store:
+        put(store, keys(0))
+        files = [file for file in tmp_path.rglob("*") if file.is_file()]
+        assert {"index.mdb", "index.mdb-lock", "lock"} < {file.name for file in files}
+        for file in files:
+            os.utime(file, (0, 0))
+        end = time.monotonic() + WAIT_S
+        while any(file.stat().st_mtime < 1 for file in files) and time.monotonic() < end:
+            time.sleep(SHORT_S)
+        assert [file.name for file in files if min(file.stat()[7:9]) < 1] == []
+
+
+def test_a_link_above_the_folder_that_leads_elsewhere_keeps_nothing_open(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("old")
+    with opened(link / "tier") as store:
+        put(store, keys(0))
+        link.unlink()
+        link.symlink_to("new")
+        with opened(link / "tier") as other:
+            assert get(other, keys(0)) == [False]
+        assert get(store, keys(0)) == [True]
+    assert list((tmp_path / "old" / "tier" / "owners").iterdir()) == []
+    with opened(tmp_path / "old" / "tier") as store:
+        assert get(store, keys(0)) == [True]
+
+
+def test_a_folder_that_was_moved_is_closed(tmp_path: Path) -> None:
+    with opened(tmp_path / "tier") as store:
+        put(store, keys(0))
+        (tmp_path / "tier").rename(tmp_path / "moved")
+        (tmp_path / "tier").symlink_to("moved")
+    assert list((tmp_path / "moved" / "owners").iterdir()) == []
+    with opened(tmp_path / "moved") as store:
+        assert get(store, keys(0)) == [True]
 
 
 @pytest.fixture
@@ -136,7 +246,7 @@ def test_no_edit_writes_all_uses_down(tmp_path: Path, counted: Counter[str]) -> 
         time.sleep(0.005)
     with folder_of(store).edit():  # the last of them are committed
         pass
-    assert 0 < counted["renew"] <= uses.AT_ONCE + 2
+    assert 0 < counted["renew"] <= slot_allocator.USE_BATCH + 2
     before = max(stamp(store, key(n)) for n in range(100))
     for _ in range(100):
         store.touch(keys(90, 91, 92))
@@ -254,7 +364,7 @@ put(store, keys(5000), 4096)
 def test_space_behind_free_slots_is_given_back_in_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiers.disk.folder.repair._PUNCHED_AT_ONCE", 30)
+    monkeypatch.setattr("tiers.disk.folder.repair._PUNCH_BATCH", 30)
     child = Other(KILLED, tmp_path)
     assert child.hear() == ""
     child.kill()

@@ -21,13 +21,13 @@ from tiers.disk.folder import upkeep
 from tiers.disk.folder.open_folder import THREADS
 from tiers.disk.folder.upkeep import Upkeep
 from tiers.disk.index import edit, fingerprint_index
+from tiers.disk.index.edit import ADDED, fingerprint, index_key
 from tiers.disk.index.fingerprint_index import (
-    _ROWS_AT_ONCE,
+    _ROW_BATCH,
     FingerprintIndex,
     FingerprintTable,
 )
 from tiers.disk.index.index import Index, Piece
-from tiers.disk.index.rows import ADDED, fingerprint, index_key
 from tiers.disk.store import DiskStore
 from tiers.store import Clear, LocalIndex, capability
 from tiers.wrappers.guard import Guarded
@@ -152,7 +152,7 @@ def test_another_process_stores_while_a_table_is_made(
     """At each piece of the index the other stores. The log is shorter than all that, and a table is
     made anew only if it is shorter than what is stored at one piece."""
     monkeypatch.setattr(edit, "_LOG_PAGES", 1)
-    monkeypatch.setattr("tiers.disk.index.fingerprint_index._AT_ONCE", 5)
+    monkeypatch.setattr("tiers.disk.index.fingerprint_index._KEY_BATCH", 5)
     made: list[FingerprintTable] = []
     original = FingerprintTable.add
 
@@ -230,10 +230,10 @@ def test_a_lookup_follows_some_of_the_log_and_leaves_the_rest(
     monkeypatch.setattr(Upkeep, "start", lambda self: None)
     with opened(tmp_path, slots=300) as store:
         settled(store)
-        puts = _ROWS_AT_ONCE + 5
+        puts = _ROW_BATCH + 5
         for number in range(puts):
             put(store, keys(number))
-        followed = [number < _ROWS_AT_ONCE for number in EVERY_NUMBER]
+        followed = [number < _ROW_BATCH for number in EVERY_NUMBER]
         assert asks_no_index(store, monkeypatch) == followed
         assert len(later.calls) == 1
         later.run()
@@ -251,7 +251,7 @@ def test_a_local_index_only_once_its_table_is_made(
         assert capability(store, LocalIndex) is not None  # of few blocks: at once
     with opened(tmp_path, slots=40) as store:
         put(store, keys(*range(30)))
-        monkeypatch.setattr("tiers.disk.index.fingerprint_index._AT_ONCE", 10)
+        monkeypatch.setattr("tiers.disk.index.fingerprint_index._KEY_BATCH", 10)
         guarded = Guarded(store, "disk")
         assert [capability(guarded, LocalIndex) for _ in range(2)] == [None, None]
         assert capability(guarded, Clear) is not None
@@ -334,7 +334,7 @@ def test_closing_waits_for_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         stopped.set()
 
     pieces: list[bytes] = []
-    monkeypatch.setattr("tiers.disk.index.fingerprint_index._AT_ONCE", 1)
+    monkeypatch.setattr("tiers.disk.index.fingerprint_index._KEY_BATCH", 1)
     monkeypatch.setattr(FingerprintTable, "add", add)
     monkeypatch.setattr(FingerprintIndex, "stop", stop)
     with opened(tmp_path) as store:

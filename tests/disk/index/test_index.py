@@ -86,10 +86,10 @@ def test_another_programs_index_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.fault
 def test_a_full_index_declines_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiers.disk.folder import opening
+    from tiers.disk.folder import open_folders
     from tiers.disk.index.index import Index
 
-    monkeypatch.setattr(opening, "Index", partial(Index, map_bytes=20 * 4096))
+    monkeypatch.setattr(open_folders, "Index", partial(Index, map_bytes=20 * 4096))
     with opened(tmp_path, slots=3000) as store:
         with pytest.raises(TierFull):
             for n in range(600):

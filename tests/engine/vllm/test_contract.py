@@ -413,7 +413,7 @@ def test_listeners_hear_once_that_weights_changed() -> None:
     """As of a reset, of which the engine tells: what it has is of other weights."""
     from vllm.distributed.kv_events import AllBlocksCleared
 
-    from spec.events import EventsSpec
+    from spec.chain import EventsSpec
     from tiers.connector.multi.multi_scheduler import MultiScheduler
     from tiers.engine.vllm import SchedulerHalf
     from tiers.engine.vllm_events import AsVllm, GroupKind

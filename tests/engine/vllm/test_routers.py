@@ -21,8 +21,7 @@ from bench.routers import (
     indexer_python,
     scenario,
 )
-from spec.chain import ChainSpec
-from spec.events import EventsSpec
+from spec.chain import ChainSpec, EventsSpec
 from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Run, documents
 from tests.engine.vllm.vllm_chains import IN_PROCESS
 from tests.engine.vllm.vllm_server import VllmServer

@@ -9,9 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from spec.chain import TenantSpec
 from spec.fields import format_rate, format_size
 from spec.offloading import QUEUE_SECONDS, OffloadingSpec, StoreSpec
-from spec.tenants import TenantSpec
 from tiers.contract.pool_size import STAGING, STEPS
 from tiers.contract.protocols import Request
 from tiers.wrappers.opening import log_name

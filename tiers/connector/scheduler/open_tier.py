@@ -10,9 +10,8 @@ from operator import or_
 from pathlib import Path
 from typing import NamedTuple
 
-from spec.chain import ChainSpec
+from spec.chain import ChainSpec, EventsSpec
 from spec.errors import describe_error, one_line
-from spec.events import EventsSpec
 from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.connector.scheduler.host_manager import HostManager

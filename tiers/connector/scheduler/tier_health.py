@@ -75,4 +75,4 @@ class TierHealth:
         reads, writes = all(one.reads_up for one in each), all(one.writes_up for one in each)
         if not reads and not writes:
             return "down"
-        return "open" if reads and writes and not any(one.lacks for one in each) else "degraded"
+        return "open" if reads and writes and not any(one.is_short for one in each) else "degraded"

@@ -20,17 +20,14 @@ from tiers.disk.access import Access
 from tiers.disk.failures import Damaged, translated
 from tiers.disk.folder import clean_close, repair
 from tiers.disk.folder.folder import Folder
-from tiers.disk.folder.keeping import Keeping
 from tiers.disk.folder.owner import Owner, Owners
-from tiers.disk.folder.upkeep import Upkeep
+from tiers.disk.folder.upkeep import Keeping, Upkeep
 from tiers.disk.index import slot_allocator
-from tiers.disk.index.edit import FIRST, Edit
+from tiers.disk.index.edit import FIRST, Edit, Entry, Slot
 from tiers.disk.index.environment import BRIEF_WAIT_S, WAIT_S
 from tiers.disk.index.fingerprint_index import FingerprintIndex
 from tiers.disk.index.index import Index
-from tiers.disk.index.rows import Entry, Slot
-from tiers.disk.index.slot_allocator import AT_ONCE
-from tiers.disk.index.uses import PendingUses
+from tiers.disk.index.slot_allocator import EVICT_BATCH, PendingUses
 from tiers.disk.slab import Slabs, sync_folder
 from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
 
@@ -156,7 +153,9 @@ class OpenFolder:
             some: list[Slot] = []
             try:
                 with self.index.edit(self._owner.id) as edit:
-                    some = [self._freed.popleft() for _ in range(min(len(self._freed), AT_ONCE))]
+                    some = [
+                        self._freed.popleft() for _ in range(min(len(self._freed), EVICT_BATCH))
+                    ]
                     self.slabs.punch(slot for slot in some if edit.is_free(slot))
             except BaseException:
                 self._freed.extend(some)

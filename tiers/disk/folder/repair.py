@@ -10,12 +10,11 @@ from contextlib import AbstractContextManager
 
 from tiers.disk.failures import Damaged
 from tiers.disk.folder.owner import Owners
-from tiers.disk.index.edit import FIRST, Edit
-from tiers.disk.index.rows import Slot
-from tiers.disk.index.slot_allocator import AT_ONCE
+from tiers.disk.index.edit import FIRST, Edit, Slot
+from tiers.disk.index.slot_allocator import EVICT_BATCH
 from tiers.disk.slab import Slabs
 
-_PUNCHED_AT_ONCE = 512
+_PUNCH_BATCH = 512
 
 
 def restore_files(edit: Edit, slabs: Slabs, owners: Owners) -> None:
@@ -43,9 +42,9 @@ def reclaim(
     """Free those of `orphans` that are still their dead owners', in steps of one `edit` each;
     return how many were freed."""
     freed = 0
-    for start in range(0, len(orphans), AT_ONCE):
+    for start in range(0, len(orphans), EVICT_BATCH):
         with edit() as step:
-            for slot, owner in orphans[start : start + AT_ONCE]:
+            for slot, owner in orphans[start : start + EVICT_BATCH]:
                 if step.is_of(owner, slot):
                     step.vacate(slot)
                     freed += 1
@@ -62,6 +61,6 @@ def trim(edit: Edit, slabs: Slabs) -> None:
 def sweep(edit: Edit, slabs: Slabs, after: Slot = FIRST) -> Slot | None:
     """Give back disk space that a killed edit left behind free slots, a few after slot `after`;
     return the last of them, or None if there are no more."""
-    some = edit.free(after, _PUNCHED_AT_ONCE)
+    some = edit.free(after, _PUNCH_BATCH)
     slabs.punch(some)
-    return some[-1] if len(some) == _PUNCHED_AT_ONCE else None
+    return some[-1] if len(some) == _PUNCH_BATCH else None

@@ -36,7 +36,7 @@ BRIEF_WAIT_S = 0.5
 """The same while the tier is opened or closed."""
 
 _POLL_S = 0.001
-_AT_ONCE = nullcontext()
+_NO_WAIT = nullcontext()
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Environment:
             self._in_flight += 1
         try:
             with (
-                self._alone() if write else _AT_ONCE,
+                self._alone() if write else _NO_WAIT,
                 self._env.begin(db=self.tables[table] if table else None, write=write) as txn,
             ):
                 yield txn

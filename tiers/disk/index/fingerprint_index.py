@@ -31,8 +31,8 @@ import lmdb
 import xxhash
 
 from tiers.concurrency.executors import io_executor
+from tiers.disk.index.edit import ADDED, INDEX_KEY_BYTES, MARKED, digest_fingerprint, index_key
 from tiers.disk.index.index import Index
-from tiers.disk.index.rows import ADDED, INDEX_KEY_BYTES, MARKED, digest_fingerprint, index_key
 
 CELLS = 8
 """Fingerprints in a bucket: one cache line."""
@@ -41,16 +41,16 @@ _cells_from = Struct(f"{CELLS}q").unpack_from
 
 _FILL = 4
 _FILL_MAX = 6
-_ROWS_AT_ONCE = 32
+_ROW_BATCH = 32
 """Edits that a lookup follows, of 64 changes each where stores are large: 1.5 to 3 ms."""
 
 _PAUSE_S = 0.001
 """Seconds between two steps in which a table catches up. Without it lookups would wait for all."""
 
-_FEW = 32
+_SCALAR_MAX_KEYS = 32
 """Keys looked up one by one, 1 us each. The calls of torch take 80 us however few there are, and
 most steps of an engine look up the blocks that some answers have completed."""
-_AT_ONCE = 2048
+_KEY_BATCH = 2048
 """Keys looked up or read at once. For more torch would start threads and wait for them; and a
 reading from a cold index keeps other threads of Python waiting for its pages."""
 
@@ -133,12 +133,12 @@ class FingerprintTable:
 
     def has(self, digests: Sequence[bytes]) -> list[bool]:
         """Say for each digest, of 16 bytes, whether its fingerprint is in the table."""
-        if len(digests) <= _FEW:
+        if len(digests) <= _SCALAR_MAX_KEYS:
             return [self._holds(digest_fingerprint(digest)) for digest in digests]
         words = self._torch.frombuffer(bytearray(b"".join(digests)), dtype=self._torch.int64)[::2]
         answers: list[bool] = []
-        for start in range(0, len(digests), _AT_ONCE):
-            _, some, rows = self._look_up(words[start : start + _AT_ONCE])
+        for start in range(0, len(digests), _KEY_BATCH):
+            _, some, rows = self._look_up(words[start : start + _KEY_BATCH])
             held = (rows == some[:, None]).any(1)
             answers += held.tolist()
             if self._overflow:
@@ -185,7 +185,7 @@ class FingerprintIndex:
         """Whether there is a table; if not, one is being made from now on. One of a few blocks is
         made at once. It stays true: who may look up here goes on to, if the index has to answer."""
         if self._table is None and not self._renewing:
-            few = self._index.usage().blocks <= _AT_ONCE
+            few = self._index.usage().blocks <= _KEY_BATCH
             self._begin_renewing((lambda make: make()) if few else self._submit)
         return self._was_made
 
@@ -226,14 +226,14 @@ class FingerprintIndex:
         """Apply the next rows of the log; return whether there is a table and those were all."""
         if self._table is None:
             return False
-        rows = self._index.changes(self._row, _ROWS_AT_ONCE + 1)
+        rows = self._index.changes(self._row, _ROW_BATCH + 1)
         self._lost = rows is None
         if rows is None:
             return False
-        for changes in rows[:_ROWS_AT_ONCE]:
+        for changes in rows[:_ROW_BATCH]:
             self._table.apply(changes)
             self._row += 1
-        return len(rows) <= _ROWS_AT_ONCE
+        return len(rows) <= _ROW_BATCH
 
     def _needs_another(self) -> bool:
         return self._table is None or self._lost or self._table.is_crowded
@@ -268,12 +268,12 @@ class FingerprintIndex:
         None: it was stopped, or the log ran away between two pieces.
         """
         table = FingerprintTable(self._index.usage().blocks)
-        piece = self._index.piece(None, b"", _AT_ONCE)
+        piece = self._index.piece(None, b"", _KEY_BATCH)
         while piece is not None and self._renewing:
             for changes in piece.changes:
                 table.apply(changes)
             if not piece.keys:
                 return table, piece.row
             table.add(piece.keys)
-            piece = self._index.piece(piece.row, piece.keys[-INDEX_KEY_BYTES:], _AT_ONCE)
+            piece = self._index.piece(piece.row, piece.keys[-INDEX_KEY_BYTES:], _KEY_BATCH)
         return None

@@ -22,17 +22,17 @@ from typing import Any, NamedTuple
 import lmdb
 
 from tiers.block import FORMAT_VERSION
-from tiers.disk.index.edit import Edit
-from tiers.disk.index.environment import Environment
-from tiers.disk.index.rows import (
+from tiers.disk.index.edit import (
     INDEX_KEY_BYTES,
     ROW,
     STATE,
+    Edit,
     Entry,
     fields,
     parse_changes,
     parse_entry,
 )
+from tiers.disk.index.environment import Environment
 from tiers.errors import TierUnusable
 from tiers.store import Usage
 

@@ -8,9 +8,8 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from spec.errors import SpecError
+from spec.errors import SpecError, one_of
 from spec.fields import ByteSize, Duration
-from spec.hints import one_of
 from spec.load import load_document
 from spec.offloading import HostSpec, OffloadingSpec
 from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_class
