@@ -27,7 +27,7 @@ from bench.policies import TRACE, read_trace
 from bench.report import Case, Point
 from tiers.connector.scheduler.host_manager import HostManager
 from tiers.connector.scheduler.lookups import Lookup
-from tiers.contract.coverage import leading
+from tiers.contract.block_groups import leading
 from tiers.cpu.spec import CpuSpec
 from tiers.host.slots import SlotPool
 

@@ -217,7 +217,7 @@ def test_imports_point_down(module: Path) -> None:
         ("tiers/connector/assembly.py", "tiers.gpu.copier", False),
         ("tiers/connector/assembly.py", "tiers.wrappers.guard", True),
         ("tiers/contract/engine_info.py", "tiers.connector.policy.choice", False),
-        ("tiers/connector/policy/choice.py", "tiers.contract.coverage", True),
+        ("tiers/connector/policy/choice.py", "tiers.contract.block_groups", True),
         ("tiers/connector/multi/multi_connector.py", "tiers.connector.scheduler.jobs", False),
         ("tiers/connector/worker/offloading_worker.py", "tiers.connector.scheduler.jobs", False),
         ("tiers/engine/vllm.py", "tiers.disk.store", False),

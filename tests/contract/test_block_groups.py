@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from tiers.connector.policy.choice import stitched
-from tiers.contract.block_groups import BlockGroups
-from tiers.contract.coverage import COMPLETE, MISSING, NO_WINDOW, usable
+from tiers.contract.block_groups import COMPLETE, MISSING, NO_WINDOW, BlockGroups, usable
 from tiers.contract.engine_info import EngineInfo, KVGroup
 
 

@@ -31,7 +31,7 @@ from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.tier_manager import LookupPace
 from tiers.disk.store import DiskStore
 from tiers.errors import TierUnavailable
-from tiers.explain.text import lines
+from tiers.explain.accounts import lines
 from tiers.lab.replay import ReplayEngine, answer
 
 MakeEngine = Callable[..., ReplayEngine]

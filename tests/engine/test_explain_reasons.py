@@ -13,7 +13,7 @@ from tests.support.explaining import explained, last_told, tier_of
 from tests.support.replay_chains import MODEL, chain_of, cpu, damage_disk, disk
 from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.errors import TierUnavailable
-from tiers.explain.text import lines
+from tiers.explain.accounts import lines
 from tiers.lab.replay import ReplayEngine, answer
 
 MakeEngine = Callable[..., ReplayEngine]

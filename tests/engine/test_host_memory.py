@@ -18,8 +18,7 @@ from tiers.contract.engine_info import EngineInfo
 from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
 from tiers.gpu.copier import CpuCopier
-from tiers.host import prefault
-from tiers.host import slot_memory as slot_memory
+from tiers.host import slot_memory
 from tiers.host.slot_memory import SlotMemory
 from tiers.lab.replay import ReplayEngine
 
@@ -89,7 +88,7 @@ def test_replicas_on_the_same_host_count(limited: Path) -> None:
         info = EngineInfo({}, 4, 4, num_blocks=8, ranks_here=ranks)
         slots = HostSlots(info, PoolSize(8 * MIB, 0, 0, 1), open_copier, limited)
         slots.open(MODEL.allocate(8))
-        sizes.append((slots.handshake().slots, bool(slots.handshake().lacks)))
+        sizes.append((slots.handshake().slots, bool(slots.handshake().shortage)))
         slots.close()
     assert sizes == [(8 * MIB // 4096, False), (0, True)]
 
@@ -122,9 +121,9 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     ranges: list[tuple[int, int]] = []
     monkeypatch.setattr(slot_memory, "register", lambda *given: ranges.append(given))
     monkeypatch.setattr(slot_memory, "unregister", lambda address: None)
-    monkeypatch.setattr(prefault, "STEP", MIB)
-    monkeypatch.setattr(prefault, "PIECE", 300 << 10)
-    monkeypatch.setattr(prefault, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(slot_memory, "STEP", MIB)
+    monkeypatch.setattr(slot_memory, "PIECE", 300 << 10)
+    monkeypatch.setattr(slot_memory, "SAY_SECONDS", 0.0)
     return ranges
 
 

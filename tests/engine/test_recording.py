@@ -15,7 +15,7 @@ import zstandard
 from tests.support.clock import Clock
 from tests.support.replay_chains import MODEL, Marked, chain_of, cpu, drive
 from tiers.contract.engine_info import EngineInfo
-from tiers.contract.media import MediaMark, MediaMarks
+from tiers.contract.marks import MediaMark, MediaMarks
 from tiers.engine.hosted_chain import hosted_tiers
 from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.traces.open_trace import open_trace

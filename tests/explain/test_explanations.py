@@ -14,9 +14,9 @@ from tests.support.fake_requests import FakeRequest, first_step
 from tests.support.kept import kept
 from tiers.connector.policy.choice import Choice
 from tiers.explain import explanations
+from tiers.explain.explain_server import answers
 from tiers.explain.explanations import Explanations
 from tiers.explain.notes import MAX_ATTEMPTS
-from tiers.explain.open_explanations import answers
 
 TIERS = 4
 
@@ -81,8 +81,8 @@ def test_a_request_that_begins_again_and_again_stays_small() -> None:
     assert one.external == sum(one.hits.values()) == 6400
 
 
-def test_too_many_requests_under_way_are_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explanations, "MAX_UNDER_WAY", 3)
+def test_too_many_requests_in_flight_are_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explanations, "MAX_IN_FLIGHT", 3)
     known = Explanations(["0"], 4)
     before = kept(known)
     for number in range(10):

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk
-from tiers.explain import open_explanations, spans
+from tiers.explain import explain_server, spans
 from tiers.explain.spans import engine_tracer
 from tiers.lab.replay import ReplayEngine
 
@@ -90,7 +90,7 @@ def test_without_a_trace_it_begins_one(
 
 def test_no_span_where_the_engine_does_not_trace(tmp_path: Path) -> None:
     assert engine_tracer() is None
-    made = open_explanations.open_explanations(
+    made = explain_server.open_explanations(
         chain_of(cpu(), explain={"folder": str(tmp_path / "explain")}).explain, ["cpu"], 4
     )
     assert made is not None

@@ -14,8 +14,8 @@ from tests.gpu.cuda_model import LateThreads, Mark, Model
 from tests.support.clock import Clock
 from tests.support.replay_chains import MODEL, total
 from tiers.connector.worker import host_slots, loading, offloading_worker
-from tiers.gpu import cuda, staging
-from tiers.gpu.page_copies import PageCopies
+from tiers.gpu import cuda
+from tiers.gpu.pages import PageCopies
 from tiers.lab.replay import ReplayEngine
 from tiers.lab.replay import engine as replay_engine
 from tiers.lab.replay.model import kv_of, states
@@ -111,11 +111,11 @@ class StreamedEngine(ReplayEngine):
     ) -> None:
         self.device, self.threads, self.clock = model, LateThreads(model), Clock()
         model.install(patch)
-        patch.setattr(staging, "WAVE_BYTES", WAVE_ROWS * 4096)
+        patch.setattr(cuda, "WAVE_BYTES", WAVE_ROWS * 4096)
         patch.setattr(cuda, "open_copies", PageCopies)
         patch.setattr(loading, "WAVE_BYTES", 2 * WAVE_ROWS * 4096)
         patch.setattr(loading, "READ_BYTES", 2 * WAVE_ROWS * 4096)
-        for module in (staging, loading, offloading_worker, host_slots):
+        for module in (cuda, loading, offloading_worker, host_slots):
             patch.setattr(module, "io_executor", self.threads.executor)
         patch.setattr(loading, "wait_a_moment", lambda futures: None)
         for module in (cuda, loading, offloading_worker, host_slots):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiers.errors import TierUnusable
-from tiers.gpu import staging
+from tiers.gpu import cuda
 from tiers.gpu.copier import open_copier, open_copiers
 from tiers.gpu.cuda import CudaCopier
 from tiers.host.slot_memory import SlotMemory, register
@@ -65,7 +65,7 @@ def test_staging_is_less_where_the_engine_has_left_less(monkeypatch: pytest.Monk
         return made(waves, rows, stride, **more)
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    assert staging._memory(13, 64, torch.device("cpu")).shape == (staging.WAVES, 3, 64)
+    assert cuda._memory(13, 64, torch.device("cpu")).shape == (cuda.WAVES, 3, 64)
 
 
 def test_a_device_we_do_not_know_is_refused() -> None:

@@ -12,8 +12,7 @@ import torch
 
 from tests.gpu.test_pages import BLOCKS, LAYOUTS
 from tiers.gpu.cuda import open_copies
-from tiers.gpu.page_copies import Copies, PageCopies
-from tiers.gpu.pages import block_pages
+from tiers.gpu.pages import Copies, PageCopies, block_pages
 
 kernel: Any = pytest.importorskip("tiers.gpu.page_kernel", exc_type=ImportError)
 

@@ -23,8 +23,8 @@ from tests.gpu.cuda_model import Event, LateThreads, Model, Site, Stream
 from tests.gpu.streamed_engine import ORDERS, STREAMS, StreamedCopier, StreamedEngine
 from tests.support.replay_chains import SLOT, measured
 from tiers.cpu.spec import CpuSpec
-from tiers.gpu import cuda, staging
-from tiers.gpu.page_copies import PageCopies
+from tiers.gpu import cuda
+from tiers.gpu.pages import PageCopies
 from tiers.host import slot_memory
 from tiers.testing import GivenSpec, MemoryStore
 
@@ -103,9 +103,9 @@ def prepare(model: Model, patch: pytest.MonkeyPatch) -> LateThreads:
     """Let copiers run on the model, in small waves, by threads that are returned."""
     threads = LateThreads(model)
     model.install(patch)
-    patch.setattr(staging, "WAVE_BYTES", 2 * SLOT)
+    patch.setattr(cuda, "WAVE_BYTES", 2 * SLOT)
     patch.setattr(cuda, "open_copies", PageCopies)
-    patch.setattr(staging, "io_executor", threads.executor)
+    patch.setattr(cuda, "io_executor", threads.executor)
     return threads
 
 
@@ -315,7 +315,7 @@ def test_groups_share_streams_and_staging(monkeypatch: pytest.MonkeyPatch) -> No
     """PyTorch has 32 streams, and then hands out the engine's own: it would wait for copies."""
     prepare(Model(STREAMS), monkeypatch)
     sizes = 1000, SLOT + 1000
-    shared = staging.Staging(torch.device("cpu"), 2 * SLOT)
+    shared = cuda.Staging(torch.device("cpu"), 2 * SLOT)
     kv = [torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8) for size in sizes]
     before = [one.clone() for one in kv]
     copiers = [StreamedCopier({"layer": one}, BLOCKS, staging=shared) for one in kv]
@@ -356,11 +356,10 @@ def test_rows_may_be_longer_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None
 WAITS = {"wait_event", "synchronize", "wait", "_fence", "wait_for"}
 FILES = [
     "tiers/gpu/cuda.py",
-    "tiers/gpu/staging.py",
     *(f"tiers/connector/worker/{name}.py" for name in ("offloading_worker", "host_slots")),
 ]
 NO_COPIES = {
-    "wait([*under_way, self._joining] if self._joining else under_way, self._drain)",
+    "wait([*in_flight, self._joining] if self._joining else in_flight, self._drain)",
     "wait_for([before], self._device)",
 }
 """Waits for other things: a tier that closes gives its stores some time, streams are not filled."""

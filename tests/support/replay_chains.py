@@ -12,8 +12,8 @@ from spec.load import load_chain
 from spec.offloading import StoreContext
 from tests.support.servers import RedisServer
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
-from tiers.contract.adapters import RequestMark, RequestMarks
 from tiers.contract.block_groups import GROUP_BYTES
+from tiers.contract.marks import RequestMark, RequestMarks
 from tiers.disk.store import DiskStore
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.blocks import STATE

@@ -75,7 +75,7 @@ def _folder_of(chain_file: Path) -> Path:
 
 def _told(one: dict[str, Any], as_json: bool) -> list[str]:
     """The lines of one request."""
-    from tiers.explain.text import lines
+    from tiers.explain.accounts import lines
 
     try:
         return [json.dumps(one)] if as_json else [*lines(one)]

@@ -24,11 +24,11 @@ from tiers.connector.worker.offloading_worker import OffloadingWorker
 from tiers.contract.block_copier import OpenCopier
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation
-from tiers.contract.observer import RequestObserver
 from tiers.contract.pool_size import PoolSize
+from tiers.contract.protocols import RequestObserver
 from tiers.contract.weight_reports import Watch
+from tiers.explain.explain_server import open_explanations
 from tiers.explain.explanations import Explainer
-from tiers.explain.open_explanations import open_explanations
 
 DRAIN_SECONDS = 10.0
 """How long a tier may go on storing when the engine shuts down."""

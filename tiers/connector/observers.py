@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from spec.chain import ChainSpec
 from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler.open_tier import ChainPool
-from tiers.contract.observer import CHAIN
 from tiers.contract.protocols import Request
+from tiers.contract.stats import CHAIN
 from tiers.ghosts.ghosts import CLOSE_SECONDS, Ghosts, Setting
 from tiers.traces.recorder import Recorder
 from tiers.traces.recorder_writer import EndedRequest, Recording

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from tiers.contract.adapters import NO_ADAPTERS, LoadedAdapters, RequestMarks
-from tiers.contract.block_events import Describe, describe_nothing
-from tiers.contract.media import MediaMarks
+from tiers.contract.marks import NO_ADAPTERS, LoadedAdapters, MediaMarks, RequestMarks
+from tiers.contract.protocols import Describe, describe_nothing
 from tiers.contract.weight_reports import Unseen, Weights
 
 

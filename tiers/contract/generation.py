@@ -47,7 +47,7 @@ class Generation:
         self._is_used = True
         return block + self._tag
 
-    def made(self, key: bytes) -> bool:
+    def owns(self, key: bytes) -> bool:
         """Whether a key is of this generation."""
         return key.endswith(self._tag)
 

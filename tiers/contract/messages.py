@@ -23,7 +23,7 @@ class WorkerHandshake:
     `namespace`: digest under which its blocks are known; empty for a tier whose blocks only this
     engine finds. `payload_bytes`: bytes of one block.
     `host`: see `EngineInfo`. `slots`: how many it has; None: as many as the chain asks for.
-    `lacks`: why it has no memory for the host tiers; empty: it has.
+    `shortage`: why it has no memory for the host tiers; empty: it has.
     """
 
     rank: int
@@ -31,7 +31,7 @@ class WorkerHandshake:
     payload_bytes: int
     host: str = ""
     slots: int | None = None
-    lacks: str = ""
+    shortage: str = ""
 
 
 class StoreItem(NamedTuple):
@@ -152,19 +152,18 @@ NO_LOOKUP_TIMES = LookupTimes()
 
 @dataclass
 class JobResult:
-    """How a job ended: on how many ranks, which of its items failed on any of them, and how many
-    seconds moving them took on the slowest. `lost`: items that the tier was asked for and has no
-    more; others that failed it may well have, when there is time. `times`: of the slowest rank.
-    `known`: items of a store that the tier had before, as one rank found. `renewed`: how many
-    items of a store a rank did not send, since the store had them. `late`: whether a load's time
-    was over on any rank. `outdated`: whether it failed there since the weights had changed."""
+    """How a job ended on `ranks` ranks. `failed`: items that failed on any of them. `seconds`,
+    `times`: what moving them took on the slowest. `lost`: failed items that the tier no longer
+    has; it may have the others. `already_stored`: items that the store had before, says rank 0.
+    `renewed`: items of a store that a rank did not send, since the store had them. `late`: a load's
+    time was over on some rank. `outdated`: it failed on some rank since the weights had changed."""
 
     ranks: int = 0
     failed: set[int] = field(default_factory=set)
     seconds: float = 0.0
     lost: set[int] = field(default_factory=set)
     times: LoadTimes = NO_TIMES
-    known: Set[int] = frozenset()
+    already_stored: Set[int] = frozenset()
     renewed: int = 0
     late: bool = False
     outdated: bool = False
@@ -177,8 +176,8 @@ class JobResult:
             self.lost |= other.lost
         self.late |= other.late
         self.outdated |= other.outdated
-        if other.known:
-            self.known |= other.known
+        if other.already_stored:
+            self.already_stored |= other.already_stored
         if other.seconds > self.seconds:
             self.seconds, self.times = other.seconds, other.times
 

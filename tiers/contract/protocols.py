@@ -1,4 +1,4 @@
-"""The engine's objects as a connector sees them.
+"""The engine's objects as a connector sees them, and the events that the engine takes from it.
 
 The shapes are vLLM's, written down as protocols, so that its scheduler and runner (or the replay
 engine) can pass their own objects unchanged.
@@ -6,8 +6,9 @@ engine) can pass their own objects unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
 
 
 class Request(Protocol):
@@ -93,3 +94,70 @@ class ConnectorOutput(Protocol):
 
 NULL_BLOCK = 0
 """The paged block that stands in a block table for one that the engine does not keep."""
+
+
+class RequestObserver(Protocol):
+    """Sees every request of a chain, on the scheduler's thread, which it never keeps waiting."""
+
+    def arrived(self, request: Request) -> None:
+        """A request was queued."""
+
+    def ended(self, request: Request) -> None:
+        """A request ended, or was given up; called once, before the chain forgets it."""
+
+    def take_measures(self) -> Mapping[str, Mapping[str, float]]:
+        """Measures since the last call, by tier (or `CHAIN`) and by their names in `MEASURES`."""
+
+    def close(self) -> None:
+        """Finish within a few seconds."""
+
+
+Medium = Literal["CPU", "STORAGE"]
+"""Where a tier keeps its blocks, by the names that vLLM has: host memory, or anything behind it."""
+
+
+class Origin(NamedTuple):
+    """What an engine's events describe of blocks beside their hashes.
+
+    `tokens`: of all blocks, in order. `extra_keys`: what else each block's hash depends on, one
+    entry per block; None: nothing. `session`: whose request it was.
+    """
+
+    tokens: Sequence[int] = ()
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: Sequence[Any] | None = None
+    session: str | None = None
+
+
+UNKNOWN = Origin()
+
+
+Describe = Callable[[Request, int, int, int], Origin]
+"""Describes blocks of a request: the token where the first begins, tokens of each, and how many
+blocks. Called by the scheduler's thread, does no I/O."""
+
+
+def describe_nothing(request: Request, first: int, size: int, blocks: int) -> Origin:
+    """For engines whose requests show no tokens."""
+    return UNKNOWN
+
+
+@dataclass(frozen=True)
+class BlockEvent:
+    """Blocks of one KV cache group that a tier now holds (`stored`), or no longer holds.
+
+    Blocks that are stored follow each other in a prompt, the first first, behind the block
+    `parent`; None: they begin it. `hashes`, `parent`: the engine's own hashes. `block_tokens`: per
+    block of the group. `is_local`: whether only this host finds the blocks.
+    """
+
+    tier: str
+    medium: Medium
+    is_local: bool
+    stored: bool
+    hashes: tuple[bytes, ...]
+    block_tokens: int
+    group: int = 0
+    parent: bytes | None = None
+    origin: Origin = UNKNOWN

@@ -106,8 +106,11 @@ STATE_MEANS = (
     "can't be used as it is configured."
 )
 
+CHAIN = "(chain)"
+"""Stands for the chain itself where measures are named by tier; no tier can be called that."""
+
 OF_CHAIN = frozenset({"hints_ignored", "media_timeouts", "recorded_requests", "record_dropped"})
-"""Measures of the chain itself, under the tier name of `observer.CHAIN`."""
+"""Measures of the chain itself, under the tier name `CHAIN`."""
 
 LAST = GAUGES.keys() | {STATE}
 """Measures of which the last value counts."""
@@ -152,8 +155,8 @@ class TierStats:
 
         A tier that moved nothing is left out, unless it does not work.
         """
-        said = {tier: ", ".join(_told(measures)) for tier, measures in self.data.items()}
-        tiers = [f"{tier}: {what}" for tier, what in said.items() if what]
+        texts = {tier: ", ".join(_describe(measures)) for tier, measures in self.data.items()}
+        tiers = [f"{tier}: {text}" for tier, text in texts.items() if text]
         return {"kvtiers": "; ".join(tiers) or "quiet"} if self.data else {}
 
     def is_empty(self) -> bool:
@@ -176,8 +179,8 @@ class TierStats:
         return self.data[tier]
 
 
-def _told(measures: Measures) -> Iterator[str]:
-    """What a log line tells of one tier."""
+def _describe(measures: Measures) -> Iterator[str]:
+    """Describe one tier for a log line."""
     sums = {name: value for name, value in measures.items() if not isinstance(value, list)}
     state = STATES[int(sums.get(STATE, STATES.index("open")))]
     if state != "open":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from tiers.contract.adapters import AdapterReports
+from tiers.contract.marks import AdapterReports
 
 
 class Look(Protocol):
@@ -52,11 +52,15 @@ class Seen(NamedTuple):
     """What so many ranks saw in a step that stores: whether the weights of all are as they were."""
 
     ranks: int
-    alike: bool
+    unchanged: bool
 
     def fold(self, other: Seen | None) -> Seen:
         """What these and other ranks saw."""
-        return self if other is None else Seen(self.ranks + other.ranks, self.alike and other.alike)
+        return (
+            self
+            if other is None
+            else Seen(self.ranks + other.ranks, self.unchanged and other.unchanged)
+        )
 
 
 class WeightReport(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from tiers.contract.media import MARK_BYTES, MediaMark, MediaMarks
+from tiers.contract.marks import MARK_BYTES, MediaMark, MediaMarks
 from tiers.engine.digesting import Digester
 
 logger = logging.getLogger(__name__)
@@ -29,12 +29,14 @@ _SEVERAL = (
     "KV of requests with that name is not stored. Clients should give each image its own uuid, or "
     "none"
 )
-
-
 _LATE = (
     "media of request %s were not digested within max_wait: it is computed without tiers, and "
     "nothing of it is stored (logged once)"
 )
+LEAST_NAMES = 1 << 16
+"""Names that are remembered at least."""
+LEAST_TOKENS = 4
+"""A lower bound of the tokens of one medium; models make more of an image."""
 
 
 class _Asked(NamedTuple):
@@ -199,3 +201,48 @@ def _place(medium: Any) -> bytes:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=MARK_BYTES).digest()
+
+
+def takes_media(vllm_config: Any) -> bool:
+    """Return whether the model's prompts may contain images, audio or video."""
+    return getattr(vllm_config.model_config, "multimodal_config", None) is not None
+
+
+def names_are_counted(vllm_config: Any) -> bool:
+    """Return whether the engine numbers the media that clients don't name, anew in every process,
+    so that equal names mean different media."""
+    config = vllm_config.model_config.multimodal_config
+    return not vllm_config.cache_config.enable_prefix_caching and not config.mm_processor_cache_gb
+
+
+def media_marks(vllm_config: Any, kv_tokens: int, trust_client_ids: bool) -> MediaMarks:
+    """Make the marks for an engine whose paged KV has room for `kv_tokens` tokens."""
+    if not takes_media(vllm_config):
+        return MediaMarks()
+    counted = names_are_counted(vllm_config)
+    room = max(LEAST_NAMES, kv_tokens // LEAST_TOKENS)
+    return ContentMarks(trust_client_ids and not counted, room, counted)
+
+
+def refuse_unmarked_media(vllm_config: Any, trust_client_ids: bool) -> None:
+    """Raise ValueError for prompts that the engine's block hashes alone don't distinguish."""
+    if getattr(vllm_config.model_config, "enable_prompt_embeds", False):
+        raise ValueError(
+            "vLLM's OffloadingConnector does not distinguish a prompt of embeddings from one that "
+            "has tokens in the places of some: use KVTiersConnector, or leave out "
+            "--enable-prompt-embeds"
+        )
+    if not takes_media(vllm_config):
+        return
+    if names_are_counted(vllm_config):
+        raise ValueError(
+            "without prefix caching and with mm_processor_cache_gb at 0 vLLM names images by a "
+            "counter, and its OffloadingConnector distinguishes them by nothing else: set "
+            "--enable-prefix-caching or a processor cache, or use KVTiersConnector"
+        )
+    if not trust_client_ids:
+        raise ValueError(
+            "vLLM's OffloadingConnector identifies images by names that clients may choose. Use "
+            "KVTiersConnector; or, if no client gives one name to two images, set "
+            "trust_client_ids: true in the chain"
+        )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tiers.concurrency.executors import io_executor
-from tiers.contract.media import MARK_BYTES
+from tiers.contract.marks import MARK_BYTES
 from tiers.errors import KVTiersError
 
 THREADS = 4

@@ -7,12 +7,10 @@ import secrets
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
-
-from tiers.gpu.words import WORD, Reading, Words
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +24,10 @@ AT_ONCE = 400
 next."""
 DOORS = ("load_model", "reload_weights", "reset_weights", "update_weights", "finish_weight_update")
 """Members of a worker that change its weights, where its version has them."""
-
 Place = tuple[Callable[[], Any], str]
 """Where a parameter is: its module, which may be gone, and its name there."""
+WORD = torch.int16
+"""As long as most weights are, so that each lies at a whole one."""
 
 
 def before_calls(owner: Any, name: str, tell: Callable[[], object]) -> bool:
@@ -201,3 +200,84 @@ def _extent(one: torch.Tensor) -> tuple[int, int]:
     steps = zip(one.shape, one.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)
     return one.data_ptr(), one.data_ptr() + (last + 1) * one.element_size()
+
+
+class Reading(Protocol):
+    """Words on their way."""
+
+    def ready(self) -> bool:
+        """Whether `words` waits for nothing any more."""
+
+    def words(self) -> bytes:
+        """The words, in the order asked for; waits for the device. Raises RuntimeError, of a device
+        that failed."""
+
+
+class Words:
+    """Reads words between two addresses of one device, whoever owns them.
+
+    It owns none of that memory and keeps nobody's alive: who asks knows that the words it asks for
+    are there until the device has done what it has been given by then.
+    """
+
+    def __init__(self, device: torch.device, start: int, stop: int) -> None:
+        """The addresses, in bytes, of the first word and behind the last. Raises RuntimeError or
+        AttributeError where this PyTorch can't look there."""
+        self._device = device
+        length = (stop - start) // WORD.itemsize
+        storage = torch._C._construct_storage_from_data_pointer(
+            start, device, length * WORD.itemsize
+        )
+        with torch.inference_mode(False):
+            self._memory = torch.empty(0, dtype=WORD, device=device)
+            self._memory.set_(storage, 0, (length,), (1,))
+        if self._memory.data_ptr() != start:
+            raise RuntimeError("this PyTorch copies memory that it is told to look at")
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def read(self, numbers: torch.Tensor) -> Reading:
+        """Begin to read the words of these numbers, behind all that the calling thread has queued
+        on its device. `numbers`: int64, in host memory, pinned for a CUDA device."""
+        if self._beside is None:
+            return _Read(torch.index_select(self._memory, 0, numbers))
+        after = torch.cuda.Event()
+        after.record(torch.cuda.current_stream(self._device))
+        count = len(numbers)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._beside):
+            self._beside.wait_event(after)
+            there = numbers.to(self._device, non_blocking=True)
+            found = torch.empty(count, dtype=WORD, device=self._device)
+            torch.index_select(self._memory, 0, there, out=found)
+            arrived = torch.empty(count, dtype=WORD, pin_memory=True)
+            arrived.copy_(found, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)
+            done.record(self._beside)
+        return _Crossing(arrived, done, self._device)
+
+
+class _Read:
+    def __init__(self, words: torch.Tensor) -> None:
+        self._words = words
+
+    def ready(self) -> bool:
+        return True
+
+    def words(self) -> bytes:
+        return self._words.numpy().tobytes()
+
+
+class _Crossing(_Read):
+    """Words that cross the bus to `words`, which are there after `done`."""
+
+    def __init__(self, words: torch.Tensor, done: torch.cuda.Event, device: torch.device) -> None:
+        super().__init__(words)
+        self._done = done
+        self._device = device
+
+    def ready(self) -> bool:
+        return bool(self._done.query())
+
+    def words(self) -> bytes:
+        with torch.cuda.device(self._device):  # else a thread makes a context on the first one
+            self._done.synchronize()
+        return super().words()

@@ -41,11 +41,11 @@ from tiers.connector.multi.multi_connector import (
 )
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
-from tiers.contract.adapters import NO_ADAPTERS, RequestMarks
 from tiers.contract.engine_info import EngineInfo
+from tiers.contract.marks import NO_ADAPTERS, RequestMarks
 from tiers.contract.weight_reports import Unseen
+from tiers.engine.content_marks import media_marks
 from tiers.engine.identity.facts import config_facts
-from tiers.engine.media_identity import media_marks
 from tiers.engine.vllm_children import (
     all_support_sleep,
     any_requires_piecewise,

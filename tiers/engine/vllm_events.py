@@ -11,7 +11,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from spec.chain import EventsSpec
-from tiers.contract.block_events import BlockEvent, Origin
+from tiers.contract.protocols import BlockEvent, Origin
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

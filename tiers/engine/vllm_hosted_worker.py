@@ -80,7 +80,7 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
             # vLLM asserts that a store succeeds. The scheduler's half sees the missing stamps.
             logger.error("blocks were not copied to host memory: %s", error)
             held = [b""] * len(held)
-        if not verdict.alike():
+        if not verdict.unchanged():
             held = [b""] * len(held)
             self._region.ends(slots.generation)
         self._region.end(slots.slots, held)
@@ -111,7 +111,7 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
         began = time.perf_counter()
         for (copier, blocks, rows), fence in zip(parts, fences, strict=True):
             copier.scatter(self._region.memory.rows, rows, blocks, fence)
-        if not verdict.alike():
+        if not verdict.unchanged():
             logger.error(
                 "the weights changed without a reset, and a request is served KV of the old ones: "
                 "vLLM's OffloadingConnector accepts no failed load. Nothing more is loaded until a "

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiers.engine.identity.digests import Digests, FileChanged
-from tiers.engine.identity.facts import attention_facts
-from tiers.engine.identity.late import LateFacts
-from tiers.engine.identity.made import generation_facts, made_facts, unseen_facts
+from tiers.engine.identity.facts import (
+    LateFacts,
+    attention_facts,
+    generation_facts,
+    made_facts,
+    unseen_facts,
+)
 from tiers.engine.identity.weights import NoIdentity, identity, source
 from tiers.engine.vllm_watch import this_worker
 

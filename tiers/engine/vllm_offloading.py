@@ -33,9 +33,9 @@ from tiers.contract.block_copier import Copier
 from tiers.contract.engine_info import MOMENT
 from tiers.contract.messages import WorkerHandshake
 from tiers.contract.pool_size import PoolSize
+from tiers.engine.content_marks import refuse_unmarked_media
 from tiers.engine.hosted_chain import hosted_tiers
 from tiers.engine.identity.facts import config_facts
-from tiers.engine.media_identity import refuse_unmarked_media
 from tiers.engine.vllm_groups import STATES_ON_V2, refuse_model
 from tiers.engine.vllm_hosted_manager import HostedManager
 from tiers.engine.vllm_hosted_worker import HostedWorker

@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from tiers.contract.observer import CHAIN
 from tiers.contract.stats import (
+    CHAIN,
     COUNTERS,
     GAUGES,
     HISTOGRAMS,

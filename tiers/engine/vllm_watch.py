@@ -15,12 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
-from tiers.contract.adapters import NO_ADAPTERS, LoadedAdapters, RequestMarks
+from tiers.contract.marks import NO_ADAPTERS, LoadedAdapters, RequestMarks
 from tiers.contract.weight_reports import Unseen, Weights
-from tiers.engine import loaded_adapters
-from tiers.engine.loaded_adapters import SeenAdapters
+from tiers.engine import adapter_marks
+from tiers.engine.adapter_marks import MarksOfRequests, SeenAdapters
 from tiers.engine.model_weights import ModelWeights, before_calls
-from tiers.engine.request_marks import MarksOfRequests
 from tiers.engine.versions import NEWEST, release_of
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ logger = init_logger(__name__)
 
 HASHES_HAVE_PATHS = (release_of(vllm_version) or NEWEST) >= (0, 31)
 """Whether block hashes contain an adapter's path beside its name."""
-name_of = partial(loaded_adapters.name_of, has_path=HASHES_HAVE_PATHS)
+name_of = partial(adapter_marks.name_of, has_path=HASHES_HAVE_PATHS)
 
 _seen: dict[int, tuple[Any, SeenAdapters]] = {}
 """By the identity of an engine's configuration of adapters, which is in the first place. All

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiers.contract.protocols import Request, SchedulerOutput
-from tiers.explain.attempt import UNNOTED, Attempt, Decision
-from tiers.explain.notes import RequestNotes
-from tiers.explain.tier_answers import Explained
+from tiers.explain.notes import UNNOTED, Attempt, Decision, Explained, RequestNotes
 
 MAX_REQUESTS = 1000
 MAX_BYTES = 16 << 20

@@ -9,9 +9,8 @@ from concurrent.futures import Future
 import torch
 
 from tiers.concurrency.executors import io_executor
-from tiers.gpu.cuda import CudaCopier
+from tiers.gpu.cuda import CudaCopier, Staging
 from tiers.gpu.pages import PagedKV
-from tiers.gpu.staging import Staging
 from tiers.host.slot_memory import slot_stride
 
 

@@ -14,7 +14,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from tiers.gpu.page_copies import Copies, PageCopies
+from tiers.gpu.pages import Copies, PageCopies
 
 CHUNK = 1024
 """Units that one program copies."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tiers.connector.policy.choice import Choice, clip, first, longest, stitched
-from tiers.contract.coverage import WAVE
+from tiers.contract.block_groups import WAVE
 
 LOOKING = (None, False)
 MISSING = (0, False)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.clock import Clock
 from tiers.connector.policy.choice import Coverage, Stitch, behind, shared, stitched
-from tiers.contract.coverage import COMPLETE, MISSING, NO_WINDOW
+from tiers.contract.block_groups import COMPLETE, MISSING, NO_WINDOW
 from tiers.loading.load_cost import LoadCost
 
 SIZE = 16

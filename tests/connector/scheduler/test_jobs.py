@@ -12,8 +12,8 @@ from tiers.connector.policy.choice import NO_LOAD
 from tiers.connector.policy.request_state import RequestState, WaitBudget
 from tiers.connector.scheduler.jobs import Jobs
 from tiers.connector.scheduler.tier_request import TierRequest
-from tiers.contract.adapters import RequestMark
 from tiers.contract.generation import Generation
+from tiers.contract.marks import RequestMark
 from tiers.contract.messages import JobResult, LoadItem, StoreItem
 
 

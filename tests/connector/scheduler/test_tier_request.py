@@ -10,7 +10,7 @@ from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler.tier_request import TierRequest
 from tiers.connector.scheduler.tier_stores import new_offers
 from tiers.contract.engine_info import EngineInfo
-from tiers.contract.media import MediaMarks
+from tiers.contract.marks import MediaMarks
 
 
 def test_a_token_that_was_computed_and_taken_back_completes_no_block() -> None:

@@ -29,10 +29,10 @@ class Host:
     payload_bytes = 1 << 20
     engine = SimpleNamespace(kv_events=True, rank=0)
     memory = SimpleNamespace(payload=lambda slot: memoryview(bytearray(1)))
-    alike = SimpleNamespace(
-        alike=lambda: True, alike_everywhere=lambda: True, waits_for_others=lambda: False
+    unchanged = SimpleNamespace(
+        unchanged=lambda: True, unchanged_everywhere=lambda: True, waits_for_others=lambda: False
     )
-    watch = SimpleNamespace(stores=lambda tag: Host.alike)
+    watch = SimpleNamespace(stores=lambda tag: Host.unchanged)
 
     def now(self) -> float:
         return 0.0
@@ -102,7 +102,7 @@ def test_jobs_that_wait_are_put_together(puts: Puts, store: Store) -> None:
     results = [future.result(WAIT_S) for future in futures]
     assert [len(put) for put in store.puts] == [1, 3, 28, 1], "an eighth of what waits, at most"
     assert [result.failed for result in results] == [set(), {1}, set(), {0}, set(), set()]
-    assert [result.known for result in results] == [set(), set(), {0}, set(), set(), set()]
+    assert [result.already_stored for result in results] == [set(), set(), {0}, set(), set(), set()]
     assert kept(puts) == before
 
 

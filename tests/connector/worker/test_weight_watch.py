@@ -62,12 +62,12 @@ def test_weights_that_were_others_in_between_are_not_believed() -> None:
     between = step(watch)
     weights.shown = b"old"
     after = step(watch)
-    assert [one.alike() for one in (after, between, before)] == [False, False, True]
-    assert step(watch).alike() is False
+    assert [one.unchanged() for one in (after, between, before)] == [False, False, True]
+    assert step(watch).unchanged() is False
     assert watch.report() == WeightReport(b"", {}) and watch.report() is None
-    assert step(watch, b"next").alike() is True, "a generation begins with what is there"
-    assert step(watch).alike() is False, "an order from before it began"
-    assert step(watch, b"next").alike() is True
+    assert step(watch, b"next").unchanged() is True, "a generation begins with what is there"
+    assert step(watch).unchanged() is False, "an order from before it began"
+    assert step(watch, b"next").unchanged() is True
 
 
 def test_a_step_waits_for_no_look() -> None:
@@ -85,7 +85,7 @@ def test_a_device_that_fails_shows_nothing() -> None:
     weights = Slow()
     watch = watching(weights)
     weights.shown = b"failed"
-    assert step(watch).alike() is False
+    assert step(watch).unchanged() is False
 
 
 def test_all_tiers_of_a_step_share_a_look() -> None:
@@ -119,13 +119,13 @@ def test_ranks_wait_for_each_other() -> None:
     assert not agreement.heard(reports()) and agreement.waits
     run(agreement.orders([OffloadingConnectorMetadata()]), looks=False)
     assert not agreement.waits
-    assert [one.alike_everywhere() for one in first] == [True, True]
+    assert [one.unchanged_everywhere() for one in first] == [True, True]
 
     weights[1].shown = b"new"
     second = run(agreement.orders([stores]))
     assert agreement.heard(reports()), "one rank's word is enough"
     run(agreement.orders([]), looks=False)
-    assert [one.alike_everywhere() for one in second] == [False, False]
+    assert [one.unchanged_everywhere() for one in second] == [False, False]
 
     unlooked = agreement.orders([stores])
     run(unlooked, looks=False)
@@ -135,7 +135,7 @@ def test_ranks_wait_for_each_other() -> None:
 
     third = run(agreement.orders([stores]))
     ranks[0].close()
-    assert third[0].alike_everywhere() is False, "nor when the engine ends"
+    assert third[0].unchanged_everywhere() is False, "nor when the engine ends"
 
 
 def test_reports_fold() -> None:

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from spec.chain import ChainSpec
 from tests.support.compatibility import Cells
+from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk, drive, measured
+from tiers.connector import assembly as chains
 from tiers.connector.policy.request_state import RequestTable
-from tiers.contract.adapters import LoadedAdapter
+from tiers.connector.scheduler import open_tier
+from tiers.connector.worker import offloading_worker as workers
 from tiers.contract.engine_info import EngineInfo
+from tiers.contract.marks import LoadedAdapter
+from tiers.engine.adapter_marks import MarksOfRequests, name_of
 from tiers.engine.content_marks import ContentMarks
-from tiers.engine.loaded_adapters import name_of
-from tiers.engine.request_marks import MarksOfRequests
+from tiers.engine.identity.facts import LateFacts, generation_facts, made_facts, unseen_facts
+from tiers.errors import TierUnusable
+from tiers.lab.replay import ReplayEngine, answer
 
 BLOCK = 16
 TOKENS = list(range(3, 3 + 3 * BLOCK))
@@ -60,7 +76,7 @@ def test_requests_that_differ_in_more_than_tokens_share_no_block() -> None:
         loaded = {
             name_of(one): LoadedAdapter(one.lora_int_id, b"weights", b"files") for one in loras
         }
-        marks.heard({0: loaded})
+        marks.take_reports({0: loaded})
         engine = EngineInfo({}, BLOCK, BLOCK, num_blocks=9, marks=marks, media=media)
         table = RequestTable(engine)
         return table.keys(table.of(request))
@@ -228,3 +244,370 @@ def test_what_can_t_be_served_is_named(
     with pytest.raises(ValueError, match=words) as refusal:
         kv_groups(config, cache)
     cells.refused(what, str(refusal.value))
+
+
+ROPE = "how its rotary embeddings are made is a fact"
+MADE = "noted in the configuration that the model holds, which is a fact"
+TABLE = "the length of a table or of working memory"
+MEDIA = "how large an image or a sound may be when memory is measured"
+POOLING = "no model that generates"
+SAMPLING = "which tokens come next"
+NOTHING = "removes what has no effect at this length"
+WARMING = "what is tried before requests come"
+JUDGED = {
+    "kernels/attention/dsa/candidate_blocks.py": TABLE,
+    "layers/attention/mla_attention.py": TABLE,
+    "layers/attention/sparse_mla_attention.py": TABLE,
+    "layers/attention/static_sink_attention.py": TABLE,
+    "layers/indexer_topk.py": TABLE,
+    "layers/quantization/modelopt_block_quant.py": TABLE,
+    "layers/rocm_paged_mxfp4_indexer.py": TABLE,
+    "layers/rotary_embedding/phi3_long_rope_scaled_rope.py": ROPE,
+    "layers/sparse_attn_indexer.py": TABLE,
+    "layers/sparse_attn_indexer_kpool.py": TABLE,
+    "models/cohere_compass.py": ROPE,
+    "models/colpali.py": POOLING,
+    "models/config.py": POOLING,
+    "models/deepseek_ocr.py": MEDIA,
+    "models/deepseek_v2.py": TABLE,
+    "models/deepseek_vl2.py": MEDIA,
+    "models/diffusion_gemma.py": SAMPLING,
+    "models/embedding_gemma2.py": POOLING,
+    "models/ernie45_vl.py": MEDIA,
+    "models/gemma3_mm.py": MEDIA,
+    "models/gemma4_mm.py": SAMPLING,
+    "models/gemma4_mtp.py": SAMPLING,
+    "models/gemma4_unified.py": SAMPLING,
+    "models/glm4_1v.py": MEDIA,
+    "models/idefics3.py": MEDIA,
+    "models/internvl.py": MEDIA,
+    "models/kimi_k25.py": MEDIA,
+    "models/kimi_vl.py": MEDIA,
+    "models/lfm2_vl.py": MEDIA,
+    "models/llama4.py": MADE,
+    "models/minicpmv.py": MEDIA,
+    "models/minimax_m2.py": MADE,
+    "models/mllama4.py": MEDIA,
+    "models/nano_nemotron_vl.py": MEDIA,
+    "models/parakeet.py": MEDIA,
+    "models/plamo3.py": ROPE,
+    "models/qwen2_5_vl.py": MEDIA,
+    "models/qwen2_vl.py": MEDIA,
+    "models/qwen3_vl.py": MEDIA,
+    "models/step3_vl.py": MEDIA,
+    "models/transformers/utils.py": NOTHING,
+    "models/voxtral.py": MEDIA,
+    "models/voxtral_realtime.py": MEDIA,
+    "warmup/attention_warmup.py": WARMING,
+    "warmup/rocm_segmented_attn_autotune_warmup.py": WARMING,
+    "warmup/step5_dsa_warmup.py": WARMING,
+}
+"""The modules under `model_executor` that read what the table of fields takes for no fact."""
+READS = re.compile(r"\b(max_model_len|generation_config)\b")
+
+
+def readers(vllm: Path) -> set[str]:
+    """The modules of an installed or unpacked vLLM that read these."""
+    root = vllm / "model_executor"
+    return {
+        str(path.relative_to(root)) for path in root.rglob("*.py") if READS.search(path.read_text())
+    }
+
+
+def sources() -> list[Path]:
+    """The installed vLLM, and those in the folders that VLLM_SOURCES names."""
+    spec = importlib.util.find_spec("vllm")
+    found = [] if spec is None or spec.origin is None else [Path(spec.origin).parent]
+    named = filter(None, os.environ.get("VLLM_SOURCES", "").split(os.pathsep))
+    return found + [Path(one) / "vllm" for one in named]
+
+
+@pytest.mark.vllm
+def test_all_that_reads_the_longest_request_or_the_generation_config_is_judged() -> None:
+    if not sources():
+        pytest.skip("no source of vLLM is at hand")
+    for vllm in sources():
+        found = readers(vllm)
+        assert "models/llama4.py" in found, vllm
+        assert found - JUDGED.keys() == set(), f"{vllm}: does its KV depend on these?"
+
+
+def test_a_new_reader_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "model_executor" / "models"
+    folder.mkdir(parents=True)
+    (folder / "new.py").write_text("scale = vllm_config.model_config.max_model_len > 8192\n")
+    assert readers(tmp_path) - JUDGED.keys() == {"models/new.py"}
+
+
+class Config:
+    """A model's configuration."""
+
+    def __init__(self, **said: Any) -> None:
+        self.said = said
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.said
+
+
+class RotaryEmbedding(torch.nn.Module):
+    def __init__(self, use_long_rope: bool) -> None:
+        super().__init__()
+        self.use_long_rope = use_long_rope
+
+
+class Model(torch.nn.Module):
+    """A model that notes how it computes in a copy of the configuration that it is given."""
+
+    def __init__(self, config: Config, longest: int) -> None:
+        super().__init__()
+        self.config = copy.deepcopy(config)
+        self.config.said["attn_temperature_tuning"] = longest > 32768
+        self.rotary_emb = RotaryEmbedding(longest > 4096)
+
+
+def test_what_a_model_decides_while_it_is_made_is_a_fact() -> None:
+    config = Config(_name_or_path="here")
+    facts = [made_facts(Model(config, longest)) for longest in (8192, 16384, 65536, 1024)]
+    assert facts[0] == facts[1] == made_facts(Model(Config(_name_or_path="there"), 8192))
+    assert len({one["made"] for one in facts}) == 2, "its configuration"
+    assert len({one["rotary"] for one in facts}) == 2, "its rotary embeddings"
+    lengths = [unseen_facts(SimpleNamespace(max_model_len=longest)) for longest in (1024, 8192)]
+    assert lengths[0] != lengths[1], "who sees no model goes by the length"
+
+
+@pytest.mark.vllm
+def test_longest_request_matters_where_it_chooses_the_rotary_factors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of Phi-3, which has two sets of them."""
+    from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope as phi
+
+    def facts(longest: int) -> dict[str, str]:
+        config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=longest))
+        monkeypatch.setattr(phi, "get_current_vllm_config", lambda: config)
+        shape: Any = (32, 32, 131072, 4096, 10000.0, True, torch.float32)
+        return made_facts(phi.Phi3LongRoPEScaledRotaryEmbedding(*shape, [1.0] * 16, [2.0] * 16))
+
+    assert facts(2048) == facts(4096) != facts(131072) == facts(8192)
+
+
+def test_a_generation_config_that_says_more_than_sampling_is_a_fact() -> None:
+    def facts(override: dict[str, Any] | None = None, **said: Any) -> dict[str, str]:
+        return generation_facts(
+            SimpleNamespace(
+                try_get_generation_config=lambda: said, override_generation_config=override
+            )
+        )
+
+    assert facts() == facts(temperature=0.5) == facts({"top_k": 3}) == {}
+    assert facts(attn_temperature_tuning=True) == facts({"attn_temperature_tuning": True}) != {}
+    assert facts({"attn_temperature_tuning": False}, attn_temperature_tuning=True) != facts(
+        attn_temperature_tuning=True
+    )
+
+
+PROMPT = list(range(48))
+SECONDS = 30.0
+
+
+class Facts:
+    """Late facts that a test lets be known; of all ranks."""
+
+    def __init__(self, weights: str = "weights") -> None:
+        self.weights = weights
+        self.are_known = False
+        self.asked = 0
+
+    def known(self, seconds: float = 0.0) -> Mapping[str, str] | None:
+        self.asked += 1
+        return {"weights": self.weights} if self.are_known else None
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., ReplayEngine]]:
+    """Make engines; each is closed, and must have given everything back."""
+    engines: list[ReplayEngine] = []
+
+    def one(chain: ChainSpec, late: Any, **more: Any) -> ReplayEngine:
+        engines.append(ReplayEngine(chain, late_facts=late, prefix_caching=False, **more))
+        return engines[-1]
+
+    yield one
+    for engine in engines:
+        close(engine)
+
+
+def count(engine: ReplayEngine, tier: str, what: str) -> float:
+    return measured(engine, what, tier)
+
+
+def loaded(engine: ReplayEngine, tier: str) -> float:
+    """Tokens of the prompt that come from a tier."""
+    before = count(engine, tier, "loaded_tokens")
+    request = engine.generate(PROMPT)
+    assert request.output == answer(MODEL, PROMPT, 4, len(engine.workers))
+    engine.settle()
+    return count(engine, tier, "loaded_tokens") - before
+
+
+def until(engine: ReplayEngine, tier: str) -> None:
+    """Serve until the tier does."""
+    limit = time.monotonic() + SECONDS
+    while not loaded(engine, tier):
+        assert time.monotonic() < limit, f"{tier} never joined"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_tier_that_others_share_joins_when_the_facts_are_known(
+    make: Callable[..., ReplayEngine],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    world_size: int,
+) -> None:
+    caplog.set_level(logging.INFO)
+    late = Facts()
+    engine = make(chain_of(disk(tmp_path)), late, world_size=world_size)
+    assert loaded(engine, "disk") == 0 and loaded(engine, "disk") == 0
+    assert not count(engine, "disk", "store_dropped_inflight")
+    assert [r.levelname for r in caplog.records if "being identified" in r.message] == ["INFO"]
+    late.are_known = True
+    until(engine, "disk")
+    assert len([r for r in caplog.records if "join now" in r.message]) == 1
+    # What it stored is found by the next engine with these facts, and by no other.
+    engine.settle()
+    assert loaded(make(chain_of(disk(tmp_path)), _known(), world_size=world_size), "disk")
+    assert not loaded(
+        make(chain_of(disk(tmp_path)), _known("others"), world_size=world_size), "disk"
+    )
+
+
+def _known(weights: str = "weights") -> Facts:
+    facts = Facts(weights)
+    facts.are_known = True
+    return facts
+
+
+def test_the_cpu_tier_waits_for_nothing_and_asks_for_nothing(
+    make: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    alone = Facts()
+    engine = make(chain_of(cpu()), alone)
+    loaded(engine, "cpu")
+    assert loaded(engine, "cpu") and alone.asked == 0, "nobody reads weights for it"
+    beside = make(chain_of(cpu(), disk(tmp_path)), Facts())
+    loaded(beside, "cpu")
+    assert loaded(beside, "cpu")
+
+
+def test_a_load_of_requests_is_right_before_and_after(
+    make: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    late = Facts()
+    engine = make(chain_of(cpu(8), disk(tmp_path)), late)
+    drive(engine, 1)
+    late.are_known = True
+    drive(engine, 2)
+    drive(engine, 1)
+    until(make(chain_of(disk(tmp_path)), _known()), "disk")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), TierUnusable("no disk")])
+def test_a_tier_that_one_rank_can_not_open_late_is_said_once(
+    make: Callable[..., ReplayEngine],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    world_size: int,
+) -> None:
+    opens = vars(workers)["open_guarded"]
+    opened: list[str] = []
+
+    def last_fails(*args: Any) -> Any:
+        opened.append("worker")
+        if len(opened) == world_size:
+            raise error
+        return opens(*args)
+
+    monkeypatch.setattr(workers, "open_guarded", last_fails)
+    monkeypatch.setattr(open_tier, "open_guarded", lambda *_: opened.append("scheduler"))
+    late = Facts()
+    engine = make(chain_of(disk(tmp_path)), late, world_size=world_size)
+    loaded(engine, "disk")
+    late.are_known = True
+    limit = time.monotonic() + SECONDS
+    while "unusable" not in caplog.text:
+        assert time.monotonic() < limit, "nobody says why the tier is absent"
+        loaded(engine, "disk")
+    for _ in range(3):
+        assert loaded(engine, "disk") == 0
+    (line,) = [r.getMessage() for r in caplog.records if "unusable" in r.getMessage()]
+    assert "tier 'disk' is unusable" in line and str(error) in line
+    assert opened == ["worker"] * world_size, "what can't be used is opened in vain"
+
+
+def test_a_store_that_opens_after_its_worker_was_closed_is_closed(
+    make: Callable[..., ReplayEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens = vars(workers)["open_guarded"]
+    begin, stores = threading.Event(), []
+
+    def slowly(*args: Any) -> Any:
+        assert begin.wait(SECONDS)
+        stores.append(opens(*args))
+        return stores[0]
+
+    monkeypatch.setattr(workers, "open_guarded", slowly)
+    monkeypatch.setattr(chains, "DRAIN_SECONDS", 0.01)
+    late = Facts()
+    engine = make(chain_of(disk(tmp_path)), late)
+    late.are_known = True
+    loaded(engine, "disk")
+    close(engine)
+    begin.set()
+    limit = time.monotonic() + SECONDS
+    while not stores or not stores[0]._closed:
+        assert time.monotonic() < limit, "its folder stays in use"
+        time.sleep(0.01)
+
+
+# -- finding them out ----------------------------------------------------------------------------
+
+
+def test_facts_are_found_beside_who_asks() -> None:
+    begin = threading.Event()
+
+    def slowly() -> dict[str, str]:
+        assert begin.wait(SECONDS)
+        return {"weights": "w"}
+
+    late = LateFacts(lambda: {"attention": "amx"}, slowly, {"weights": "alone"})
+    assert late.known() is None and late.known(0.01) is None
+    begin.set()
+    assert late.known(SECONDS) == {"attention": "amx", "weights": "w"}
+
+
+def test_facts_that_can_t_be_found_are_this_process_s_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda told: None)
+
+    def fails() -> dict[str, str]:
+        raise MemoryError
+
+    late = LateFacts(dict, fails, {"weights": "alone"})
+    assert late.known(SECONDS) == {"weights": "alone"}
+
+
+def test_layers_that_can_t_be_identified_start_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails() -> dict[str, str]:
+        raise NotImplementedError("a layer of a kind that is new")
+
+    late = LateFacts(fails, lambda: {"weights": "w"}, {"weights": "alone"})
+    assert late.known() == late.known() == {"weights": "alone"}
+    assert len(caplog.records) == 1

@@ -28,7 +28,7 @@ from tests.engine.vllm.vllm_server import VllmServer
 from tests.support.clock import wait_for
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk
 from tests.support.servers import RedisServer
-from tiers.contract.block_events import BlockEvent, Origin
+from tiers.contract.protocols import BlockEvent, Origin
 from tiers.lab.replay import ReplayEngine
 
 pytestmark = pytest.mark.vllm

@@ -172,7 +172,7 @@ class BackingStore:
                 self._put_ended(one.prefix, one.whole)
 
     def _ended(self, transfer: Transfer, key: bytes, slot: int, good: bool) -> bool:
-        is_ours = self._generation.made(key)
+        is_ours = self._generation.owns(key)
         if transfer.prefix is None:
             if not (good and is_ours):
                 self._manager.discard(key)

@@ -276,7 +276,7 @@ class HostedTier:
         self._note(key, in_host=True, stored=False)
 
     def _note(self, key: bytes, *, in_host: bool, stored: bool) -> None:
-        if self._events and self._generation.made(key):
+        if self._events and self._generation.owns(key):
             self._happened.append(Happened(self._generation.block(key), in_host, stored))
 
     def take_happened(self) -> list[Happened]:
@@ -303,7 +303,7 @@ class HostedTier:
         else:
             self._note(key, in_host=False, stored=False)
         request = self._requests.get(request_id)
-        if request is None or not self._generation.made(key):
+        if request is None or not self._generation.owns(key):
             return
         if self._residency.find(key) is None:
             request.missed.add(key)

@@ -28,8 +28,13 @@ from tiers.contract.connector import SchedulerConnector
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation
 from tiers.contract.messages import OffloadingConnectorMetadata
-from tiers.contract.observer import RequestObserver
-from tiers.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
+from tiers.contract.protocols import (
+    Blocks,
+    ConnectorOutput,
+    Request,
+    RequestObserver,
+    SchedulerOutput,
+)
 from tiers.contract.stats import TierStats
 from tiers.contract.weight_reports import Seen, WeightOrders, WeightReport
 from tiers.explain.explanations import Explainer
@@ -234,7 +239,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         if isinstance(whole, MultiWorkerMetadata):
             parts = whole.metadata
             if whole.weights is not None:
-                self._requests.engine.marks.heard(whole.weights.adapters)
+                self._requests.engine.marks.take_reports(whole.weights.adapters)
 
         def update(child: SchedulerConnector, part: Any) -> None:
             connector_output.kv_connector_worker_meta = part
@@ -424,7 +429,7 @@ class WeightAgreement:
         number = None
         if any(tier.reqs_to_store for tier in tiers):
             number = next(self._numbers)
-            self._seen[number] = Seen(0, alike=True)
+            self._seen[number] = Seen(0, unchanged=True)
         verdicts, self._verdicts = self._verdicts, {}
         return WeightOrders(number, verdicts)
 
@@ -436,9 +441,9 @@ class WeightAgreement:
             if number not in self._seen:
                 continue  # it is decided
             whole = self._seen[number] = seen.fold(self._seen[number])
-            if not whole.alike or whole.ranks == self._ranks:
+            if not whole.unchanged or whole.ranks == self._ranks:
                 del self._seen[number]
-                self._verdicts[number] = whole.alike
+                self._verdicts[number] = whole.unchanged
         return report.over is not None and report.over == self._generation.tag
 
     @property

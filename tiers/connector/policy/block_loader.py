@@ -7,8 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from tiers.connector.policy.request_state import RequestState
 from tiers.contract.connector import SchedulerConnector
-from tiers.explain.attempt import UNNOTED, Attempt
-from tiers.explain.tier_answers import Explained
+from tiers.explain.notes import UNNOTED, Attempt, Explained
 from tiers.loading.load_cost import LoadCost
 
 
@@ -22,7 +21,7 @@ class BlockLoader(Protocol):
     def coverage(self, request_state: RequestState, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks of the request could be loaded.
 
-        As `contract.coverage` says; None: ask again later.
+        As `contract.block_groups` says; None: ask again later.
         """
 
     def version(self, request_state: RequestState) -> int | None:

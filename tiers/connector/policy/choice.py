@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from tiers.contract.coverage import (
+from tiers.contract.block_groups import (
     COMPLETE,
     MISSING,
     NO_WINDOW,
@@ -21,7 +21,7 @@ Shares = dict[int, list[range]]
 """Blocks of one request that each child loads: child to ranges of block indexes, in order."""
 
 Coverage = Callable[[range], Sequence[int] | None]
-"""How much of each of these blocks of the request a child can load (see `contract.coverage`);
+"""How much of each of these blocks of the request a child can load (see `contract.block_groups`);
 None: it is still looking."""
 
 

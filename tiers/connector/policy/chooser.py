@@ -24,7 +24,7 @@ from tiers.connector.policy.choice import (
 )
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.connector import SchedulerConnector
-from tiers.explain.attempt import UNNOTED, Attempt
+from tiers.explain.notes import UNNOTED, Attempt
 from tiers.loading.comparison import Comparison, Wish
 from tiers.loading.load_cost import LoadCost
 from tiers.loading.shares import LinkCost
@@ -352,7 +352,7 @@ class Chooser:
             return question.asked[index]
         request_state = question.state
         answer = child.get_num_new_matched_tokens(request_state.request, question.computed)
-        question.notes.told(index, answer[0])
+        question.notes.reported(index, answer[0])
         if (
             request_state.limits.max_load_tokens is not None
             and (answer[0] or 0) > question.loadable

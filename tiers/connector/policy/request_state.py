@@ -16,12 +16,10 @@ from tiers.connector.policy.request_params import (
     LimitsReader,
     RequestLimits,
 )
-from tiers.contract.adapters import RequestMark
 from tiers.contract.block_groups import BlockGroups
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation
-from tiers.contract.media import MediaMark, joined
-from tiers.contract.observer import CHAIN
+from tiers.contract.marks import MediaMark, RequestMark, joined
 from tiers.contract.protocols import (
     NULL_BLOCK,
     BlockCopy,
@@ -30,6 +28,7 @@ from tiers.contract.protocols import (
     Request,
     SchedulerOutput,
 )
+from tiers.contract.stats import CHAIN
 
 
 @dataclass(eq=False)

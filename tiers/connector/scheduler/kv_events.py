@@ -10,7 +10,7 @@ from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.connector.scheduler.inventory.inventory import Inventory
 from tiers.connector.scheduler.inventory.journal import Run
-from tiers.contract.block_events import UNKNOWN, BlockEvent, Medium
+from tiers.contract.protocols import UNKNOWN, BlockEvent, Medium
 
 
 class Place(NamedTuple):
@@ -110,7 +110,7 @@ class KVEvents:
         requests = self._requests
         hashes: dict[int, list[bytes]] = {}
         for key in keys:
-            if requests.generation.made(key):
+            if requests.generation.owns(key):
                 block_hash, group = requests.groups.hash_of(key)
                 hashes.setdefault(group, []).append(block_hash)
         for group, found in sorted(hashes.items()):
@@ -136,7 +136,7 @@ class KVEvents:
             for run, held, but in self._inventory.take():
                 # Of before a reset: this engine finds them no more, and what it has stored since
                 # under the same hashes is not gone.
-                if not self._requests.generation.made(run.keys[0]):
+                if not self._requests.generation.owns(run.keys[0]):
                     continue
                 gone = [key not in but for key in run.keys]
                 for part in [run] if held else run.held(gone):

@@ -20,7 +20,6 @@ from tiers.connector.scheduler.tier_hints import TierHints
 from tiers.connector.scheduler.tier_loads import TierLoads
 from tiers.connector.scheduler.tier_manager import DOWN
 from tiers.connector.scheduler.tier_stores import TierStores
-from tiers.contract.block_events import BlockEvent
 from tiers.contract.connector import SchedulerConnector
 from tiers.contract.messages import (
     NO_LOOKUP_TIMES,
@@ -29,7 +28,7 @@ from tiers.contract.messages import (
     OffloadingWorkerMetadata,
     WorkerHandshake,
 )
-from tiers.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
+from tiers.contract.protocols import BlockEvent, Blocks, ConnectorOutput, Request, SchedulerOutput
 from tiers.contract.stats import TierStats
 from tiers.errors import TierUnusable
 from tiers.host.slots import SlotPool

@@ -138,9 +138,9 @@ class TierOpener:
         handshakes: Sequence[WorkerHandshake],
         on_evict: OnEvict,
     ) -> HostManager:
-        lacks = [handshake.lacks for handshake in handshakes if handshake.lacks]
-        if lacks:
-            raise TierUnusable(lacks[0])
+        shortages = [handshake.shortage for handshake in handshakes if handshake.shortage]
+        if shortages:
+            raise TierUnusable(shortages[0])
         slots = slots_within(tier.capacity, payload, len(handshakes))
         if slots == 0:
             raise TierUnusable(

@@ -9,7 +9,7 @@ from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import PendingLoad
 from tiers.connector.scheduler.tier_manager import DOWN
 from tiers.connector.scheduler.tier_request import TierRequest
-from tiers.contract.coverage import MISSING
+from tiers.contract.block_groups import MISSING
 from tiers.contract.messages import LoadItem, LoadJob
 from tiers.contract.protocols import NULL_BLOCK
 from tiers.loading.load_cost import LoadCost

@@ -170,9 +170,9 @@ class TierStores:
         for index in reversed(range(len(job.items))):
             item = job.items[index]
             stored, head = index not in store.result.failed, heads.get(item.key)
-            if generation.made(item.key):
+            if generation.owns(item.key):
                 if manager.complete_store(item.key, item.slot, stored, head):
-                    if index not in store.result.known:
+                    if index not in store.result.already_stored:
                         context.kv_events.stored(item.key, store.numbers[index])
                     kept.append(item.key)
                     numbers.append(store.numbers[index])

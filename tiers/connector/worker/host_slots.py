@@ -21,8 +21,7 @@ from tiers.contract.engine_info import MOMENT, EngineInfo
 from tiers.contract.messages import StoreItem, WorkerHandshake
 from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
-from tiers.host.prefault import Prefault
-from tiers.host.slot_memory import SlotMemory, slot_stride
+from tiers.host.slot_memory import Prefault, SlotMemory, slot_stride
 from tiers.host.spare_memory import spare_memory
 
 logger = logging.getLogger(__name__)
@@ -207,8 +206,8 @@ class HostSlots:
     def handshake(self, tier: str = "") -> WorkerHandshake:
         """What the scheduler must know of this worker, for a tier that only this engine finds.
         `tier`: its name, where memory may be there for some tiers alone."""
-        lacks = self._refused.get(tier, "") if self._size.hosts else self._shortage
-        return replace(self._handshake(b""), lacks=lacks)
+        shortage = self._refused.get(tier, "") if self._size.hosts else self._shortage
+        return replace(self._handshake(b""), shortage=shortage)
 
     def shared_handshake(self, may_wait: bool = False) -> WorkerHandshake | None:
         """As `handshake`, for a tier whose blocks other engines find by the worker's namespace.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import NamedTuple
 
@@ -12,10 +13,9 @@ from tiers.concurrency.executors import io_executor, wait_a_moment
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.worker.host_slots import HostSlots
-from tiers.connector.worker.load_progress import Load, Numbered
 from tiers.connector.worker.weight_watch import WeightVerdict
 from tiers.contract.generation import space_of
-from tiers.contract.messages import JobResult, LoadJob
+from tiers.contract.messages import JobResult, LoadItem, LoadJob, LoadTimes
 from tiers.errors import TierUnusable
 from tiers.host.slot_memory import SlotMemory, slot_stride
 from tiers.loading.load_cost import LatencyModel
@@ -38,6 +38,8 @@ HOPE = 0.5
 that is dropped since it has less could not have ended in time."""
 FADE = 0.8
 """Factor by which a load that is dropped makes that part smaller, until one has run."""
+Numbered = list[tuple[int, LoadItem]]
+"""Items of a load, each with its number among them."""
 
 
 class EndedLoad(NamedTuple):
@@ -54,6 +56,79 @@ class _WaveRead(NamedTuple):
 
     held: list[bool] | None
     waited: float
+
+
+class Laps:
+    """What a load spends its time on, from one lap to the next. Used by the load's thread."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._spent = dict.fromkeys(LoadTimes._fields, 0.0)
+
+    def lap(self, part: str, queue: float = 0.0) -> None:
+        """All since the last lap was spent on `part`, a field of LoadTimes, but for `queue` seconds
+        of it at most that were spent waiting."""
+        now = time.perf_counter()
+        queue = min(queue, now - self._last)
+        self._spent["queue"] += queue
+        self._spent[part] += now - self._last - queue
+        self._last = now
+
+    @property
+    def times(self) -> LoadTimes:
+        """What has been spent so far."""
+        return LoadTimes(**self._spent)
+
+
+class Load:
+    """A load in flight. Nothing is copied after `end`."""
+
+    def __init__(self, job: LoadJob, now: float) -> None:
+        self.job = job
+        self.until = now + job.seconds
+        self.began: float | None = None
+        """When its turn came; None: it has not."""
+        self.seconds: float | None = None
+        """What moving the blocks took, once that is known."""
+        self.dropped = False
+        """Whether nothing of it was read, since it could not have ended in time."""
+        self.outdated = False
+        """Whether nothing of it was read, since the weights have changed."""
+        self.damaged = 0
+        self.laps = Laps()
+        self._lost: set[int] = set()
+        self._arrived: set[int] = set()
+        self._is_over = False
+        # Held during copies into the engine's memory. The engine may reuse a load's blocks after
+        # `end`, which without the lock could come between the check of `_is_over` and the copy.
+        self._lock = threading.Lock()
+
+    def record_missing(self, wave: Numbered, held: Sequence[bool]) -> None:
+        """Record the items of a wave that the tier does not have."""
+        with self._lock:
+            self._lost.update(i for (i, _), ok in zip(wave, held, strict=True) if not ok)
+
+    def copy_in(self, indexes: Sequence[int], copy: Callable[[], None]) -> bool:
+        """Call `copy` for these items, unless the load is over; return whether it was not."""
+        with self._lock:
+            if self._is_over:
+                return False
+            copy()
+            self._arrived.update(indexes)
+            return True
+
+    @property
+    def arrived(self) -> int:
+        """How many items have."""
+        return len(self._arrived)
+
+    def end(self) -> tuple[set[int], set[int]]:
+        """End the load; return the items that did not arrive, and those of them that the tier does
+        not have. Waits for the copy in flight at most."""
+        with self._lock:
+            self._is_over = True
+            failed = set(range(len(self.job.items))) - self._arrived
+            return failed, self._lost & failed
 
 
 class Loading:
@@ -114,7 +189,7 @@ class Loading:
             # Those are served in time instead.
             load.dropped, load.seconds = True, 0.0
             return
-        if not verdict.alike():  # the engine computes it, with the weights that it has now
+        if not verdict.unchanged():  # the engine computes it, with the weights that it has now
             load.outdated, load.seconds = True, 0.0
             return
         self._load_items(load, fence)

@@ -97,7 +97,7 @@ class Puts:
             failed = set(range(len(job.items))) - good
             own = min(renewed, len(good))
             renewed -= own
-            result = JobResult(1, failed, seconds * len(gathered), known=had, renewed=own)
+            result = JobResult(1, failed, seconds * len(gathered), already_stored=had, renewed=own)
             self._results[job.job_id] = result
 
     def _renewed(self) -> int:
@@ -110,8 +110,8 @@ class Puts:
         the generation, and what others find must be right on all ranks."""
         items, verdict = waiting.job.items, waiting.verdict
         held = self._host.wait_and_verify([item.slot for item in items], [i.key for i in items])
-        alike = verdict.alike() if self._in_host else verdict.alike_everywhere()
-        return [i for i, ok in enumerate(held) if ok and alike]
+        unchanged = verdict.unchanged() if self._in_host else verdict.unchanged_everywhere()
+        return [i for i, ok in enumerate(held) if ok and unchanged]
 
     def _more(self, first: _QueuedPut) -> list[tuple[StoreJob, list[int]]]:
         """Take the next jobs from the queue that one put takes with `first`, an eighth of what

@@ -2,8 +2,8 @@
 
 | a generation is | what happens | what follows |
 |---|---|---|
-| begun | its first job comes: what all parts show then is what it stands for | alike |
-| alike | each step that loads or stores looks at the next part | alike or over |
+| begun | its first job comes: what all parts show then is what it stands for | unchanged |
+| unchanged | each step that loads or stores looks at the next part | unchanged or over |
 | over | a look differed: nothing of it is loaded or stored | the scheduler begins the next |
 
 The first generation, which has no tag, stands for the weights that were there at the start.
@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from concurrent.futures import Future
 
-from tiers.contract.adapters import NO_ADAPTERS, LoadedAdapters
+from tiers.contract.marks import NO_ADAPTERS, LoadedAdapters
 from tiers.contract.weight_reports import Look, Seen, WeightOrders, WeightReport, Weights
 
 
@@ -32,18 +32,18 @@ class WeightVerdict:
         self.everywhere: Future[bool] = Future() if is_shared else self.here
         self._is_shared = is_shared
 
-    def alike(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether this rank's weights are the generation's; waits for the device."""
         self._generation.judge(self)
         return self.here.result()
 
-    def alike_everywhere(self) -> bool:
+    def unchanged_everywhere(self) -> bool:
         """Whether those of all ranks are: one whose own are as they were may compute with what
         others made of new ones. Waits for the scheduler, which says so in a later step."""
-        return self.alike() and self.everywhere.result()
+        return self.unchanged() and self.everywhere.result()
 
     def waits_for_others(self) -> bool:
-        """Whether `alike_everywhere` would wait for the scheduler."""
+        """Whether `unchanged_everywhere` would wait for the scheduler."""
         return self._is_shared and not self.everywhere.done()
 
     def ready(self) -> bool:
@@ -53,12 +53,12 @@ class WeightVerdict:
         """Compare what is seen with what the generation stands for."""
         generation = self._generation
         try:
-            alike = not generation.is_over and self._look.seen() == generation.shown(self._part)
+            unchanged = not generation.is_over and self._look.seen() == generation.shown(self._part)
         except RuntimeError:  # a device that failed shows nothing
-            alike = False
-        generation.is_over |= not alike
-        self.here.set_result(alike)
-        return alike
+            unchanged = False
+        generation.is_over |= not unchanged
+        self.here.set_result(unchanged)
+        return unchanged
 
 
 class _Generation:
@@ -69,8 +69,8 @@ class _Generation:
         self.is_over = False
         self._shown = [weights.look(part) for part in range(weights.parts)]
         self._looks: deque[WeightVerdict] = deque()
-        # Looks are judged in order: else one that is alike again, after the weights were others for
-        # a while, could be believed before the one that differed is judged.
+        # Looks are judged in order: else one after the weights have been changed back could be
+        # believed before the one that differed is judged.
         self._judging = threading.Lock()
 
     def shown(self, part: int) -> bytes:
@@ -134,10 +134,10 @@ class WeightWatch:
         self._looks.clear()
         if self._is_shared and orders.number is not None:
             self._unreported[orders.number] = None
-        for number, alike in orders.verdicts.items():
+        for number, unchanged in orders.verdicts.items():
             verdict = self._awaited.pop(number, None)
             if verdict is not None:
-                verdict.everywhere.set_result(alike)
+                verdict.everywhere.set_result(unchanged)
 
     def loads(self, tag: bytes) -> WeightVerdict:
         """Look before blocks of a generation are loaded."""
@@ -185,7 +185,7 @@ class WeightWatch:
         seen: dict[int, Seen] = {}
         for number, verdict in [*self._unreported.items()]:
             if verdict is None and number != self._number:
-                seen[number] = Seen(1, alike=False)  # its step has looked at nothing
+                seen[number] = Seen(1, unchanged=False)  # its step has looked at nothing
             elif verdict is not None and verdict.here.done():
                 seen[number] = Seen(1, verdict.here.result())
         for number in seen:

@@ -8,16 +8,38 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from tiers.concurrency.executors import widen_affinity
 from tiers.engine.identity.config_fields import FIELDS, PARTS
 
 logger = logging.getLogger(__name__)
 
 _VOLATILE = ("_name_or_path", "transformers_version")
+_SAMPLING = (
+    "_from_model_config assistant_confidence_threshold assistant_early_exit "
+    "assistant_ensemble_weight assistant_lookbehind bad_words_ids begin_suppress_tokens "
+    "bos_token_id cache_config cache_implementation compile_config constraints "
+    "continuous_batching_config decoder_start_token_id disable_compile diversity_penalty do_sample "
+    "dola_layers early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty "
+    "eos_token_id epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids "
+    "forced_bos_token_id forced_eos_token_id guidance_scale is_assistant length_penalty low_memory "
+    "max_cache_len max_length max_matching_ngram_size max_new_tokens max_time min_length "
+    "min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule "
+    "num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states "
+    "output_logits output_scores pad_token_id penalty_alpha prefill_chunk_size "
+    "prompt_lookup_num_tokens remove_invalid_values renormalize_logits repetition_penalty "
+    "return_dict_in_generate sequence_bias speculation_type stop_strings suppress_tokens "
+    "target_lookbehind temperature token_healing top_h top_k top_p transformers_version typical_p "
+    "use_cache use_mtp watermarking_config"
+)
+SAMPLING_KEYS = frozenset(_SAMPLING.split())
+"""Keys of a generation config that decide which tokens come next, or how many. Any other is a
+fact."""
 
 
 def config_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
@@ -142,3 +164,92 @@ def _device(vllm_config: Any, layers: list[Any]) -> str:
     told = [layer for layer in layers if hasattr(layer, "get_attn_backend")]
     amx = "" if all(hasattr(layer, "isa") for layer in told) else torch.cpu._is_amx_tile_supported()
     return f"{kind} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {amx}"
+
+
+def made_facts(model: Any) -> dict[str, str]:
+    """Return what a model that was made says of itself: the configurations that its modules hold,
+    and how each kind of rotary embedding was made."""
+    configs = {id(one): one for one in _configs(model)}
+    rotary = {text_of(_simple(one)) for one in model.modules() if "Rotary" in type(one).__name__}
+    return {
+        "made": json.dumps(sorted({config_digest(one) for one in configs.values()})),
+        "rotary": json.dumps(sorted(rotary)),
+    }
+
+
+def unseen_facts(model_config: Any) -> dict[str, str]:
+    """Return what stands for those of a model that can't be seen."""
+    return {"made": f"not seen, for requests of {model_config.max_model_len} tokens"}
+
+
+def generation_facts(model_config: Any) -> dict[str, str]:
+    """Return what the generation config says of more than sampling."""
+    read = getattr(model_config, "try_get_generation_config", dict)
+    said: Mapping[str, Any] = {
+        **read(),
+        **(getattr(model_config, "override_generation_config", None) or {}),
+    }
+    decides = {key: value for key, value in said.items() if key not in SAMPLING_KEYS}
+    return {"generation": text_of(decides)} if decides else {}
+
+
+def _configs(model: Any) -> Iterator[Any]:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "to_dict"):
+            yield config
+
+
+def _simple(module: Any) -> dict[str, Any]:
+    values = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
+    return {"": type(module).__name__, **values}
+
+
+class LateFacts:
+    """Finds the facts of a worker: quickly those of its layers, in the background the others.
+
+    `at_once` is called by the first `known`, then `slowly` on a daemon thread, for which no ending
+    process waits. `otherwise`: the facts if either fails; they must be no other engine's.
+    """
+
+    def __init__(
+        self,
+        at_once: Callable[[], Mapping[str, str]],
+        slowly: Callable[[], Mapping[str, str]],
+        otherwise: Mapping[str, str],
+    ) -> None:
+        self._at_once = at_once
+        self._slowly = slowly
+        self._found = otherwise
+        self._early: Mapping[str, str] | None = None
+        self._done = threading.Event()
+
+    def known(self, seconds: float = 0.0) -> Mapping[str, str] | None:
+        """Return all facts; None if they are unknown after `seconds`. Called by one thread."""
+        if self._early is None:
+            self._early = self._begin()
+        if not self._done.wait(seconds):
+            return None
+        return {**self._early, **self._found}
+
+    def _begin(self) -> Mapping[str, str]:
+        try:
+            early = dict(self._at_once())
+            threading.Thread(target=self._find, name="kvtiers-facts", daemon=True).start()
+        # Layers may come from any model, platform or plugin, so their errors can't be listed. This
+        # thread is starting the engine: without this, a cache's fact would keep it from serving.
+        except Exception:
+            logger.exception(
+                "the engine's layers can't be identified: no other process finds what it stores, "
+                "nor does this one after a restart"
+            )
+            self._done.set()
+            return {}
+        return early
+
+    def _find(self) -> None:
+        widen_affinity()
+        try:
+            self._found = dict(self._slowly())
+        finally:
+            self._done.set()

@@ -17,8 +17,8 @@ from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.contract.block_copier import OpenCopier
-from tiers.contract.block_events import BlockEvent
 from tiers.contract.engine_info import EngineInfo, LateFacts
+from tiers.contract.protocols import BlockEvent
 from tiers.contract.stats import TierStats
 from tiers.contract.weight_reports import Weights
 from tiers.gpu.copier import open_copier

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from tiers.contract.block_events import Origin
 from tiers.contract.engine_info import EngineInfo, KVGroup
+from tiers.contract.protocols import Origin
 from tiers.lab.replay.blocks import STATE
 
 VOCABULARY = 50_000

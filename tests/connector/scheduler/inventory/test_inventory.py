@@ -18,7 +18,7 @@ from tests.support.clock import wait_for
 from tiers.connector.scheduler.inventory import inventory, journal
 from tiers.connector.scheduler.inventory.inventory import Due, Inventory
 from tiers.connector.scheduler.inventory.journal import Journal, Run, pack, read, unpack
-from tiers.contract.block_events import UNKNOWN, Origin
+from tiers.contract.protocols import UNKNOWN, Origin
 
 
 def run_of(first: int, blocks: int = 3, **origin: object) -> Run:

@@ -25,7 +25,7 @@ from tiers.concurrency.handoff import Handoff
 from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.scheduler.inventory.journal import Journal, Run, pack, read, unpack
-from tiers.contract.block_events import UNKNOWN
+from tiers.contract.protocols import UNKNOWN
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiers.concurrency.file_locks import release
-from tiers.contract.block_events import Origin
+from tiers.contract.protocols import Origin
 
 SEGMENT_BYTES = 1 << 20
 """Bytes after which a file is closed and another begun: 10,000 blocks, checked in one go."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.gpu.cuda_model import Model, Site
-from tiers.gpu import words as module
-from tiers.gpu.words import WORD, Words
+from tiers.engine import model_weights as module
+from tiers.engine.model_weights import WORD, Words
 
 DEVICES = [
     "cpu",
@@ -72,6 +72,6 @@ def test_a_devices_words_are_those_behind_what_it_was_given(
 def test_each_wait_is_needed(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
     source = inspect.getsource(module).splitlines()
     (line,) = (number for number, text in enumerate(source, 1) if wait in text)
-    site = "tiers/gpu/words.py", line
+    site = "tiers/engine/model_weights.py", line
     found = [read_while_they_change(monkeypatch, eager, site) for eager in (True, False)]
     assert found != [(False, [5])] * 2

@@ -18,11 +18,17 @@ import torch
 
 from tests.support.clock import Clock, wait_for
 from tests.support.replay_chains import chain_of, cpu, measured
-from tiers.contract.adapters import RequestMark
-from tiers.engine import loaded_adapters, request_marks
-from tiers.engine.identity.adapter_files import folder_stamp, settled_stamp
-from tiers.engine.loaded_adapters import SeenAdapters, name_of, weights_digest
-from tiers.engine.request_marks import PATIENCE, MarksOfRequests
+from tiers.contract.marks import RequestMark
+from tiers.engine import adapter_marks
+from tiers.engine.adapter_marks import (
+    PATIENCE,
+    MarksOfRequests,
+    SeenAdapters,
+    folder_stamp,
+    name_of,
+    settled_stamp,
+    weights_digest,
+)
 from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.lab.replay.requests import ReplayRequest
 
@@ -74,7 +80,7 @@ class Engine:
 
     def step(self) -> None:
         """A step of the engine: what its workers have loaded reaches the scheduler."""
-        self.marks.heard({rank: seen.report() for rank, seen in enumerate(self.seen)})
+        self.marks.take_reports({rank: seen.report() for rank, seen in enumerate(self.seen)})
 
     def mark_of(self, request: Any) -> RequestMark:
         """The mark of a request that has come and waits, for so many steps at most."""
@@ -161,9 +167,9 @@ def test_nothing_is_shared_until_all_ranks_have_loaded_it(folder: Path) -> None:
     engine, one = Engine(ranks=2), adapter(folder)
     engine.load(one)
     request = request_of(one)
-    engine.marks.heard({0: engine.seen[0].report()})
+    engine.marks.take_reports({0: engine.seen[0].report()})
     assert not engine.marks.of(request).shared
-    engine.marks.heard({1: engine.seen[1].report()})
+    engine.marks.take_reports({1: engine.seen[1].report()})
     assert engine.marks.of(request).shared
 
 
@@ -346,7 +352,7 @@ def test_files_that_change_while_they_are_loaded_are_nobody_s(folder: Path) -> N
 def test_more_adapters_than_are_told_apart(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loaded_adapters, "MOST_NAMES", 2)
+    monkeypatch.setattr(adapter_marks, "MOST_NAMES", 2)
     seen = SeenAdapters()
     model = Model(1, {"q": Layer(1)})
     for name in "abcd":
@@ -383,7 +389,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[set[str], list[st
             free.wait(60)
         return folder_stamp(path)
 
-    monkeypatch.setattr(request_marks, "folder_stamp", stamp)
+    monkeypatch.setattr(adapter_marks, "folder_stamp", stamp)
     yield hang, threads
     free.set()
 
@@ -398,6 +404,7 @@ def test_a_folder_that_hangs_keeps_nobody_waiting(
     for each in (one, other):
         engine.load(each)
     engine.step()
+    threads.clear()  # a worker, which loads adapters, looks itself
     hang.add(one.lora_path)
     first = request_of(one)
     assert not engine.marks.ready(first)

@@ -1,35 +1,200 @@
-"""MarksOfRequests: what a request's KV owes to its LoRA adapter's weights, and to which of its
-prompt's positions are tokens."""
+"""What is a LoRA adapter known by? The weights that a worker's engine has loaded."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import xxhash
+
 from tiers.concurrency.executors import io_executor
-from tiers.contract.adapters import (
+from tiers.contract.marks import (
+    MARK_BYTES,
     AdapterReports,
     LoadedAdapter,
+    LoadedAdapters,
     RequestMark,
     RequestMarks,
 )
-from tiers.contract.media import MARK_BYTES
-from tiers.engine.identity.adapter_files import folder_stamp
-from tiers.engine.loaded_adapters import NameOf, name_of
+from tiers.engine.digesting import Unknown, feed
+from tiers.engine.identity.digests import SETTLED_SECONDS, Stamp, stamp_of
+from tiers.engine.identity.weights import WEIGHTS, WITHOUT_EFFECT, links
 
 logger = logging.getLogger(__name__)
 
+TICK_SECONDS = 0.02
+"""How far apart two changes of a file are at least, for their times to differ, on a file system
+whose times are finer than seconds."""
+MOST_NAMES = 1 << 16
+"""Adapters that are told apart; KV of further ones is not cached."""
+NameOf = Callable[[Any], bytes]
+"""What stands for an adapter in the engine's block hashes, of a request of the engine's to load."""
 PATIENCE = 0.2
 """Seconds that a request waits at most for a look at its adapter's files."""
 FRESH = 1.0
 """Seconds for which such a look is good."""
 LOOKERS = 4
 """Threads that look, so that a folder that hangs does not keep others from being looked at."""
+
+
+def folder_stamp(path: str) -> bytes:
+    """Return 16 bytes that change with an adapter's files and with the links on the way to them;
+    none if it is no local folder, or can't be read."""
+    return _digest(_stamps(path))
+
+
+def settled_stamp(path: str) -> bytes:
+    """Return the stamp of an adapter's folder that any later change changes; none without one.
+    Waits for a tick of the file system's clock where the files are as new as that."""
+    stamps = _stamps(path)
+    newest = max((stamp.ctime_ns for _, stamp in stamps), default=0)
+    tick = TICK_SECONDS if newest % 1_000_000_000 else SETTLED_SECONDS
+    age = time.time() - newest / 1e9
+    if 0 <= age < TICK_SECONDS == tick:
+        time.sleep(tick - age)
+        return _digest(stamps)
+    return _digest(stamps) if age >= tick else b""
+
+
+def _stamps(path: str) -> list[tuple[str, Stamp]]:
+    """Return the stamps of an adapter's files, and of the links on the way to them, by name."""
+    folder = Path(path).expanduser().absolute()
+    try:
+        files = sorted(p for p in folder.iterdir() if p.suffix in (*WEIGHTS, ".json"))
+        decide = [p for p in files if p.name not in WITHOUT_EFFECT]
+        # A link that leads to itself is found here, before links are followed.
+        stamps = [(p.name, stamp_of(p.stat())) for p in decide]
+        way = [*links(folder), *(link for p in decide if p.is_symlink() for link in links(p))]
+        return stamps + [(str(p), stamp_of(p.lstat())) for p in way]
+    except OSError:
+        return []
+
+
+def _digest(stamps: list[tuple[str, Stamp]]) -> bytes:
+    return hashlib.blake2b(json.dumps(stamps).encode(), digest_size=16).digest() if stamps else b""
+
+
+def name_of(adapter: Any, has_path: bool = True) -> bytes:
+    """Return what stands for a LoRA adapter in the engine's block hashes. `has_path`: they contain
+    its path."""
+    text = f"{adapter.lora_name}\0{adapter.lora_path if has_path else ''}"
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+@dataclass
+class _Weights:
+    """An adapter's weights in the engine's memory, while they are there."""
+
+    ref: weakref.ref[Any]
+    content: bytes
+    stamp: bytes
+
+
+class SeenAdapters(LoadedAdapters):
+    """Digests the weights of each adapter when the engine has loaded them.
+
+    Block hashes contain an adapter's name, and its path perhaps. Once other weights came under one
+    name, the engine's own prefix cache may hold KV of either, and nothing tells which. So nothing
+    of requests with that name is stored from then on.
+
+    Used by the worker's thread, which loads adapters and runs the steps.
+    """
+
+    def __init__(self, name_of: NameOf = name_of) -> None:
+        self._name_of = name_of
+        self._loaded: dict[bytes, LoadedAdapter] = {}
+        self._new: set[bytes] = set()
+        self._weights: dict[int, _Weights] = {}
+        self._said: set[str] = set()
+
+    def before(self, adapter: Any) -> bytes:
+        """Return the stamp of the files that the engine is about to read."""
+        return settled_stamp(str(adapter.lora_path))
+
+    def after(self, adapter: Any, weights: Any, stamp: bytes = b"") -> None:
+        """Note which weights an engine uses for an `adapter` from now on. `stamp`: that of before
+        it loaded them, if it did; nothing may have changed since."""
+        name, found = self._name_of(adapter), self._of(weights)
+        if found is None:
+            same = bool(stamp) and folder_stamp(str(adapter.lora_path)) == stamp
+            found = self._keep(weights, stamp if same else b"")
+        before = self._loaded.get(name)
+        content = found.content
+        if before is None and len(self._loaded) >= MOST_NAMES:
+            self._say("more LoRA adapters are used than kvtiers tells apart: further ones' KV")
+            return
+        if before is not None and before.content != content:
+            content = b""
+        if not content:
+            self._say(f"LoRA adapter {adapter.lora_name!r} {_why(found)}: its KV")
+        now = LoadedAdapter(adapter.lora_int_id, content, found.stamp)
+        if now != before:
+            self._loaded[name] = now
+            self._new.add(name)
+
+    def report(self) -> dict[bytes, LoadedAdapter]:
+        new, self._new = self._new, set()
+        return {name: self._loaded[name] for name in new}
+
+    def may_store(self, adapter: bytes) -> bool:
+        loaded = self._loaded.get(adapter)
+        return loaded is not None and bool(loaded.content)
+
+    def _of(self, weights: Any) -> _Weights | None:
+        known = self._weights.get(id(weights))
+        return known if known is not None and known.ref() is weights else None
+
+    def _keep(self, weights: Any, stamp: bytes) -> _Weights:
+        here = id(weights)
+        ref = weakref.ref(weights, lambda _: self._weights.pop(here, None))
+        kept = self._weights[here] = _Weights(ref, weights_digest(weights), stamp)
+        return kept
+
+    def _say(self, what: str) -> None:
+        """Log each warning once."""
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning("%s is not cached until the engine is started again", what)
+
+
+def _why(found: _Weights) -> str:
+    if not found.content:
+        return "is in a form that kvtiers does not know"
+    return (
+        "was loaded again with other weights, and the engine's own prefix cache does not "
+        "distinguish them (load changed weights under another name, from another path)"
+    )
+
+
+def weights_digest(weights: Any) -> bytes:
+    """Digest all tensors and values of an adapter's weights but its number; none if some are of a
+    kind that does not show its content."""
+    digest = xxhash.xxh3_128()
+    try:
+        values = {name: value for name, value in vars(weights).items() if name != "id"}
+        tensors = feed(digest, _plain(values))
+    except (Unknown, TypeError, ValueError, RuntimeError):
+        return b""
+    return digest.digest() if tensors else b""
+
+
+def _plain(value: Any) -> Any:
+    """Return a mapping's objects as mappings of what they have."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, torch.Tensor) or not hasattr(value, "__dict__"):
+        return value
+    return {"": type(value).__name__, **vars(value)}
 
 
 class _Look(NamedTuple):
@@ -92,7 +257,7 @@ class MarksOfRequests(RequestMarks):
 
     # -- what workers have loaded ------------------------------------------------------------
 
-    def heard(self, reports: AdapterReports) -> None:
+    def take_reports(self, reports: AdapterReports) -> None:
         new: set[bytes] = set()
         for rank, loaded in reports.items():
             for name, one in loaded.items():

@@ -20,12 +20,11 @@ from tiers.connector.policy.request_state import RequestState, RequestTable, Sch
 from tiers.connector.scheduler.tier_request import TierRequest
 from tiers.connector.scheduler.tier_stores import new_offers
 from tiers.contract.engine_info import EngineInfo
-from tiers.contract.media import MediaMark, MediaMarks, joined
-from tiers.contract.observer import CHAIN
+from tiers.contract.marks import MediaMark, MediaMarks, joined
+from tiers.contract.stats import CHAIN
 from tiers.engine import digesting
-from tiers.engine.content_marks import ContentMarks
+from tiers.engine.content_marks import ContentMarks, media_marks, refuse_unmarked_media
 from tiers.engine.digesting import content_digest
-from tiers.engine.media_identity import media_marks, refuse_unmarked_media
 from tiers.lab.replay import ReplayEngine, answer
 
 RED, BLUE = torch.full((3, 4), 0.5), torch.full((3, 4), -0.5)
