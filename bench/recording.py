@@ -22,7 +22,7 @@ from spec.chain import RecordSpec
 from spec.load import load_chain
 from tiers.contract.protocols import Request
 from tiers.lab.replay import ReplayEngine, ReplayModel
-from tiers.traces.recorder_writer import EndedRequest, Recording, RecordWriter
+from tiers.traces.recorder import EndedRequest, Recording, RecordWriter
 
 MODEL = ReplayModel(width=64)
 HASH_BYTES = 32

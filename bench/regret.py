@@ -21,12 +21,11 @@ from typing import Any
 from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.search.budget import Budget
+from tiers.tuning.search.chain_text import name
 from tiers.tuning.search.processes import Simulations
-from tiers.tuning.search.score import score
-from tiers.tuning.search.search import Split
+from tiers.tuning.search.search import Split, score
 from tiers.tuning.search.space import Space
-from tiers.tuning.search.tune import Asked, tune
-from tiers.tuning.search.words import name
+from tiers.tuning.search.tune import TuneOptions, tune
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.workload import Workload
 
@@ -110,25 +109,25 @@ def case(
 ) -> dict[str, Any]:
     """The chosen chain and those by hand, by the objective on the second half."""
     began = time.monotonic()
-    asked = Asked(chains, split=Split(warm=HALF / 5, searched=HALF), processes=processes)
-    tuned = tune(requests, size, budget, asked=asked)
+    asked = TuneOptions(chains, split=Split(warm=HALF / 5, searched=HALF), processes=processes)
+    tuned = tune(requests, size, budget, options=asked)
     seconds = time.monotonic() - began
     hand = hand_chains(budget)
     with Simulations(Workload.of(requests, size), budget.machine, processes) as simulations:
         reports = simulations.run([(chain, 1.0, HALF) for chain in hand.values()])
     scores = {text: score(one, budget) for text, one in zip(hand, reports, strict=True)}
-    chosen = tuned.verdict.judged["chosen"]
+    chosen = tuned.judged["chosen"]
     kept = {text: one.value for text, one in scores.items() if not one.excess}
     best = min(kept, key=kept.__getitem__)
     return {
         "seconds": round(seconds),
-        "tried": len(tuned.found.tried),
+        "tried": len(tuned.tried),
         "chosen": name(chosen.chain),
         "ttft_mean": chosen.score.value,
         "excess": chosen.score.excess,
         "broken": tuned.broken,
-        "fastest_first": tuned.verdict.judged["fastest first"].score.value,
-        "none": tuned.verdict.judged["none"].score.value,
+        "fastest_first": tuned.judged["fastest first"].score.value,
+        "none": tuned.judged["none"].score.value,
         "best_by_hand": best,
         "regret": chosen.score.value / kept[best] - 1,
         "hand": {text: [one.value, one.excess] for text, one in scores.items()},

@@ -20,9 +20,8 @@ from pathlib import Path
 from bench.policies import TRACE
 from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
-from tiers.tuning.curve import measure
+from tiers.tuning.curve import PrefixStack, measure
 from tiers.tuning.machine import Machine, TierProfile
-from tiers.tuning.prefix_stack import PrefixStack
 from tiers.tuning.simulation import SimChain, SimTier, Workload, simulate
 
 GB = 10**9

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tiers.ghosts.ghosts import HotPrefix
-from tiers.ghosts.tier_model import PARTS, Sampled, SampledStack, TierModel
+from tiers.ghosts.ghosts import PARTS, HotPrefix, Sampled, SampledStack, TierModel
 
 
 def conversations(requests: int, seed: int = 0) -> list[list[int]]:

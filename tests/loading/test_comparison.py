@@ -22,7 +22,7 @@ from tiers.loading.comparison import (
     Wish,
 )
 from tiers.loading.load_cost import ABREAST, LEAST_TOKENS, LinearFit, LoadCost
-from tiers.tuning.simulation.policies import Plan
+from tiers.tuning.simulation.loads import Plan
 
 BLOCK = 16
 PROMPT = 64

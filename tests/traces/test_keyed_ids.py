@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from tiers.traces.recorder_writer import KeyedIds
+from tiers.traces.recorder import KeyedIds
 
 KEY, HASHES = bytes(range(32)), [bytes([n]) * 32 for n in range(100)]
 

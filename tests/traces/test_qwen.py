@@ -8,8 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiers.traces.open_trace import open_trace
-from tiers.traces.qwen import chained
+from tiers.traces.open_trace import chained, open_trace
 
 
 def test_a_file(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_cut_off_frame_is_said(tmp_path: Path, level: int, has_sum: bool) -> N
         trace = open_trace(path)
         assert len(list(trace)) >= COUNT
         at = path.stat().st_size
-        note = f"{path}: it is cut off after byte {at}; what precedes its last part was read"
+        note = f"{path}: it is cut off after byte {at}; all before its last part was read"
         assert trace.summary.skipped["cut off ends of files"] == 1
         assert note in trace.summary.notes
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tiers.errors import TraceError
 from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
-from tiers.tuning.curve import measure
-from tiers.tuning.prefix_stack import PrefixStack
+from tiers.tuning.curve import PrefixStack, measure
 
 CONVERSATION = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
 Prompts = list[Sequence[int]]
@@ -104,7 +103,7 @@ def test_no_difference_from_replay_at_any_size(prompts: Prompts) -> None:
 @pytest.fixture(autouse=True)
 def _trim_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make short traces go through what long ones need."""
-    monkeypatch.setattr("tiers.tuning.prefix_stack.SLACK", 2)
+    monkeypatch.setattr("tiers.tuning.curve.SLACK", 2)
 
 
 @settings(max_examples=100, deadline=None)

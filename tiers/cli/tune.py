@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tiers.tuning.report import Report
     from tiers.tuning.search.budget import Budget
     from tiers.tuning.search.search import Trials
-    from tiers.tuning.search.tune import Asked, Tuned
+    from tiers.tuning.search.tune import Tuned, TuneOptions
 
 
 BudgetFile = Annotated[
@@ -122,7 +122,7 @@ def _search(
 ) -> Tuned:
     from spec.registry import stdout_to_stderr
     from tiers.cli.progress import bars, say_other_model
-    from tiers.tuning.search.tune import Asked
+    from tiers.tuning.search.tune import TuneOptions
     from tiers.tuning.search.tune import tune as run
 
     with bars(auto_refresh=False) as progress:  # the simulating processes are forked from this one
@@ -153,7 +153,7 @@ def _search(
             with stdout_to_stderr():  # stores may print
                 return replay(some, size, chain, budget.machine, warm=warm, options=options)
 
-        asked = Asked(chains, seconds, processes=processes, judge=judge)
+        asked = TuneOptions(chains, seconds, processes=processes, judge=judge)
         if real:
             asked = replace(asked, serve=serve)
         began = time.monotonic()
@@ -186,9 +186,9 @@ def _read(trace: Trace, block_tokens: int | None = None) -> list[TraceRequest]:
     return requests
 
 
-def _so_far(trials: Trials, asked: Asked, seconds: float) -> str:
+def _so_far(trials: Trials, asked: TuneOptions, seconds: float) -> str:
     """How far a search is, the best so far, and for how long it may go on."""
-    from tiers.tuning.search.words import seconds as words
+    from tiers.tuning.report import seconds as words
 
     best = trials.best
     left = seconds / len(trials) * max(0, asked.limit - len(trials))
@@ -199,7 +199,7 @@ def _so_far(trials: Trials, asked: Asked, seconds: float) -> str:
 
 
 def _as_far_as(found: Tuned) -> str:
-    from tiers.tuning.search.show import too_little
+    from tiers.tuning.search.tune_report import too_little
 
     return ", as far as so little traffic tells" if too_little(found) else ""
 
@@ -212,7 +212,7 @@ def _tell(
     json_file: Path | None,
 ) -> None:
     from tiers.tuning.files import write_whole
-    from tiers.tuning.search.result import as_json, as_text, as_yaml, lacking
+    from tiers.tuning.search.tune_report import as_json, as_text, as_yaml, unsearched
 
     trace, judged_on = traces[0], traces[1] if len(traces) > 1 else None
     chain = as_yaml(found, trace, present, judged_on)
@@ -224,6 +224,6 @@ def _tell(
     else:
         write_whole(out, lambda file: file.write_text(chain, encoding="utf-8"))
         typer.echo(f"\nThe chain is in {out}.")
-        if lacks := lacking(found, present):
-            typer.echo(lacks.replace("here", "there"))
+        if more := unsearched(found, present):
+            typer.echo(more.replace("here", "there"))
     write_result(json_file, as_json(found, trace))

@@ -10,8 +10,7 @@ from tiers.connector.scheduler.open_tier import ChainPool
 from tiers.contract.protocols import Request
 from tiers.contract.stats import CHAIN
 from tiers.ghosts.ghosts import CLOSE_SECONDS, Ghosts, Setting
-from tiers.traces.recorder import Recorder
-from tiers.traces.recorder_writer import EndedRequest, Recording
+from tiers.traces.recorder import EndedRequest, Recorder, Recording
 
 
 class TrafficRecorder:

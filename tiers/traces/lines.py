@@ -1,10 +1,12 @@
-"""Reading a file line by line: plain or zstd, whole or cut off, with bounded memory."""
+"""Reads JSON objects from a file line by line, plain or zstd, with bounded memory, and checks their
+fields."""
 
 from __future__ import annotations
 
 import json
-import os
+import math
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
@@ -16,13 +18,20 @@ MAX_LINE = 32 * 2**20
 """A line may be this long: a prompt of 4 million tokens in 16-token blocks has 6 MiB of ids."""
 _CHUNK = 2**18
 _PLAIN = b"{", BOM_UTF8
-_GZIP = b"\x1f\x8b"
+_ZSTD_CHUNK = 2**10
+"""Four compressed bytes may become 128 KiB: these become 32 MiB at most."""
 _MAX_WINDOW = 2**27
 """Memory that a zstd frame may ask for: what level 19 with long matching takes."""
+MAX_TOKENS = 2**40
+_MAX_ID = 2**64
 
 
 class Malformed(TraceError):
-    """A line that can't be used, without its place: whoever knows file and line adds them."""
+    """A line that can't be used, without its place: the reader of the file adds it."""
+
+    def at(self, path: Path, line: int) -> TraceError:
+        """The error with its file and line."""
+        return TraceError(f"{path}:{line}: {self}")
 
 
 class Line(NamedTuple):
@@ -35,15 +44,16 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path, summary: TraceSummary) -> Iterator[Line]:
-    """Yield the lines of a file that are not empty.
+    """Yield the lines of a file that are not empty; a `.json` is one line.
 
-    Of a zstd file that is cut off or damaged what precedes the damage is read, and `summary` says
-    so. Raises `TraceError` for a file that can't be read and for a line over `MAX_LINE`.
+    Of a zstd file that is cut off or damaged all before the damage is read, and `summary` says so.
+    Raises `TraceError` for a file that can't be read and for a line over `MAX_LINE`.
     """
     number = 0
     rest = b""
+    is_one = path.suffix == ".json"
     for chunk in _chunks(path, summary):
-        lines = (rest + chunk).split(b"\n") if b"\n" in chunk else [rest + chunk]
+        lines = [rest + chunk] if is_one or b"\n" not in chunk else (rest + chunk).split(b"\n")
         rest = lines.pop()
         for text in lines:
             number += 1
@@ -54,8 +64,8 @@ def read_lines(path: Path, summary: TraceSummary) -> Iterator[Line]:
                 f"{path}:{number + 1}: the line is longer than {MAX_LINE >> 20} MiB; "
                 "a trace has one JSON object a line, which ends with a newline"
             )
-    if rest and not rest.isspace():
-        yield Line(number + 1, rest, False)
+    if is_one or (rest and not rest.isspace()):
+        yield Line(number + 1, rest, is_one)
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
@@ -79,8 +89,8 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _shortened(text: bytes) -> str:
-    shown = ascii(text[:60].decode(errors="replace"))
-    return shown if len(text) <= 60 else f"{shown}..."
+    found = ascii(text[:60].decode(errors="replace"))
+    return found if len(text) <= 60 else f"{found}..."
 
 
 def _chunks(path: Path, summary: TraceSummary) -> Iterator[bytes]:
@@ -88,10 +98,11 @@ def _chunks(path: Path, summary: TraceSummary) -> Iterator[bytes]:
         with path.open("rb") as file:
             start = file.read(4)
             file.seek(0)
-            if start.startswith(_GZIP):
+            if start.startswith(b"\x1f\x8b"):
                 raise TraceError(f"{path}: it is compressed with gzip; unpack it with gunzip first")
             # A file of another name may be zstd's, and one of zstd's name may be unpacked already.
-            if start == MAGIC or (path.suffix == ".zst" and not start.startswith(_PLAIN)):
+            is_zstd = start == b"\x28\xb5\x2f\xfd"
+            if is_zstd or (path.suffix == ".zst" and not start.startswith(_PLAIN)):
                 yield from _decompressed(path, file, summary)
                 return
             if start.startswith(BOM_UTF8):
@@ -107,66 +118,25 @@ def _decompressed(path: Path, file: BinaryIO, summary: TraceSummary) -> Iterator
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
-    stream = decompressor.stream_reader(file, read_across_frames=True, closefd=False)
-    before = 0
-    while True:
-        try:
-            chunk = stream.read1(_CHUNK)  # read() loses what precedes an error
-        except zstandard.ZstdError as error:
-            where = f"{path}: it is damaged before byte {file.tell()} ({error})"
-            summary.skip("damaged ends of files", f"{where}; what precedes that was read")
-            return
-        summary.bytes_read += file.tell() - before
-        before = file.tell()
-        if not chunk:
-            break
-        yield chunk
-    if not ends_whole(file, before):
-        where = f"{path}: it is cut off after byte {before}; what precedes its last part was read"
-        summary.skip("cut off ends of files", where)
-
-
-MAGIC = b"\x28\xb5\x2f\xfd"
-_HEADER = 18
-"""Bytes of the longest header."""
-_RLE = 1
-_SKIPPABLE = range(0x184D2A50, 0x184D2A60)
-
-
-def ends_whole(file: BinaryIO, size: int) -> bool:
-    """Whether the first `size` bytes are whole frames, by the lengths that their parts tell."""
-    at: int | None = 0
-    while at is not None and at < size:
-        at = _frame_end(file, at)
-    return at == size
-
-
-def _frame_end(file: BinaryIO, at: int) -> int | None:
-    """Where the frame ends that begins there; None: that can't be told."""
-    import zstandard
-
-    head = _at(file, at, _HEADER)
-    if int.from_bytes(head[:4], "little") in _SKIPPABLE:
-        return at + 8 + int.from_bytes(head[4:8], "little")
-    try:
-        has_checksum = zstandard.get_frame_parameters(head).has_checksum
-        at += zstandard.frame_header_size(head)
-    except zstandard.ZstdError:
-        return None
-    is_last = False
-    while not is_last:
-        block = _at(file, at, 3)
-        if len(block) < 3:
-            return None
-        header = int.from_bytes(block, "little")
-        is_last = bool(header & 1)
-        at += 3 + (1 if header >> 1 & 3 == _RLE else header >> 3)
-    return at + 4 * has_checksum
-
-
-def _at(file: BinaryIO, at: int, size: int) -> bytes:
-    file.seek(at, os.SEEK_SET)
-    return file.read(size)
+    frame = None
+    while rest := file.read(_ZSTD_CHUNK):
+        summary.bytes_read += len(rest)
+        while rest:
+            frame = frame or decompressor.decompressobj()
+            try:
+                text = frame.decompress(rest)
+            except zstandard.ZstdError as error:
+                where = f"{path}: it is damaged before byte {file.tell()} ({error})"
+                summary.skip("damaged ends of files", f"{where}; all before the damage was read")
+                return
+            rest = b""
+            if frame.eof:
+                rest, frame = frame.unused_data, None
+            if text:
+                yield text
+    if frame is not None:
+        where = f"{path}: it is cut off after byte {file.tell()}"
+        summary.skip("cut off ends of files", f"{where}; all before its last part was read")
 
 
 Parse = Callable[[dict[str, Any]], TraceRequest | None]
@@ -182,7 +152,7 @@ def read_requests(
         try:
             request = parse(parse_object(line.text))
         except Malformed as error:
-            placed = place(error, path, line.number)
+            placed = error.at(path, line.number)
             if not line.is_whole:
                 summary.skip("last lines that were cut off", f"{path}:{line.number}: cut off")
             elif skip_bad:
@@ -194,6 +164,89 @@ def read_requests(
                 yield request
 
 
-def place(error: Malformed, path: Path, line: int) -> TraceError:
-    """The error with its file and line."""
-    return TraceError(f"{path}:{line}: {error}")
+# -- checked fields: a wrong one raises `Malformed` with its key ---------------------------------
+
+
+def number(found: dict[str, Any], key: str) -> float:
+    """A finite number of 0 or more."""
+    value = _required(found, key)
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise Malformed(f"{key} must be a number of 0 or more, not {shown(value)}")
+    return float(value)
+
+
+def whole(found: dict[str, Any], key: str, at_least: int = 0) -> int:
+    """A whole number from `at_least` to `MAX_TOKENS`."""
+    value = _required(found, key)
+    if type(value) is float and value.is_integer():
+        value = int(value)
+    if type(value) is not int or not at_least <= value <= MAX_TOKENS:
+        raise Malformed(
+            f"{key} must be a whole number from {at_least} to 2**40, not {shown(value)}"
+        )
+    return value
+
+
+def hash_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
+    """A list of ids: whole numbers from 0 to 2**64 - 1. They may repeat."""
+    value = _required(found, key)
+    if type(value) is not list:
+        raise Malformed(f"{key} must be a list of whole numbers, not {shown(value)}")
+    if value:
+        if not {int}.issuperset(map(type, value)):
+            wrong = next(block for block in value if type(block) is not int)
+            raise Malformed(f"{key} must be whole numbers, not {shown(wrong)}")
+        if min(value) < 0 or max(value) >= _MAX_ID:
+            wrong = min(value) if min(value) < 0 else max(value)
+            raise Malformed(f"{key} must be from 0 to 2**64 - 1, not {shown(wrong)}")
+    return value
+
+
+def prefix_ids(found: dict[str, Any], key: str = "hash_ids") -> list[int]:
+    """Ids that each stand for a block and all before it, so none comes twice in a request."""
+    ids = hash_ids(found, key)
+    if len(set(ids)) != len(ids):
+        twice = next(block for block, count in Counter(ids).items() if count > 1)
+        raise Malformed(
+            f"{key} has {twice} twice; an id stands for its block and all blocks before it"
+        )
+    return ids
+
+
+def full_blocks(ids: list[int], length: int, size: int) -> list[int]:
+    """The ids of a prompt's full blocks of `size` tokens; a partial last one may have one, too."""
+    blocks = -(-length // size)
+    if len(ids) > blocks:
+        raise Malformed(
+            f"{len(ids)} hash_ids are more than the blocks of {length} tokens, "
+            f"{blocks} of {size} tokens each"
+        )
+    return ids[: length // size]
+
+
+def short_text(found: dict[str, Any], key: str) -> str | None:
+    """A string of 256 characters at most, or nothing."""
+    value = found.get(key)
+    if value is not None and (type(value) is not str or len(value) > 256):
+        raise Malformed(f"{key} must be a string of 256 characters at most, not {shown(value)}")
+    return value
+
+
+def shown(value: object) -> str:
+    """A value in an error, cut short."""
+    try:
+        full = repr(value) if not isinstance(value, str) else ascii(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} that is too long to show"
+    return full if len(full) <= 60 else f"{full[:57]}..."
+
+
+def shown_keys(found: dict[str, Any]) -> str:
+    """The keys of an object in an error."""
+    return ", ".join(sorted(map(shown, found))[:8]) or "none"
+
+
+def _required(found: dict[str, Any], key: str) -> Any:
+    if key not in found:
+        raise Malformed(f"it has no {key}; its keys are: {shown_keys(found)}")
+    return found[key]

@@ -27,8 +27,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiers.errors import TraceError
-from tiers.traces import json_fields
-from tiers.traces.lines import Malformed, parse_object, place, read_lines, read_requests
+from tiers.traces.lines import (
+    Malformed,
+    number,
+    parse_object,
+    prefix_ids,
+    read_lines,
+    read_requests,
+    short_text,
+    shown,
+    whole,
+)
 from tiers.traces.trace import Trace, TraceHeader, TraceRequest, TraceSummary
 
 FORMAT = "kvtiers-trace"
@@ -48,31 +57,28 @@ class FileHeader(NamedTuple):
 
 def encode_header(header: FileHeader) -> bytes:
     """The first line of a file, with its newline."""
-    known = {key: value for key, value in header._asdict().items() if value is not None}
-    return _line({"format": FORMAT, "version": VERSION, **known})
+    return _line({"format": FORMAT, "version": VERSION, **header._asdict()})
 
 
 def encode_request(request: TraceRequest, open_since: float | None = None) -> bytes:
     """A request's line, with its newline; `timestamp` counts from the file's `started`."""
-    line: dict[str, object] = {
-        "timestamp": round(request.timestamp, 3),
-        "input_length": request.input_length,
-        "output_length": request.output_length,
-        "hash_ids": list(request.blocks),
-    }
-    if request.answer_blocks:
-        line["answer_hash_ids"] = list(request.answer_blocks)
-    if open_since is not None:
-        line["open_since"] = round(open_since, 3)
-    if request.tenant is not None:
-        line["tenant"] = request.tenant
-    if request.salt is not None:
-        line["salt"] = request.salt
-    return _line(line)
+    return _line(
+        {
+            "timestamp": round(request.timestamp, 3),
+            "input_length": request.input_length,
+            "output_length": request.output_length,
+            "hash_ids": list(request.blocks),
+            "answer_hash_ids": list(request.answer_blocks) or None,
+            "open_since": None if open_since is None else round(open_since, 3),
+            "tenant": request.tenant,
+            "salt": request.salt,
+        }
+    )
 
 
 def _line(content: dict[str, object]) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+    known = {key: value for key, value in content.items() if value is not None}
+    return json.dumps(known, separators=(",", ":")).encode() + b"\n"
 
 
 def open_recorded(paths: Sequence[Path], skip_bad_lines: bool = False) -> Trace:
@@ -122,22 +128,20 @@ def _header_of(path: Path) -> FileHeader | None:
     except Malformed as error:
         if not line.is_whole:
             return None
-        raise place(error, path, line.number) from None
+        raise error.at(path, line.number) from None
 
 
 def _parse_header(found: dict[str, Any]) -> FileHeader:
     if not is_header(found):
         raise Malformed(f'the first line must have "format": "{FORMAT}"')
     if found.get("version") != VERSION:
-        version = json_fields.shown(found.get("version"))
+        version = shown(found.get("version"))
         raise Malformed(f"its version is {version}, and this release reads version {VERSION}")
     return FileHeader(
-        json_fields.whole(found, "block_tokens", at_least=1),
-        json_fields.number(found, "started"),
-        json_fields.text(found, "writer"),
-        json_fields.whole(found, "kv_bytes_per_token", 1)
-        if "kv_bytes_per_token" in found
-        else None,
+        whole(found, "block_tokens", at_least=1),
+        number(found, "started"),
+        short_text(found, "writer"),
+        whole(found, "kv_bytes_per_token", 1) if "kv_bytes_per_token" in found else None,
     )
 
 
@@ -157,7 +161,7 @@ def _read_files(
                 return None
             request = _parse_request(found, block_tokens, shift)
             is_said = "open_since" in found
-            since = json_fields.number(found, "open_since") + shift if is_said else math.inf
+            since = number(found, "open_since") + shift if is_said else math.inf
             return request
 
         # A folder may be read while it is recorded into, and rotation deletes old files there.
@@ -174,28 +178,26 @@ def _read_files(
 
 
 def _parse_request(found: dict[str, Any], block_tokens: int, shift: float) -> TraceRequest:
-    length = json_fields.whole(found, "input_length")
-    ids = json_fields.prefix_ids(found)
+    length = whole(found, "input_length")
+    ids = prefix_ids(found)
     if len(ids) > length // block_tokens:
         raise Malformed(
             f"{len(ids)} hash_ids are more than the full blocks of {length} tokens, "
             f"{length // block_tokens} of {block_tokens} tokens each"
         )
-    output = json_fields.whole(found, "output_length")
-    of_answer = (
-        json_fields.prefix_ids(found, "answer_hash_ids") if "answer_hash_ids" in found else ()
-    )
+    output = whole(found, "output_length")
+    of_answer = prefix_ids(found, "answer_hash_ids") if "answer_hash_ids" in found else ()
     if len(ids) + len(of_answer) > (length + output) // block_tokens:
         raise Malformed(
             f"{len(ids)} hash_ids and {len(of_answer)} answer_hash_ids are more than the full "
             f"blocks of {length + output} tokens, of {block_tokens} tokens each"
         )
     return TraceRequest(
-        json_fields.number(found, "timestamp") + shift,
+        number(found, "timestamp") + shift,
         length,
         output,
         ids,
-        json_fields.text(found, "tenant"),
-        json_fields.text(found, "salt"),
+        short_text(found, "tenant"),
+        short_text(found, "salt"),
         of_answer,
     )

@@ -11,6 +11,7 @@ from spec.fields import format_size
 from spec.offloading import OffloadingSpec
 from tiers.tuning.curve import Curves, HitCurve
 from tiers.tuning.machine import size_key, size_of
+from tiers.tuning.report import aligned
 
 FORMAT, VERSION = "kvtiers-curve", 1
 _ROWS, _POINTS = 13, 200
@@ -59,16 +60,14 @@ class CurveReport:
     def table(self) -> str:
         """The rows as text; a chain's tiers are named."""
         head = ["size", "blocks", "tokens", "hits", "of tokens", "2nd use", "1st half", "2nd half"]
-        lines = [head, *([*self._cells(row)] for row in self.rows())]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        rows = self.rows()
+        lines = aligned([head, *([*self._cells(row)] for row in rows)], left=0)
         second = {mark.name for mark in self.marks if mark.from_second_use}
-        named = [None, *(row.tier for row in self.rows())]
-        return "\n".join(
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-            + (f"  <- {tier}" if tier else "")
-            + (" (2nd use)" if tier in second else "")
-            for line, tier in zip(lines, named, strict=True)
-        )
+        marks = [
+            f"  <- {row.tier}{' (2nd use)' if row.tier in second else ''}" if row.tier else ""
+            for row in rows
+        ]
+        return "\n".join([lines[0], *map(str.__add__, lines[1:], marks)])
 
     def to_json(self) -> dict[str, Any]:
         """What `--json` writes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -136,55 +136,47 @@ class Report:
         return max([self.gpu_load, *(max(t.load_busy, t.store_busy) for t in self.tiers)])
 
     @property
-    def warnings(self) -> tuple[str, ...]:
+    def warnings(self) -> list[str]:
         """Why figures are not to be trusted, where they are not."""
-        return (*self._long_prompts(), *self._short_lives(), *self._busy_waits(), *self._dropping())
-
-    def _long_prompts(self) -> Iterator[str]:
+        found = []
         if self.too_long:
-            yield (
+            found.append(
                 f"{self.too_long:,} prompts are longer than the engine's cache, and no engine "
                 "serves such: give the machine more engine_cache"
             )
-
-    def _short_lives(self) -> Iterator[str]:
-        for tier in self.tiers:
-            if tier.life_years is not None and tier.life_years < SHORT_LIFE:
-                yield (
-                    f"{tier.name} is written to death in {tier.life_years * 365.25:.0f} days: give "
-                    "it a write_budget or a store_threshold, or life_years to the search"
-                )
-
-    def _busy_waits(self) -> Iterator[str]:
-        busy = [
-            ("the GPUs", self.gpu_load),
-            *((f"{t.name}'s loads", t.load_busy) for t in self.tiers),
+        found += [
+            f"{tier.name} is written to death in {tier.life_years * 365.25:.0f} days: give "
+            "it a write_budget or a store_threshold, or life_years to the search"
+            for tier in self.tiers
+            if tier.life_years is not None and tier.life_years < SHORT_LIFE
         ]
-        for what, share in busy:
-            if share > TRUSTED_LOAD:
-                yield (
-                    f"{what} are busy for {share:.0%} of the time: beyond {TRUSTED_LOAD:.0%} a "
-                    "rate that is a few percent wrong changes waiting times many times over, so "
-                    "trust hit tokens and shares here, and not times"
-                )
-
-    def _dropping(self) -> Iterator[str]:
-        for tier in self.tiers:
-            if tier.store_busy > TRUSTED_LOAD:
-                yield (
-                    f"{tier.name}'s stores are busy for {tier.store_busy:.0%} of the time: beyond "
-                    f"{TRUSTED_LOAD:.0%} they lag, and it drops what finds no room "
-                    f"({tier.dropped_share:.0%} here)"
-                )
+        found += [
+            f"{what} are busy for {share:.0%} of the time: beyond {TRUSTED_LOAD:.0%} a rate that "
+            "is a few percent wrong changes waiting times many times over, so trust hit tokens "
+            "and shares here, and not times"
+            for what, share in (
+                ("the GPUs", self.gpu_load),
+                *((f"{tier.name}'s loads", tier.load_busy) for tier in self.tiers),
+            )
+            if share > TRUSTED_LOAD
+        ]
+        found += [
+            f"{tier.name}'s stores are busy for {tier.store_busy:.0%} of the time: beyond "
+            f"{TRUSTED_LOAD:.0%} they lag, and it drops what finds no room "
+            f"({tier.dropped_share:.0%} here)"
+            for tier in self.tiers
+            if tier.store_busy > TRUSTED_LOAD
+        ]
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """All of it, for `json.dumps`."""
-        said = asdict(self)
-        for tier, use in zip(said["tiers"], self.tiers, strict=True):
+        found = asdict(self)
+        for tier, use in zip(found["tiers"], self.tiers, strict=True):
             tier["dropped_share"] = use.dropped_share
         return {
-            "warnings": list(self.warnings),
-            **said,
+            "warnings": self.warnings,
+            **found,
             "price_per_month": self.price_per_month,
             "cost_per_million_saved_tokens": self.cost_per_million_saved_tokens,
         }
@@ -218,13 +210,21 @@ def table(report: Report) -> str:
     """A row for each tier, then the lines for all of them, then the warnings."""
     rows = [_COLUMNS, *(_row(tier, report.prompt_tokens) for tier in report.tiers)]
     rows += [_ghost(ghost) for ghost in report.ghosts]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]
-    if not report.tiers:
-        lines = []
+    lines = aligned(rows, left=1) if report.tiers else []
     return "\n".join([*lines, *_sums(report), *(f"warning: {text}" for text in report.warnings)])
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
+    """The lines of a table; the first `left` columns are flush left, or all of them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    at = len(widths) if left is None else left
+    cells = ([*map(str.ljust, r[:at], widths), *map(str.rjust, r[at:], widths[at:])] for r in rows)
+    return ["  ".join(row).rstrip() for row in cells]
+
+
+def seconds(value: float) -> str:
+    """A time like 420 ms or 1.23 s."""
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1000:.3g} ms"
 
 
 def _row(tier: TierUse, prompt_tokens: int) -> tuple[str, ...]:
@@ -253,8 +253,8 @@ def _sums(report: Report) -> list[str]:
         f"{report.requests:,} requests of {report.prompt_tokens:,} prompt tokens: {own} from the "
         f"engine's own cache, {_share(report.tier_hit_tokens, report.prompt_tokens)} from tiers, "
         f"{computed} computed",
-        f"time to first token: mean {_seconds(report.ttft_mean)}, median "
-        f"{_seconds(report.ttft_p50)}, 99th percentile {_seconds(report.ttft_p99)}",
+        f"time to first token: mean {seconds(report.ttft_mean)}, median "
+        f"{seconds(report.ttft_p50)}, 99th percentile {seconds(report.ttft_p99)}",
         f"prefill saved: {report.prefill_seconds_saved:,.0f} GPU seconds in "
         f"{report.seconds:,.0f} s",
     ]
@@ -277,7 +277,3 @@ def _life(years: float | None) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

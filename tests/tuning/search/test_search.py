@@ -13,9 +13,9 @@ from tiers.traces.trace import TraceRequest
 from tiers.tuning.report import YEAR, Report
 from tiers.tuning.search.budget import Budget
 from tiers.tuning.search.processes import Job, Simulations
-from tiers.tuning.search.show import left_out
 from tiers.tuning.search.space import Space
-from tiers.tuning.search.tune import Asked, Tuned, tune
+from tiers.tuning.search.tune import Tuned, TuneOptions, tune
+from tiers.tuning.search.tune_report import left_out
 from tiers.tuning.simulation.chain import SimChain, SimTier
 
 MB = 10**6
@@ -46,16 +46,16 @@ def budget(media: Media, **more: Any) -> Budget:
 
 
 def tuned(traffic: Sequence[TraceRequest], given: Budget, limit: int = 60) -> Tuned:
-    return tune(traffic, BLOCK_TOKENS, given, asked=Asked(limit))
+    return tune(traffic, BLOCK_TOKENS, given, options=TuneOptions(limit))
 
 
 def order(found: Tuned) -> list[str]:
-    return [tier.type for tier in found.verdict.chosen.chain.tiers]
+    return [tier.type for tier in found.chosen.chain.tiers]
 
 
 def chosen(found: Tuned, kind: str) -> SimTier:
     """The chosen tier of this type."""
-    return next(tier for tier in found.verdict.chosen.chain.tiers if tier.type == kind)
+    return next(tier for tier in found.chosen.chain.tiers if tier.type == kind)
 
 
 def hot_and_cold(count: int = 240) -> list[TraceRequest]:
@@ -70,7 +70,7 @@ def test_order_the_faster_tier_first(fast: str) -> None:
     media: Media = {kind: (200, {}) if kind == fast else (1000, slow) for kind in ("disk", "redis")}
     found = tuned(hot_and_cold(600), budget(media))
     assert order(found) == [fast, *({"disk", "redis"} - {fast})]
-    judged = found.verdict.judged
+    judged = found.judged
     assert judged["none"].report.ttft_mean > 2 * judged["chosen"].report.ttft_mean
 
 
@@ -87,17 +87,17 @@ def test_what_is_found_does_not_hang_on_which_simulation_ends_first(
 
     monkeypatch.setattr(Simulations, "run", backwards)
     other = tuned(hot_and_cold(), budget(media))
-    assert [one.chain for one in other.found.tried] == [one.chain for one in in_order.found.tried]
-    assert other.verdict.chosen.chain == in_order.verdict.chosen.chain
+    assert [one.chain for one in other.tried] == [one.chain for one in in_order.tried]
+    assert other.chosen.chain == in_order.chosen.chain
 
 
 def test_a_tier_that_brings_nothing_is_left_out() -> None:
     media: Media = {"cpu": (1000, {}), "disk": (1000, {"load_bandwidth": 100 * MB})}
     found = tuned(hot_and_cold(), budget(media))
     assert order(found) == ["cpu"]
-    guess = found.found.of(found.space.fastest_first())
-    assert guess is not None and guess.score == found.found.tried[0].score
-    (said,) = left_out(found.verdict, found.found, found.space)
+    guess = found.space.fastest_first()
+    assert [found.tried[0].score] == [one.score for one in found.tried if one.chain == guess]
+    (said,) = left_out(found)
     assert said.startswith("disk is left out: the best chain with it, cpu ")
     assert "comes to the same; 0% of the prompts' tokens from it" in said
 
@@ -107,7 +107,7 @@ def test_a_tier_that_takes_longer_than_computing_is_left_out() -> None:
     media: Media = {"cpu": (200, {}), "disk": (1000, {"load_bandwidth": 30 * BLOCK})}
     found = tuned(hot_and_cold(), budget(media))
     assert order(found) == ["cpu"]
-    (said,) = left_out(found.verdict, found.found, found.space)
+    (said,) = left_out(found)
     assert said.startswith("disk is left out: the best chain with it, cpu ")
 
 
@@ -119,7 +119,7 @@ def test_no_tier_at_all() -> None:
 def test_a_size_at_the_knee() -> None:
     """A loop over 100 blocks: all hits from there on, none below."""
     found = tuned(requests(loop(10, 10, 200)), budget({"cpu": (1600, {})}))
-    (tier,) = found.verdict.chosen.chain.tiers
+    (tier,) = found.chosen.chain.tiers
     assert tier.capacity is not None and 100 <= tier.capacity / BLOCK <= 200
 
 
@@ -128,7 +128,7 @@ def test_load_policy_equal_links_are_used_at_once() -> None:
     like = {"load_bandwidth": 200 * BLOCK}
     media: Media = {"disk": (1000, like), "redis": (1000, like)}
     found = tuned(requests(loop(10, 50, 200, 100), 2.0), budget(media))
-    chosen = found.verdict.chosen
+    chosen = found.chosen
     assert (len(chosen.chain.tiers), chosen.chain.load_policy) == (2, "stitched")
 
 
@@ -139,9 +139,9 @@ def test_load_when_always_where_slow_loads_still_save_gpus(objective: str, when:
     """Loading takes half as long again as computing, and costs no GPU anything."""
     given = budget({"disk": (1000, {"load_bandwidth": 66 * BLOCK})}, objective=objective)
     found = tuned(requests(loop(10, 50, 200, 100), 2.0), given)
-    chains = [one.chain for one in found.found.tried if one.chain.tiers]
+    chains = [one.chain for one in found.tried if one.chain.tiers]
     assert {chain.load_when for chain in chains} == {"sooner", "always"}
-    chosen = found.verdict.chosen.chain
+    chosen = found.chosen.chain
     assert chosen.load_when == (when if chosen.tiers else "sooner")
     assert bool(chosen.tiers) == (when == "always")
 
@@ -180,7 +180,7 @@ def test_write_budget_lets_a_device_last() -> None:
     assert chosen(found, "disk").write_budget is not None
     assert not found.broken
     excesses: dict[bool, list[float]] = {True: [], False: []}
-    for one in found.found.tried:
+    for one in found.tried:
         for tier in one.chain.tiers:
             if tier.capacity == 200 * BLOCK:
                 excesses[tier.write_budget is not None].append(one.score.excess)
@@ -206,4 +206,4 @@ def test_promote_off_where_a_loop_below_drives_out_what_comes_often() -> None:
     then = islice(mixed((often, 1), (round_and_round, 3)), 145)
     found = tuned(requests(chain(begin, then)), budget(media))
     assert order(found) == ["disk", "redis"]
-    assert not found.verdict.chosen.chain.promote
+    assert not found.chosen.chain.promote

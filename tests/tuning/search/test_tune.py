@@ -18,14 +18,10 @@ from tiers.traces.trace import TraceRequest
 from tiers.tuning.curve import measure
 from tiers.tuning.machine import size_of
 from tiers.tuning.report import YEAR, Report, Stretch
-from tiers.tuning.search.finalists import Finalist, choose_served
-from tiers.tuning.search.result import as_text, as_yaml
-from tiers.tuning.search.score import Score
-from tiers.tuning.search.search import Evaluated, Split, Trials
-from tiers.tuning.search.show import left_out, notes
-from tiers.tuning.search.sizes import Demand
-from tiers.tuning.search.space import Space
-from tiers.tuning.search.tune import Asked, tune
+from tiers.tuning.search.search import Evaluated, Score, Split, Trials
+from tiers.tuning.search.space import Demand, Space
+from tiers.tuning.search.tune import Finalist, TuneOptions, choose_served, tune
+from tiers.tuning.search.tune_report import as_text, as_yaml, left_out, notes
 from tiers.tuning.simulation.chain import SimChain
 
 
@@ -51,7 +47,7 @@ def test_a_device_that_must_last_has_a_write_budget_from_the_start() -> None:
     found = tuned(for_a_while(600), given, 60)
     disk = chosen(found, "disk")
     assert disk.write_budget is not None and not found.broken
-    judged = found.verdict.judged
+    judged = found.judged
     assert judged["chosen"].report.ttft_mean < 0.8 * judged["none"].report.ttft_mean
 
 
@@ -60,11 +56,10 @@ def test_what_breaks_a_constraint_was_tried_and_is_told_by_how_much() -> None:
     media: Media = {"cpu": (200, {}), "disk": (400, {"price_per_month": 70.0})}
     given = budget(media, constraints={"price_per_month": 10})
     found = tuned(hot_and_cold(), given)
-    (said,) = left_out(found.verdict, found.found, found.space)
+    (said,) = left_out(found)
     assert "chains that were tried with it none keeps the constraints. The best of them, " in said
     assert "price_per_month is 70, not 10 or less" in said
-    alone = replace(found.found, tried=(found.verdict.chosen,))
-    (said,) = left_out(found.verdict, alone, found.space)
+    (said,) = left_out(replace(found, tried=(found.chosen,)))
     assert said == "disk is left out: no chain with it was tried."
 
 
@@ -124,19 +119,19 @@ def test_nothing_is_chosen_by_what_judges_it() -> None:
     searched = hot_and_cold(400)[:240]
     ends = [requests(loop(8, 10, 400))[240:], requests(once(10, 400))[240:]]
     found = [tuned([*searched, *end], budget(media)) for end in ends]
-    assert found[0].verdict.chosen == found[1].verdict.chosen
-    assert found[0].found == found[1].found
-    first, second = (one.verdict.judged["chosen"].report for one in found)
+    assert found[0].chosen == found[1].chosen
+    assert found[0].tried == found[1].tried
+    first, second = (one.judged["chosen"].report for one in found)
     assert first.tier_hit_tokens > second.tier_hit_tokens == 0
 
 
 def test_another_trace_judges() -> None:
-    asked = Asked(40, judge=requests(once(10, 100)))
-    found = tune(hot_and_cold(300), BLOCK_TOKENS, budget({"disk": (200, {})}), asked=asked)
+    asked = TuneOptions(40, judge=requests(once(10, 100)))
+    found = tune(hot_and_cold(300), BLOCK_TOKENS, budget({"disk": (200, {})}), options=asked)
     assert found.split == Split(0.2, 1.0) and found.counted == 240
-    judged = found.verdict.judged["chosen"].report
+    judged = found.judged["chosen"].report
     assert (judged.requests, judged.tier_hit_tokens) == (80, 0)
-    assert found.verdict.chosen.report.tier_hit_tokens > 0
+    assert found.chosen.report.tier_hit_tokens > 0
     assert as_text(found, "other.jsonl").startswith("Judged on other.jsonl, ")
 
 
@@ -193,8 +188,8 @@ def test_those_that_the_simulation_cant_tell_apart_are_served() -> None:
     traffic = hot_and_cold(240)
     server = {"type": "redis", "url": "redis://cache.internal"}
     present = ChainSpec.model_validate({"version": 1, "load_policy": "longest", "tiers": [server]})
-    found = tune(traffic, BLOCK_TOKENS, given, present, Asked(20, serve=serve))
-    finalists = found.verdict.finalists
+    found = tune(traffic, BLOCK_TOKENS, given, present, TuneOptions(20, serve=serve))
+    finalists = found.finalists
     assert {count for count, _, _ in asked} == {144}
     assert {round(warm, 9) for _, warm, _ in asked} == {round(1 / 3, 9)}
     assert len(asked) == len(finalists) >= 3
@@ -212,10 +207,10 @@ def test_those_that_the_simulation_cant_tell_apart_are_served() -> None:
 def test_a_search_ends_when_its_time_is_over() -> None:
     given = budget({"cpu": (100, {}), "disk": (400, {}), "redis": (1000, {})})
     traffic = hot_and_cold(200)
-    whole = tune(traffic, BLOCK_TOKENS, given, asked=Asked(200))
-    short = tune(traffic, BLOCK_TOKENS, given, asked=Asked(200, seconds=0.0))
-    assert len(short.found.tried) < len(whole.found.tried) / 2
-    assert not short.is_cut_off and short.verdict.is_unseen
+    whole = tune(traffic, BLOCK_TOKENS, given, options=TuneOptions(200))
+    short = tune(traffic, BLOCK_TOKENS, given, options=TuneOptions(200, seconds=0.0))
+    assert len(short.tried) < len(whole.tried) / 2
+    assert not short.is_cut_off
 
 
 @pytest.mark.parametrize("after", [1, 5, 30])
@@ -226,12 +221,12 @@ def test_an_interrupt_keeps_the_best_so_far(after: int) -> None:
 
     given = budget({"cpu": (100, {}), "disk": (400, {}), "redis": (1000, {})})
     found = tune(hot_and_cold(200), BLOCK_TOKENS, given, advance=interrupt)
-    assert found.is_cut_off and not found.verdict.is_unseen
-    assert len(found.found.tried) == after
-    assert found.verdict.chosen.score <= found.found.tried[0].score or after > 1
+    assert found.is_cut_off
+    assert len(found.tried) == after
+    assert found.chosen.score <= found.tried[0].score or after > 1
     text = as_text(found)
     assert text.startswith("The search was interrupted. The best so far, on requests 41 to 120:")
-    assert bool(as_yaml(found, "some.jsonl")) == bool(found.verdict.chosen.chain.tiers)
+    assert bool(as_yaml(found, "some.jsonl")) == bool(found.chosen.chain.tiers)
 
 
 def test_an_interrupt_before_anything_is_found_is_one() -> None:

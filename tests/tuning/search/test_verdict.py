@@ -17,12 +17,11 @@ from tests.tuning.known_traffic import BLOCK, loop, mixed, requests
 from tests.tuning.search.test_search import Media, budget, tuned
 from tiers.tuning.report import Report, Stretch, TierUse
 from tiers.tuning.search.budget import Budget, Constraints, Objective
-from tiers.tuning.search.result import as_json, as_text, as_yaml
-from tiers.tuning.search.score import Gap, Score, excesses, gap, score
-from tiers.tuning.search.sizes import worth_trying
-from tiers.tuning.search.space import LOAD_WHEN, POLICIES, simplicity
+from tiers.tuning.search.chain_text import change, name
+from tiers.tuning.search.search import Gap, Score, excesses, gap, score
+from tiers.tuning.search.space import LOAD_WHEN, POLICIES, simplicity, worth_trying
 from tiers.tuning.search.tune import Tuned
-from tiers.tuning.search.words import change, name
+from tiers.tuning.search.tune_report import as_json, as_text, as_yaml
 from tiers.tuning.simulation.chain import SimChain, SimTier
 
 GIVEN = budget({"cpu": (1000, {}), "disk": (1000, {})})
@@ -183,7 +182,7 @@ def test_the_chain_file_loads_and_gives_a_reason_for_each_choice(
     assert text is not None
     (tmp_path / "chain.yaml").write_text(text)
     loaded = load_chain(tmp_path / "chain.yaml")
-    chosen = small.verdict.chosen.chain
+    chosen = small.chosen.chain
     assert [tier.type for tier in loaded.tiers] == [tier.type for tier in chosen.tiers]
     assert (loaded.load_policy, loaded.promote) == (chosen.load_policy, chosen.promote)
     assert [t.store_threshold for t in loaded.tiers] == [t.store_threshold for t in chosen.tiers]
@@ -194,7 +193,7 @@ def test_the_chain_file_loads_and_gives_a_reason_for_each_choice(
 
 def test_what_is_told_can_be_read_by_machines_too(small: Tuned) -> None:
     told = as_json(small, "some.jsonl")
-    assert told["tried"] == len(small.found.tried) == len(told["search"])
+    assert told["tried"] == len(small.tried) == len(told["search"])
     assert told["within"]["1"] <= told["within"]["5"] <= told["within"]["10"] <= told["tried"]
     prices = [point["cost"] for point in told["frontier"]]
     waits = [point["ttft_mean"] for point in told["frontier"]]

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from bench.eviction import replay
-from tiers.tuning.simulation.arc_space import ArcSpace
-from tiers.tuning.simulation.spaces import LruSpace
+from tiers.tuning.simulation.spaces import ArcSpace, LruSpace
 
 SPACES = {"lru": LruSpace, "arc": ArcSpace}
 

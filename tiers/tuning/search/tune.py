@@ -1,25 +1,41 @@
-"""`tune`: from a trace and a budget to a verdict and the chain's YAML."""
+"""`tune`: from a trace and a budget to the chain to choose, and its worth elsewhere.
+
+All is chosen on the part of the trace that is searched. Chains whose difference may be chance, by
+how it varies between stretches of the requests, are equal: then a setting keeps its default, and a
+tier is left out or shrinks where that costs next to nothing. The chosen chain is then simulated for
+requests that neither the search nor this choice saw.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import yaml
+
 from spec.chain import ChainSpec
+from tiers.errors import KVTiersError
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.curve import measure
+from tiers.tuning.machine import size_key, size_of
 from tiers.tuning.report import Report
 from tiers.tuning.search.budget import Budget
-from tiers.tuning.search.finalists import Finalist, Serve, choose_served, serve_all
+from tiers.tuning.search.chain_text import chain_yaml
 from tiers.tuning.search.processes import Simulations, interrupts
-from tiers.tuning.search.score import excesses, score
-from tiers.tuning.search.search import Evaluated, Found, Split, Trials, search
-from tiers.tuning.search.sizes import Demand, worth_trying
-from tiers.tuning.search.space import Space
-from tiers.tuning.search.verdict import Verdict, choose, settled
+from tiers.tuning.search.search import (
+    LEAST,
+    Evaluated,
+    Split,
+    Trials,
+    beats,
+    excesses,
+    score,
+    search,
+)
+from tiers.tuning.search.space import Demand, Space, simplicity, worth_trying
 from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.workload import Workload
 
@@ -27,20 +43,24 @@ LIMIT = 250
 """Chains that are simulated in the search, if there are more."""
 ENOUGH = 160
 """Requests that tell chains apart: some in each stretch."""
-
+ALTERNATIVES = 2
+NEVER_GIVEN_UP = 0.02
+"""A tier, or a part of its size, that brings more stays, however little is certain of it."""
 
 ServeRequests = Callable[[Sequence[TraceRequest], float, Callable[[], bool], ChainSpec], Report]
-"""Serves requests with a chain, of which a fraction only warms; an interrupt, of which the function
-tells, is raised."""
+"""Serves requests with a chain, of which a fraction only warms; an interrupt, which the function
+reports, is raised."""
+Serve = Callable[[ChainSpec], Report]
+"""Serves the searched requests with real connectors, and counts those that the search counted."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How long a search may take and what it goes by.
+class TuneOptions:
+    """How long a search may take and what it uses.
 
     `limit`: chains, `seconds`: of the search. `processes`: see `Simulations`. `judge`: requests of
-    another trace, which what was chosen is judged on. `serve`: serves finalists for real, given
-    what the search saw.
+    another trace, by which the chosen chain is judged. `serve`: serves finalists for real, on the
+    searched requests.
     """
 
     limit: int = LIMIT
@@ -52,24 +72,50 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Finalist:
+    """A chain as it was simulated, and as it was served; if it could not be, `why`."""
+
+    simulated: Evaluated
+    real: Report | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Tuned:
-    """What tuning came to. `growth`: see `Demand`. `counted`: the requests that were searched.
-    `is_cut_off`: it was interrupted before all was done."""
+    """The result of tuning.
+
+    `counted`: requests of the search that do not only warm. `tried`: all chains of the search, the
+    best first. `growth`: see `Demand`. `chosen`: the simplest chain that equals the best of the
+    search. `judged`: the chosen chain (`chosen`) and others by their labels, on requests that no
+    choice saw, or if `is_cut_off`, since the search was interrupted, on those of the search.
+    `finalists`: chains that were served for real, labelled before that changed the choice.
+    """
 
     budget: Budget
     requests: int
     counted: int
     split: Split
     space: Space
-    found: Found
-    verdict: Verdict
+    tried: Sequence[Evaluated]
     growth: str | None
+    chosen: Evaluated
+    judged: Mapping[str, Evaluated]
+    finalists: Mapping[str, Finalist]
     is_cut_off: bool
 
     @property
     def broken(self) -> list[str]:
         """The constraints that the chosen chain breaks where it is judged, in words."""
-        return [text for text, _ in excesses(self.verdict.judged["chosen"].report, self.budget)]
+        return [text for text, _ in excesses(self.judged["chosen"].report, self.budget)]
+
+    def near(self, share: float) -> int:
+        """How many chains are within a share of the best."""
+        best = self.tried[0].score
+        return sum(
+            one.score.worse_than(best) <= share
+            for one in self.tried
+            if one.score.excess <= best.excess
+        )
 
 
 def tune(
@@ -77,7 +123,7 @@ def tune(
     block_tokens: int,
     budget: Budget,
     present: ChainSpec | None = None,
-    asked: Asked = Asked(),
+    options: TuneOptions = TuneOptions(),
     advance: Callable[[Trials], None] = lambda trials: None,
 ) -> Tuned:
     """Find the chain that serves the requests best within the budget.
@@ -86,7 +132,7 @@ def tune(
     An interrupt ends the search with the best so far; before there is any it is raised. Raises
     SpecError for a present chain with a tier that has no profile, KVTiersError if a process dies.
     """
-    split = asked.split if asked.judge is None else replace(asked.split, searched=1.0)
+    split = options.split if options.judge is None else replace(options.split, searched=1.0)
     searched = requests[: int(len(requests) * split.searched)]
     block_bytes = block_tokens * budget.machine.kv_bytes_per_token
     demand = Demand(measure(searched, block_tokens, second_use=False), block_bytes)
@@ -96,84 +142,59 @@ def tune(
         compared = {"present": present_chain(present, budget), **compared}
     workload = Workload.of(requests, block_tokens)
     is_cut_off = False
-    ends = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
+    finalists: Mapping[str, Finalist] = {}
+    ends = math.inf if options.seconds is None else time.monotonic() + options.seconds
     with (
         interrupts() as is_interrupted,
-        Simulations(workload, budget.machine, asked.processes, is_interrupted) as simulations,
+        Simulations(workload, budget.machine, options.processes, is_interrupted) as simulations,
     ):
         trials = Trials(space, simulations, split, advance)
         try:
-            search(trials, asked.limit, lambda: time.monotonic() > ends)
+            search(trials, options.limit, lambda: time.monotonic() > ends)
             trials.run(compared.values())
             chosen = settled(trials, demand.growth is not None)
-            finalists: Mapping[str, Finalist] = {}
-            if asked.serve is not None:
-                warm = split.warm / split.searched
-                serve = partial(asked.serve, searched, warm, is_interrupted)
-                chosen, finalists = _finals(chosen, compared, present, trials, serve)
+            served: Mapping[str, Finalist] = {}
+            if options.serve is not None:
+                serve = partial(
+                    options.serve, searched, split.warm / split.searched, is_interrupted
+                )
+                served = serve_all(chosen, compared, present, trials, serve)
+                if (better := choose_served(served, budget)) is not None:
+                    # The worth of each of its choices is to be known, too.
+                    trials.run(step.chain for step in space.steps(better.chain))
+                    chosen = better
             chains = {"chosen": chosen.chain, **compared}
-            reports = _judged(chains, simulations, asked, block_tokens)
+            reports = _judged(chains, simulations, options, block_tokens)
             judged = {
                 label: Evaluated(chain, report, score(report, budget))
                 for (label, chain), report in zip(chains.items(), reports, strict=True)
             }
-            verdict = Verdict(chosen, judged, True, finalists)
+            finalists = served
         except KeyboardInterrupt:
             if not len(trials):
                 raise
-            is_cut_off, verdict = True, _cut_off(trials, compared)
-    counted = len(searched) - int(len(requests) * split.warm)
+            is_cut_off = True
+            chosen = choose(trials, may_try=False)
+            tried = {label: trials.of(chain) for label, chain in compared.items()}
+            judged = {"chosen": chosen} | {k: one for k, one in tried.items() if one is not None}
     return Tuned(
         budget,
         len(requests),
-        counted,
+        len(searched) - int(len(requests) * split.warm),
         split,
         space,
-        trials.found(),
-        verdict,
+        trials.tried,
         demand.growth,
+        chosen,
+        judged,
+        finalists,
         is_cut_off,
     )
 
 
-def _finals(
-    chosen: Evaluated,
-    compared: Mapping[str, SimChain],
-    present: ChainSpec | None,
-    trials: Trials,
-    serve: Serve,
-) -> tuple[Evaluated, Mapping[str, Finalist]]:
-    """Serve the finalists for real; which of them to choose then."""
-    finalists = serve_all(chosen, compared, present, trials, serve)
-    better = choose_served(finalists, trials.space.budget)
-    if better is not None:
-        # What each of its choices brings is to be known, too.
-        trials.run(step.chain for step in trials.space.steps(better.chain))
-    return better or chosen, finalists
-
-
-def _judged(
-    chains: Mapping[str, SimChain], simulations: Simulations, asked: Asked, block_tokens: int
-) -> list[Report]:
-    """What serving requests with chains comes to that neither search nor choice saw."""
-    if asked.judge is None:
-        return simulations.run((chain, 1.0, asked.split.searched) for chain in chains.values())
-    other = Workload.of(asked.judge, block_tokens)
-    with Simulations(other, simulations.machine, asked.processes) as elsewhere:
-        return elsewhere.run((chain, 1.0, asked.split.warm) for chain in chains.values())
-
-
-def _cut_off(trials: Trials, compared: Mapping[str, SimChain]) -> Verdict:
-    """The best so far, as it was when it was searched."""
-    chosen = choose(trials, may_try=False)
-    tried = {label: trials.of(chain) for label, chain in compared.items()}
-    judged = {"chosen": chosen} | {label: one for label, one in tried.items() if one is not None}
-    return Verdict(chosen, judged, is_unseen=False)
-
-
 def present_chain(chain: ChainSpec, budget: Budget) -> SimChain:
-    """The operator's chain as the simulation has it. A server, whose size no key says, has the
-    budget's limit. Raises SpecError for a tier that the budget's machine has no profile of."""
+    """The operator's chain for the simulation. A server, whose size no key says, has the budget's
+    limit. Raises SpecError for a tier that the budget's machine has no profile of."""
     found = SimChain.of(chain)
     limits = {medium.type: medium.limit for medium in budget.media}
     tiers = []
@@ -182,3 +203,161 @@ def present_chain(chain: ChainSpec, budget: Budget) -> SimChain:
         size = tier.capacity or known or limits.get(tier.type)
         tiers.append(replace(tier, capacity=size))
     return replace(found, tiers=tuple(tiers))
+
+
+def _judged(
+    chains: Mapping[str, SimChain], simulations: Simulations, options: TuneOptions, size: int
+) -> list[Report]:
+    """Reports of chains on requests that neither search nor choice saw."""
+    if options.judge is None:
+        searched = options.split.searched
+        return simulations.run((chain, 1.0, searched) for chain in chains.values())
+    other = Workload.of(options.judge, size)
+    with Simulations(other, simulations.machine, options.processes) as elsewhere:
+        return elsewhere.run((chain, 1.0, options.split.warm) for chain in chains.values())
+
+
+# -- which chain to choose -----------------------------------------------------------------------
+
+
+def settled(trials: Trials, grows: bool) -> Evaluated:
+    """The chain to choose, once all that are one step from it were tried too, so that the worth of
+    each of its choices is known, and none is better by more than chance."""
+    while True:
+        chosen = choose(trials, grows)
+        if grows:
+            chosen = with_room_to_grow(chosen, trials)
+        steps = trials.run(step.chain for step in trials.space.steps(chosen.chain))
+        if not any(beats(one.report, chosen.report, trials.space.budget) for one in steps):
+            return chosen
+
+
+def choose(trials: Trials, grows: bool = False, may_try: bool = True) -> Evaluated:
+    """The simplest chain that equals the best: step by step, each compared with the best. `grows`:
+    later requests will use more room than these. `may_try`: chains that were not tried too."""
+    space = trials.space
+    machine = space.budget.machine
+    best = chosen = trials.best
+    assert best is not None and chosen is not None, "something was tried"
+    while True:
+        known = simplicity(chosen.chain, machine)
+        steps = (step.chain for step in space.steps(chosen.chain))
+        simpler = [chain for chain in steps if simplicity(chain, machine) < known]
+        tried = trials.run(simpler, None if may_try else 0)
+        equal = [one for one in tried if _equals(one, best, trials, grows)]
+        if not equal:
+            return chosen
+        chosen = min(equal, key=lambda one: simplicity(one.chain, machine))
+
+
+def _equals(one: Evaluated, best: Evaluated, trials: Trials, grows: bool) -> bool:
+    """Whether a chain that scores worse than the best may take its place."""
+    if one.score.excess > best.score.excess:
+        return False
+    gap = trials.gap(one, best)
+    mine, theirs = ({t.type: t.capacity for t in each.chain.tiers} for each in (one, best))
+    if mine == theirs:
+        return gap.share <= gap.margin
+    if grows:
+        return gap.share <= (LEAST if mine.keys() < theirs.keys() else 0)
+    return gap.share <= min(gap.margin, NEVER_GIVEN_UP)
+
+
+def with_room_to_grow(chosen: Evaluated, trials: Trials) -> Evaluated:
+    """The chosen chain with tiers as large as limits and constraints allow, where these requests
+    fill less of them than later ones will, so that no size beyond can be judged by them."""
+    space = trials.space
+    for tier, use in zip(chosen.chain.tiers, chosen.report.tiers, strict=True):
+        if use.held_bytes is not None or tier.capacity == space.sizes[tier.type][0]:
+            chosen = next(_larger(chosen, tier.type, tier.capacity or 0, trials), chosen)
+    return chosen
+
+
+def _larger(chosen: Evaluated, kind: str, least: int, trials: Trials) -> Iterator[Evaluated]:
+    size = trials.space.budget.medium(kind).limit
+    while size > least:
+        tiers = tuple(
+            replace(tier, capacity=size) if tier.type == kind else tier
+            for tier in chosen.chain.tiers
+        )
+        for one in trials.run([replace(chosen.chain, tiers=tiers)]):
+            worse = one.score.worse_than(chosen.score) > LEAST
+            if one.score.excess <= chosen.score.excess and not worse:
+                yield one
+        size //= 2
+
+
+# -- finalists: equal chains and those compared, served for real ---------------------------------
+
+
+def serve_all(
+    chosen: Evaluated,
+    compared: Mapping[str, SimChain],
+    present: ChainSpec | None,
+    trials: Trials,
+    serve: Serve,
+) -> dict[str, Finalist]:
+    """Serve the chosen chain, the best of its equals, and the compared ones (`present` as it is
+    written), all of which were tried; by their labels. None, where no tier is chosen."""
+    if not chosen.chain.tiers:
+        return {}
+    finalists = {"chosen": chosen}
+    finalists |= {f"alternative {n}": one for n, one in enumerate(_equals_of(chosen, trials), 1)}
+    for label, chain in compared.items():
+        tried = trials.of(chain)
+        if tried is not None and (label == "present" or tried not in finalists.values()):
+            finalists[label] = tried
+    found = {}
+    for label, one in finalists.items():
+        if not one.chain.tiers:
+            continue
+        if label == "present" and present is not None:
+            spec = _sized(present, one.chain)
+        else:  # as it would be written
+            text = chain_yaml(one, trials.space.budget, {}, [])
+            spec = ChainSpec.model_validate(yaml.safe_load(text))
+        try:
+            found[label] = Finalist(one, serve(spec))
+        except KVTiersError as error:
+            found[label] = Finalist(one, None, str(error))
+    return found
+
+
+def _equals_of(chosen: Evaluated, trials: Trials) -> Iterator[Evaluated]:
+    """The best chains that differ from the chosen one by no more than chance, and from each other
+    in something."""
+    reports = [chosen.report.stretches]
+    for one in trials.tried:
+        if len(reports) > ALTERNATIVES:
+            return
+        if one.score.excess > chosen.score.excess or one.report.stretches in reports:
+            continue
+        if not trials.gap(one, chosen).tells:
+            reports.append(one.report.stretches)
+            yield one
+
+
+def _sized(present: ChainSpec, simulated: SimChain) -> ChainSpec:
+    """The operator's chain, whose servers have the size that was simulated."""
+    tiers = []
+    for tier, sim_tier in zip(present.tiers, simulated.tiers, strict=True):
+        key = size_key(type(tier))
+        if key is not None and size_of(tier) is None:
+            tier = tier.model_copy(update={key: sim_tier.capacity})
+        tiers.append(tier)
+    return present.model_copy(update={"tiers": tuple(tiers)})
+
+
+def choose_served(finalists: Mapping[str, Finalist], budget: Budget) -> Evaluated | None:
+    """The chain within the budget that served best, if it was better than the chosen one by more
+    than chance; None: the choice stands."""
+    chosen = finalists.get("chosen")
+    if chosen is None or chosen.real is None:
+        return None
+    better = [
+        (score(one.real, budget), label)
+        for label, one in finalists.items()
+        if one.real is not None and label not in ("chosen", "present")
+        if beats(one.real, chosen.real, budget)
+    ]
+    return finalists[min(better)[1]].simulated if better else None

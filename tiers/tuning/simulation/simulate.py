@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from spec.chain import ChainSpec
 from spec.errors import SpecError
@@ -11,11 +11,10 @@ from spec.offloading import QUEUE_SECONDS
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.report import DAY, Report, TierUse, quantile, stretches
-from tiers.tuning.simulation.arc_space import ArcSpace
 from tiers.tuning.simulation.chain import SimChain, SimTier
-from tiers.tuning.simulation.engine import Engine
-from tiers.tuning.simulation.spaces import LruSpace, TimedSpace
-from tiers.tuning.simulation.tier import Tier, TierSettings
+from tiers.tuning.simulation.engine import SimEngine
+from tiers.tuning.simulation.spaces import ArcSpace, LruSpace, TimedSpace
+from tiers.tuning.simulation.tier import Tier, TierCounts, TierSettings
 from tiers.tuning.simulation.workload import Workload
 
 STAGING = 256 << 20
@@ -44,7 +43,7 @@ def simulate(
     if isinstance(chain, ChainSpec):
         chain = SimChain.of(chain)
     tiers = _tiers(chain, machine, requests)
-    engine = Engine(requests, tiers, chain, machine, int(len(requests) * warm))
+    engine = SimEngine(requests, tiers, chain, machine, int(len(requests) * warm))
     engine.run()
     return _report(engine, chain, machine)
 
@@ -60,14 +59,15 @@ def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[Tier]:
         most = slots if tier.is_host else slots * share
         settings = _settings(tier, profile, block_bytes, most)
         capacity = tier.capacity if tier.capacity is not None else profile.capacity
-        blocks = math.inf if capacity is None else _blocks(tier, capacity, profile, block_bytes)
+        blocks = math.inf
+        if capacity is not None:
+            blocks = int(capacity // (block_bytes * (1 if tier.is_host else profile.stored_share)))
         tiers.append(Tier(settings, workload, _space(tier, blocks, len(workload.lengths))))
-    pairs = list(zip(tiers, chain.tiers, strict=True))
-    stores = [(tier.known, tier.held) for tier, spec in pairs if not spec.is_host]
-    for one, spec in pairs:
+    stores = [(tier.known, tier.held) for tier in tiers if not tier.settings.is_host]
+    for one in tiers:
         # A block on its way from its slot into a store is not evicted.
-        one.space.pins = stores if spec.is_host else ()
-        one.space.places = slots if spec.is_host else math.inf
+        one.space.pins = stores if one.settings.is_host else ()
+        one.space.places = slots if one.settings.is_host else math.inf
     return tiers
 
 
@@ -79,10 +79,6 @@ def _space(tier: SimTier, blocks: float, runs: int) -> LruSpace:
         known = ", ".join(spaces)
         raise SpecError([f"{tier.name}: found eviction {tier.eviction!r}; simulated are {known}"])
     return spaces[tier.eviction](blocks, runs)
-
-
-def _blocks(tier: SimTier, capacity: int, profile: TierProfile, block_bytes: int) -> int:
-    return int(capacity // (block_bytes * (1.0 if tier.is_host else profile.stored_share)))
 
 
 def _slots(chain: SimChain, machine: Machine, block_tokens: int, block_bytes: int) -> int:
@@ -103,7 +99,6 @@ def _settings(tier: SimTier, profile: TierProfile, block_bytes: int, most: float
     elif not tier.is_host:
         room = min(room, max(1, int(QUEUE_SECONDS * bandwidth / size)))
     return TierSettings(
-        tier.name,
         room,
         tier.is_host,
         tier.store_threshold,
@@ -117,75 +112,59 @@ def _settings(tier: SimTier, profile: TierProfile, block_bytes: int, most: float
     )
 
 
-def _report(engine: Engine, chain: SimChain, machine: Machine) -> Report:
-    """What the counted requests came to."""
-    workload = engine.workload
+def _report(engine: SimEngine, chain: SimChain, machine: Machine) -> Report:
+    """The report of the counted requests."""
+    workload, size = engine.workload, engine.workload.block_tokens
     seconds = max(engine.now - engine.since, 1e-9)
-    size = workload.block_tokens
-    own = engine.marks[0] if engine.marks else {"gpu_busy": 0.0}
     uses = []
-    for number, (tier, spec) in enumerate(zip(engine.tiers, chain.tiers, strict=True), 1):
+    for tier, spec, before in zip(engine.tiers, chain.tiers, engine.counts_before, strict=True):
         tier.drain(engine.now)
-        before = engine.marks[number] if engine.marks else dict.fromkeys(tier.counts.__slots__, 0)
-        done = {name: value - before[name] for name, value in tier.counts.values().items()}
-        profile = machine.profile(spec.name, spec.type)
-        held = tier.space.used + tier.space.claimed
-        block_bytes = size * machine.kv_bytes_per_token
-        was_full = spec.ttl is not None or held >= tier.space.capacity
-        kept = None if was_full else held
-        uses.append(_use(spec, profile, done, seconds, block_bytes, size, kept))
-    prompt_tokens = sum(workload.tokens[engine.warm :])
+        uses.append(_use(tier, spec, machine, before, seconds, size))
+    prompts = workload.tokens[engine.warm :]
     tier_hits = sum(use.hit_tokens for use in uses)
-    own_hits = engine.own_hits
-    waits = sorted(one.wait for one in engine.served)
+    waits = sorted(served.wait for served in engine.served)
+    # A cache of 0 bytes is that of an engine without a prefix cache, which never lacks room here.
+    block_bytes = machine.kv_bytes_per_token * size
+    engine_blocks = machine.engine_cache // block_bytes if machine.engine_cache else math.inf
     return Report(
         requests=len(waits),
         seconds=seconds,
-        gpu_load=(engine.gpu_busy - own["gpu_busy"]) / seconds / machine.gpus,
+        gpu_load=(engine.gpu_busy - engine.gpu_busy_before) / seconds / machine.gpus,
         tiers=tuple(uses),
-        prompt_tokens=prompt_tokens,
-        engine_hit_tokens=own_hits,
-        computed_tokens=prompt_tokens - own_hits - tier_hits,
+        prompt_tokens=sum(prompts),
+        engine_hit_tokens=engine.own_hits,
+        computed_tokens=sum(prompts) - engine.own_hits - tier_hits,
         ttft_mean=sum(waits) / len(waits) if waits else 0.0,
         ttft_p50=quantile(waits, 0.5),
         ttft_p99=quantile(waits, 0.99),
         prefill_seconds_saved=tier_hits / machine.prefill_rate,
         stretches=stretches(engine.served),
-        too_long=_too_long(workload.tokens[engine.warm :], size, machine),
+        too_long=sum(-(-tokens // size) > engine_blocks for tokens in prompts),
     )
 
 
-def _too_long(prompts: Sequence[int], size: int, machine: Machine) -> int:
-    """How many prompts the engine's cache can't hold; one of 0 bytes is that of an engine without a
-    prefix cache, which never lacks room here."""
-    blocks = machine.engine_cache // (machine.kv_bytes_per_token * size)
-    return sum(-(-tokens // size) > blocks for tokens in prompts) if machine.engine_cache else 0
-
-
 def _use(
-    spec: SimTier,
-    profile: TierProfile,
-    done: dict[str, float],
-    seconds: float,
-    block_bytes: int,
-    block_tokens: int,
-    held: int | None,
+    tier: Tier, spec: SimTier, machine: Machine, before: TierCounts, seconds: float, size: int
 ) -> TierUse:
-    stored = int(done["stored"])
-    dropped = max(0, int(done["dropped"]))
-    size = block_bytes * profile.stored_share
-    a_day = stored * size / seconds * DAY
+    """The use of a tier since `before`. `size`: tokens of a block."""
+    profile, counts = machine.profile(spec.name, spec.type), tier.counts
+    stored = counts.stored - before.stored
+    dropped = max(0, counts.dropped - before.dropped)
+    block_bytes = size * machine.kv_bytes_per_token * profile.stored_share
+    a_day = stored * block_bytes / seconds * DAY
+    held = tier.space.used + tier.space.claimed
+    was_full = spec.ttl is not None or held >= tier.space.capacity
     return TierUse(
         name=spec.name,
-        hit_tokens=int(done["hits"]) * block_tokens,
-        load_busy=done["load_busy"] / seconds,
-        store_busy=done["store_busy"] / seconds,
-        loaded_bytes=int(done["loaded"] * size),
-        stored_bytes=int(stored * size),
+        hit_tokens=(counts.hits - before.hits) * size,
+        load_busy=(counts.load_busy - before.load_busy) / seconds,
+        store_busy=(counts.store_busy - before.store_busy) / seconds,
+        loaded_bytes=int((counts.loaded - before.loaded) * block_bytes),
+        stored_bytes=int(stored * block_bytes),
         written_bytes_per_day=a_day,
         offered_blocks=stored + dropped,
         dropped_blocks=dropped,
         life_years=profile.life_years(a_day, spec.write_budget),
         price_per_month=profile.price(spec.capacity),
-        held_bytes=None if held is None else math.ceil(held * size),
+        held_bytes=None if was_full else math.ceil(held * block_bytes),
     )

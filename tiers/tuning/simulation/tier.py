@@ -5,37 +5,35 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiers.loading.load_cost import ABREAST, LoadCost
-from tiers.tuning.simulation.prompt import Offer, Prompt
 from tiers.tuning.simulation.spaces import Job, LruSpace, Part, TimedSpace, split
-from tiers.tuning.simulation.workload import Workload
+from tiers.tuning.simulation.workload import Offer, Prompt, Workload
 
 BURST = 3600.0
 """Seconds whose part of a write budget may be spent at once, as in the chain's admission."""
 
 
-class Counts:
-    """What a tier has done so far, in blocks and seconds. `hits`: loaded, and in time. `dropped`:
-    admitted, and without a slot so far."""
+@dataclass(slots=True)
+class TierCounts:
+    """Counts of a tier so far, in blocks and seconds."""
 
-    __slots__ = ("dropped", "hits", "load_busy", "loaded", "store_busy", "stored")
-
-    def __init__(self) -> None:
-        self.hits = self.loaded = self.dropped = self.stored = 0
-        self.load_busy = self.store_busy = 0.0
-
-    def values(self) -> dict[str, float]:
-        """All of them, by their names."""
-        return {name: getattr(self, name) for name in self.__slots__}
+    hits: int = 0
+    """Loaded, and in time."""
+    loaded: int = 0
+    dropped: int = 0
+    """Admitted, and without a slot so far."""
+    stored: int = 0
+    load_busy: float = 0.0
+    store_busy: float = 0.0
 
 
 class TierSettings(NamedTuple):
     """A tier in blocks and seconds. `room`: blocks that may be on their way into it. `is_host`:
     they have their place in it from the first."""
 
-    name: str
     room: float
     is_host: bool
     store_threshold: int
@@ -50,7 +48,7 @@ class TierSettings(NamedTuple):
     """Blocks per second that the write budget admits."""
 
 
-class _Load(NamedTuple):
+class _TimedLoad(NamedTuple):
     """A load until it ends: the job, its own seconds, and the tokens that come of it."""
 
     end: float
@@ -60,7 +58,7 @@ class _Load(NamedTuple):
     whole: bool
 
 
-class Gpus:
+class IdleGpus:
     """What a tier has to know of the engine's GPUs."""
 
     idle_since = 0.0
@@ -79,7 +77,7 @@ class Tier:
         self.space = space
         self.held = space.held
         self.known = space.known
-        self.counts = Counts()
+        self.counts = TierCounts()
         self.load_free = 0.0
         self._lengths = workload.lengths
         self._tokens = workload.block_tokens
@@ -96,13 +94,13 @@ class Tier:
         self._is_timed = isinstance(space, TimedSpace)
         self.due = -math.inf if self._is_timed else math.inf
         """When the tier is next to be drained: not before."""
-        self.gpus = Gpus()
+        self.gpus = IdleGpus()
         self.refused: dict[Prompt, list[Part]] = {}
         """Of prompts that still have their blocks: what found no room."""
         self._now = 0.0
         self.cost = LoadCost(lambda: self._now)
         """What the chain would have measured of its loads by now."""
-        self._loads: deque[_Load] = deque()
+        self._loads: deque[_TimedLoad] = deque()
         self._jobs = 0
         self._loaders = [0.0] * ABREAST
         """When each of the worker's loaders is free."""
@@ -152,7 +150,7 @@ class Tier:
         self._loaders[loader] = max(turn, end)
         self._jobs += 1
         cost.began(self._jobs, blocks * self._tokens)
-        ended = _Load(end, self._jobs, max(0.0, own), came * self._tokens, came == blocks)
+        ended = _TimedLoad(end, self._jobs, max(0.0, own), came * self._tokens, came == blocks)
         self._loads.append(ended)
         return end, came
 

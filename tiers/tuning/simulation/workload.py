@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import neg
 
 from tiers.errors import TraceError
@@ -129,3 +129,85 @@ def _path(
         path.append(run)
         at = stop
     return tuple(path)
+
+
+Offer = tuple[Job, Sequence[int]]
+"""Blocks of a prompt in a row, and the runs whose first block is among them."""
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A request in simulation: its prompt's runs, and its progress."""
+
+    number: int
+    arrival: float
+    tokens: int
+    answer: int
+    whole: Job
+    """All full blocks at once."""
+    blocks: int = field(init=False)
+    path: Sequence[int] = field(init=False)
+    has_begun: bool = False
+    """It has its blocks of the engine's."""
+    is_answering: bool = False
+    done: int = 0
+    """Tokens loaded or computed."""
+    own: int = 0
+    """Tokens from the engine's cache."""
+    loaded: int = 0
+    """Tokens from tiers."""
+    offered: int = 0
+    """Blocks offered to the tiers."""
+    parts: Sequence[Part] = ()
+    """Blocks that the step in flight completes."""
+    reserved: int = 0
+    """Blocks of the engine's that it holds beyond the prefix cache."""
+    place: tuple[int, int] = (-1, 0)
+    """The run, and the block in it, where it began to load."""
+    woken: list[Prompt] = field(default_factory=list)
+    """Prompts that wait for the load of this one."""
+    _at: int = 0
+    """A run at or before `offered`; `_depth`: the blocks before that run."""
+    _depth: int = 0
+
+    def __post_init__(self) -> None:
+        _, self.blocks, self.path = self.whole
+
+    def offer(self, last: int, workload: Workload) -> Offer:
+        """The blocks from `offered` on to `last`, which is beyond it and becomes `offered`."""
+        first = self.offered
+        self.offered = last
+        if not first and last == self.blocks:
+            self.parts = self.whole[0]
+            return self.whole, self.path
+        path, lengths = self.path, workload.lengths
+        at, depth = self._at, self._depth
+        while (stop := depth + lengths[run := path[at]]) <= first:
+            at += 1
+            depth = stop
+        begin = at if depth == first else at + 1
+        before = (1 << first - depth) - 1
+        parts: list[Part] = []
+        while stop < last:
+            parts.append((run, workload.masks[run] ^ before) if before else workload.parts[run])
+            before = 0
+            at += 1
+            run = path[at]
+            depth = stop
+            stop += lengths[run]
+        parts.append((run, (1 << last - depth) - 1 ^ before))
+        self.parts = parts
+        self._at, self._depth = at, depth
+        return (parts, last - first, path), path[begin : at + 1]
+
+    def first(self, blocks: int, workload: Workload) -> list[Part]:
+        """The first blocks."""
+        parts: list[Part] = []
+        for run in self.path:
+            if blocks <= 0:
+                break
+            part = workload.parts[run]
+            length = workload.lengths[run]
+            parts.append(part if blocks >= length else (run, (1 << blocks) - 1))
+            blocks -= length
+        return parts
