@@ -137,8 +137,8 @@ def _open(path: Path, count: int) -> DiskStore:
 def _pages(folder: OpenFolder) -> int:
     """Bytes of the pages that the index's tables are on."""
     index = folder.index
-    with index._env.begin() as txn:
-        stats = [txn.stat(table) for table in index._env.tables.values()]
+    with index.begin() as txn:
+        stats = [txn.stat(table) for table in index.tables.values()]
     pages = sum(
         stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats
     )

@@ -46,12 +46,12 @@ def fill(path: Path, count: int) -> None:
     for start in range(0, count, _AT_ONCE):
         _append_uses(index, range(start, min(count, start + _AT_ONCE)), ranges)
     while ranges:
-        with index._env.begin(write=True) as txn:
-            txn.cursor(index._env.tables["blocks"]).putmulti(_rows(ranges.pop()))
-    with index._env.begin(write=True) as txn:
-        txn.put(SIZE_ROW.pack(SIZE), SIZE_ROW.pack(count), db=index._env.tables["lengths"])
+        with index.begin(write=True) as txn:
+            txn.cursor(index.tables["blocks"]).putmulti(_rows(ranges.pop()))
+    with index.begin(write=True) as txn:
+        txn.put(SIZE_ROW.pack(SIZE), SIZE_ROW.pack(count), db=index.tables["lengths"])
         state = STATE.pack(count * SIZE, count * SIZE, count)
-        txn.put(b"state", state, db=index._env.tables["meta"])
+        txn.put(b"state", state, db=index.tables["meta"])
     folder.slabs[SIZE]  # makes the file
     os.truncate(path / f"slab-{SIZE}.dat", count * SIZE)
     open_folders.release(folder)
@@ -60,8 +60,8 @@ def fill(path: Path, count: int) -> None:
 def _append_uses(index: Index, numbers: range, ranges: list[bytearray]) -> None:
     keys = [index_key(block_key(number)) for number in numbers]
     uses = [(STAMP.pack(number), key) for number, key in zip(numbers, keys, strict=True)]
-    with index._env.begin(write=True) as txn:
-        txn.cursor(index._env.tables["recency"]).putmulti(uses, append=True)
+    with index.begin(write=True) as txn:
+        txn.cursor(index.tables["recency"]).putmulti(uses, append=True)
     for number, key in zip(numbers, keys, strict=True):
         ranges[key[DIGEST_WORD.start]] += _ROW.pack(key[DIGEST_WORD.start :], number)
 

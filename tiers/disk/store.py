@@ -42,7 +42,7 @@ class _Load(NamedTuple):
 class DiskStore(Capable):
     """A TierStore in a folder, with every capability of `tiers.store`.
 
-    Stores of one process on one folder share what is open (see `registry`); processes share the
+    Stores of one process on one folder share what is open (see `open_folders`); processes share the
     index. The capacity bounds the disk space of all slots, live and being written; the last
     store opened on a folder sets it. Blocks of any payload length share the folder.
 

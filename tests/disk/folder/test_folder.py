@@ -34,7 +34,7 @@ from tests.disk.audit import (
     settled,
 )
 from tests.support.clock import wait_for
-from tiers.disk.folder import clean_close, folder, repair
+from tiers.disk.folder import clean_close, folder
 from tiers.disk.folder.folder import Folder
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen, TierUnusable
@@ -321,7 +321,7 @@ def test_what_the_dead_had_reserved_is_freed_once(tmp_path: Path) -> None:
         assert store.usage().used == 0
         slots = folder_of(store).reserve({key(n): SLOT for n in range(2)})
         stale = [(slot, owner) for slot in slots.values()]
-        assert repair.reclaim(folder_of(store).edit, stale) == 0
+        assert folder_of(store).reclaim(stale) == 0
         assert store.usage().used == 2 * SLOT
         audit(store)
 

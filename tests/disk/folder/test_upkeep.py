@@ -286,7 +286,7 @@ def test_uses_that_are_left_are_written_at_the_close(tmp_path: Path) -> None:
 
 READING = """
 store = open_disk(path)
-with folder_of(store).index._env.begin() as txn:
+with folder_of(store).index.begin() as txn:
     txn.get(b"a key")
     say("reads")
     wait()
@@ -364,7 +364,7 @@ put(store, keys(5000), 4096)
 def test_space_behind_free_slots_is_given_back_in_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiers.disk.folder.repair._PUNCH_BATCH", 30)
+    monkeypatch.setattr("tiers.disk.folder.open_folder._PUNCH_BATCH", 30)
     child = Other(KILLED, tmp_path)
     assert child.hear() == ""
     child.kill()

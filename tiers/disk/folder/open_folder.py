@@ -1,4 +1,4 @@
-"""What one process has open of a tier's folder, shared by every store on it (see `registry`)."""
+"""What one process has open of a folder, shared by every store on it (see `open_folders`)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import io_executor
 from tiers.disk.access import Access
 from tiers.disk.failures import Damaged, translated
-from tiers.disk.folder import clean_close, repair
+from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import Folder
 from tiers.disk.folder.owner import Owner, Owners
 from tiers.disk.folder.upkeep import Keeping, Upkeep
 from tiers.disk.index import slot_allocator
 from tiers.disk.index.edit import FIRST, Edit, Entry, Slot
-from tiers.disk.index.environment import BRIEF_WAIT_S, WAIT_S
 from tiers.disk.index.fingerprint_index import FingerprintIndex
-from tiers.disk.index.index import Index
+from tiers.disk.index.index import BRIEF_WAIT_S, WAIT_S, Index
 from tiers.disk.index.slot_allocator import EVICT_BATCH, PendingUses
 from tiers.disk.slab import Slabs, sync_folder
 from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
 
+_PUNCH_BATCH = 512
+
 THREADS = 4
-"""Reads and writes under way at once; 4 to 8 were fastest cold, and warm no slower than one."""
+"""Reads and writes in flight at once; 4 to 8 were fastest cold, and warm no slower than one."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class OpenFolder:
         """Free slots that may still have disk space behind them."""
         self._condemned = False
         self.holders = self.stores = 1
-        """Stores and verbs under way; stores alone."""
+        """Stores and verbs in flight; stores alone."""
         self.gone = ""
         """Why the files that are open are the folder's no more; empty: they are."""
         self.is_closed = False
@@ -176,15 +177,18 @@ class OpenFolder:
             return slot_allocator.shrink(edit, self.uses)
 
     def _sweep(self) -> bool:
+        """Give back disk space that a killed edit left behind free slots, a few at a time."""
         if self._swept is not None:
             with self.edit() as edit:
-                self._swept = repair.sweep(edit, self.slabs, self._swept)
+                some = edit.free(self._swept, _PUNCH_BATCH)
+                self.slabs.punch(some)
+                self._swept = some[-1] if len(some) == _PUNCH_BATCH else None
         return self._swept is not None
 
     def _look_at_room(self) -> None:
         try:
             found = os.statvfs(self.path)
-        except (FileNotFoundError, NotADirectoryError):  # `keeping` tells
+        except (FileNotFoundError, NotADirectoryError):  # `Keeping` reports it
             return
         free = found.f_bavail * found.f_frsize
         short = slot_allocator.shortage(self.index.usage(), self.capacity, free)
@@ -290,13 +294,15 @@ class OpenFolder:
             # that a power cut leaves an index in order.
             self.index.sync()
             sync_folder(self.path)
-        if freed := repair.reclaim(self.edit, orphans):
+        if freed := self.reclaim(orphans):
             logger.info("disk tier %s: freed %d slots of dead processes", self.path, freed)
         for file in owners.dead:
             file.unlink(missing_ok=True)
         if owners.dead or not owners.alive:
             with self.edit() as edit:
-                repair.trim(edit, self.slabs)
+                lengths = edit.lengths()
+                for size in self.slabs.on_disk():  # a killed edit may have let them grow
+                    self.slabs[size].truncate(lengths.get(size, 0))
             self._swept = FIRST
             self._sweep()
         before = self.index.usage().capacity or 0
@@ -309,8 +315,20 @@ class OpenFolder:
                 format_size(before),
             )
         self.resize(capacity)
-        self.index.wait_at_most(WAIT_S)
+        self.index.wait = WAIT_S
         self.upkeep.start()
+
+    def reclaim(self, orphans: Sequence[tuple[Slot, bytes]]) -> int:
+        """Free those of `orphans` that are still their dead owners', a few in each edit, since an
+        edit keeps all processes waiting; return how many were freed."""
+        freed = 0
+        for start in range(0, len(orphans), EVICT_BATCH):
+            with self.edit() as edit:
+                for slot, owner in orphans[start : start + EVICT_BATCH]:
+                    if edit.is_of(owner, slot):
+                        edit.vacate(slot)
+                        freed += 1
+        return freed
 
     def abandon(self) -> None:
         """Close a folder that could not be started; the owner file stays and asks for repair."""
@@ -323,7 +341,7 @@ class OpenFolder:
     def close(self) -> None:
         """Sync the index and close; the owner file of a folder that could not be synced stays."""
         self.upkeep.stop()
-        self.index.wait_at_most(BRIEF_WAIT_S)
+        self.index.wait = BRIEF_WAIT_S
         self.fingerprints.stop()
         if self.gone:
             self.abandon()

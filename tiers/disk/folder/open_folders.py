@@ -23,11 +23,11 @@ from typing import NamedTuple
 from tiers.disk.access import Access
 from tiers.disk.direct_io import choose_direct
 from tiers.disk.failures import Damaged, translated
-from tiers.disk.folder import clean_close, repair
+from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import Folder
 from tiers.disk.folder.open_folder import OpenFolder, require_own
 from tiers.disk.folder.owner import Owner, Owners, scan_owners
-from tiers.disk.index.edit import Slot
+from tiers.disk.index.edit import Edit, Slot
 from tiers.disk.index.index import Index
 from tiers.disk.slab import Slabs
 from tiers.errors import TierError, TierNotOpen, TierUnusable
@@ -149,10 +149,24 @@ def _open_files(
         if not owners.alive:
             clean_close.remove(folder)
         with opened.edit() as edit:
-            repair.restore_files(edit, slabs, owners)
-            orphans = repair.orphans(edit, owners.alive | {owner.id})
+            if not owners.alive:
+                _restore_files(edit, slabs, owners.rebooted)
+            living = owners.alive | {owner.id}
+            orphans = [item for item in edit.reservations().items() if item[1] not in living]
         undo.pop_all()
         return _Owned(opened, owners, orphans)
+
+
+def _restore_files(edit: Edit, slabs: Slabs, rebooted: bool) -> None:
+    """Lengthen slab files that a power cut left shorter than the index says: records in the added
+    slots will not verify. Raises Damaged if the machine did not go down."""
+    lengths = edit.lengths()
+    cut = [size for size, length in lengths.items() if slabs[size].slots() < length]
+    if cut and not rebooted:
+        raise Damaged(f"slab files of slot sizes {cut} are cut or gone")
+    for size in cut:
+        there = slabs[size].slots()
+        slabs[size].allocate(there, lengths[size] - there)
 
 
 class _OpenFolders:

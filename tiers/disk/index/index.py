@@ -1,20 +1,33 @@
 """The index, in LMDB: which block is in which slot, which was used last, which slots are free.
 
-A key here is a block's index key (see `rows`), which is as short as is safe: the index is nearly
+A key here is a block's index key (see `edit`), which is as short as is safe: the index is nearly
 all the memory that a block takes. `edit` holds what changes the index.
 
 A commit that is not synced survives the death of a process but not of the machine; owner files tell
 which of the two happened (see `owner`).
+
+An error of the device in the very write that ends a commit makes LMDB refuse every transaction,
+reading ones too, until its environment is closed. What was committed before is as it was.
+
+LMDB's own lock of writers can't be given up: behind a process that is stopped while it has that
+lock all others would hang. So a writer first locks a byte of the index file, and tries for a while.
+A record lock it is, since no fork inherits those: a child would hold it when its parent is killed.
+Closing any handle of the index file would free it; then, and beside a process that does not know
+of it, LMDB's lock alone keeps writers apart.
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import math
 import os
+import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +35,7 @@ from typing import Any, NamedTuple
 import lmdb
 
 from tiers.block import FORMAT_VERSION
+from tiers.disk.failures import Damaged
 from tiers.disk.index.edit import (
     INDEX_KEY_BYTES,
     ROW,
@@ -32,7 +46,6 @@ from tiers.disk.index.edit import (
     parse_changes,
     parse_entry,
 )
-from tiers.disk.index.environment import Environment
 from tiers.errors import TierUnusable
 from tiers.store import Usage
 
@@ -43,12 +56,24 @@ capacity, so that no process finds the map outgrown by one that was given more."
 
 READERS_CHECKED_S = 60.0
 
+WAIT_S = 1.0
+"""How long a write waits for others while none of them commits. Beside healthy processes one edit
+of some two thousand took 0.7 s, on a machine under load."""
+
+BRIEF_WAIT_S = 0.5
+"""The same while the tier is opened or closed."""
+
+_POLL_S = 0.001
+_NO_LOCK = nullcontext()
+
 _MAX_READERS = 1024
 _LOCK_BYTES = (_MAX_READERS + 64) * 64
 """Of LMDB's lock file: a line of the processor's cache a reader, and its head."""
 
 _TABLES = ("blocks", "recency", "free", "reserved", "lengths", "changes", "meta")
 _FORMAT = f"kvtiers index {INDEX_FORMAT}, records {FORMAT_VERSION}".encode()
+
+logger = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
@@ -80,7 +105,7 @@ def _changes(log: Any, last: int, after: int, limit: int | None) -> list[array[i
 
 
 class Index:
-    """One open LMDB environment. LMDB allows one per file and process: see `registry`.
+    """One open LMDB environment. LMDB allows one per file and process: see `open_folders`.
 
     `synced`: after a power cut the index is as one of the last two commits left it. `lasting`: as
     the last one left it, for which each commit syncs twice.
@@ -99,10 +124,22 @@ class Index:
         self._path = path
         self._pages = 0
         self._checked = -math.inf
+        self.tables: dict[str, Any] = {}
+        """For use in a transaction."""
+        self.wait = BRIEF_WAIT_S
+        """How long a write waits for others while none of them commits, in seconds; then it raises
+        lmdb.LockError."""
+        # Without it LMDB could be closed under a transaction. Never held during I/O.
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._refuses = False
+        # Keeps this process's writers apart, since a record lock is of the process. Held during
+        # I/O, and waited for as the record lock is.
+        self._writing = threading.Lock()
         _allocate_readers(path)
-        self._env = Environment(
-            path,
-            _TABLES,
+        self._open = partial(
+            lmdb.open,
+            str(path),
             subdir=False,
             map_size=map_bytes,
             mode=0o600,
@@ -111,16 +148,28 @@ class Index:
             max_dbs=len(_TABLES),
             max_readers=_MAX_READERS,
         )
-        try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with ExitStack() as undo:
+            self._file = os.open(path, flags, 0o600)
+            undo.callback(os.close, self._file)
+            self._env = self._open()
+            undo.callback(self._env.close)
+            self._require_whole_file()
             self.clear_readers()
             self._require_format()
-            self._env.open_tables()
-        except BaseException:
-            self._env.close()
-            raise
+            self._open_tables()
+            undo.pop_all()
+
+    def _require_whole_file(self) -> None:
+        # Reading a mapped page behind the end of a cut file would kill the process by SIGBUS.
+        with self._env.begin() as txn:
+            page = txn.stat(self._env.open_db(None, txn))["psize"]
+        need, size = (self._env.info()["last_pgno"] + 1) * page, os.stat(self._path).st_size
+        if size < need:
+            raise Damaged(f"{self._path} has {size} bytes, {need} expected")
 
     def _require_format(self) -> None:
-        with self._env.begin(write=True) as txn:
+        with self.begin(write=True) as txn:
             found = self._format(txn)
         if found != _FORMAT:
             raise TierUnusable(
@@ -139,21 +188,82 @@ class Index:
         found: bytes = txn.get(b"format", b"unknown", db=meta)
         return found
 
+    def _open_tables(self) -> None:
+        """Open all tables; make those that are missing. Waits as a write."""
+        with self._alone(), self._env.begin(write=True) as txn:
+            self.tables = {name: self._env.open_db(name.encode(), txn) for name in _TABLES}
+
+    @contextmanager
+    def begin(self, table: str | None = None, write: bool = False) -> Iterator[Any]:
+        """A transaction, on `table` unless it names another. Raises lmdb.LockError if it writes and
+        others keep it waiting, see `wait`."""
+        with self._lock:
+            if self._refuses:
+                raise lmdb.PanicError("an error of the device; the index is opened anew soon")
+            self._in_flight += 1
+        try:
+            with (
+                self._alone() if write else _NO_LOCK,
+                self._env.begin(db=self.tables[table] if table else None, write=write) as txn,
+            ):
+                yield txn
+        except lmdb.PanicError:
+            self._refuses = True
+            raise
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep others from writing during the body. Raises lmdb.LockError and OSError."""
+        last, since = -1, 0.0
+        while not self._try_alone():
+            commits = self._env.info()["last_txnid"]
+            if commits != last:  # who writes is not stopped
+                last, since = commits, time.monotonic()
+            elif time.monotonic() > since + self.wait:
+                raise lmdb.LockError(
+                    f"a process has been writing to the index for {self.wait:g} s, is it stopped? "
+                    "(lslocks names it)"
+                )
+        try:
+            yield
+        finally:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1)
+            finally:
+                self._writing.release()
+
+    def _try_alone(self) -> bool:
+        """Try to be the one that writes, for a moment. Raises OSError."""
+        if not self._writing.acquire(timeout=_POLL_S):
+            return False
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        except OSError as error:
+            self._writing.release()
+            if not isinstance(error, BlockingIOError | PermissionError):
+                raise
+            time.sleep(_POLL_S)
+            return False
+        return True
+
     def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """Return each key's live block, or None."""
-        with self._env.begin("blocks") as txn:
+        with self.begin("blocks") as txn:
             found = [txn.get(key) for key in keys]
         return [None if data is None else parse_entry(data) for data in found]
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Say for each key whether it is live. Reads mapped memory and takes no lock."""
-        with self._env.begin("blocks") as txn:
+        with self.begin("blocks") as txn:
             return [txn.get(key) is not None for key in keys]
 
     def starting_with(self, beginning: bytes, most: int) -> list[bytes]:
         """The first `most` live keys that begin with these bytes."""
         keys: list[bytes] = []
-        with self._env.begin("blocks") as txn:
+        with self.begin("blocks") as txn:
             cursor = txn.cursor()
             more = cursor.set_range(beginning)
             while more and len(keys) < most and cursor.key().startswith(beginning):
@@ -164,13 +274,13 @@ class Index:
     def piece(self, row: int | None, after: bytes, limit: int) -> Piece | None:
         """Return the first `limit` live keys after key `after`, and the log's rows after row `row`,
         from one reading. None if the log no longer goes back to row `row`."""
-        with self._env.begin() as txn:
-            log = txn.cursor(self._env.tables["changes"])
+        with self.begin() as txn:
+            log = txn.cursor(self.tables["changes"])
             last = fields(ROW, log.key())[0] if log.last() else 0
             changes = _changes(log, last, last if row is None else row, None)
             if changes is None:
                 return None
-            blocks = txn.cursor(self._env.tables["blocks"])
+            blocks = txn.cursor(self.tables["blocks"])
             more = blocks.set_range(after + b"\0")
             found = list(islice(blocks.iternext(values=False), limit)) if more else []
         keys = b"".join(found)
@@ -181,35 +291,40 @@ class Index:
     def changes(self, after: int, limit: int) -> list[array[int]] | None:
         """Return the log's rows after row `after`, `limit` at most: fingerprints in the order of
         their changes. None if the log no longer goes back to row `after`."""
-        with self._env.begin("changes") as txn:
+        with self.begin("changes") as txn:
             log = txn.cursor()
             last = fields(ROW, log.key())[0] if log.last() else 0
             return _changes(log, last, after, limit)
 
     def usage(self) -> Usage:
         """Count live blocks, and the bytes of live and reserved slots."""
-        with self._env.begin() as txn:
-            blocks = txn.stat(self._env.tables["blocks"])["entries"]
-            data = txn.get(b"state", db=self._env.tables["meta"])
+        with self.begin() as txn:
+            blocks = txn.stat(self.tables["blocks"])["entries"]
+            data = txn.get(b"state", db=self.tables["meta"])
         capacity, used, _ = fields(STATE, data) if data else (0, 0, 0)
         return Usage(blocks=blocks, used=used, capacity=capacity)
 
     @contextmanager
     def edit(self, owner: bytes) -> Iterator[Edit]:
         """One write transaction: applies all of the body's changes, or none if the body raises."""
-        with self._env.begin(write=True) as txn:
-            edit = Edit(txn, self._env.tables, owner)
+        with self.begin(write=True) as txn:
+            edit = Edit(txn, self.tables, owner)
             yield edit
             edit.save_state()
 
-    def wait_at_most(self, seconds: float) -> None:
-        """Let an edit raise lmdb.LockError once it has waited so long for others of whom none
-        commits; it is `BRIEF_WAIT_S` until this is called."""
-        self._env.wait = seconds
-
     def reopen(self) -> None:
-        """Open the index anew if LMDB refuses all (see `environment`)."""
-        self._env.reopen()
+        """Open LMDB anew if it refuses all and no transaction is in flight. By one thread at a
+        time."""
+        with self._lock:
+            if not self._refuses or self._in_flight:
+                return
+        # Nobody begins a transaction until it refuses no more.
+        self._env.close()
+        self._env = self._open()
+        self._require_whole_file()
+        self._open_tables()
+        self._refuses = False
+        logger.warning("%s was opened anew after an error of the device", self._path)
 
     def clear_readers(self) -> None:
         """Remove dead processes from LMDB's table of readers, every minute and when the file grew:
@@ -221,8 +336,9 @@ class Index:
 
     def sync(self) -> None:
         """Sync all commits to the device."""
-        self._env.sync()
+        self._env.sync(True)
 
     def close(self) -> None:
         """Unmap. Not while another thread is in a method."""
         self._env.close()
+        os.close(self._file)
