@@ -257,20 +257,6 @@ def _typeless(value: Mapping[object, object]) -> ValidationError:
     return ValidationError.from_exception_data("tier", problems)
 
 
-FORMER_POLICIES = {
-    "soonest": "write load_policy: stitched, which now shares a prefix among tiers by their speed",
-    "cheapest": "write load_policy: stitched; load_when: sooner, the default, compares loading "
-    "with computing",
-}
-"""Load policies of before, and what to write instead."""
-
-
-def _as_policy(value: object) -> object:
-    if isinstance(value, str) and value in FORMER_POLICIES:
-        raise ValueError(FORMER_POLICIES[value])
-    return value
-
-
 class ChainSpec(BaseModel):
     """The chain: its tiers in load priority, and how they work together.
 
@@ -286,7 +272,7 @@ class ChainSpec(BaseModel):
         max_length=MAX_TIERS,
         description="The tiers in load priority: the first is asked first.",
     )
-    load_policy: Annotated[LoadPolicy, BeforeValidator(_as_policy)] = Field(
+    load_policy: LoadPolicy = Field(
         default="stitched",
         description="Choose the tiers that load a prefix. first: the first tier that has any of "
         "it. longest: the tier that has the most of it. stitched: for each block the first tier "

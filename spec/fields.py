@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     PlainSerializer,
+    ValidationError,
     ValidationInfo,
     WithJsonSchema,
 )
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+Value = TypeVar("Value")
 
 _SIZE_UNITS = {
     "B": Decimal(1),
@@ -227,6 +231,19 @@ def _absolute(path: Path) -> Path:
 
 FolderPath = Annotated[Path, BeforeValidator(_named), AfterValidator(_absolute)]
 """A folder: `~` stands for the home folder, a relative path starts at the working directory."""
+
+
+def checked(parse: Callable[[object], Value], value: object, shown: str) -> Value:
+    """Return `parse(value)`. Raises ValidationError that quotes `shown` where pydantic would quote
+    the value, which may hold a secret."""
+    try:
+        return parse(value)
+    except ValueError as error:
+        reason = str(error)
+    problem = PydanticCustomError("value_error", "Value error, {reason}", {"reason": reason})
+    details = InitErrorDetails(type=problem, loc=(), input=shown)
+    raise ValidationError.from_exception_data("value", [details])
+
 
 _USERINFO = re.compile(r"(.*?://)?(?:([^:/?#@\s]*):)?.*@", re.S)
 _LOST_AT = re.compile(r"(://[^:/?#\s\[]*:)(?!\d{0,5}(?:[/?#]|$))[^/?#\s]*")

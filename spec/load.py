@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from spec.chain import FORMAT_VERSION, MAX_TIERS, ChainSpec, name_clashes
 from spec.document import Document, Loc, NotYaml, read_yaml
-from spec.errors import RENAMED, closest, did_you_mean, one_line, one_of
+from spec.errors import FORMER, RENAMED, closest, did_you_mean, one_line, one_of
 from spec.errors import SpecError as SpecError
 from spec.fields import WRITTEN, mask_secrets
 from spec.registry import BrokenTierType, UnknownTierType, tier_class, tier_types
@@ -118,7 +118,9 @@ def _remedy(problem: Problem, document: Document) -> str:
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"]) or [context["expected"]]
         value = document.value(document.known_part(problem["loc"]))
-        near = did_you_mean(value, choices) if isinstance(value, str) else None
+        near = None
+        if isinstance(value, str):
+            near = FORMER.get(value) or did_you_mean(value, choices)
         return near or f"use {one_of(choices)}"
     if kind == "string_pattern_mismatch":
         return f"use what matches {context['pattern']}"

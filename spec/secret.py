@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from pydantic import PlainSerializer, PlainValidator, ValidationError, WithJsonSchema
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
+
+from spec.fields import checked
 
 MAX_BYTES = 64 << 10
 """A longer secret is refused; reading stops here, so that an endless file does no harm."""
@@ -71,21 +72,9 @@ def parse_secret(value: object) -> Secret:
     return secret
 
 
-def _validate(value: object) -> Secret:
-    try:
-        return parse_secret(value)
-    except ValueError as error:
-        reason = str(error)
-    # pydantic quotes the value it was given in its errors, and that may be the secret itself.
-    problem = PydanticCustomError("value_error", "Value error, {reason}", {"reason": reason})
-    raise ValidationError.from_exception_data(
-        "Secret", [InitErrorDetails(type=problem, loc=(), input="a value not shown")]
-    )
-
-
 SecretField = Annotated[
     Secret,
-    PlainValidator(_validate),
+    PlainValidator(lambda value: checked(parse_secret, value, "a value not shown")),
     PlainSerializer(lambda secret: {k: v for k, v in asdict(secret).items() if v is not None}),
     WithJsonSchema(
         {

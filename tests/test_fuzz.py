@@ -26,7 +26,7 @@ from tiers.block import HEADER_BYTES, expect, parse_header, verify
 from tiers.codec import CODECS, decode
 from tiers.disk.index.edit import parse_changes, parse_entry
 from tiers.errors import RecordError, TraceError
-from tiers.remote.resp import ServerError, read_reply
+from tiers.remote.resp import ServerError, read_flags
 from tiers.remote.stream import Deadline, Stream, StreamError
 from tiers.traces.open_trace import open_trace
 from tiers.traces.recorded import FileHeader, encode_header
@@ -74,7 +74,7 @@ def reply(data: bytes) -> None:
         with suppress(StreamError):
             while True:
                 with suppress(ServerError):
-                    read_reply(stream)
+                    read_flags(stream, 2)
 
 
 def chain(data: bytes) -> None:

@@ -81,7 +81,6 @@ def namespace(facts: Mapping[str, str], rank: int, world_size: int) -> bytes:
 
 
 def digest(data: Buffer) -> bytes:
-    """The checksum of these bytes."""
     return xxhash.xxh3_128_digest(data)
 
 

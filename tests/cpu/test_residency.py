@@ -231,11 +231,6 @@ def test_other_policies_are_refused(unknown: str) -> None:
         CpuSpec.model_validate({"capacity": 1, "eviction": unknown})
 
 
-def test_a_policy_of_before_names_what_takes_its_place() -> None:
-    with pytest.raises(ValueError, match=r"eviction\n.*write eviction: arc"):
-        CpuSpec.model_validate({"capacity": 1, "eviction": "s3fifo"})
-
-
 def test_a_block_goes_before_the_one_that_it_depends_on(open_tier: Open) -> None:
     pool = SlotPool(16)
     tier = open_tier(pool, 16)

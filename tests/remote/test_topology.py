@@ -25,12 +25,10 @@ from tests.support.topologies import (
     wait_until,
 )
 from tiers.errors import TierUnavailable
-from tiers.remote.pipeline import GetRequest, Record
-from tiers.remote.pools import ConnectionSettings
-from tiers.remote.redis_client import RedisClient
+from tiers.remote.pipeline import Record
 from tiers.remote.redis_store import RedisStore
 from tiers.remote.spec import RedisSpec
-from tiers.store import TierStore
+from tiers.store import Block, TierStore
 from tiers.testing import Memory, StoreContract, make_key
 from tiers.wrappers.guard import Guarded
 
@@ -106,39 +104,36 @@ def test_a_slot_that_moved_is_found_again(nodes: list[RedisServer]) -> None:
 
 
 def test_a_value_that_came_is_not_asked_for_again_where_another_has_moved(
-    nodes: list[RedisServer],
+    nodes: list[RedisServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = url_of(*nodes)
-    store = open_store(url)
+    store = open_store(url_of(*nodes))
     here = (key for key in iter(make_key, None) if node_of(nodes, key) == 0)
     gone, stays = islice(here, 2)
     moved = next(key for key in here if is_alone(nodes, key))
     put(store, gone, stays)
     slot = key_slot(name(moved))
     owner, home = (cluster_command(node, "MYID") for node in (nodes[1], nodes[0]))
-    settings = ConnectionSettings(RedisSpec.model_validate({"url": url}).url, None)
-    client = RedisClient(settings, timeout=10, ttl=None)
-    assert client.exists([name(gone)], client.limit(1)) == [True]  # the map is known now
+    assert store.has([gone]) == [True]  # the map is known now
     memory = Memory([gone, stays, moved], PAYLOAD)
-    told: list[int] = []
+    loaded: list[bytes] = []
+    fill = store._fill
 
-    def on_value(position: int, record: Record | None) -> None:
-        told.append(position)
-        assert record is not None and memory.holds(position)
-        if position == 0:  # it is evicted before the map is asked for again
+    def count(block: Block, record: Record) -> bool:
+        loaded.append(block.key)
+        if block.key == gone:  # it is evicted before the map is asked for again
             nodes[0].client().delete(name(gone))
+        return fill(block, record)
 
-    requests = [GetRequest(name(block.key), block.payload) for block in memory.blocks]
+    monkeypatch.setattr(store, "_fill", count)
     try:
         for node in nodes:
             cluster_command(node, "SETSLOT", slot, "NODE", owner)
-        client.load(requests, on_value, client.limit(3, 3 * PAYLOAD))
+        assert store.get(memory.blocks) == [True, True, False]
         assert memory.holds(0) and memory.holds(1)
-        assert told == [0, 1]
+        assert loaded == [gone, stays]
     finally:
         for node in nodes:
             cluster_command(node, "SETSLOT", slot, "NODE", home)
-        client.close()
         store.close()
 
 

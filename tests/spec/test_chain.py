@@ -86,6 +86,10 @@ def test_alike_is_not_the_same() -> None:
     [
         ({"load_policy": "soonest"}, "found 'soonest'; write load_policy: stitched, which now"),
         ({"load_policy": "cheapest"}, "found 'cheapest'; write load_policy: stitched; load_when: "),
+        (
+            {"tiers": [{"type": "cpu", "capacity": "8GiB", "eviction": "s3fifo"}]},
+            "found 's3fifo'; write eviction: arc",
+        ),
         ({"cheapest": {"margin": 0.2}}, "cheapest: found a key that was renamed; write load_when"),
         ({"load_when": "soon"}, "load_when: found 'soon'; did you mean sooner"),
     ],

@@ -28,7 +28,6 @@ class SlotQueues:
         self._lengths = [0] * (queues + 1)
 
     def append(self, slot: int, queue: int) -> None:
-        """Put a slot that is NOWHERE at the queue's end."""
         self._put(slot, queue, self._ends + queue)
 
     def insert(self, slot: int, before: int) -> None:
@@ -43,14 +42,12 @@ class SlotQueues:
         self._lengths[queue] += 1
 
     def remove(self, slot: int) -> None:
-        """Take a slot out of its queue."""
         before, after = self._before[slot], self._after[slot]
         self._after[before], self._before[after] = after, before
         self._lengths[self.where[slot]] -= 1
         self.where[slot] = NOWHERE
 
     def move(self, slot: int, queue: int) -> None:
-        """Take a slot out of its queue and put it at the end of this one."""
         self.remove(slot)
         self.append(slot, queue)
 
@@ -89,7 +86,6 @@ class SlotQueues:
         return self._after[self._ends + queue]
 
     def length(self, queue: int) -> int:
-        """Slots in a queue."""
         return self._lengths[queue]
 
     def slots(self) -> Iterator[int]:

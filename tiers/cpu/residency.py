@@ -106,7 +106,6 @@ class SlotResidency(ABC):
         return True
 
     def _victim(self) -> int | None:
-        """The slot of the block that is next to go."""
         queues = self._queues
         for _ in range(min(self.SCAN, len(queues) - queues.length(self._passed))):
             is_overdue = queues.length(self._overdue)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from spec.offloading import HostSpec
 from tiers.cpu.residency import ArcResidency, LruResidency, SlotResidency
 from tiers.host.slots import Slots
-
-
-def _as_eviction(value: object) -> object:
-    if value == "s3fifo":
-        raise ValueError("write eviction: arc, which serves as much or more where room is short")
-    return value
 
 
 class CpuSpec(HostSpec):
@@ -23,7 +17,7 @@ class CpuSpec(HostSpec):
     is_trusted: ClassVar[bool] = True
 
     type: Literal["cpu"] = "cpu"
-    eviction: Annotated[Literal["lru", "arc"], BeforeValidator(_as_eviction)] = Field(
+    eviction: Literal["lru", "arc"] = Field(
         default="lru",
         description="Choose the block to evict. lru: the least recently used. arc: one used once "
         "or one used again, whichever kind has paid less; for a tier that is small beside the "
@@ -31,6 +25,5 @@ class CpuSpec(HostSpec):
     )
 
     def residency(self, pool: Slots, max_slots: int) -> SlotResidency:
-        """Keep `max_slots` blocks at most, chosen by the eviction policy."""
         policy = ArcResidency if self.eviction == "arc" else LruResidency
         return policy(pool, max_slots)

@@ -79,7 +79,6 @@ class Slab:
         self._scratch = Scratch(size)
 
     def write(self, number: int, header: bytes, payload: memoryview) -> None:
-        """Write a record into a slot, from the caller's memory."""
         if not self._direct:
             parts = [memoryview(header), memoryview(_AFTER_HEADER), payload]
             return self._write(number * self._size, parts)
@@ -143,12 +142,10 @@ class Slab:
             punch(self._handle, first * self._size, count * self._size)
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the file system."""
         found = os.fstatvfs(self._handle)
         return found.f_bavail * found.f_frsize
 
     def slots(self) -> int:
-        """Return how many whole slots the file has."""
         return os.fstat(self._handle).st_size // self._size
 
     def truncate(self, count: int) -> None:
@@ -157,11 +154,9 @@ class Slab:
             os.ftruncate(self._handle, count * self._size)
 
     def sync(self) -> None:
-        """Sync what was written to the device."""
         os.fdatasync(self._handle)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._handle)
 
 
@@ -215,12 +210,10 @@ class Slabs:
             return slab
 
     def on_disk(self) -> set[int]:
-        """Slot sizes that have a file."""
         names = (_NAME.match(file.name) for file in self._folder.iterdir())
         return {int(name[1]) for name in names if name}
 
     def sync(self, sizes: Iterable[int]) -> None:
-        """Sync what was written to slots of these sizes to the device."""
         for size in sizes:
             self[size].sync()
 
@@ -230,7 +223,6 @@ class Slabs:
             self[size].punch(number for _, number in some)
 
     def close(self) -> None:
-        """Close every file."""
         with self._lock:
             for slab in self._open.values():
                 slab.close()

@@ -50,7 +50,6 @@ class Window:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes to have in flight now."""
         needed = 2 * self._rate * (self._trip or 0.0)
         return int(min(max(needed, LEAST_BYTES), MOST_BYTES))
 

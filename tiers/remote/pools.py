@@ -15,7 +15,6 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError
 from redis.retry import Retry
 
-from tiers.remote.resp import Reply, command, read_reply
 from tiers.remote.stream import Deadline, Stream
 from tiers.remote.url import Endpoint, RedisUrl
 
@@ -51,26 +50,33 @@ class Pool:
         The deadline includes connecting and greeting; only a silent name server can exceed it.
         Raises RedisError or OSError.
         """
-        self._current.deadline = deadline
-        connection: Any = self._pool.get_connection()
-        is_clean = False
-        try:
+        with self._connected(deadline) as connection:
             stream = Stream(connection._sock, deadline)
             yield stream
-            is_clean = stream.is_drained
-        finally:
-            if not is_clean:
+            if not stream.is_drained:
                 connection.disconnect()
+
+    def ask(self, deadline: Deadline, *words: bytes) -> Any:
+        """Send a small command and return the reply, which redis-py reads. Raises RedisError or
+        OSError."""
+        with self._connected(deadline) as connection, _cut_off(connection, deadline.left()):
+            connection.send_command(*words)
+            return connection.read_response()
+
+    @contextmanager
+    def _connected(self, deadline: Deadline) -> Iterator[Any]:
+        """Borrow a connection for the body; it is closed if the body raises."""
+        self._current.deadline = deadline
+        connection: Any = self._pool.get_connection()
+        try:
+            yield connection
+        except BaseException:
+            connection.disconnect()
+            raise
+        finally:
             self._pool.release(connection)
 
-    def ask(self, deadline: Deadline, *words: bytes) -> Reply:
-        """Send a small command and return the reply. Raises as `borrow` does, and ServerError."""
-        with self.borrow(deadline) as stream:
-            stream.send([command(*words)])
-            return read_reply(stream)
-
     def close(self) -> None:
-        """Close every connection. Idempotent."""
         self._pool.disconnect()
 
 
@@ -79,19 +85,18 @@ class Pools:
 
     def __init__(self, settings: ConnectionSettings) -> None:
         self._settings = settings
-        self._pools: dict[Endpoint, Pool] = {}
+        self._pools: dict[Endpoint | None, Pool] = {}
         # Without it two threads could make two pools for a node, and one would never be closed.
         self._lock = threading.Lock()
 
-    def at(self, endpoint: Endpoint) -> Pool:
-        """The endpoint's pool."""
+    def at(self, endpoint: Endpoint | None) -> Pool:
+        """The endpoint's pool; None: that of the URL's own server."""
         with self._lock:
             if endpoint not in self._pools:
                 self._pools[endpoint] = Pool(self._settings, endpoint)
             return self._pools[endpoint]
 
     def close(self) -> None:
-        """Close every connection."""
         with self._lock:
             for pool in self._pools.values():
                 pool.close()

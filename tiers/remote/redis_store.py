@@ -1,34 +1,55 @@
-"""RedisStore: blocks as records under names of a Redis or Valkey server."""
+"""RedisStore: blocks as records under names of a Redis or Valkey server.
+
+redis-py connects and authenticates. Commands and replies then travel on its sockets directly, where
+values need no copy and a whole verb has one deadline.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from tiers.block import HEADER_BYTES, expect, pack_header, verify
 from tiers.codec import CODECS, Encoder, decode
 from tiers.concurrency.counter import LockedCounter
 from tiers.errors import RecordError, TierUnavailable, TierUnusable
-from tiers.remote.pipeline import GetRequest, Record
-from tiers.remote.pools import ConnectionSettings
-from tiers.remote.redis_client import RedisClient
-from tiers.remote.stream import Deadline
+from tiers.remote import pipeline
+from tiers.remote.pipeline import GetRequest, Record, Window
+from tiers.remote.pools import ConnectionSettings, reason
+from tiers.remote.resp import ServerError, each_command, read_flags
+from tiers.remote.stream import Deadline, Stream
+from tiers.remote.topology import FAILURES, Cluster, Kind, OneMaster, Operation
 from tiers.store import Block, PutCounts
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_VALUE_BYTES = 512 << 20
 """Largest value of a Redis string (proto-max-bulk-len's default, and its hard limit of old)."""
 
+SLOWEST = 32 << 20
+"""Bytes a second for which a verb that moves values gets extra time: half of a gigabit link.
+Computing a block again is faster than loading it over a slower link."""
+
+EACH = 0.01
+"""Extra seconds that a verb gets for each name: a thread of the engine that is busy with Python
+keeps ours waiting for 5 ms at a time."""
+
 
 class RedisStore:
-    """A TierStore whose blocks live in a server that others share.
+    """A TierStore whose blocks live in a server, or several, that others share.
 
     Each block is one value: the header of `tiers.block`, then the payload as its codec stored it.
     A value that does not verify is a miss, and is dropped, so that the next `put` replaces it.
-    Thread-safe. Verbs raise TierUnavailable while the server does not answer. They end after
-    `timeout`, plus `client.EACH` seconds a block and a second for each `client.SLOWEST` bytes.
+    Thread-safe; a forked child connects anew.
+
+    A verb ends after `timeout`, plus `EACH` seconds a block and a second for each `SLOWEST` bytes,
+    connecting included, however many servers it asks; only a silent name server can make it take
+    longer. A connection found dead when it is borrowed is made anew once, and names that moved
+    within a cluster are looked for once more; nothing else is tried again. Verbs raise
+    TierUnavailable while no server answers. While some nodes of a cluster answer, the names of the
+    others have no value and take none.
     """
 
     def __init__(
@@ -50,52 +71,76 @@ class RedisStore:
         self._payload_bytes = payload_bytes
         self._place = str(settings.url)
         self._encoder = encoder
-        self._damaged, self._renewed = LockedCounter(), LockedCounter()
+        self._timeout = timeout
+        self._ttl_ms = None if ttl is None else b"%d" % max(1, round(ttl * 1000))
         self._prefix = key_prefix.encode() + b":"
-        self._client = RedisClient(settings, timeout, ttl)
+        is_cluster = settings.url.is_cluster
+        self._topology = Cluster(settings, timeout) if is_cluster else OneMaster(settings)
+        self._window = Window()
+        self._damaged, self._renewed = LockedCounter(), LockedCounter()
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._client.exists(self._names(keys), self._client.limit(len(keys)))
+        return self._ask(self._names(keys), "reads", self._limit(len(keys)), b"EXISTS")
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """Store the blocks that the server lacks; the ttl of the others starts anew."""
-        deadline = self._limit(blocks)
-        names = self._names([block.key for block in blocks])
-        held = self._client.refresh(names, deadline)
-        missing = [index for index, here in enumerate(held) if not here]
-        wanted = [names[index] for index in missing]
-        stored = self._client.store(wanted, lambda at: self._record(blocks[missing[at]]), deadline)
+        """Store the blocks that the server does not hold; the ttl of the others starts anew."""
+        deadline, ttl = self._limit_of(blocks), self._ttl_ms
+        names = self._names(block.key for block in blocks)
+        if ttl is None:
+            held = self._ask(names, "reads", deadline, b"EXISTS")
+        else:
+            held = self._ask(names, "writes", deadline, b"PEXPIRE", ttl)
         self._renewed.count("value", sum(held))
-        for index, done in zip(missing, stored, strict=True):
-            held[index] = done
+        missing = [index for index, here in enumerate(held) if not here]
+        expiry = () if ttl is None else (b"PX", ttl)
+
+        def operation(stream: Stream, positions: Sequence[int]) -> None:
+            indices = [missing[position] for position in positions]
+            stored = pipeline.store(
+                stream,
+                [names[index] for index in indices],
+                lambda at: self._record(blocks[indices[at]]),
+                expiry,
+                self._window,
+            )
+            for index, answer in zip(indices, stored, strict=True):
+                held[index] = answer
+
+        self._dispatch([names[index] for index in missing], "writes", operation, deadline)
         return held
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
         """Fill each block's payload; False for each that is absent, does not verify, or had not
         arrived when the server failed. Raises TierUnavailable if none arrived."""
         hits = [False] * len(blocks)
-        spoilt: set[bytes] = set()
+        came: set[int] = set()
+        names = self._names(block.key for block in blocks)
+        deadline = self._limit_of(blocks)
 
-        def on_value(index: int, record: Record | None) -> None:
-            hits[index] = record is not None and self._fill(blocks[index], record)
-            if not hits[index]:
-                spoilt.add(blocks[index].key)
+        def operation(stream: Stream, positions: Sequence[int]) -> None:
+            # Where some names have moved, all of their server are to be looked for again. Of one
+            # that came before and is gone by now, other values would be left in its memory.
+            here = [position for position in positions if position not in came]
 
-        deadline = self._limit(blocks)
-        names = self._names([block.key for block in blocks])
-        requests = [
-            GetRequest(name, block.payload) for name, block in zip(names, blocks, strict=True)
-        ]
+            def on_value(at: int, record: Record | None) -> None:
+                came.add(here[at])
+                hits[here[at]] = record is not None and self._fill(blocks[here[at]], record)
+
+            if here:
+                requests = [GetRequest(names[index], blocks[index].payload) for index in here]
+                pipeline.load(stream, requests, on_value, self._window)
+
         try:
-            self._client.load(requests, on_value, deadline)
+            self._dispatch(names, "reads", operation, deadline)
         except TierUnavailable as error:
             if not any(hits):
                 raise
-            _log.debug("%d of %d blocks arrived: %s", sum(hits), len(hits), error)
+            logger.debug("%d of %d blocks arrived: %s", sum(hits), len(hits), error)
+        spoilt = {names[index] for index in came if not hits[index]}
         self._damaged.count("value", len(spoilt))
         # What was loaded stays loaded if this fails: the next load finds the spoilt values again.
         with suppress(TierUnavailable):
-            self._client.delete(self._names(list(spoilt)), deadline)
+            self._unlink(list(spoilt), deadline)
         return hits
 
     def damaged(self) -> int:
@@ -107,8 +152,7 @@ class RedisStore:
         self.has([b""])
 
     def counts(self) -> PutCounts:
-        """Values that were there when they were to be stored. What the server evicts is its own
-        matter."""
+        """Values that were there when they were to be stored; evictions are the server's own."""
         return PutCounts(renewed=self._renewed.total)
 
     def describe(self) -> str:
@@ -116,13 +160,17 @@ class RedisStore:
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Drop these keys, for everybody who shares the server."""
-        self._client.delete(self._names(keys), self._client.limit(len(keys)))
+        self._unlink(self._names(keys), self._limit(len(keys)))
 
     def close(self) -> None:
-        self._client.close()
+        self._topology.close()
 
-    def _limit(self, blocks: Sequence[Block]) -> Deadline:
-        return self._client.limit(len(blocks), len(blocks) * self._payload_bytes)
+    def _limit(self, names: int, num_bytes: int = 0) -> Deadline:
+        """The deadline of a verb that begins now, for this many names and bytes at most."""
+        return Deadline(self._timeout + EACH * names + num_bytes / SLOWEST)
+
+    def _limit_of(self, blocks: Sequence[Block]) -> Deadline:
+        return self._limit(len(blocks), len(blocks) * self._payload_bytes)
 
     def _fill(self, block: Block, record: Record) -> bool:
         try:
@@ -143,5 +191,58 @@ class RedisStore:
         header = pack_header(block.key, self._payload_bytes, stored, codec, checksum)
         return Record(header, stored)
 
-    def _names(self, keys: Sequence[bytes]) -> list[bytes]:
+    def _names(self, keys: Iterable[bytes]) -> list[bytes]:
         return [self._prefix + key for key in keys]
+
+    def _unlink(self, names: Sequence[bytes], deadline: Deadline) -> None:
+        # UNLINK, since the server then frees their memory in the background.
+        self._ask(names, "writes", deadline, b"UNLINK")
+
+    def _ask(
+        self, names: Sequence[bytes], kind: Kind, deadline: Deadline, verb: bytes, *after: bytes
+    ) -> list[bool]:
+        """Send `verb name *after` for each name; whether each was answered by more than 0."""
+        answers = [False] * len(names)
+
+        def operation(stream: Stream, positions: Sequence[int]) -> None:
+            # What a lookup costs: it asks for a prompt's blocks of all ranks.
+            is_all = isinstance(positions, range)
+            here = names if is_all else [names[position] for position in positions]
+            commands = each_command(verb, here, *after)
+            began = time.monotonic()
+            stream.send([commands])
+            done = 0
+            while done < len(positions):
+                some = _answers(stream, len(positions) - done if done else 1)
+                if not done:
+                    self._window.answered(time.monotonic() - began)
+                if is_all:
+                    answers[done : done + len(some)] = some
+                else:
+                    for position, answer in zip(positions[done:], some, strict=False):
+                        answers[position] = answer
+                done += len(some)
+
+        self._dispatch(names, kind, operation, deadline)
+        return answers
+
+    def _dispatch(
+        self, names: Sequence[bytes], kind: Kind, operation: Operation, deadline: Deadline
+    ) -> None:
+        if not names:
+            return
+        try:
+            self._topology.dispatch(names, kind, operation, deadline)
+        except FAILURES as error:
+            # Not chained: a traceback would print what the server said, which `reason` masks.
+            raise TierUnavailable(f"{self._place}: {reason(error)}") from None
+
+
+def _answers(stream: Stream, most: int) -> list[bool]:
+    """Read up to `most` answers, one at least."""
+    try:
+        return read_flags(stream, most)
+    except ServerError as error:
+        if error.code != "ASK":  # a name that left a slot which is moving counts as absent
+            raise
+        return [False]

@@ -11,15 +11,9 @@ from collections.abc import Sequence
 from tiers.errors import KVTiersError
 from tiers.remote.stream import AHEAD_BYTES, Stream, StreamError
 
-Reply = bytes | int | list["Reply"] | None
-"""The reply to a small command; text as bytes."""
-
 OK = b"+OK\r\n"
 """The reply to a SET."""
 
-_MOST_TEXT = 64 << 10
-_MOST_ITEMS = 1 << 16
-_DEEPEST = 6
 _FLAGS = re.compile(rb"(?::[01]\r\n)*+")
 _FLAG_BYTES = len(b":1\r\n")
 _ONE = ord("1")
@@ -54,7 +48,6 @@ def array_header(words: int) -> bytes:
 
 
 def bulk(word: bytes) -> bytes:
-    """Encode a bulk string."""
     return bulk_header(len(word)) + word + b"\r\n"
 
 
@@ -96,26 +89,6 @@ def read_length(stream: Stream, ahead: int) -> int:
     if length < -1:
         raise StreamError("a malformed length in the reply")
     return length
-
-
-def read_reply(stream: Stream, depth: int = 0) -> Reply:
-    """Read a small reply of any type. Raises ServerError, and StreamError if it is malformed."""
-    kind, rest = _line(stream, AHEAD_BYTES)
-    if kind == b"+":
-        return rest
-    number = _number(rest)
-    if kind == b":":
-        return number
-    if number < 0:
-        return None
-    if kind == b"$" and number <= _MOST_TEXT:
-        text = bytearray(number)
-        stream.fill(memoryview(text), AHEAD_BYTES)
-        stream.line()
-        return bytes(text)
-    if kind == b"*" and number <= _MOST_ITEMS and depth < _DEEPEST:
-        return [read_reply(stream, depth + 1) for _ in range(number)]
-    raise StreamError("not the reply of a Redis server")
 
 
 def _read(stream: Stream, kind: bytes, ahead: int) -> bytes:

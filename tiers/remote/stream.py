@@ -44,7 +44,6 @@ class Deadline:
 
     @property
     def is_over(self) -> bool:
-        """Whether no time is left."""
         return self._ends <= time.monotonic()
 
     def left(self) -> float:
@@ -91,7 +90,6 @@ class Stream:
         return not self._is_tls
 
     def send(self, parts: Sequence[Buffer]) -> None:
-        """Send the parts, one after the other."""
         views = [memoryview(part) for part in parts if len(part)]
         first = 0
         while first < len(views):

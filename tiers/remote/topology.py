@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError as Unreachable
@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from tiers.breaker import Breaker, Call
 from tiers.remote.pools import ConnectionSettings, Pool, Pools, reason
-from tiers.remote.resp import Reply, ServerError
+from tiers.remote.resp import ServerError
 from tiers.remote.stream import Deadline, Stream
 from tiers.remote.url import Endpoint
 
@@ -28,41 +28,12 @@ FAILURES = (RedisError, ServerError, OSError)
 """Raised by connecting to a server and by operations."""
 
 
-class Topology(Protocol):
-    """The servers of a URL, and which of them has a name. Thread-safe."""
-
-    def dispatch(
-        self, names: Sequence[bytes], kind: Kind, operation: Operation, deadline: Deadline
-    ) -> None:
-        """Run `operation` at each server that has some of the names, until the deadline. Raises
-        RedisError, ServerError or OSError if no server could be reached."""
-
-    def close(self) -> None:
-        """Close every connection. Idempotent."""
-
-
-class OneServer:
-    """All names are at one server."""
+class OneMaster:
+    """All names are at one server: that of the URL, or the master that the first sentinel to answer
+    names. After any failure the sentinels are asked again. Thread-safe."""
 
     def __init__(self, settings: ConnectionSettings) -> None:
-        self._pool = Pool(settings)
-
-    def dispatch(
-        self, names: Sequence[bytes], kind: Kind, operation: Operation, deadline: Deadline
-    ) -> None:
-        with self._pool.borrow(deadline) as stream:
-            operation(stream, range(len(names)))
-
-    def close(self) -> None:
-        self._pool.close()
-
-
-class Sentinels:
-    """All names are at the master that the first sentinel to answer names. After any failure the
-    sentinels are asked again."""
-
-    def __init__(self, settings: ConnectionSettings, service: str) -> None:
-        self._service = service
+        self._service = settings.url.service
         self._endpoints = tuple(dict.fromkeys(settings.url.endpoints))
         self._sentinels = Pools(settings.to_sentinels())
         self._masters = Pools(settings)
@@ -71,6 +42,8 @@ class Sentinels:
     def dispatch(
         self, names: Sequence[bytes], kind: Kind, operation: Operation, deadline: Deadline
     ) -> None:
+        """Run `operation` at the server, until the deadline. Raises what is in FAILURES if it can't
+        be reached."""
         master = self._master or self._find(deadline)
         try:
             with master.borrow(deadline) as stream:
@@ -84,6 +57,9 @@ class Sentinels:
         self._masters.close()
 
     def _find(self, deadline: Deadline) -> Pool:
+        if self._service is None:
+            self._master = self._masters.at(None)
+            return self._master
         why = "they know none of that name"
         for endpoint in self._endpoints:
             # Half of the time: a sentinel that hangs leaves some for the next ones.
@@ -100,7 +76,7 @@ class Sentinels:
         raise Unreachable(f"no sentinel names a master of {self._service!r} ({why})")
 
 
-def _endpoint(reply: Reply) -> Endpoint | None:
+def _endpoint(reply: Any) -> Endpoint | None:
     match reply:
         case None:
             return None
@@ -119,7 +95,7 @@ RETRY_AFTER_MAX = 8.0
 """Most seconds between trials. A trial of a node that hangs delays a verb by half of its time; a
 failover is noticed by the next trial."""
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Node:
@@ -139,7 +115,7 @@ class Node:
 
 
 class Cluster:
-    """A topology of masters that share the hash slots; any node knows the map.
+    """Masters that share the hash slots; any node knows the map.
 
     A node that fails is left alone for a while, and its names are skipped while another node
     serves; each such change is logged. `timeout`: of a verb, in seconds. Thread-safe.
@@ -202,13 +178,13 @@ class Cluster:
                     continue
                 moved += batches[node]
             if node.breakers[kind].succeeded(call):
-                _log.info("%s: node %s: %s are up again", self._url, node.endpoint, kind)
+                logger.info("%s: node %s: %s are up again", self._url, node.endpoint, kind)
         return moved
 
     def _failed(self, node: Node, kind: Kind, call: Call, error: Exception) -> None:
         self._map = None  # its slots may have a new master
         if node.breakers[kind].failed(call):
-            _log.warning(
+            logger.warning(
                 "%s: node %s: %s are down (%s); the other nodes go on",
                 self._url,
                 node.endpoint,
@@ -249,7 +225,7 @@ def _at_nodes(
     return batches
 
 
-def _endpoints(reply: Reply, asked: str) -> list[Endpoint | None]:
+def _endpoints(reply: Any, asked: str) -> list[Endpoint | None]:
     """Parse the map: each slot's master. A node that does not know its own address is `asked`."""
     served: list[Endpoint | None] = [None] * SLOTS
     for entry in reply if isinstance(reply, list) else [None]:

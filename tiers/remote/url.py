@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from pydantic import PlainSerializer, PlainValidator, SecretStr, ValidationError, WithJsonSchema
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import PlainSerializer, PlainValidator, SecretStr, WithJsonSchema
 
-from spec.fields import mask_secrets, refuse_variables
+from spec.fields import checked, mask_secrets, refuse_variables
 
 WHAT_WORKS = (
     "redis://host[:port][/db], unix:///path[?db=n], redis+cluster://host[:port][,host[:port]...] "
     "or redis+sentinel://host[:port][,host[:port]...]/service[/db]; over TLS, rediss in place of "
     "redis"
 )
+_NO_URL = f"not a URL; write it like {WHAT_WORKS}"
 DEFAULT_PORT = 6379
 DEFAULT_SENTINEL_PORT = 26379
 _TLS = "rediss"
@@ -87,86 +87,56 @@ class RedisUrl:
 
 def parse_url(value: object) -> RedisUrl:
     """Read a URL as in WHAT_WORKS. Raises ValueError, whose message shows no password."""
-    if not isinstance(value, str):
-        raise ValueError(f"not a URL; write it like {WHAT_WORKS}")
-    scheme, separator, _ = value.partition("://")
+    text = value if isinstance(value, str) else ""
+    scheme, separator, _ = text.partition("://")
     if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
-        raise ValueError(f"not a URL; write it like {WHAT_WORKS}")
-    base, plus, kind = scheme.partition("+")
-    is_tls = base == _TLS
-    read = _READERS.get(f"redis{plus}{kind}" if is_tls else scheme)
-    if read is None:
+        raise ValueError(_NO_URL)
+    if not re.fullmatch(r"rediss?(\+cluster|\+sentinel)?|unix", scheme):
         raise ValueError(f"unknown scheme {scheme}://; what works is {WHAT_WORKS}")
-    return RedisUrl(is_tls=is_tls, **read(_split(value)))
+    base, _, kind = scheme.partition("+")
+    parts = _split(text)
+    db = _query(parts)
+    if scheme == "unix":
+        return RedisUrl(path=_socket(parts), db=db or 0)
+    port = DEFAULT_SENTINEL_PORT if kind == "sentinel" else DEFAULT_PORT
+    endpoints = tuple(_endpoint(host, port) for host in parts.netloc.split(","))
+    if len(endpoints) > 1 and not kind:
+        raise ValueError(f"several hosts where one is meant; what works is {WHAT_WORKS}")
+    path, service = parts.path.removeprefix("/"), None
+    if kind == "sentinel":
+        service, _, path = path.partition("/")
+        if not re.fullmatch(r"[\w.-]+", service, re.ASCII):
+            raise ValueError(f"no name of a service; what works is {WHAT_WORKS}")
+    if path and db is not None:
+        raise ValueError("the db is given twice; write it after the host, like /0")
+    db = _db(path) if path else db or 0
+    is_cluster = kind == "cluster"
+    if is_cluster and db:
+        raise ValueError("a cluster has no db but 0")
+    is_tls = base == _TLS
+    return RedisUrl(endpoints, None, db, service=service, is_cluster=is_cluster, is_tls=is_tls)
 
 
 def _split(value: str) -> SplitResult:
-    # urlsplit quotes what it can't read, and that may be a piece of a password: say it ourselves.
+    # urlsplit quotes what it can't read, and that may be a piece of a password.
     try:
         parts = urlsplit(value)
     except ValueError:
-        raise ValueError(f"not a URL; write it like {WHAT_WORKS}") from None
+        raise ValueError(_NO_URL) from None
     if "@" in value:
         # Files are read by more people than servers are, and end up in version control.
         raise ValueError(LOGIN)
     if parts.fragment:
-        raise ValueError(f"not a URL; write it like {WHAT_WORKS}")
+        raise ValueError(_NO_URL)
     refuse_variables(value)
     return parts
-
-
-def _server(parts: SplitResult) -> dict[str, Any]:
-    endpoints = _endpoints(parts, DEFAULT_PORT)
-    if len(endpoints) > 1:
-        raise ValueError(f"several hosts where one is meant; what works is {WHAT_WORKS}")
-    return {"endpoints": endpoints, "db": _path_db(parts, parts.path)}
-
-
-def _cluster(parts: SplitResult) -> dict[str, Any]:
-    endpoints = _endpoints(parts, DEFAULT_PORT)
-    if _path_db(parts, parts.path):
-        raise ValueError("a cluster has no db but 0")
-    return {"endpoints": endpoints, "is_cluster": True}
-
-
-def _sentinel(parts: SplitResult) -> dict[str, Any]:
-    endpoints = _endpoints(parts, DEFAULT_SENTINEL_PORT)
-    service, slash, db = parts.path.removeprefix("/").partition("/")
-    if not re.fullmatch(r"[\w.-]+", service, re.ASCII):
-        raise ValueError(f"no name of a service; what works is {WHAT_WORKS}")
-    return {"endpoints": endpoints, "service": service, "db": _path_db(parts, slash + db)}
-
-
-def _unix(parts: SplitResult) -> dict[str, Any]:
-    return {"path": _socket(parts), "db": _query(parts) or 0}
-
-
-_READERS = {
-    "redis": _server,
-    "redis+cluster": _cluster,
-    "redis+sentinel": _sentinel,
-    "unix": _unix,
-}
-
-
-def _path_db(parts: SplitResult, path: str) -> int:
-    db = _query(parts)
-    if path not in ("", "/"):
-        if db is not None:
-            raise ValueError("the db is given twice; write it after the host, like /0")
-        db = _db(path[1:])
-    return db or 0
-
-
-def _endpoints(parts: SplitResult, port: int) -> tuple[Endpoint, ...]:
-    return tuple(_endpoint(one, port) for one in parts.netloc.split(","))
 
 
 def _endpoint(text: str, default_port: int) -> Endpoint:
     try:
         parts = urlsplit(f"//{text}")
     except ValueError:
-        raise ValueError(f"not a URL; write it like {WHAT_WORKS}") from None
+        raise ValueError(_NO_URL) from None
     try:
         port = default_port if parts.port is None else parts.port
     except ValueError:
@@ -214,18 +184,8 @@ def _db(text: str) -> int:
 
 
 def _validate(value: object) -> RedisUrl:
-    if isinstance(value, RedisUrl):
-        return value
-    try:
-        return parse_url(value)
-    except ValueError as error:
-        reason = str(error)
-    # pydantic quotes the value it was given in its errors: give it a masked one.
     shown = mask_secrets(value) if isinstance(value, str) else f"a {type(value).__name__}"
-    problem = PydanticCustomError("value_error", "Value error, {reason}", {"reason": reason})
-    raise ValidationError.from_exception_data(
-        "RedisUrl", [InitErrorDetails(type=problem, loc=(), input=shown)]
-    )
+    return value if isinstance(value, RedisUrl) else checked(parse_url, value, shown)
 
 
 RedisUrlField = Annotated[

@@ -84,7 +84,6 @@ class Pace:
             self._changed.notify_all()
 
     def wait(self, verb: str) -> None:
-        """Return when a call of `verb` may begin."""
         with self._changed:
             if self._passing.get(verb, 0) > 0:
                 self._passing[verb] -= 1
@@ -92,7 +91,6 @@ class Pace:
                 self._changed.wait_for(lambda: verb not in self._passing)
 
     def spend(self, verb: str, num_bytes: int = 0) -> None:
-        """Sleep for the delay of a call."""
         if (seconds := self.delay(verb, num_bytes)) > 0:
             time.sleep(seconds)
 
@@ -131,7 +129,6 @@ class SlowStore(_Tried):
         self.indexed = indexed
 
     def capability(self, kind: type[Capability]) -> Capability | None:
-        """The store's capabilities, without LocalIndex unless it is `indexed`."""
         return None if kind is LocalIndex and not self.indexed else super().capability(kind)
 
     def _call(self, verb: str, call: Callable[[], Answer]) -> Answer:
@@ -141,7 +138,6 @@ class SlowStore(_Tried):
         return answer
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """Store after the delay."""
         self.pace.wait("put")
         self.pace.spend("put", sum(len(block.payload) for block in blocks))
         return super().put(blocks)
@@ -212,18 +208,15 @@ class FaultyStore(_Tried):
         return call()
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask the store; report keys that it does not hold, too."""
         return self._invent(super().has(keys))
 
     def peek(self, keys: Sequence[bytes]) -> list[bool]:
-        """As `has`."""
         return self._invent(super().peek(keys))
 
     def _invent(self, held: list[bool]) -> list[bool]:
         return [has or self.faults.happens(self.faults.invented) for has in held]
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """Store the blocks that are not refused."""
         self.faults.meet("put")
         taken = [not self.faults.happens(self.faults.refused) for _ in blocks]
         stored = iter(super().put([b for b, take in zip(blocks, taken, strict=True) if take]))
@@ -253,7 +246,6 @@ class GivenSpec(StoreSpec):
     _store: TierStore = PrivateAttr(default_factory=MemoryStore)
 
     def over(self, store: TierStore) -> Self:
-        """Choose the store; returns this spec."""
         self._store = store
         return self
 
@@ -262,5 +254,4 @@ class GivenSpec(StoreSpec):
         return self
 
     def open(self, site: StoreContext) -> TierStore:
-        """The store that was given."""
         return self._store

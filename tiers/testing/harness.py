@@ -46,13 +46,11 @@ class Memory:
         self._outside += [view[start + payload_bytes : start + stride] for start in starts]
 
     def fill(self, version: int = 0) -> Memory:
-        """Write what belongs to each key into its payload."""
         for key, payload in self.blocks:
             payload[:] = payload_of(key, len(payload), version)
         return self
 
     def readonly(self) -> list[Block]:
-        """The blocks as `put` is given them."""
         return [block.readonly() for block in self.blocks]
 
     def copy(self) -> bytes:

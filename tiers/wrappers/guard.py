@@ -66,7 +66,6 @@ class GuardLog:
         )
 
     def down(self, breaker: Breaker, why: str, trace: BaseException | None) -> None:
-        """A breaker has opened."""
         self._changes[breaker].log(
             "%s: %s are down (%s); tried again every %g s or more",
             self._where,
@@ -77,7 +76,6 @@ class GuardLog:
         )
 
     def up(self, breaker: Breaker) -> None:
-        """A breaker has closed."""
         line, level = "%s: %s are up again", logging.INFO
         self._changes[breaker].log(line, self._where, self._names[breaker], level=level)
 
@@ -95,7 +93,6 @@ class GuardLog:
             logger.warning(line, self._where, what, describe_error(error), exc_info=trace_of(error))
 
     def hangs_in_close(self, seconds: float) -> None:
-        """The store did not close in time."""
         logger.warning(
             "%s: not closed after %g s; the engine goes on without waiting for it",
             self._where,
@@ -199,7 +196,6 @@ class Guarded(StoreWrapper):
 
     @property
     def health(self) -> Health:
-        """How the tier does now."""
         self._notice_late()
         late, is_open, is_short = self._late, self._is_open, bool(self._warning)
         are_closed = self._reads.is_closed and self._looks.is_closed and self._writes.is_closed

@@ -61,7 +61,6 @@ class StagedStore(StoreWrapper, ABC):
         """Load into `forms` and fill the payloads; return which were hits."""
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """Pack and store the blocks, a few at a time."""
         stored: list[bool] = []
         for part, forms in self._parts(blocks):
             packed = [block.readonly() for block in self._pack(part, forms)]
@@ -74,7 +73,6 @@ class StagedStore(StoreWrapper, ABC):
         return stored
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
-        """Load and unpack the blocks, a few at a time."""
         got: list[bool] = []
         for part, forms in self._parts(blocks):
             got += self._load(part, forms)

@@ -74,7 +74,6 @@ class Reopening(StoreWrapper):
 
     @property
     def is_opening(self) -> bool:
-        """Whether the first opening has not ended."""
         return not self._first.done()
 
     def lost(self, store: TierStore, error: Exception) -> bool:

@@ -180,5 +180,4 @@ def open_residency(spec: HostSpec, pool: SlotPool, max_slots: int) -> Residency:
 
 
 def health_of(residency: Residency) -> Health:
-    """Whether the bookkeeping still works."""
     return residency.health if isinstance(residency, GuardedResidency) else HEALTHY

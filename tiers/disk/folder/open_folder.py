@@ -277,7 +277,6 @@ class OpenFolder:
         return dropped
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Drop the live blocks of these index keys."""
         with self.edit() as edit:
             for key in keys:
                 if edit.entry(key) is not None:

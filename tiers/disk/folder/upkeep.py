@@ -86,7 +86,6 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _is_kept(file: Path) -> bool:
-    """Make a file look new; return whether it is there."""
     try:
         os.utime(file, follow_symlinks=False)
     except FileNotFoundError:
@@ -125,7 +124,6 @@ class Upkeep:
         self._failing = False
 
     def start(self) -> None:
-        """Begin the first round."""
         thread = threading.Thread(target=self._run, name="kvtiers-disk-upkeep", daemon=True)
         thread.start()
 
@@ -163,7 +161,6 @@ class Upkeep:
             self._stopped.wait(EVERY_S)
 
     def _round(self) -> bool:
-        """Do a step of every duty; return whether any has more to do."""
         more = [self._step(duty) for duty in self._duties]
         return any(more)
 

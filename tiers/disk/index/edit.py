@@ -70,7 +70,6 @@ def index_key(key: bytes) -> bytes:
 
 
 def index_key_prefix(namespace: bytes) -> bytes:
-    """Return what all index keys of a namespace begin with."""
     return namespace[:_NAMESPACE_PART]
 
 
@@ -162,7 +161,6 @@ class Edit:
         return log["entries"] > 1 and log["leaf_pages"] + log["overflow_pages"] > _LOG_PAGES
 
     def entry(self, key: bytes) -> Entry | None:
-        """Return the live block of a key, or None."""
         data = self._get("blocks", key)
         return None if data is None else parse_entry(data)
 
@@ -246,16 +244,13 @@ class Edit:
             self._put("free", SLOT.pack(*slot), b"")
 
     def reservations(self) -> dict[Slot, bytes]:
-        """Return all reserved slots with their owners' ids."""
         rows = self._txn.cursor(self._tables["reserved"])
         return {parse_slot(*fields(SLOT, key)): owner for key, owner in rows}
 
     def is_of(self, owner: bytes, slot: Slot) -> bool:
-        """Whether the slot is reserved for that owner."""
         return self._get("reserved", SLOT.pack(*slot)) == owner
 
     def is_mine(self, slot: Slot) -> bool:
-        """Whether the slot is reserved for us."""
         return self.is_of(self._owner, slot)
 
     def is_free(self, slot: Slot) -> bool:

@@ -250,7 +250,6 @@ class Index:
         return True
 
     def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        """Return each key's live block, or None."""
         with self.begin("blocks") as txn:
             found = [txn.get(key) for key in keys]
         return [None if data is None else parse_entry(data) for data in found]
@@ -335,7 +334,6 @@ class Index:
             self._env.reader_check()
 
     def sync(self) -> None:
-        """Sync all commits to the device."""
         self._env.sync(True)
 
     def close(self) -> None:
