@@ -23,9 +23,7 @@ from bench.disk_peers import VllmFiles
 from bench.main import Scale
 from bench.report import Case, Measure
 from bench.squeezed import BATCHES, Squeezed
-from tiers.disk.access import Io
-from tiers.disk.direct_io import supports_direct
-from tiers.disk.slab import slot_bytes
+from tiers.disk.slab import Io, slot_bytes, supports_direct
 from tiers.disk.spec import DiskSpec
 
 FILES = "file per block"

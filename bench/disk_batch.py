@@ -13,8 +13,7 @@ from bench.disk_peers import FilePerBlock
 from bench.report import Measure
 from spec.offloading import StoreContext
 from tiers.block import NAMESPACE_BYTES, digest
-from tiers.disk.access import Durability, Io
-from tiers.disk.slab import slot_bytes
+from tiers.disk.slab import Durability, Io, slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.host.slot_memory import SlotMemory
 from tiers.store import Block, GatheredBlock

@@ -16,12 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tiers.block import NAMESPACE_BYTES
-from tiers.disk.access import Access
 from tiers.disk.folder.open_folders import open_folders
 from tiers.disk.index.edit import DIGEST_WORD, ENTRY, STAMP, STATE, index_key
 from tiers.disk.index.edit import SIZE as SIZE_ROW
 from tiers.disk.index.index import Index
-from tiers.disk.slab import slot_bytes
+from tiers.disk.slab import Access, slot_bytes
 
 PAYLOAD = 4096
 SIZE = slot_bytes(PAYLOAD)

@@ -12,14 +12,12 @@ import functools
 import inspect
 import logging
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from importlib.metadata import EntryPoint, entry_points, version
-from types import ModuleType
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -36,9 +34,6 @@ ASK_SECONDS = 10.0
 """Limit for a plugin's validators, its serializers and `host_local`."""
 
 _OURS = "tiers."
-_API = {"spec", "tiers"}
-"""What plugins import of ours."""
-_NO_NAME = re.compile(r"cannot import name '(\w+)'")
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -142,7 +137,7 @@ def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
         raise _broken(entry, f"its class is of type {own}")
     if inspect.isabstract(spec):
         missing = ", ".join(sorted(spec.__abstractmethods__))
-        raise _unfit(entry, f"its class does not implement {missing}")
+        raise _broken(entry, f"its class does not implement {missing}")
     if spec.hit_source not in HIT_SOURCES:
         raise _broken(entry, f"its hit_source is {spec.hit_source!r}; use {one_of(HIT_SOURCES)}")
     if isinstance(spec.identity, str):
@@ -174,8 +169,6 @@ def _run(entry: EntryPoint, ask: Callable[[], T], what: str, seconds: float = 0)
     error = ended.exception()
     if error is None or isinstance(error, BrokenTierType | ValidationError):
         return ended.result()
-    if (missing := _missing_of_ours(error)) is not None:
-        raise _unfit(entry, f"it needs {missing}") from error
     raise _broken(entry, f"{what} raised {describe_error(error)}") from error
 
 
@@ -202,28 +195,10 @@ def stdout_to_stderr() -> Iterator[None]:
         yield
 
 
-def _missing_of_ours(error: BaseException) -> str | None:
-    """What of ours a plugin's import has not found; None: it failed otherwise."""
-    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _API:
-        found = _NO_NAME.match(str(error))
-        return f"{error.name}.{found[1]}" if found else error.name
-    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
-        module = error.obj.__name__
-        return f"{module}.{error.name}" if module.partition(".")[0] in _API else None
-    return None
-
-
-def _unfit(entry: EntryPoint, reason: str) -> BrokenTierType:
-    ours = f"kvtiers {version('kvtiers')}"
-    return BrokenTierType(
-        f"its package {_owner(entry)} was made for another version than {ours}: {reason}; install "
-        f"a version of it that fits ({entry.value})"
-    )
-
-
 def _broken(entry: EntryPoint, reason: str) -> BrokenTierType:
     return BrokenTierType(
-        f"its package {_owner(entry)} is broken, repair or reinstall it ({entry.value}: {reason})"
+        f"its package {_owner(entry)} is broken, or made for another version than kvtiers "
+        f"{version('kvtiers')}: reinstall it, or another version ({entry.value}: {reason})"
     )
 
 

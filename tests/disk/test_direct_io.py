@@ -26,8 +26,7 @@ from tests.disk.audit import (
     run_mounted,
     slab_path,
 )
-from tiers.disk.direct_io import choose_direct
-from tiers.disk.slab import PAGE, Slab
+from tiers.disk.slab import PAGE, Slab, choose_direct
 from tiers.disk.spec import DiskSpec
 from tiers.disk.store import DiskStore
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
@@ -176,9 +175,9 @@ def test_an_error_that_may_pass_says_nothing_of_direct_io(
 WITHOUT_EXTENTS = """
 import os
 from tests.disk.audit import MODE
-from tiers.disk import direct_io
+from tiers.disk import slab
 mount = path / "mount"
-direct_io.spare_memory = lambda: 0
+slab.spare_memory = lambda: 0
 try:
     open_disk(mount / "tier")
 except TierUnusable as error:

@@ -12,8 +12,16 @@ import pytest
 from tiers.block import HEADER_BYTES
 from tiers.remote import pipeline
 from tiers.remote.pipeline import LEAST_BYTES, MOST_BYTES, GetRequest, Record, Window
-from tiers.remote.resp import OK, ServerError, bulk, bulk_header
-from tiers.remote.stream import AHEAD_BYTES, Deadline, Stream, StreamError
+from tiers.remote.stream import (
+    AHEAD_BYTES,
+    OK,
+    Deadline,
+    ServerError,
+    Stream,
+    StreamError,
+    bulk,
+    bulk_header,
+)
 
 FAST = 2_000_000_000
 

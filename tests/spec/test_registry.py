@@ -102,9 +102,12 @@ def test_a_broken_plugin_troubles_only_those_who_use_it(
 @pytest.mark.parametrize(
     ("source", "needs"),
     [
-        ("from spec.offloading import StoreSite", "it needs spec.offloading.StoreSite"),
-        ("import tiers.pool", "it needs tiers.pool"),
-        ("import spec.offloading as api\napi.StoreSite", "it needs spec.offloading.StoreSite"),
+        (
+            "from spec.offloading import StoreSite",
+            "cannot import name 'StoreSite' from 'spec.offloading'",
+        ),
+        ("import tiers.pool", "No module named 'tiers.pool'"),
+        ("import spec.offloading as api\napi.StoreSite", "has no attribute 'StoreSite'"),
         (GOOD.replace("def open", "def opened"), "its class does not implement open"),
     ],
 )
@@ -114,8 +117,8 @@ def test_a_plugin_of_another_version_is_told_what_it_misses(
     module = f"older{request.node.callspec.indices['source']}"
     plugin(module, source, tape="TapeSpec")
     told = chain(type="tape")
-    assert f"its package {module} 1.0 was made for another version than kvtiers" in told
-    assert needs in told and "reinstall" not in told and "\n" not in told
+    assert f"its package {module} 1.0 is broken, or made for another version than kvtiers" in told
+    assert needs in told and "\n" not in told
 
 
 HANGS = "import time\nfrom pydantic import field_serializer, field_validator\n" + GOOD

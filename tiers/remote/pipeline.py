@@ -9,17 +9,21 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tiers.block import HEADER_BYTES, Buffer, Checksum
-from tiers.remote.resp import (
+from tiers.remote.stream import (
+    AHEAD_BYTES,
     OK,
+    PIECE_BYTES,
     ServerError,
+    Stream,
+    StreamError,
     array_header,
+    beyond,
     bulk,
     bulk_header,
     each_command,
     read_length,
     read_status,
 )
-from tiers.remote.stream import AHEAD_BYTES, PIECE_BYTES, Stream, StreamError, beyond
 
 LEAST_BYTES = 2 << 20
 """Enough on loopback, and small values need it: 64 loads came at 1.5 GB/s with 512 KiB and at 2.0

@@ -18,8 +18,7 @@ from tiers.errors import RecordError, TierUnavailable, TierUnusable
 from tiers.remote import pipeline
 from tiers.remote.pipeline import GetRequest, Record, Window
 from tiers.remote.pools import ConnectionSettings, reason
-from tiers.remote.resp import ServerError, each_command, read_flags
-from tiers.remote.stream import Deadline, Stream
+from tiers.remote.stream import Deadline, ServerError, Stream, each_command, read_flags
 from tiers.remote.topology import FAILURES, Cluster, Kind, OneMaster, Operation
 from tiers.store import Block, PutCounts
 

@@ -14,8 +14,7 @@ from redis.exceptions import RedisError
 
 from tiers.breaker import Breaker, Call
 from tiers.remote.pools import ConnectionSettings, Pool, Pools, reason
-from tiers.remote.resp import ServerError
-from tiers.remote.stream import Deadline, Stream
+from tiers.remote.stream import Deadline, ServerError, Stream
 from tiers.remote.url import Endpoint
 
 Operation = Callable[[Stream, Sequence[int]], None]

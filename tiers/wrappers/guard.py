@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from functools import partial
 from operator import add
@@ -43,66 +43,6 @@ from tiers.store import (
 from tiers.wrappers.reopening import Reopening
 
 logger = logging.getLogger(__name__)
-
-
-class GuardLog:
-    """The log lines of one tier's guard; those that repeat are summed up. Thread-safe."""
-
-    def __init__(self, tier_name: str, breakers: Mapping[Breaker, str]) -> None:
-        """`breakers`: with what each of them breaks, like "reads"."""
-        self._where = f"tier {tier_name}"
-        self._names = dict(breakers)
-        self._damage = RepeatedLog(logger, self._where, "blocks were damaged")
-        self._has_told = False
-        self._changes = {breaker: self._changes_of(breaker) for breaker in breakers}
-
-    def _changes_of(self, breaker: Breaker) -> RepeatedLog:
-        return RepeatedLog(
-            logger,
-            self._where,
-            f"times {self._names[breaker]} went down or up",
-            at_once=4,
-            state=lambda: f"; they are {'up' if breaker.is_closed else 'down'} now",
-        )
-
-    def down(self, breaker: Breaker, why: str, trace: BaseException | None) -> None:
-        self._changes[breaker].log(
-            "%s: %s are down (%s); tried again every %g s or more",
-            self._where,
-            self._names[breaker],
-            why,
-            breaker.wait,
-            exc_info=trace,
-        )
-
-    def up(self, breaker: Breaker) -> None:
-        line, level = "%s: %s are up again", logging.INFO
-        self._changes[breaker].log(line, self._where, self._names[breaker], level=level)
-
-    def damaged(self, blocks: int) -> None:
-        """The store has found so many more blocks damaged, if any."""
-        if blocks > 0:
-            line = "%s: %d block(s) were damaged; each is a miss and is computed again"
-            self._damage.log(line, self._where, blocks, count=blocks)
-
-    def cannot_tell(self, what: str, error: BaseException) -> None:
-        """The store failed when it was asked for a capability; once, since it is asked often."""
-        if not self._has_told:
-            self._has_told = True
-            line = "%s: it can't tell whether it has %s, and is used without (%s)"
-            logger.warning(line, self._where, what, describe_error(error), exc_info=trace_of(error))
-
-    def hangs_in_close(self, seconds: float) -> None:
-        logger.warning(
-            "%s: not closed after %g s; the engine goes on without waiting for it",
-            self._where,
-            seconds,
-        )
-
-
-def trace_of(error: BaseException) -> BaseException | None:
-    """The error whose traceback is logged: one of ours says enough, a defect's is needed."""
-    return None if isinstance(error, KVTiersError) else error
 
 
 DEADLINE = 10.0
@@ -164,15 +104,18 @@ class Guarded(StoreWrapper):
         """Calls that failed, by the error's name."""
         self._is_prompt = is_prompt
         # Lookups without I/O have a breaker of their own: that they work proves nothing of reads.
-        # So has what the store tells of itself, which nobody needs to serve.
-        self._reads, self._writes, self._looks, self._tells = (
+        # So have the store's reports of itself, which nobody needs to serve.
+        self._reads, self._writes, self._looks, self._reports = (
             Breaker(retry_after, retry_after_max, deadline, clock) for _ in range(4)
         )
         names = {self._reads: "reads", self._writes: "writes", self._looks: "lookups"}
-        names[self._tells] = "its reports of itself"
+        names[self._reports] = "its reports of itself"
+        self._names = names
+        self._changes = {breaker: self._changes_of(breaker) for breaker in names}
+        self._damage_log = RepeatedLog(logger, f"tier {tier_name}", "blocks were damaged")
         self._late = store if isinstance(store, Reopening) else None
         self._warning = ""
-        self._log = GuardLog(tier_name, names)
+        self._has_logged_capability = False
         self._damaged = 0
         self._put_counts = PutCounts()
         self._before = PutCounts(), 0
@@ -191,7 +134,7 @@ class Guarded(StoreWrapper):
         with attempt:
             return None if capability(self._inner, kind) is None else cast(Capability, self)
         if attempt.error is not None:
-            self._log.cannot_tell(kind.__name__, attempt.error)
+            self._log_capability(kind.__name__, attempt.error)
         return None
 
     @property
@@ -243,7 +186,9 @@ class Guarded(StoreWrapper):
                 found += self._before[1]
                 more = max(0, found - self._damaged) if store is self.now() else 0
                 self._damaged += more
-            self._log.damaged(more)
+            if more:
+                line = "tier %s: %d block(s) were damaged; each is a miss and is computed again"
+                self._damage_log.log(line, self.tier_name, more, count=more)
 
     def _count_puts(self) -> None:
         store = self.now()
@@ -278,7 +223,8 @@ class Guarded(StoreWrapper):
             return
         if not wait([closing], seconds).done:
             self.failures.count("Late")
-            self._log.hangs_in_close(seconds)
+            line = "tier %s: not closed after %g s; the engine goes on without waiting for it"
+            logger.warning(line, self.tier_name, seconds)
 
     def _close(self, attempt: _Attempt) -> None:
         with attempt:
@@ -311,7 +257,7 @@ class Guarded(StoreWrapper):
 
     def usage(self) -> Usage:
         """As the store; nothing held while the tier is left alone."""
-        with self._look(self._tells) as allowed:
+        with self._look(self._reports) as allowed:
             if allowed:
                 found: object = cast(Measured, self._inner).usage()
                 if not isinstance(found, Usage):
@@ -322,14 +268,14 @@ class Guarded(StoreWrapper):
 
     def describe(self) -> str:
         """As the store; nothing while the tier is left alone."""
-        with self._look(self._tells) as allowed:
+        with self._look(self._reports) as allowed:
             if allowed:
                 return str(cast(Described, self._inner).describe())
         return ""
 
     def warning(self) -> str:
         """As the store; as before while the tier is left alone."""
-        with self._look(self._tells) as allowed:
+        with self._look(self._reports) as allowed:
             if allowed:
                 self._warning = str(cast(Warns, self._inner).warning())
         return self._warning
@@ -367,7 +313,9 @@ class Guarded(StoreWrapper):
             if error is not None:
                 self.failures.count(type(error).__name__)
             if call is not None and breaker.succeeded(call):
-                self._log.up(breaker)
+                line, level = "tier %s: %s are up again", logging.INFO
+                names = self.tier_name, self._names[breaker]
+                self._changes[breaker].log(line, *names, level=level)
             return True
         # A process is told to stop on its main thread; on another thread the store called exit.
         is_main = threading.current_thread() is threading.main_thread()
@@ -384,14 +332,36 @@ class Guarded(StoreWrapper):
         # What was under way when the store was closed may end anyhow; the engine is ending as well.
         is_news = not self._closed or call is self._closing
         if call is not None and breaker.failed(call) and is_news:
-            self._log.down(breaker, describe_error(error), trace_of(error))
+            self._log_down(breaker, describe_error(error), _trace_of(error))
         return True
 
     def _notice_late(self) -> None:
-        for breaker in (self._reads, self._writes, self._looks, self._tells):
+        for breaker in (self._reads, self._writes, self._looks, self._reports):
             if breaker.notice_late():
                 self.failures.count("Late")
-                self._log.down(breaker, f"no answer after {breaker.deadline:g} s", None)
+                self._log_down(breaker, f"no answer after {breaker.deadline:g} s", None)
+
+    def _log_down(self, breaker: Breaker, why: str, trace: BaseException | None) -> None:
+        line = "tier %s: %s are down (%s); tried again every %g s or more"
+        words = self.tier_name, self._names[breaker], why, breaker.wait
+        self._changes[breaker].log(line, *words, exc_info=trace)
+
+    def _log_capability(self, kind: str, error: BaseException) -> None:
+        """Log once that the store failed when it was asked for a capability: it is asked often."""
+        if not self._has_logged_capability:
+            self._has_logged_capability = True
+            line = "tier %s: it can't tell whether it has %s, and is used without (%s)"
+            words = self.tier_name, kind, describe_error(error)
+            logger.warning(line, *words, exc_info=_trace_of(error))
+
+    def _changes_of(self, breaker: Breaker) -> RepeatedLog:
+        return RepeatedLog(
+            logger,
+            f"tier {self.tier_name}",
+            f"times {self._names[breaker]} went down or up",
+            at_once=4,
+            state=lambda: f"; they are {'up' if breaker.is_closed else 'down'} now",
+        )
 
 
 class _Attempt:
@@ -421,3 +391,8 @@ def _count(verb: str, found: object) -> int:
     if type(found) is not int or not 0 <= found < MAX_COUNT:
         raise TierError(f"{verb} answered {found!r:.80}, not a number of blocks")
     return found
+
+
+def _trace_of(error: BaseException) -> BaseException | None:
+    """The error whose traceback is logged: one of ours says enough, a defect's is needed."""
+    return None if isinstance(error, KVTiersError) else error

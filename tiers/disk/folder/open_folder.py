@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import repeat
@@ -16,7 +16,6 @@ import lmdb
 from spec.fields import format_size
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import io_executor
-from tiers.disk.access import Access
 from tiers.disk.failures import Damaged, translated
 from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import Folder
@@ -27,10 +26,11 @@ from tiers.disk.index.edit import FIRST, Edit, Entry, Slot
 from tiers.disk.index.fingerprint_index import FingerprintIndex
 from tiers.disk.index.index import BRIEF_WAIT_S, WAIT_S, Index
 from tiers.disk.index.slot_allocator import EVICT_BATCH, PendingUses
-from tiers.disk.slab import Slabs, sync_folder
+from tiers.disk.slab import Access, Slabs, sync_folder
 from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
 
 _PUNCH_BATCH = 512
+NO_ENTRIES: Mapping[bytes, Entry] = {}
 
 THREADS = 4
 """Reads and writes in flight at once; 4 to 8 were fastest cold, and warm no slower than one."""
@@ -136,8 +136,9 @@ class OpenFolder:
                 # Only inside the edit, of which there is one at a time: two threads could otherwise
                 # find the deque longer than it is.
                 leaked = [self._leaked.popleft() for _ in repeat(None, len(self._leaked))]
-                for slot in filter(edit.is_mine, leaked):
-                    edit.vacate(slot)
+                for slot in leaked:
+                    if edit.is_of(self._owner.id, slot):
+                        edit.vacate(slot)
                 yield edit
                 self.uses.stamp = edit.clock
         except BaseException:
@@ -265,22 +266,18 @@ class OpenFolder:
             held = True
         return held
 
-    def drop_unchanged(self, seen: Mapping[bytes, Entry]) -> int:
-        """Drop the blocks whose entries are those `seen`, stamps and all: one that was evicted and
-        stored anew in its slot is another. Return how many were dropped."""
+    def drop(self, keys: Iterable[bytes], seen: Mapping[bytes, Entry] = NO_ENTRIES) -> int:
+        """Drop the live blocks of these index keys; of those in `seen` only what has that entry
+        still, stamp and all: one that was evicted and stored anew in its slot is another. Return
+        how many were dropped."""
         dropped = 0
         with self.edit() as edit:
-            for key, entry in seen.items():
-                if edit.entry(key) == entry:
+            for key in keys:
+                entry = edit.entry(key)
+                if entry is not None and seen.get(key, entry) == entry:
                     edit.vacate(edit.retire(key))
                     dropped += 1
         return dropped
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        with self.edit() as edit:
-            for key in keys:
-                if edit.entry(key) is not None:
-                    edit.vacate(edit.retire(key))
 
     def start(self, owners: Owners, orphans: Sequence[tuple[Slot, bytes]], capacity: int) -> None:
         """Free what dead owners left behind, then set the capacity and start `upkeep`.
@@ -331,10 +328,7 @@ class OpenFolder:
 
     def abandon(self) -> None:
         """Close a folder that could not be started; the owner file stays and asks for repair."""
-        self.threads.shutdown()
-        self.fingerprints.close()
-        self.index.close()
-        self.slabs.close()
+        self._close_files()
         self._owner.leave(clean=False)
 
     def close(self) -> None:
@@ -359,11 +353,14 @@ class OpenFolder:
                 "disk tier %s: closed, but its index could not be synced: %s", self.path, error
             )
         finally:
-            self.threads.shutdown()
-            self.fingerprints.close()
-            self.index.close()
-            self.slabs.close()
+            self._close_files()
             self._leave(clean)
+
+    def _close_files(self) -> None:
+        self.threads.shutdown()
+        self.fingerprints.close()
+        self.index.close()
+        self.slabs.close()
 
     def _leave(self, clean: bool) -> None:
         """Give up ownership. The last process to leave records the index's digest."""

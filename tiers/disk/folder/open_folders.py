@@ -20,8 +20,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from tiers.disk.access import Access
-from tiers.disk.direct_io import choose_direct
 from tiers.disk.failures import Damaged, translated
 from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import Folder
@@ -29,7 +27,7 @@ from tiers.disk.folder.open_folder import OpenFolder, require_own
 from tiers.disk.folder.owner import Owner, Owners, scan_owners
 from tiers.disk.index.edit import Edit, Slot
 from tiers.disk.index.index import Index
-from tiers.disk.slab import Slabs
+from tiers.disk.slab import Access, Slabs, choose_direct
 from tiers.errors import TierError, TierNotOpen, TierUnusable
 
 _TRIES = 5

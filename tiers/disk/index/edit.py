@@ -250,9 +250,6 @@ class Edit:
     def is_of(self, owner: bytes, slot: Slot) -> bool:
         return self._get("reserved", SLOT.pack(*slot)) == owner
 
-    def is_mine(self, slot: Slot) -> bool:
-        return self.is_of(self._owner, slot)
-
     def is_free(self, slot: Slot) -> bool:
         """Whether the slot is nobody's: free, or behind the end of its file."""
         if slot.number >= self.lengths().get(slot.size, 0):

@@ -14,9 +14,8 @@ from collections.abc import Collection, Sequence
 from itertools import islice, repeat
 
 from spec.fields import format_size
-from tiers.disk.failures import NO_SPACE
 from tiers.disk.index.edit import PASSED, Edit, Slot
-from tiers.disk.slab import Slabs
+from tiers.disk.slab import NO_SPACE, Slabs
 from tiers.store import Usage
 
 _MAX_USES = 1 << 16
