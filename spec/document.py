@@ -35,7 +35,7 @@ _REMEDIES = {
     "expected ',' or": "close the bracket, check the commas",
     "quoted scalar": "close the quote",
     "invalid value": "put it in quotes if it is text",
-    "expected <block end>": "indent the keys of one mapping alike",
+    "expected <block end>": "give the keys of one mapping the same indent",
     "unhashable key": "write keys as plain words",
 }
 
@@ -180,8 +180,8 @@ _Loader.yaml_constructors[None] = SafeConstructor.construct_undefined
 def _syntax(error: yaml.MarkedYAMLError) -> Fault:
     mark = error.problem_mark or error.context_mark
     problem = error.problem or "invalid YAML"
-    told = f"{error.context or ''} {problem}"
-    remedy = next((do for sign, do in _REMEDIES.items() if sign in told), "correct the YAML here")
+    whole = f"{error.context or ''} {problem}"
+    remedy = next((do for sign, do in _REMEDIES.items() if sign in whole), "correct the YAML here")
     # A tag or an alias may be a password that its writer forgot to quote: it is not repeated.
     for word in ("undefined alias", "constructor for the tag", "tag handle"):
         if word in problem:

@@ -53,7 +53,7 @@ def explain(error: ValidationError, document: Document, source: str) -> list[str
     ]
     if document.model is None:
         problems = _of_chain(problems, document)
-    untold = len(problems[MAX_LINES:])
+    uncounted = len(problems[MAX_LINES:])
     problems = problems[:MAX_LINES]
     slips = dict(_slips(problems, document))
     lines = [
@@ -61,8 +61,8 @@ def explain(error: ValidationError, document: Document, source: str) -> list[str
         for p in problems
         if not _follows(p, problems, slips)
     ]
-    told = [text for _, text in sorted(lines, key=lambda line: line[0])]
-    return first_lines(list(dict.fromkeys(told)), source, untold)
+    texts = [text for _, text in sorted(lines, key=lambda line: line[0])]
+    return first_lines(list(dict.fromkeys(texts)), source, uncounted)
 
 
 def _of_chain(problems: list[Problem], document: Document) -> list[Problem]:
@@ -71,9 +71,9 @@ def _of_chain(problems: list[Problem], document: Document) -> list[Problem]:
     return wrong_version or [*problems, *_clashes_so_far(document)]
 
 
-def first_lines(lines: list[str], source: str, untold: int = 0) -> list[str]:
-    """Return the first `MAX_LINES` lines, and one that counts the others and `untold`."""
-    more = untold + len(lines[MAX_LINES:])
+def first_lines(lines: list[str], source: str, uncounted: int = 0) -> list[str]:
+    """Return the first `MAX_LINES` lines, and one that counts the others and `uncounted`."""
+    more = uncounted + len(lines[MAX_LINES:])
     if more == 0:
         return lines
     rest = problem_line(source, None, (), f"{more} more problems", "correct these first")
@@ -183,12 +183,12 @@ def _model(loc: Loc, document: Document) -> type[BaseModel] | None:
         model, inner = _tier_model(loc[:2], document), loc[2:]
     else:
         model, inner = document.model or ChainSpec, loc
-    keys = [key for key in inner if isinstance(key, str)]  # the items of a list are alike
+    keys = [key for key in inner if isinstance(key, str)]  # all items of a list have one model
     while keys:
         field = model.model_fields.get(keys.pop(0)) if model else None
         model = _model_in(field.annotation) if field else None
         if keys and field and get_origin(field.annotation) is Mapping:
-            del keys[0]  # a name that an operator gave: the values of a mapping are alike
+            del keys[0]  # a name that an operator gave: all values of a mapping have one model
     return model
 
 
@@ -204,7 +204,7 @@ def _tier_model(loc: Loc, document: Document) -> type[BaseModel] | None:
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     """Return the only model in an annotation such as `TlsSpec | None`, or None."""
     choices = get_args(annotation) or (annotation,)
-    models = [one for one in choices if isinstance(one, type) and issubclass(one, BaseModel)]
+    models = [c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)]
     return models[0] if len(models) == 1 else None
 
 
@@ -289,8 +289,8 @@ def load_document(
     path: Path, model: type[Model], example: str, context: Mapping[str, object] | None = None
 ) -> Model:
     """Make a `model` from the YAML (or JSON) file at a path. `example`: what a file without content
-    is told to begin with. `context`: for the model's validators. Raises SpecError, with a line for
-    each problem as for a chain."""
+    should begin with. `context`: for the model's validators. Raises SpecError, with a line for each
+    problem as for a chain."""
     document, source = _read(path, "write the path of a YAML file")
     document.model = model
     return _validate(document, source, model, example, {**WRITTEN, **(context or {})})

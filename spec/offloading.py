@@ -74,7 +74,7 @@ HIT_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
 """Names that vLLM has for the source of tokens that were loaded."""
 
 QUEUE_SECONDS = 10.0
-"""How long a block may be on its way into a tier whose settings do not say how many may be."""
+"""How long a block may be in flight into a tier whose settings do not limit these blocks."""
 
 TierName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
@@ -95,7 +95,7 @@ class OffloadingSpec(BaseModel):
 
     identity: ClassVar[tuple[str, ...]] = ()
     """Fields that together say where the tier keeps its blocks: two tiers of one type in a chain
-    must differ in them. Empty: any number may be alike."""
+    must differ in them. Empty: they need not."""
 
     hit_source: ClassVar[str] = "external_unspecified"
     """The engine's name for the source of tokens loaded from this tier: one of `HIT_SOURCES`."""
@@ -133,7 +133,7 @@ class StoreSpec(OffloadingSpec):
     verifies: ClassVar[bool] = False
     """Whether the store itself detects a block that differs from the one put under its key. A store
     that does not is given our checksummed records instead of bare payloads. So is a plugin's that
-    says so without `medium`, or serves a block that was damaged there when it was opened."""
+    has no `medium`, or serves a block that was damaged there when it was opened."""
 
     is_prompt: ClassVar[bool] = False
     """Whether `peek` and `touch` of the store never wait, so that the engine's thread may call

@@ -62,12 +62,12 @@ def _rightful(entries: Collection[EntryPoint]) -> tuple[EntryPoint, ...]:
         return tuple(entries)
     for other in entries:
         if other not in ours:
-            _say_taken(other.name, _owner(other))
+            _warn_taken(other.name, _owner(other))
     return ours
 
 
 @functools.cache
-def _say_taken(name: str, owner: str) -> None:
+def _warn_taken(name: str, owner: str) -> None:
     _log.warning(
         "the tier type %s is kvtiers' own; the one that the package %s provides is not used",
         name,
@@ -126,15 +126,15 @@ def _load(entry: EntryPoint) -> type[OffloadingSpec]:
     loaded = _run(entry, entry.load, "its import", IMPORT_SECONDS)
     if not (isinstance(loaded, type) and issubclass(loaded, OffloadingSpec)):
         raise _broken(entry, "it is not an OffloadingSpec")
-    _run(entry, lambda: _check(entry, loaded), "what its class says")
+    _run(entry, lambda: _check(entry, loaded), "a check of its class")
     return loaded
 
 
 def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
     """Check what would otherwise fail in the engine. Raises BrokenTierType."""
-    own = spec.model_fields["type"].default
-    if isinstance(own, str) and own != entry.name:
-        raise _broken(entry, f"its class is of type {own}")
+    default = spec.model_fields["type"].default
+    if isinstance(default, str) and default != entry.name:
+        raise _broken(entry, f"its class is of type {default}")
     if inspect.isabstract(spec):
         missing = ", ".join(sorted(spec.__abstractmethods__))
         raise _broken(entry, f"its class does not implement {missing}")

@@ -13,7 +13,7 @@ from spec.offloading import OffloadingSpec
 from spec.registry import BrokenTierType, tier_parts, tier_types
 
 
-def chain_schema(left_out: Callable[[str], None] = lambda told: None) -> dict[str, Any]:
+def chain_schema(left_out: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Make the schema, in which a tier is of one of the types installed here.
 
     Broken types are left out; `left_out` is called with a line about each.

@@ -5,8 +5,8 @@ KVTiersError             (in spec/errors.py)
 ├── TierError            a tier could not do what it was asked; the guard makes it a miss
 │   ├── TierUnavailable  it may work again: a refused connection, a timeout, an I/O error
 │   ├── TierFull         no room could be made
-│   ├── TierUnusable     not as it is configured: said once at open, the chain goes on without it
-│   └── TierNotOpen      not now: what it is kept on is not there, full or read-only; tried again
+│   ├── TierUnusable     not as it is configured: logged once at open, the chain works without it
+│   └── TierNotOpen      not now: its place is missing, full or read-only; tried again
 ├── RecordError          bytes that are not the record they should be
 ├── TraceError           a file that is no trace; has the file and line
 └── RecordingError       requests can't be recorded for now

@@ -30,8 +30,8 @@ class Block(NamedTuple):
 
     @property
     def checksum(self) -> bytes | None:
-        """The `digest` of the payload as it left the engine, where that is known. A record under it
-        shows what has changed since, and costs no second pass."""
+        """The `digest` of the payload as it left the engine, where that is known. Stores may
+        write it instead of computing another: a later change is found, without a second pass."""
         return None
 
     def readonly(self) -> Block:
@@ -39,7 +39,7 @@ class Block(NamedTuple):
         return Block(self.key, self.payload.toreadonly())
 
     def has_changed(self) -> bool:
-        """Whether the payload is known to be another than it was when it left the engine."""
+        """Whether the payload is known to have changed since it left the engine."""
         return self.checksum is not None and self.checksum != digest(self.payload)
 
 
@@ -77,9 +77,9 @@ class TierStore(Protocol):
 
     Answers: a list with exactly one bool for each key or block, in order.
 
-    Eviction: the blocks of a prefix come in order, head first, and a block is useful only with all
-    before it. Of blocks that came in one call evict the last one first: count the first as the most
-    recently used. Evicting the head first makes the whole rest useless.
+    Eviction: the blocks of a prefix come in order, and a block is useful only with all its
+    predecessors. Of blocks that came in one call evict the last one first: count the first as the
+    most recently used. Evicting the first makes all others useless.
     """
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
@@ -104,13 +104,13 @@ class TierStore(Protocol):
     def close(self) -> None:
         """Release every resource. Idempotent; the guard waits 30 s at most.
 
-        No verb is called afterwards, but some may be under way: let them end or raise.
+        No verb is called afterwards, but some may be in flight: let them end or raise.
         """
 
 
 @runtime_checkable
 class LocalIndex(Protocol):
-    """Capability: says from this host's memory, without I/O, what the store holds.
+    """Capability: lookups from this host's memory, without I/O.
 
     `peek` runs on the engine's scheduler thread, in every step: at most 0.2 us a key for thousands
     of keys (disk: 1 to 2 ms for 8,192), and it never waits for a lock that is held during I/O. A
@@ -147,7 +147,7 @@ class Clear(Protocol):
         """Drop some of the keys that begin with `namespace` (16 bytes); True: call again for more.
 
         A call drops a few hundred keys at most and ends within milliseconds: other verbs, also
-        `put` of other namespaces, are under way. What is put under `namespace` meanwhile may stay.
+        `put` of other namespaces, are in flight. What is put under `namespace` meanwhile may stay.
         """
 
 
@@ -161,8 +161,8 @@ class Damages(Protocol):
 
 
 class PutCounts(NamedTuple):
-    """What puts did so far beside what they answered; no count ever falls. `renewed`: blocks that
-    were held already, and not stored once more. `evicted`: blocks that went for room."""
+    """Counts of all puts so far; none ever falls. `renewed`: blocks that were held already, and not
+    stored once more. `evicted`: blocks evicted for room."""
 
     renewed: int = 0
     evicted: int = 0
@@ -187,11 +187,11 @@ class Reaches(Protocol):
 
 @runtime_checkable
 class Warns(Protocol):
-    """Capability: the store notices what keeps it from what its settings ask for."""
+    """Capability: the store notices that it can't do what its settings ask for."""
 
     def warning(self) -> str:
-        """What that is, for the operator, in the same words as long as it lasts; empty: nothing.
-        Asked every second or so, in the scheduler's process."""
+        """The reason, for the operator, in the same words while it lasts; empty: none. Asked
+        every second or so, in the scheduler's process."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Measured(Protocol):
 
 @runtime_checkable
 class Described(Protocol):
-    """Capability: the store tells how it works, for the log line of its opening."""
+    """Capability: the store describes how it works, for the log line of its opening."""
 
     def describe(self) -> str:
         """Name the place of its blocks and the way to them, in a few words without a secret."""
@@ -221,7 +221,7 @@ class Described(Protocol):
 
 def capability(store: TierStore, kind: type[Capability]) -> Capability | None:
     """Return the store as one that has the capability `kind`, or None. Ask each time: a store that
-    is opened late has its capabilities from then on, and one that is `Capable` when it says so.
+    is opened late has its capabilities from then on, and one that is `Capable` decides when.
     """
     if isinstance(store, Capable):
         return store.capability(kind)
@@ -234,7 +234,7 @@ def batch_blocks(payload_bytes: int) -> int:
 
 
 class Capable:
-    """A store that says itself which capabilities it has now."""
+    """A store that decides itself which capabilities it has now."""
 
     def capability(self, kind: type[Capability]) -> Capability | None:
         """This store as one that has a capability, or None."""

@@ -1,4 +1,4 @@
-"""Tries the word of a store that says it finds damage: its own blocks are damaged in its medium.
+"""Tries whether a store finds damage, as its spec claims: its blocks are damaged in its medium.
 
 The blocks have keys that nobody else can have, and are dropped afterwards.
 """
@@ -30,7 +30,7 @@ class Medium(Protocol):
 
 
 class CannotTry(KVTiersError):
-    """The store takes no block now, so that nothing can be said of it."""
+    """The store takes no block now, so that it can't be tried."""
 
 
 def find_lie(store: TierStore, medium: Medium, payload_bytes: int) -> str | None:

@@ -101,7 +101,7 @@ BROKEN = [
     Broken("open bracket", f"{HEAD}  - {{type: cpu, capacity: 8GiB\n", 4, "", "invalid YAML", "close the bracket"),
     Broken("open quote", f'{HEAD}  - type: "cpu\n', 4, "", "invalid YAML", "close the quote"),
     Broken("tab", f"{HEAD}\t- type: cpu\n", 3, "", "invalid YAML", "indent with spaces, not tabs"),
-    Broken("bad indentation", f"{HEAD}  - type: cpu\n   capacity: 8GiB\n", 4, "", "invalid YAML", "indent the keys of one mapping alike"),
+    Broken("bad indentation", f"{HEAD}  - type: cpu\n   capacity: 8GiB\n", 4, "", "invalid YAML", "give the keys of one mapping the same indent"),
     Broken("colon in text", f"{HEAD}  - type: cpu: x\n", 3, "", "invalid YAML", "put a value with a colon in quotes"),
     Broken("alias to nothing", f"{HEAD}  - *cpu\n", 3, "", "invalid YAML", "begins with * in quotes"),
     Broken("tag", f"{HEAD}  - !cpu 8GiB\n", 3, "", "invalid YAML", "begins with ! in quotes"),

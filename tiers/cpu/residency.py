@@ -61,7 +61,7 @@ class SlotQueues:
         The blocks of a prompt are used together and so lie one behind the other. Each run of such
         neighbours is moved in one piece, in a third of the time that one by one takes.
         """
-        if len(set(slots)) < len(slots):  # of several requests with one prefix: the last use counts
+        if len(set(slots)) < len(slots):  # requests share a prefix: the last use counts
             slots = [*dict.fromkeys(reversed(slots))][::-1]
         after, before, where, end = self._after, self._before, self.where, self._ends + queue
         breaks = map(ne, map(after.__getitem__, slots), slots[1:])
@@ -79,14 +79,14 @@ class SlotQueues:
             start = stop
 
     def _renumber(self, run: Sequence[int], queue: int) -> None:
-        """These slots, all of one queue, are in this one from now on."""
+        """Count these slots, all of one queue, as slots of this queue."""
         self._lengths[self.where[run[0]]] -= len(run)
         self._lengths[queue] += len(run)
         for slot in run:
             self.where[slot] = queue
 
     def first(self, queue: int) -> int:
-        """The slot that is longest in a queue, which is not empty."""
+        """The oldest slot of a queue, which is not empty."""
         return self._after[self._ends + queue]
 
     def length(self, queue: int) -> int:
@@ -101,42 +101,43 @@ class SlotQueues:
 
 
 class SlotResidency(ABC):
-    """A Residency; a policy says in which order its blocks go.
+    """A Residency; a policy decides the order in which blocks are evicted.
 
-    A slot is resident if it is in a queue; whose block it holds, the pool knows. Beside the
-    policy's queues there are two for blocks whose turn to go has come: those in use, which are
-    passed by, and those in use no more or demoted, which go before all others. So a block in use
+    A slot is resident if it is in a queue; the pool knows whose block it holds. Beside the policy's
+    queues there are two for blocks that the policy chose: those in use, which an eviction skips,
+    and those in use no more or demoted, which are evicted before all others. So a block in use
     keeps its place, and no eviction looks at it twice.
     """
 
     SCAN = 1024
-    """Blocks looked at for one eviction, so that a pool in which all are in use costs little."""
+    """Most blocks that one eviction looks at, so that a pool whose blocks are all in use costs
+    little."""
 
     def __init__(self, pool: Slots, max_slots: int, queues: int) -> None:
         self.on_evict: Callable[[bytes], None] | None = None
         self._pool = pool
         self._max_slots = max_slots
-        self._passed, self._overdue = queues + 1, queues + 2
+        self._skipped, self._overdue = queues + 1, queues + 2
         self._queues = SlotQueues(pool.num_slots, queues + 2)
         pool.add_evictor(self.evict_one, self._idle)
 
-    # -- what a policy says ------------------------------------------------------------------
+    # -- what a policy decides ------------------------------------------------------------------
 
     @abstractmethod
     def _used(self, slots: Sequence[int]) -> None:
         """Count these resident slots as used now, the last of them most."""
 
     @abstractmethod
-    def _enter(self, key: bytes, slot: int, head: int | None) -> None:
-        """Put the slot of a block that was not resident into a queue: before `head`, where the
-        policy gives the two the same right to stay, else at the end."""
+    def _enter(self, key: bytes, slot: int, predecessor: int | None) -> None:
+        """Put the slot of a block that was not resident into a queue: before `predecessor` if the
+        policy keeps both in one queue, else at the end."""
 
     @abstractmethod
     def _next(self) -> int:
-        """The slot that is to go next of those in the policy's queues; there is one."""
+        """The slot to evict next of those in the policy's queues, which are not all empty."""
 
     def _evicted(self, key: bytes, queue: int) -> None:
-        """Note that a block has gone for room from one of the policy's queues."""
+        """Note that a block of one of the policy's queues was evicted."""
 
     # -- what is common ----------------------------------------------------------------------
 
@@ -148,18 +149,18 @@ class SlotResidency(ABC):
         slots = self._pool.find_all(keys)
         return [slot if slot is not None and where[slot] else None for slot in slots]
 
-    def admit(self, key: bytes, slot: int, head: int | None = None) -> None:
-        """Keep the block in `slot`, unless it is kept already, or the tier is full and all its
-        blocks are in use or the next to go is `head`, or the slot was parted from the key."""
+    def admit(self, key: bytes, slot: int, predecessor: int | None = None) -> None:
+        """Keep the block in `slot`, unless it is kept already, or the slot holds another key, or
+        the tier is full and its next victim is `predecessor` or all its blocks are in use."""
         if self._queues.where[slot] != NOWHERE or self._pool.key(slot) != key:
             return
         if len(self._queues) >= self._max_slots:
             victim = self._victim()
-            if victim is None or victim == head:
+            if victim is None or victim == predecessor:
                 return
             self._evict(victim)
         self._pool.retain(slot)
-        self._enter(key, slot, head)
+        self._enter(key, slot, predecessor)
 
     def touch(self, keys: Sequence[bytes]) -> list[int | None]:
         slots = self.find_all(keys)
@@ -167,7 +168,7 @@ class SlotResidency(ABC):
         return slots
 
     def demote(self, keys: Sequence[bytes]) -> int:
-        """Let these blocks be the next to go, the last of them first, unless they are used again;
+        """Let these blocks be the next victims, the last of them first, unless they are used again;
         return how many were not yet."""
         where, overdue = self._queues.where, self._overdue
         slots = [s for s in self.find_all(keys) if s is not None and where[s] != overdue]
@@ -181,14 +182,14 @@ class SlotResidency(ABC):
             self._pool.release(slot)
 
     def clear(self) -> list[bytes]:
-        """Stop keeping any block; the slot of one that is being copied goes with its last user."""
+        """Stop keeping any block; a slot that is being copied is freed by its last user."""
         keys = [key for slot in self._queues.slots() if (key := self._pool.key(slot)) is not None]
         for key in keys:
             self.discard(key)
         return keys
 
     def evict_one(self) -> bool:
-        """Give up the block that is next to go of those that nothing is copying, if any."""
+        """Evict the next victim, if there is one; return whether there was."""
         victim = self._victim()
         if victim is None:
             return False
@@ -197,17 +198,17 @@ class SlotResidency(ABC):
 
     def _victim(self) -> int | None:
         queues = self._queues
-        for _ in range(min(self.SCAN, len(queues) - queues.length(self._passed))):
+        for _ in range(min(self.SCAN, len(queues) - queues.length(self._skipped))):
             is_overdue = queues.length(self._overdue)
             slot = queues.first(self._overdue) if is_overdue else self._next()
             if self._pool.references(slot) == 1:
                 return slot
-            queues.move(slot, self._passed)
+            queues.move(slot, self._skipped)
         return None
 
     def _idle(self, slot: int) -> None:
-        """Nothing copies the block in this slot any more."""
-        if self._queues.where[slot] == self._passed:
+        """Note that nothing copies the block in this slot any more."""
+        if self._queues.where[slot] == self._skipped:
             self._queues.move(slot, self._overdue)
 
     def _evict(self, slot: int) -> None:
@@ -216,7 +217,7 @@ class SlotResidency(ABC):
         queue = self._queues.where[slot]
         self._queues.remove(slot)
         self._pool.release(slot)
-        if queue < self._passed:
+        if queue < self._skipped:
             self._evicted(key, queue)
         if self.on_evict is not None:
             self.on_evict(key)
@@ -237,11 +238,11 @@ class LruResidency(SlotResidency):
     def _used(self, slots: Sequence[int]) -> None:
         self._queues.move_all(slots, ALL)
 
-    def _enter(self, key: bytes, slot: int, head: int | None) -> None:
-        if head is None:
+    def _enter(self, key: bytes, slot: int, predecessor: int | None) -> None:
+        if predecessor is None:
             self._queues.append(slot, ALL)
         else:
-            self._queues.insert(slot, head)
+            self._queues.insert(slot, predecessor)
 
     def _next(self) -> int:
         return self._queues.first(ALL)
@@ -257,10 +258,10 @@ class ArcResidency(SlotResidency):
     def _used(self, slots: Sequence[int]) -> None:
         self._queues.move_all(slots, AGAIN)
 
-    def _enter(self, key: bytes, slot: int, head: int | None) -> None:
+    def _enter(self, key: bytes, slot: int, predecessor: int | None) -> None:
         queue = AGAIN if self._arc.enter(key) else ONCE
-        if head is not None and self._queues.where[head] == queue:
-            self._queues.insert(slot, head)
+        if predecessor is not None and self._queues.where[predecessor] == queue:
+            self._queues.insert(slot, predecessor)
         else:
             self._queues.append(slot, queue)
 

@@ -30,7 +30,7 @@ Outcome = TypeVar("Outcome")
 _CLEAR_BATCH = 256
 
 
-class _Load(NamedTuple):
+class _SlotRead(NamedTuple):
     """A block to fill: its position in the batch, and its entry in the index."""
 
     place: int
@@ -74,7 +74,7 @@ class DiskStore(Capable):
 
     def capability(self, kind: type[Capability]) -> Capability | None:
         """As of other stores; a LocalIndex once its table is made. Until then lookups are made in
-        the background: of 8,192 blocks among 50 million one by the index takes 60 ms, more where
+        the background: in the index one of 8,192 blocks among 50 million takes 60 ms, more where
         the kernel has to read pages of it."""
         if kind is LocalIndex:
             with self._folder.in_use() as folder:
@@ -165,7 +165,7 @@ class DiskStore(Capable):
             held = folder.commit(list(batch), slots, written)
         self._put_counts.count("renewed", len(held - slots.keys()))
         failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
-        self._say_failed(self._failed_writes, "write(s)", failed)
+        self._log_failed(self._failed_writes, "write(s)", failed)
         if not held:
             raise failed[0] if failed else TierFull(f"{folder.path}: no slot could be freed")
         return held
@@ -178,7 +178,7 @@ class DiskStore(Capable):
             try:
                 folder.slabs.sync({slot.size for _, slot in jobs})
             except OSError as error:
-                return [error] * len(jobs)  # nobody knows which of them reached the device
+                return [error] * len(jobs)  # nobody knows which reached the device
         return outcomes
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
@@ -186,7 +186,7 @@ class DiskStore(Capable):
         with self._folder.in_use() as folder:
             entries = folder.index.find([index_key(block.key) for block in blocks])
             jobs = [
-                _Load(place, block, entry)
+                _SlotRead(place, block, entry)
                 for place, (block, entry) in enumerate(zip(blocks, entries, strict=True))
                 if entry is not None and entry.payload_bytes == len(block.payload)
             ]
@@ -195,19 +195,19 @@ class DiskStore(Capable):
             failed = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
             if failed and len(failed) == len(outcomes):
                 raise failed[0]
-            self._say_failed(self._failed_reads, "read(s)", failed)
+            self._log_failed(self._failed_reads, "read(s)", failed)
             done = zip(jobs, outcomes, strict=True)
             loaded = {job.place for job, outcome in done if outcome is None}
             folder.uses.record([index_key(blocks[place].key) for place in sorted(loaded)])
         return [place in loaded for place in range(len(blocks))]
 
-    def _say_failed(self, log: RepeatedLog, what: str, failed: Sequence[OSError]) -> None:
+    def _log_failed(self, log: RepeatedLog, what: str, failed: Sequence[OSError]) -> None:
         if failed:
             line = "disk tier %s: %d %s failed: %s"
             log.log(line, self._folder.path, len(failed), what, failed[0], count=len(failed))
 
     def _drop_damaged(
-        self, folder: OpenFolder, jobs: Sequence[_Load], outcomes: Sequence[object]
+        self, folder: OpenFolder, jobs: Sequence[_SlotRead], outcomes: Sequence[object]
     ) -> None:
         # A slot that was evicted and written again while we read looks damaged, but then its
         # entry has changed too. The other loads are good even if the index takes no edit now.
@@ -266,7 +266,7 @@ def _write(folder: OpenFolder, block: Block, slot: Slot) -> Entry | OSError:
     return Entry(slot, len(block.payload), parse_header(header).checksum, 0)
 
 
-def _read(folder: OpenFolder, job: _Load) -> RecordError | OSError | None:
+def _read(folder: OpenFolder, job: _SlotRead) -> RecordError | OSError | None:
     """Fill the block's payload from its slot; return what was wrong, or None."""
     _, block, entry = job
     try:
@@ -281,6 +281,6 @@ def _read(folder: OpenFolder, job: _Load) -> RecordError | OSError | None:
 
 
 def _is_lost(outcome: object) -> bool:
-    """Whether a block is gone for good. One on a bad sector would pass for held for ever."""
+    """Whether a block is lost for good. One on a bad sector would else count as held for ever."""
     is_unreadable = isinstance(outcome, OSError) and outcome.errno in UNREADABLE
     return is_unreadable or isinstance(outcome, RecordError)

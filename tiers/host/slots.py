@@ -156,11 +156,11 @@ class Residency(Protocol):
     def find_all(self, keys: Sequence[bytes]) -> list[int | None]:
         """Return the slot of each block, or None. Not a use."""
 
-    def admit(self, key: bytes, slot: int, head: int | None = None) -> None:
+    def admit(self, key: bytes, slot: int, predecessor: int | None = None) -> None:
         """Keep the gathered block in `slot`, evicting if the tier is full; it may decline.
 
-        `head`: the slot of the nearest resident block before it in its prefix, which must stay
-        longer.
+        `predecessor`: the slot of the nearest resident block before it in its prefix, which must
+        stay longer.
         """
 
     def touch(self, keys: Sequence[bytes]) -> list[int | None]:

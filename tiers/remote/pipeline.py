@@ -204,9 +204,9 @@ def load(stream: Stream, requests: Sequence[GetRequest], on_value: OnValue, wind
             if position < upto:
                 together = 1
             continue
-        found, one = _read_value(stream, requests[position].payload)
+        found, value = _read_value(stream, requests[position].payload)
         if found:
-            on_value(position, one)
+            on_value(position, value)
             moved += size
         position += 1
     _report(window, moved, began)
@@ -237,8 +237,8 @@ def _whole_values(stream: Stream, payloads: Sequence[memoryview]) -> Iterator[Re
 
 
 def _places(around: memoryview, front: int, payloads: Sequence[memoryview]) -> list[memoryview]:
-    """Where replies go: what is before, between and after the payloads to `around`, one after the
-    other; `front` bytes are before each payload, and the end of a line after it."""
+    """The views that replies fill: the bytes before, between and after payloads lie in `around`, in
+    order; `front` bytes are before each payload, and the end of a line after it."""
     views, at = [], 0
     for number, payload in enumerate(payloads):
         upto = number * (front + 2) + front
@@ -248,7 +248,7 @@ def _places(around: memoryview, front: int, payloads: Sequence[memoryview]) -> l
 
 
 def _report(window: Window, moved: int, began: float) -> None:
-    if moved >= LEAST_BYTES:  # fewer bytes say nothing about the rate
+    if moved >= LEAST_BYTES:  # fewer bytes show nothing of the rate
         window.moved(moved, time.monotonic() - began)
 
 

@@ -109,14 +109,14 @@ class Stream:
         return line
 
     def peek(self, least: int) -> bytes:
-        """What was received and not read: so many bytes, or more; AHEAD_BYTES at most. What is
-        missing is received at once, since each receive takes a turn for the interpreter's lock."""
+        """The bytes received and not read: `least` of them or more, AHEAD_BYTES at most. Missing
+        bytes are received at once, since each receive takes a turn for the interpreter's lock."""
         while (have := self._end - self._start) < min(least, AHEAD_BYTES):
             self._look_ahead(min(least, AHEAD_BYTES) - have, socket.MSG_WAITALL)
         return bytes(self._view[self._start : self._end])
 
     def passes(self, reply: bytes) -> bool:
-        """Whether this is what was received next, as a whole; it is read then."""
+        """Whether the next bytes received are this whole reply; they are then read."""
         if not self._ahead.startswith(reply, self._start, self._end):
             return False
         self._start += len(reply)
@@ -155,7 +155,7 @@ class Stream:
         return self._receive(*memory[:PARTS])
 
     def unread(self, received: bytes) -> None:
-        """Give back what was received by `scatter` and not understood, to be read next."""
+        """Give back bytes that `scatter` received, to be read next."""
         self._ahead = bytearray(received.ljust(AHEAD_BYTES, b"\0"))
         self._view = memoryview(self._ahead)
         self._start, self._end = 0, len(received)
@@ -215,7 +215,7 @@ class Stream:
 
 def beyond(views: list[memoryview], first: int, count: int) -> int:
     """Pass over `count` bytes of `views[first:]`; return the first view that is left, which is
-    shortened by what was passed of it."""
+    shortened by its bytes that were passed."""
     while count:
         if count < len(views[first]):
             views[first] = views[first][count:]
@@ -295,7 +295,7 @@ def read_integer(stream: Stream) -> int:
 def read_flags(stream: Stream, most: int) -> list[bool]:
     """Read up to `most` integers, one at least: whether each is more than 0. Raises ServerError.
 
-    Waits for as many bytes as so many answers have at least, whatever they are.
+    Waits for the fewest bytes that `most` answers can have.
     """
     seen = stream.peek(most * _FLAG_BYTES)
     plain = _FLAGS.match(seen)

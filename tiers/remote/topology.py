@@ -132,7 +132,7 @@ class Cluster:
     ) -> None:
         """Run `operation` at each master of the names, and once more for names that moved.
 
-        Raises if no node serves this kind any more, or no node can tell the map.
+        Raises if no node serves this kind any more, or no node answers with the map.
         """
         served: list[Node | None] = []
         failures: list[Exception] = []
@@ -161,7 +161,7 @@ class Cluster:
         """Run `operation` at each node, failed ones last; return positions of moved names."""
         moved: list[int] = []
         for node in sorted(batches, key=lambda node: not node.serves(kind)):
-            if deadline.is_over:  # which says nothing about the nodes not asked
+            if deadline.is_over:  # which shows nothing of the nodes not asked
                 break
             call = node.breakers[kind].enter()
             if call is None:
@@ -184,7 +184,7 @@ class Cluster:
         self._map = None  # its slots may have a new master
         if node.breakers[kind].failed(call):
             logger.warning(
-                "%s: node %s: %s are down (%s); the other nodes go on",
+                "%s: node %s: %s are down (%s); the other nodes serve on",
                 self._url,
                 node.endpoint,
                 kind,

@@ -22,13 +22,13 @@ from tiers.trial import find_lie
 
 
 def _found(spec: StoreSpec, payload_bytes: int, keys: Sequence[bytes]) -> list[bool]:
-    """Say which of these keys a store that is opened in this process has and loads."""
+    """Return which of these keys a store that is opened in this process has and loads."""
     store = spec.open(StoreContext(payload_bytes))
     memory = Memory(keys, payload_bytes)
     has, got = store.has(keys), store.get(memory.blocks)
     store.close()
     right = [memory.holds(index) for index in range(len(keys))]
-    return [all(one) for one in zip(has, got, right, strict=True)]
+    return [all(answers) for answers in zip(has, got, right, strict=True)]
 
 
 class StoreContract(StoreUnderTest):
@@ -219,7 +219,7 @@ class StoreContract(StoreUnderTest):
         dropped: Sequence[bytes],
         chance: random.Random,
     ) -> None:
-        """What one of many threads does; only `dropped` keys are ever dropped."""
+        """The work of one of many threads; only `dropped` keys are ever dropped."""
         for _ in range(10):
             some, others = chance.sample(kept, 4), chance.sample(dropped, 4)
             memory = Memory(some + others, self.payload_bytes).fill()
@@ -309,9 +309,9 @@ class StoreContract(StoreUnderTest):
             assert lie is None, f"a block is served with {lie}"
 
     def test_the_spec_says_whether_it_verifies(self) -> None:
-        said = self.make_spec().verifies
-        assert said == bool(self.verifies), (
-            f"the spec's verifies is {said}, {type(self).__name__}.verifies is {self.verifies}"
+        declared = self.make_spec().verifies
+        assert declared == bool(self.verifies), (
+            f"the spec's verifies is {declared}, {type(self).__name__}.verifies is {self.verifies}"
         )
 
     def test_damage_is_counted(self) -> None:

@@ -124,10 +124,10 @@ class StoreUnderTest:
 
     def claimed(self, claim: str) -> None:
         """Skip the test, by the claim's name, unless the class makes that claim."""
-        said = getattr(self, claim)
-        if not said:
-            more = "; say which" if said is None else ""
-            raise SkipTest(f"{type(self).__name__}.{claim} is {said}{more}")
+        claimed = getattr(self, claim)
+        if not claimed:
+            more = "; say which" if claimed is None else ""
+            raise SkipTest(f"{type(self).__name__}.{claim} is {claimed}{more}")
 
     def having(self, store: TierStore, kind: type[Capability]) -> Capability:
         """The store as one that has a capability; without it the test is skipped, by name."""

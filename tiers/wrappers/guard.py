@@ -120,8 +120,8 @@ class Guarded(StoreWrapper):
         self._put_counts = PutCounts()
         self._before = PutCounts(), 0
         # Without it two loads that end at once could let the count fall, and vLLM's thread of
-        # metrics ends at a counter that falls; nor could a store that is lost be told from the one
-        # that comes after it, whose counts begin anew.
+        # metrics ends at a counter that falls; nor could a lost store be distinguished from its
+        # successor, whose counts begin anew.
         self._counting = threading.Lock()
         self._closed = False
         self._closing: Call | None = None
@@ -194,10 +194,10 @@ class Guarded(StoreWrapper):
         store = self.now()
         counts = capability(store, Counts)
         if counts is not None:
-            said: object = counts.counts()
-            if not isinstance(said, PutCounts):
-                raise TierError(f"counts answered a {type(said).__name__}")
-            found = [_count("counts", count) for count in said]
+            found_counts: object = counts.counts()
+            if not isinstance(found_counts, PutCounts):
+                raise TierError(f"counts answered a {type(found_counts).__name__}")
+            found = [_count("counts", count) for count in found_counts]
             with self._counting:
                 if store is self.now():
                     found = list(map(add, found, self._before[0]))
@@ -248,11 +248,11 @@ class Guarded(StoreWrapper):
         return False
 
     def damaged(self) -> int:
-        """What the store said after the last load that worked; this does not ask it."""
+        """The store's count after the last load that worked; this does not ask it."""
         return self._damaged
 
     def counts(self) -> PutCounts:
-        """What the store said when it was last put to or measured; this does not ask it."""
+        """The store's counts when it was last put to or measured; this does not ask it."""
         return self._put_counts
 
     def usage(self) -> Usage:
@@ -307,8 +307,8 @@ class Guarded(StoreWrapper):
     def end(
         self, breaker: Breaker, call: Call | None, store: TierStore, error: BaseException | None
     ) -> bool:
-        """Tell the breaker how a call of this store ended; return whether `error` ends here. Here,
-        and only here, any exception of a store is caught: none may reach the engine."""
+        """Report to the breaker how a call of this store ended; return whether `error` ends here.
+        Here, and only here, any exception of a store is caught: none may reach the engine."""
         if error is None or isinstance(error, TierFull | RecordError):  # the tier did answer
             if error is not None:
                 self.failures.count(type(error).__name__)
@@ -317,7 +317,7 @@ class Guarded(StoreWrapper):
                 names = self.tier_name, self._names[breaker]
                 self._changes[breaker].log(line, *names, level=level)
             return True
-        # A process is told to stop on its main thread; on another thread the store called exit.
+        # On the main thread this ends the process; on another thread the store called exit.
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and not isinstance(error, Exception):
             breaker.leave(call)
@@ -329,7 +329,7 @@ class Guarded(StoreWrapper):
                 if self._late.lost(store, error):
                     self._before = self._put_counts, self._damaged
             return True
-        # What was under way when the store was closed may end anyhow; the engine is ending as well.
+        # A call in flight while the store was closed may end anyhow; the engine is ending as well.
         is_news = not self._closed or call is self._closing
         if call is not None and breaker.failed(call) and is_news:
             self._log_down(breaker, describe_error(error), _trace_of(error))
@@ -387,7 +387,7 @@ class _Attempt:
 
 
 def _count(verb: str, found: object) -> int:
-    """A number of blocks that a store says. Raises TierError for anything else."""
+    """A number of blocks that a store reports. Raises TierError for anything else."""
     if type(found) is not int or not 0 <= found < MAX_COUNT:
         raise TierError(f"{verb} answered {found!r:.80}, not a number of blocks")
     return found

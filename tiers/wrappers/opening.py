@@ -50,7 +50,7 @@ def open_guarded(
     may only for a moment. `announce` is called with the open store, on the thread that opened it.
     """
     name = log_name(spec)
-    # Each worker opens the store as well; the operator is told once.
+    # Each worker opens the store as well; the operator is warned once.
     level = logging.DEBUG if announce is None else logging.WARNING
     try:
         store = Reopening(name, partial(_open, spec, site, level), announce)
@@ -78,19 +78,19 @@ def _open(spec: StoreSpec, site: StoreContext, level: int) -> TierStore:
         if store is not None:
             return store
     record = replace(site, payload_bytes=record_bytes(site.payload_bytes))
-    return VerifiedStore(_whole(spec.open(record)), site.payload_bytes)
+    return VerifiedStore(_with_verbs(spec.open(record)), site.payload_bytes)
 
 
 def _believed(spec: StoreSpec, site: StoreContext, level: int) -> TierStore | None:
-    """A store for bare payloads, since it finds damage itself; None: it only says so, which is
-    logged at `level`. Ours are tested to; a plugin's is tried. Raises what `open` raises, and
+    """A store for bare payloads, since it finds damage itself; None: it does not, which is logged
+    at `level`. The tests prove ours; a plugin's is tried. Raises what `open` raises, and
     TierUnavailable and TierNotOpen of a store that can't be tried now."""
     if opens_ours(spec):
-        return _whole(spec.open(site))
+        return _with_verbs(spec.open(site))
     doubt: str | None = "its spec has no `medium`, by which it could be tried"
     if type(spec).medium is not StoreSpec.medium:
         with ExitStack() as unless_believed:
-            store = _whole(spec.open(site))
+            store = _with_verbs(spec.open(site))
             unless_believed.callback(_close, store)
             doubt = _doubt(spec, store, site.payload_bytes)
             if doubt is None:
@@ -102,7 +102,7 @@ def _believed(spec: StoreSpec, site: StoreContext, level: int) -> TierStore | No
 
 
 def _doubt(spec: StoreSpec, store: TierStore, payload_bytes: int) -> str | None:
-    """Why an open store is not believed that it verifies; None: it is."""
+    """Why an open store is not believed to verify; None: it is."""
     try:
         medium = spec.medium(store)
         if medium is None:
@@ -120,11 +120,11 @@ def _close(store: TierStore) -> None:
         store.close()
 
 
-def _whole(store: TierStore) -> TierStore:
+def _with_verbs(store: TierStore) -> TierStore:
     missing = [verb for verb in _VERBS if not callable(getattr(store, verb, None))]
     if missing:
-        lacks = ", ".join(missing)
-        raise TierUnusable(f"open returned a {type(store).__name__}, which has no {lacks}")
+        verbs = ", ".join(missing)
+        raise TierUnusable(f"open returned a {type(store).__name__}, which has no {verbs}")
     return store
 
 
@@ -141,4 +141,4 @@ def _encrypt(spec: StoreSpec, encryption: EncryptionSpec, site: StoreContext) ->
     if open_to_all:
         logger.warning("every user can read the keys in %s", encryption.key_file)
     inner = spec.open(replace(site, payload_bytes=encrypted_bytes(site.payload_bytes)))
-    return EncryptedStore(_whole(inner), keys, site.payload_bytes)
+    return EncryptedStore(_with_verbs(inner), keys, site.payload_bytes)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class Reopening(StoreWrapper):
     """A TierStore that a thread of its own opens: again and again until it is open, and anew when
     it is `lost`. While it is not open each verb raises TierNotOpen, and it has no capabilities. One
-    line tells that it can't be had, until it can."""
+    log line says that it can't be opened, until it can."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Reopening(StoreWrapper):
         announce: Callable[[TierStore], None] | None,
     ) -> None:
         """Begins to open it. `announce` is called with each store that has opened, in the one
-        process of an engine that tells of it; None: in the others."""
+        process of an engine that announces it; None: in the others."""
         self._name = name
         self._make = make
         self._announce = announce
@@ -46,7 +46,7 @@ class Reopening(StoreWrapper):
         """The open store, to which verbs go."""
         self._first: Future[BaseException | None] = Future()
         self._reaching: Future[None] = Future()
-        self._has_told = self._was_open = self._is_late = False
+        self._has_logged = self._was_open = self._is_late = False
         self._closed, self._wanted = threading.Event(), threading.Event()
         # Without it a store that opens while its tier is closed would stay open.
         self._lock = threading.Lock()
@@ -77,8 +77,8 @@ class Reopening(StoreWrapper):
         return not self._first.done()
 
     def lost(self, store: TierStore, error: Exception) -> bool:
-        """This store has said that it is open no more; return whether it was the open one until
-        now. Does not wait."""
+        """Note that this store has reported that it is open no more; return whether it was the open
+        one until now. Does not wait."""
         with self._lock:
             if store is not self.now or self._closed.is_set():
                 return False
@@ -97,7 +97,7 @@ class Reopening(StoreWrapper):
             settle(opening, self._open)
             error = opening.exception()
             if error is not None:
-                self._tell(error)
+                self._log_failure(error)
             if not self._first.done():
                 self._first.set_result(error)
             if error is None:
@@ -120,20 +120,20 @@ class Reopening(StoreWrapper):
                     return
                 unless_used.pop_all()
                 self.now = store
-        self._has_told, self._was_open = False, True
+        self._has_logged, self._was_open = False, True
         if self._announce is not None:
             self._announce(store)
 
-    def _tell(self, error: BaseException) -> None:
+    def _log_failure(self, error: BaseException) -> None:
         what = f"can't be opened{' anew' if self._was_open else ''}, and is tried again"
         if isinstance(error, FOR_NOW):
             what = "is unusable for now, and tried again"
             if self._reaching.done():
                 what = "is configured, not reached yet, and tried again"
         elif not self._is_late:
-            return  # whoever waits for the first opening tells of it
-        if not self._has_told:
-            self._has_told = True
+            return  # whoever waits for the first opening reports it
+        if not self._has_logged:
+            self._has_logged = True
             logger.log(self._level, "tier %s %s: %s", self._name, what, error)
 
     @property
@@ -159,5 +159,5 @@ class Reopening(StoreWrapper):
 
 
 def _close(store: TierStore) -> None:
-    with suppress(BaseException):  # nobody is left to hear of it
+    with suppress(BaseException):  # nobody is left to report it to
         store.close()

@@ -105,8 +105,8 @@ class GuardedResidency:
     def touch(self, keys: Sequence[bytes]) -> list[int | None]:
         return self._slots_of(keys, self._residency.touch)
 
-    def admit(self, key: bytes, slot: int, head: int | None = None) -> None:
-        self._ask(lambda: self._residency.admit(key, slot, head), None)
+    def admit(self, key: bytes, slot: int, predecessor: int | None = None) -> None:
+        self._ask(lambda: self._residency.admit(key, slot, predecessor), None)
 
     def discard(self, key: bytes) -> None:
         self._ask(lambda: self._residency.discard(key), None)

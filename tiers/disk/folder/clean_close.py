@@ -2,8 +2,8 @@
 
 LMDB trusts every page: a flipped bit in one can send it anywhere, out of the process's memory too,
 and then the engine dies. So the last process to close the folder cleanly records the digest of the
-index, and the first process to open the folder compares. A process that is killed leaves no digest,
-and none exists while the index is in use: the kernel alone then keeps the written pages right.
+index, and the first process to open the folder compares it. A process that is killed leaves no
+digest, and none exists while the index is in use: the kernel alone keeps the written pages right.
 
 Reading a large index takes seconds, so nobody does it under the folder's lock. A comparison counts
 if both files are still the same once the lock is held.
@@ -28,7 +28,7 @@ from tiers.errors import TierNotOpen
 
 CHECK_WAIT_S = 1.0
 """Seconds that opening waits for another process that checks the index, 2 GB of it; one that is
-stopped would be waited for in vain."""
+stopped never ends."""
 
 _TRIES = 3
 _CONDEMNED = b"damaged"
@@ -42,7 +42,7 @@ class State(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What was compared, and what was wrong with it."""
+    """The state that was compared, and its fault, if any."""
 
     state: State
     wrong: str | None

@@ -55,7 +55,7 @@ _FUSE_OF_THIS_HOST = frozenset({"fuse.fuse-overlayfs"})
 def file_system(path: Path) -> str:
     """Return the kernel's name of the file system at a path, or at its nearest existing parent; ""
     if unknown."""
-    there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    there = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
         # The dot makes the kernel mount an automount.
         handle = os.open(f"{there}/." if there.is_dir() else there, os.O_PATH | os.O_CLOEXEC)
@@ -70,9 +70,9 @@ def file_system(path: Path) -> str:
 
 def _kind(mounts: str, mount: str) -> str:
     for line in mounts.splitlines():
-        mine, _, theirs = line.partition(" - ")
-        if mine.split(" ", 1)[0] == mount:
-            return theirs.split(" ", 1)[0]
+        ids, _, source = line.partition(" - ")
+        if ids.split(" ", 1)[0] == mount:
+            return source.split(" ", 1)[0]
     return ""
 
 
@@ -171,7 +171,7 @@ class Folder:
         return [f for f in (*fixed, *self.path.glob("slab-*.dat")) if os.path.lexists(f)]
 
     def shared_files(self) -> list[Path]:
-        """The files that all processes use which have the folder open."""
+        """The files that all processes share that have the folder open."""
         return [self.index, self.index_lock, self.lock, *self.path.glob("slab-*.dat")]
 
     def _unwritable(self, error: OSError) -> TierNotOpen:

@@ -63,14 +63,14 @@ class OpenFolder:
         of_slots = (self._shrink, self._sweep, self._give_back)
         keeping = Keeping(folder, owner.file, self._lose)
         rest = (self.fingerprints.follow, self._look_at_room)
-        # First: what fails in a folder that is gone must not keep that from being noticed.
+        # First: other duties fail in a folder that is gone, which must be noticed all the same.
         self.upkeep = Upkeep(self.path, self.in_use, (keeping.look, *of_index, *of_slots, *rest))
         self._owner = owner
         self._release = release
         self._swept: Slot | None = None
         self.uses = PendingUses()
         self.evicted = LockedCounter()
-        """Blocks that went for room in this process and that no store has counted yet."""
+        """Blocks that this process evicted and that no store has counted yet."""
         self._leaked: deque[Slot] = deque()
         """Reserved slots that the next edit frees."""
         self._freed: deque[Slot] = deque()
@@ -79,12 +79,12 @@ class OpenFolder:
         self.holders = self.stores = 1
         """Stores and verbs in flight; stores alone."""
         self.gone = ""
-        """Why the files that are open are the folder's no more; empty: they are."""
+        """Why the open files are no longer those of the folder; empty: they are."""
         self.is_closed = False
         self.capacity = 0
         """What this process has set, in bytes."""
         self.short = ""
-        """What keeps the tier from that; empty: nothing."""
+        """Why the tier can't hold that; empty: it can."""
         self.count_lock = threading.Lock()
 
     @contextmanager
@@ -193,12 +193,12 @@ class OpenFolder:
             return
         free = found.f_bavail * found.f_frsize
         short = slot_allocator.shortage(self.index.usage(), self.capacity, free)
-        if bool(short) != bool(self.short):  # the words are those of when it began
+        if bool(short) != bool(self.short):  # the text stays as long as there is a shortage
             self.short = short
 
     def _lose(self, why: str) -> None:
-        """No verb uses the files any more; the last one that does closes them, which gives their
-        space back."""
+        """Let no verb use the files any more. The last verb in flight closes them, which frees
+        their space."""
         self.upkeep.stop()
         with self.count_lock:
             stores, self.stores, self.gone = self.stores, 0, why

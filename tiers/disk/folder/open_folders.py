@@ -133,8 +133,8 @@ def _open_files(
     folder: Folder, owners: Owners, access: Access, direct: bool, release: Release
 ) -> _Owned:
     with translated(folder.path), ExitStack() as undo:
-        # The owner file comes before any change: after a power cut it tells that we may have
-        # written.
+        # The owner file comes before any change: after a power cut it shows that this process
+        # may have written.
         owner = Owner(folder.owners, access.synced)
         undo.callback(owner.leave, clean=True)
         index = Index(folder.index, access.synced, lasting=access.durability == "sync")
@@ -170,7 +170,7 @@ def _restore_files(edit: Edit, slabs: Slabs, rebooted: bool) -> None:
 class _OpenFolders:
     """The process's only mutable global, since what it guards (LMDB's locks) is the process's, too.
 
-    Each store on a folder and each verb under way is a holder; the last one to release closes the
+    Each store on a folder and each verb in flight is a holder; the last one to release closes the
     folder. So `close` neither waits for a verb stuck on a hung disk nor closes files that it uses.
     `count_lock` guards `holders` alone. A folder's lock in `_locks` is held while the folder is
     opened or closed, which takes longer the larger its index is; `holders` leaves zero only under

@@ -1,7 +1,7 @@
 """Who has the folder open: one empty, locked file for each process.
 
-The file's name tells the process, its host, the host's boot and whether commits were synced, so a
-file that was left over tells what happened:
+The file's name has the process, its host, the host's boot and whether commits were synced. A file
+that was left over shows what happened:
 
 - Its lock is free and the boot is this one: the process died and the page cache survived. Only its
   reserved slots need repair.
@@ -127,7 +127,7 @@ def _is_locked(file: Path) -> bool:
 
 class Owner:
     """This process's own file. The kernel frees its lock only after the last thread has ended, so
-    no write of a dead owner is still under way."""
+    no write of a dead owner is in flight."""
 
     def __init__(self, owners: Path, synced: bool) -> None:
         self.id = secrets.token_bytes(OWNER_ID_BYTES)

@@ -36,7 +36,7 @@ class Keeping:
     """
 
     def __init__(self, folder: Folder, owner: Path, lose: Callable[[str], None]) -> None:
-        """`lose` is told, once, that the folder was removed or replaced, and in which words."""
+        """`lose` is called once, with a line, when the folder was removed or replaced."""
         self._folder = folder
         self._owner = owner
         self._lose = lose
@@ -44,7 +44,7 @@ class Keeping:
         fixed = (folder.index, folder.index_lock, folder.lock)
         self._files = {file: _identity(file) for file in fixed}
         self._next = self._next_place = 0.0
-        self._was_said = False
+        self._has_warned = False
 
     def look(self) -> None:
         """Make the files look new, and warn once if some are gone; not more often than needed."""
@@ -59,8 +59,8 @@ class Keeping:
         self._next = now + FILES_EVERY_S
         files = (*self._folder.shared_files(), self._owner)
         gone = [file.name for file in files if not _is_kept(file)]
-        if gone and not self._was_said:
-            self._was_said = True
+        if gone and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "disk tier %s: removed while the tier is open: %s; what is stored is served on and "
                 "lost with the engine; end every engine on the folder before another is started",
@@ -69,15 +69,15 @@ class Keeping:
             )
 
     def _is_gone(self) -> bool:
-        """Whether the folder is another than was opened, or all that it had is. Where a part is
-        missing, the rest still keeps other processes out."""
+        """Whether the folder was replaced, or all of its files were. While one of them is left, it
+        keeps other processes out."""
         if _identity(self._folder.path) != self._place:
             return True
         return all(_identity(file) != opened for file, opened in self._files.items())
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file or folder is at a path, if any; the same while that can't be told."""
+    """The device and inode at a path; None: nothing is there. Raises OSError."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -104,7 +104,7 @@ PAUSE_S = 0.001
 _CLOSE_WAIT_S = 5.0
 
 Duty = Callable[[], bool | None]
-"""Does a step of some work; returns True if more of it is to be done now."""
+"""Does a step of some work; returns True if there is more to do now."""
 
 
 class Upkeep:
@@ -118,8 +118,8 @@ class Upkeep:
         self._hold = hold
         self._duties = duties
         self._stopped = threading.Event()
-        # Held during a step. Without it a step could be under way when the tier is closed: then
-        # the step would end last, and close the folder some time after `close` returned.
+        # Held during a step. Without it a step in flight could end after `close` has returned,
+        # and only then close the folder.
         self._stepping = threading.Lock()
         self._failing = False
 
@@ -148,7 +148,7 @@ class Upkeep:
                 while self._round():
                     self._stopped.wait(PAUSE_S)
             except TierError as error:
-                # Said once; verbs that meet the same error are counted.
+                # Logged once; verbs that meet the same error are counted.
                 if not self._failing and not self._stopped.is_set():
                     logger.warning(
                         "disk tier %s: upkeep failed and is tried again every second: %s",

@@ -9,7 +9,7 @@ A reserved slot belongs to one owner, who alone writes its bytes. `used` counts 
 slots. A state changes in one transaction with everything that depends on it, so a
 process killed at any instant leaves each slot in exactly one state.
 
-A log of the last edits tells which blocks came and went; `fingerprint_index` follows it.
+A log of the last edits has the blocks that were added and removed; `fingerprint_index` follows it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import xxhash
 from tiers.disk.slab import slot_bytes
 
 ADDED = 1
-"""The bit of a fingerprint in the log that says that its block came; without it, it went."""
+"""The bit of a fingerprint in the log whose block was added; without it, it was removed."""
 
 MARKED = 2
 """The bit that every fingerprint has, so that none is zero."""
@@ -117,8 +117,8 @@ def parse_entry(data: bytes) -> Entry:
 FIRST = Slot(0, 0)
 """A slot that sorts before all others."""
 
-PASSED = 1024
-"""Blocks that one edit passes by to evict others, in half a millisecond."""
+MAX_SKIPPED = 1024
+"""Blocks that one edit skips to evict others, in half a millisecond."""
 
 _LOG_PAGES = 256  # 1 MiB
 
@@ -135,7 +135,7 @@ class Edit:
         """Live blocks that this edit has retired for room."""
         self.freed: list[Slot] = []
         """Slots that were freed: their disk space is given back behind the commit, see `vacate`."""
-        self._after, self._passed = STAMP.pack(0), 0
+        self._after, self._skipped = STAMP.pack(0), 0
         self._state = self._get("meta", b"state") or STATE.pack(0, 0, 0)
         self.capacity, self.used, self.clock = fields(STATE, self._state)
 
@@ -179,16 +179,16 @@ class Edit:
         return next((key for key in cursor.iternext(keys=False) if key not in besides), None)
 
     def next_oldest(self, besides: Sequence[Container[bytes]]) -> tuple[bytes, int] | None:
-        """Return the least recently used key that is in none of these, and its stamp; keys that
-        were in one of them when this edit was asked before are not looked at again. None: there
-        is none, or an edit would have to look at too many."""
+        """Return the least recently used key that is in none of `besides`, and its stamp. A key
+        that this edit has skipped before is not looked at again. None: there is none, or the edit
+        would have to skip too many."""
         cursor = self._txn.cursor(self._tables["recency"])
         for stamp, key in cursor if cursor.set_range(self._after) else ():
             self._after = stamp
-            if not any(key in some for some in besides):
+            if not any(key in keys for keys in besides):
                 return key, fields(STAMP, stamp)[0]
-            self._passed += 1
-            if self._passed > PASSED:
+            self._skipped += 1
+            if self._skipped > MAX_SKIPPED:
                 break
         return None
 

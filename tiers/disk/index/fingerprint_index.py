@@ -48,7 +48,7 @@ _PAUSE_S = 0.001
 """Seconds between two steps in which a table catches up. Without it lookups would wait for all."""
 
 _SCALAR_MAX_KEYS = 32
-"""Keys looked up one by one, 1 us each. The calls of torch take 80 us however few there are, and
+"""Keys looked up one by one, 1 us each. The calls of torch take 80 us even for one, and
 most steps of an engine look up the blocks that some answers have completed."""
 _KEY_BATCH = 2048
 """Keys looked up or read at once. For more torch would start threads and wait for them; and a
@@ -65,7 +65,7 @@ class FingerprintTable:
     Takes 16 bytes a block when it is made, and 11 when it `is_crowded`."""
 
     def __init__(self, room: int) -> None:
-        """An empty one, for `room` blocks or some more."""
+        """Makes an empty table, for `room` blocks or some more."""
         import torch
 
         self._torch = torch
@@ -83,7 +83,7 @@ class FingerprintTable:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether so many buckets are full that a larger table should be made."""
+        """Whether too many buckets are full, so that a larger table should be made."""
         return self.count > _FILL_MAX * self._num_buckets
 
     def add(self, keys: bytes) -> None:
@@ -112,23 +112,23 @@ class FingerprintTable:
         added, and one that is not there is not removed."""
         cells, num_buckets, overflow = self._cells, self._num_buckets, self._overflow
         for change in changes:  # a microsecond each, so no function of ours is called
-            one = change & ~ADDED
-            first = one % num_buckets * CELLS
+            mark = change & ~ADDED
+            first = mark % num_buckets * CELLS
             bucket = _cells_from(cells, 8 * first)
-            is_here = one in bucket
+            is_here = mark in bucket
             if change & ADDED:
-                if is_here or one in overflow:
+                if is_here or mark in overflow:
                     continue
                 if 0 in bucket:
-                    cells[first + bucket.index(0)] = one
+                    cells[first + bucket.index(0)] = mark
                 else:
-                    overflow.add(one)
+                    overflow.add(mark)
                 self.count += 1
-            elif is_here or one in overflow:
+            elif is_here or mark in overflow:
                 if is_here:
-                    cells[first + bucket.index(one)] = 0
+                    cells[first + bucket.index(mark)] = 0
                 # It may have been added again where there was room by then.
-                overflow.discard(one)
+                overflow.discard(mark)
                 self.count -= 1
 
     def has(self, digests: Sequence[bytes]) -> list[bool]:
@@ -144,13 +144,13 @@ class FingerprintTable:
             if self._overflow:
                 (missing,) = (~held).nonzero(as_tuple=True)
                 places = (missing + start).tolist()
-                for place, one in zip(places, some[missing].tolist(), strict=True):
-                    answers[place] = one in self._overflow
+                for place, mark in zip(places, some[missing].tolist(), strict=True):
+                    answers[place] = mark in self._overflow
         return answers
 
-    def _holds(self, one: int) -> bool:
-        first = one % self._num_buckets * CELLS
-        return one in _cells_from(self._cells, 8 * first) or one in self._overflow
+    def _holds(self, mark: int) -> bool:
+        first = mark % self._num_buckets * CELLS
+        return mark in _cells_from(self._cells, 8 * first) or mark in self._overflow
 
     def _look_up(self, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The bucket, fingerprint and bucket's cells of each digest word."""
@@ -169,7 +169,7 @@ class FingerprintIndex:
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        # Not one of those that read and write, which would lack it for a minute.
+        # Not one of those that read and write, which would miss it for a minute.
         self._thread = io_executor(1, "disk-table")
         self._submit: Callable[[Callable[[], None]], object] = self._thread.submit
         self._table: FingerprintTable | None = None
@@ -183,7 +183,7 @@ class FingerprintIndex:
 
     def is_ready(self) -> bool:
         """Whether there is a table; if not, one is being made from now on. One of a few blocks is
-        made at once. It stays true: who may look up here goes on to, if the index has to answer."""
+        made at once. Stays True, even while the index has to answer."""
         if self._table is None and not self._renewing:
             few = self._index.usage().blocks <= _KEY_BATCH
             self._begin_renewing((lambda make: make()) if few else self._submit)
@@ -214,8 +214,8 @@ class FingerprintIndex:
             return self._table is not None and not self._follow() and not self._lost
 
     def stop(self) -> None:
-        """Give up a table that is being made, for which nobody should wait."""
-        with self._lock:  # without it `_renew` could set the flag after us, and go on
+        """Stop making a table: nobody should wait for it."""
+        with self._lock:  # without it `_renew` could set the flag afterwards, and continue
             self._renewing = False
 
     def close(self) -> None:

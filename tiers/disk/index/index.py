@@ -3,8 +3,8 @@
 A key here is a block's index key (see `edit`), which is as short as is safe: the index is nearly
 all the memory that a block takes. `edit` holds what changes the index.
 
-A commit that is not synced survives the death of a process but not of the machine; owner files tell
-which of the two happened (see `owner`).
+A commit that is not synced survives the death of a process but not of the machine; owner files
+show which of the two happened (see `owner`).
 
 An error of the device in the very write that ends a commit makes LMDB refuse every transaction,
 reading ones too, until its environment is closed. What was committed before is as it was.
@@ -68,7 +68,7 @@ _NO_LOCK = nullcontext()
 
 _MAX_READERS = 1024
 _LOCK_BYTES = (_MAX_READERS + 64) * 64
-"""Of LMDB's lock file: a line of the processor's cache a reader, and its head."""
+"""Of LMDB's lock file: a line of the processor's cache a reader, and its header."""
 
 _TABLES = ("blocks", "recency", "free", "reserved", "lengths", "changes", "meta")
 _FORMAT = f"kvtiers index {INDEX_FORMAT}, records {FORMAT_VERSION}".encode()

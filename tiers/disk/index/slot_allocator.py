@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from itertools import islice, repeat
 
 from spec.fields import format_size
-from tiers.disk.index.edit import PASSED, Edit, Slot
+from tiers.disk.index.edit import MAX_SKIPPED, Edit, Slot
 from tiers.disk.slab import NO_SPACE, Slabs
 from tiers.store import Usage
 
@@ -31,8 +31,8 @@ class PendingUses:
 
     def __init__(self) -> None:
         self.stamp = 0
-        """The last that the index gave, as far as this process knows; what is used from then on was
-        used after all that have it or an older one."""
+        """The last stamp of the index that this process knows: blocks used from then on were used
+        after all blocks that have it or an older one."""
         self._uses: OrderedDict[bytes, int] = OrderedDict()
         # Without it a key could be taken while it moves to the end. Held for memory's time alone.
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ _REPLACED_OF = 16
 
 
 def shortage(usage: Usage, capacity: int, free: int) -> str:
-    """What keeps a tier whose process set this capacity from it; empty: nothing. `free`: bytes of
+    """Why a tier can't hold the capacity that its process set; empty: it can. `free`: bytes of
     the file system."""
     set_now = usage.capacity or 0
     if set_now < capacity:
@@ -114,7 +114,7 @@ def allocate(
         if edit.used + size > edit.capacity:
             slot = None
         elif (slot := _grow(edit, slabs, size)) is None:
-            return None  # the file system is full: evicting more gives no space before the commit
+            return None  # a full file system gets no space from evictions before the commit
     return slot
 
 
@@ -122,7 +122,7 @@ def _oldest(edit: Edit, batch: Collection[bytes], uses: PendingUses) -> bytes | 
     """Return the block outside `batch` whose use is longest ago, or None; uses that are yet to be
     written to the index count."""
     written, stamp = edit.next_oldest((batch, uses)) or (None, math.inf)
-    for key, after in islice(iter(lambda: uses.take_before(stamp), None), PASSED):
+    for key, after in islice(iter(lambda: uses.take_before(stamp), None), MAX_SKIPPED):
         entry = None if key in batch else edit.entry(key)
         if entry is not None and entry.stamp <= after:
             return key
