@@ -49,7 +49,7 @@ def replay(prompts: Sequence[Prompt], eviction: str, slots: int, step: int | Non
         found = leading(manager.coverage(Lookup(), keys, range(len(keys))))
         hits += found
         loading = manager.prepare_load(keys[:found])
-        manager.complete_load(keys[:found], loading)
+        manager.complete_load(loading)
         ends = [*range(found + step, len(keys), step), len(keys)] if step else [len(keys)]
         for start, end in zip([0, *ends], ends, strict=False):
             _store(pool, manager, keys, range(start, end))

@@ -27,6 +27,7 @@ MESSAGES = ("contract/messages.py", "multi/multi_connector.py")
 
 OTHERS = {
     "contract/stats.py::TierStats.data": "tiers",
+    "multi/multi_scheduler.py::MultiScheduler._loaders": "children",
     "policy/chooser.py::Chooser._foreign": "children",
     "policy/chooser.py::Chooser._loaders": "children",
     "policy/request_state.py::RequestState.tiers": "tiers",
@@ -34,7 +35,7 @@ OTHERS = {
     "scheduler/admission.py::AcceptanceMonitor._lost": "counters",
     "scheduler/tier_hints.py::PinnedBlocks._counts": "tenants",
     "scheduler/tier_hints.py::PinnedBlocks._ending[until]": "blocks",
-    "scheduler/offloading_scheduler.py::OffloadingScheduler._told": "gauges",
+    "scheduler/offloading_scheduler.py::OffloadingScheduler._reported": "gauges",
     "scheduler/admission.py::Tenants._kept": "tenants",
     "worker/host_slots.py::HostSlots._refused": "tiers",
     "worker/offloading_worker.py::OffloadingWorker._measures": "measures",

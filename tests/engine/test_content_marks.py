@@ -17,7 +17,7 @@ import torch
 from tests.support.clock import wait_for
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, scheduler_of
 from tiers.connector.policy.request_state import RequestState, RequestTable, Scheduled
-from tiers.connector.scheduler.tier_request import TierRequest
+from tiers.connector.scheduler.tier import TierRequest
 from tiers.connector.scheduler.tier_stores import new_offers
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.marks import MediaMark, MediaMarks, joined
@@ -272,7 +272,7 @@ def test_a_request_goes_on_without_tiers_where_its_images_are_not_waited_for(
     monkeypatch.setattr(MediaMarks, "give_up", give_up)
     monkeypatch.setattr(MediaMarks, "of", of)
     if why == "no tier works":
-        scheduler_of(made)._health.ended()
+        scheduler_of(made)._tier.ended()
     request = made.add(range(30), 2)
     made.step()
     assert request.has_run is (why != "it takes too long")

@@ -232,7 +232,7 @@ def explaining(
 
 
 def manager_of(made: ReplayEngine) -> StoreManager:
-    manager = scheduler_of(made)._context.open.manager
+    manager = scheduler_of(made).manager
     assert isinstance(manager, StoreManager)
     return manager
 

@@ -199,7 +199,7 @@ def nothing_beside_it(folder: Path) -> dict[str, Any]:
 
 def is_all_there(engine: ReplayEngine) -> bool:
     """Whether the disk holds all that events say."""
-    manager, held = scheduler_of(engine)._context.open.manager, told(engine, "disk")
+    manager, held = scheduler_of(engine).manager, told(engine, "disk")
     assert isinstance(manager, StoreManager)
     return manager._parts.has([*map(_key_of(engine), held)]) == [True] * len(held)
 
@@ -250,7 +250,7 @@ def test_what_another_store_holds_is_not_told_as_removed(
     made = engine(chain_of(*tiers, promote=False), kv_events=True)
     first, second = (made.generate(range(n, n + 40), 1).block_hashes for n in (0, 100))
     made.settle()
-    manager = scheduler_of(made, 1)._context.open.manager
+    manager = scheduler_of(made, 1).manager
     assert isinstance(manager, StoreManager)
     manager._store.drop(names(made, second[5:]))
     drop_from_disk(tmp_path, names(made, [*first, *second]))

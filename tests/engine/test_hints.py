@@ -149,7 +149,7 @@ class Paced:
         self.made, self.clock = made, Clock(0.0)
         self.asked: list[Sequence[bytes]] = []
         """The keys of each step that were asked for, by now."""
-        manager = scheduler_of(made)._context.open.manager
+        manager = scheduler_of(made).manager
         monkeypatch.setattr(LookupPace, "AT_ONCE", 100)
         monkeypatch.setattr(LookupPace, "FEW", 8)
         manager.pace = LookupPace(1, self.clock)

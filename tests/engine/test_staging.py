@@ -97,13 +97,13 @@ def test_offering_again_costs_a_step_the_same_however_much_waits(
         made.step()
     made.step()
     asked: list[int] = []
-    missing: Any = scheduler._context.open.manager.touch_and_list_missing
+    missing: Any = scheduler.manager.touch_and_list_missing
 
     def counting(keys: list[bytes]) -> Any:
         asked.append(len(keys))
         return missing(keys)
 
-    monkeypatch.setattr(scheduler._context.open.manager, "touch_and_list_missing", counting)
+    monkeypatch.setattr(scheduler.manager, "touch_and_list_missing", counting)
     for _ in range(2):
         made.step()
     assert sum(asked) <= 2 * 4, "it lags behind, and yet it is offered old blocks"

@@ -329,6 +329,8 @@ def test_a_tier_that_would_share_a_long_load_is_waited_for() -> None:
     assert made.comparison.hopes({1: 0.1}, found, Wish(PROMPT), shares=True)
     assert not made.comparison.hopes({1: 0.15}, found, Wish(PROMPT), shares=True)
     assert not made.comparison.hopes({1: 0.0}, found, Wish(PROMPT)), "the policy loads from one"
+    short = found._replace(load=0.0)
+    assert not made.comparison.hopes({1: 0.1}, short, Wish(PROMPT), shares=True), "nothing to share"
     half = made.choose(has=[512, 0])
     assert made.comparison.hopes({1: 0.5}, half, Wish(PROMPT), shares=True), "none else has it"
 

@@ -6,9 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from spec.chain import LoadPolicy
+from tests.support.clock import Clock
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.contract.connector import SchedulerConnector, WorkerConnector
-from tiers.contract.messages import LoadJob, OffloadingConnectorMetadata, TransferResults
+from tiers.contract.messages import (
+    NO_LOOKUP_TIMES,
+    LoadJob,
+    LookupTimes,
+    OffloadingConnectorMetadata,
+    TransferResults,
+)
+from tiers.loading.load_cost import LoadCost
 
 
 class Child(SchedulerConnector, WorkerConnector):
@@ -109,6 +117,18 @@ class Tier:
 
 class BlockTier(Tier):
     """One that our load policies may ask for any block."""
+
+    def __init__(self, held: str | None = "", tokens: int | None = 0) -> None:
+        super().__init__(held, tokens)
+        self.load_cost = LoadCost(Clock())
+
+    def note(self, **measures: float) -> None: ...
+
+    def why_nothing(self, request: Any) -> str:
+        return ""
+
+    def lookup_times(self, request: Any) -> LookupTimes:
+        return NO_LOOKUP_TIMES
 
     def build_connector_meta(self, output: Any) -> Any:
         orders, self.orders = self.orders, []

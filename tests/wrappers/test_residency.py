@@ -102,7 +102,7 @@ def test_a_plugin_s_host_tier_works() -> None:
     assert look_up(made, [key(2), key(3), key(9)], Lookup()) == 2
     slots = made.prepare_load([key(2)])
     assert slots[0] is not None and pool.references(slots[0]) == 2
-    made.complete_load([key(2)], slots)
+    made.complete_load(slots)
     # What others claim makes room among what is kept.
     assert all(pool.claim(key(100 + number)) is not None for number in range(SLOTS))
     assert made.slots_kept() == 0
@@ -142,7 +142,7 @@ def test_what_goes_wrong_ends_that_tier_alone(wrong: str, caplog: pytest.LogCapt
         store(made, pool, number)
         look_up(made, [key(number), key(0)], Lookup())
         slots = made.prepare_load([key(number)])
-        made.complete_load([key(number)], slots)
+        made.complete_load(slots)
         made.touch_and_list_missing([key(number)])
     made.discard(key(SLOTS - 1))
     made.reset()
@@ -174,7 +174,7 @@ def test_a_prefix_outlives_the_failure_of_a_tier_that_is_loading() -> None:
     made.discard(key(0))
     assert made.health() is FAILED and slots[0] is not None
     assert pool.key(slots[0]) == key(0) and pool.references(slots[0]) == 1
-    made.complete_load([key(0)], slots)
+    made.complete_load(slots)
     assert pool.in_use == 0
 
 

@@ -15,10 +15,10 @@ from spec.offloading import HostSpec, OffloadingSpec
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.connector.observers import open_ghosts, open_recorder
-from tiers.connector.policy.request_state import RequestTable, lookup_seconds
+from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.scheduler.admission import Admission, Tenants
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
-from tiers.connector.scheduler.open_tier import Announcer, ChainPool, TierOpener
+from tiers.connector.scheduler.open_tier import TierOpener
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.offloading_worker import OffloadingWorker
 from tiers.contract.block_copier import OpenCopier
@@ -35,7 +35,7 @@ DRAIN_SECONDS = 10.0
 
 
 class SchedulerParts(NamedTuple):
-    """What a `MultiScheduler` is made of, in the order of its parameters."""
+    """The parameters of a `MultiScheduler`."""
 
     children: Sequence[OffloadingScheduler]
     names: Sequence[str]
@@ -43,13 +43,8 @@ class SchedulerParts(NamedTuple):
     settings: MultiSettings
 
 
-class WorkerParts(NamedTuple):
-    """What a `MultiWorker` is made of, in the order of its parameters."""
-
-    children: Sequence[OffloadingWorker]
-    names: Sequence[str]
-    chain: str
-    watch: Watch
+WorkerParts = tuple[Sequence[OffloadingWorker], Sequence[str], str, Watch]
+"""The parameters of a `MultiWorker`."""
 
 
 def open_scheduler(
@@ -73,27 +68,22 @@ def open_worker(
 def scheduler_parts(
     chain: ChainSpec, engine: EngineInfo, now: Callable[[], float] = time.monotonic
 ) -> SchedulerParts:
-    """Make the tiers of a chain as the scheduler has them, and say who of them loads."""
+    """Make the tiers of a chain as the scheduler has them, and the settings of their policy."""
     engine = _salted(engine, chain)
-    announcer = Announcer(chain)
     # One for all tiers: each would else gather a block for itself, after a reset.
     keeps = chain.on_reset == "keep"
     generation = Generation(lasts=keeps, is_own=engine.weights_change and not keeps)
     requests = RequestTable(
         engine, generation, now, max_wait=chain.max_wait, prompt_only=chain.store == "prompt"
     )
-    size = PoolSize.of(chain, engine)
-    pool = ChainPool(size, announcer)
-    deadline = lookup_seconds(chain.max_wait)
-    events = chain.events if engine.kv_events else None
-    opener = TierOpener(pool, generation, deadline, engine.host, announcer, now, events)
+    opener = TierOpener(chain, engine, generation, now)
 
     def open_tier(tier: OffloadingSpec) -> OffloadingScheduler:
         return OffloadingScheduler(
             tier,
             requests,
             partial(opener.open, tier),
-            Admission(tier, now, len(chain.tiers) == 1, size.step_blocks),
+            Admission(tier, now, len(chain.tiers) == 1, opener.size.step_blocks),
             Tenants(tier.tier_name, chain.tenants, chain.max_retained),
             chain.promote,
             chain.events.self_describing_kv_events,
@@ -101,29 +91,21 @@ def scheduler_parts(
         )
 
     observers: list[RequestObserver] = []
-    observers += open_recorder(chain, requests, pool, now)
+    observers += open_recorder(chain, requests, opener, now)
     parts = len(requests.groups)
-    observers += open_ghosts(chain, requests, lambda: pool.slot_bytes * parts, now)
-    settings = _settings(chain, requests, observers, now)
-    return SchedulerParts([*map(open_tier, chain.tiers)], _names(chain), _identity(chain), settings)
-
-
-def _settings(
-    chain: ChainSpec,
-    requests: RequestTable,
-    observers: Sequence[RequestObserver],
-    now: Callable[[], float],
-) -> MultiSettings:
-    size = requests.engine.block_tokens
-    explanations = open_explanations(chain.explain, _names(chain), size)
-    return MultiSettings(
+    observers += open_ghosts(chain, requests, lambda: opener.slot_bytes * parts, now)
+    explanations = open_explanations(chain.explain, _names(chain), engine.block_tokens)
+    if explanations is not None:
+        observers.append(explanations)
+    settings = MultiSettings(
         load_policy=chain.load_policy,
         requests=requests,
         loads_always=chain.load_when == "always",
         now=now,
-        observers=observers if explanations is None else (*observers, explanations),
+        observers=observers,
         explainer=explanations or Explainer(),
     )
+    return SchedulerParts([*map(open_tier, chain.tiers)], _names(chain), _identity(chain), settings)
 
 
 def worker_parts(
@@ -137,13 +119,13 @@ def worker_parts(
     what watches the weights.
 
     Host memory over all ranks: see `PoolSize`. Each process also uses a few bounce slots per store
-    tier. `root`: where the system tells of its memory. `now`: the clock of the loads' time limits,
+    tier. `root`: where the system describes its memory. `now`: the clock of the loads' time limits,
     in seconds.
     """
     engine = _salted(engine, chain)
     host = HostSlots(engine, PoolSize.of(chain, engine), open_copier, root, now)
     children = [OffloadingWorker(tier, host, DRAIN_SECONDS) for tier in chain.tiers]
-    return WorkerParts(children, _names(chain), _identity(chain), host.watch)
+    return children, _names(chain), _identity(chain), host.watch
 
 
 def _salted(engine: EngineInfo, chain: ChainSpec) -> EngineInfo:
@@ -155,7 +137,7 @@ def _names(chain: ChainSpec) -> list[str]:
 
 
 def _identity(chain: ChainSpec) -> str:
-    # What workers say is of this chain alone: another one's has other tiers and other slots.
+    # Workers report of this chain alone: another one has other tiers and other slots.
     tiers = [(t.type, t.name, t.capacity if isinstance(t, HostSpec) else 0) for t in chain.tiers]
     text = repr((chain.salt, chain.staging, tiers))
     return "tiers-" + hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

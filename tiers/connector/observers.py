@@ -1,4 +1,4 @@
-"""What hears of each request of a chain: the recorder of traffic, and the ghosts of tiers."""
+"""Observers of a chain's requests: the recorder of traffic, and the ghosts of tiers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from spec.chain import ChainSpec
 from tiers.connector.policy.request_state import RequestTable
-from tiers.connector.scheduler.open_tier import ChainPool
+from tiers.connector.scheduler.open_tier import TierOpener
 from tiers.contract.protocols import Request
 from tiers.contract.stats import CHAIN
 from tiers.ghosts.ghosts import CLOSE_SECONDS, Ghosts, Setting
@@ -30,12 +30,10 @@ class TrafficRecorder:
         """When each request came, and the tag of the generation then."""
 
     def arrived(self, request: Request) -> None:
-        """Note the time."""
         arrival = self._now(), self._requests.generation.tag
         self._arrivals.setdefault(request.request_id, arrival)
 
     def ended(self, request: Request) -> None:
-        """Hand the request to the recorder."""
         now = self._now()
         tag = self._requests.generation.tag
         arrived, first_tag = self._arrivals.pop(request.request_id, (now, tag))
@@ -60,22 +58,16 @@ class TrafficRecorder:
         )
 
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:
-        """What the recorder wrote and dropped."""
         counts = self._recorder.take_counts()
         return {CHAIN: counts} if counts else {}
 
     def close(self) -> None:
-        """Write what waits."""
         self._recorder.close()
 
 
 def open_recorder(
-    chain: ChainSpec,
-    requests: RequestTable,
-    pool: ChainPool,
-    now: Callable[[], float],
+    chain: ChainSpec, requests: RequestTable, opener: TierOpener, now: Callable[[], float]
 ) -> tuple[TrafficRecorder, ...]:
-    """The recorder of a chain that has one."""
     if chain.record is None:
         return ()
     engine, parts = requests.engine, len(requests.groups)
@@ -84,7 +76,7 @@ def open_recorder(
         engine.block_tokens,
         engine.hash_tokens,
         repr(sorted(engine.facts.items())).encode(),
-        lambda: pool.block_bytes * parts // engine.block_tokens or None,
+        lambda: opener.block_bytes * parts // engine.block_tokens or None,
         frozenset(chain.tenants),
         now,
     )
@@ -104,20 +96,16 @@ class GhostWatcher:
         """Nothing yet."""
 
     def ended(self, request: Request) -> None:
-        """Count it."""
         prompt, known = request.num_prompt_tokens, request.num_tokens
         request_state = self._requests.get(request)
         if request_state is None or request_state.is_outdated:
             return
         if request.num_computed_tokens or known > prompt:
-            tag = self._requests.generation.tag
-            marks = [
-                (run, mark + tag) for run, mark in self._requests.marks(request_state) if mark + tag
-            ]
+            tag, marks = self._requests.generation.tag, self._requests.marks(request_state)
+            marks = [(run, mark + tag) for run, mark in marks if mark + tag]
             self._ghosts.put(request.block_hashes, prompt, known, marks)
 
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:
-        """The estimates, where they are new."""
         return self._ghosts.take_measures()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -140,7 +128,7 @@ def open_ghosts(
 
 
 def _settings(chain: ChainSpec) -> Iterator[Setting]:
-    """Each tier that has ghosts as it is, and then its ghosts."""
+    """Each tier that has ghosts as it is configured, then its ghosts."""
     for tier in chain.tiers:
         name, threshold = tier.tier_name, tier.store_threshold
         ghosts = [ghost for ghost in chain.ghosts if ghost.tier == name]
@@ -148,6 +136,5 @@ def _settings(chain: ChainSpec) -> Iterator[Setting]:
             capacity: int = getattr(tier, "capacity")  # noqa: B009 - checked by ChainSpec
             yield Setting(name, name, capacity, threshold)
             for ghost in ghosts:
-                yield Setting(
-                    ghost.label, name, ghost.bytes_of(capacity), ghost.store_threshold or threshold
-                )
+                least = ghost.store_threshold or threshold
+                yield Setting(ghost.label, name, ghost.bytes_of(capacity), least)

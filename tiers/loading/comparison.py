@@ -62,26 +62,19 @@ class Wish(NamedTuple):
 class Verdict(NamedTuple, Generic[P]):
     """The plan to follow; None: nothing is loaded.
 
-    `saved`: seconds, beside computing all. `passed`: tiers that have tokens which are computed,
-    since that is sooner. `probed`: the tier that loads only to be measured.
-    `seconds`: until the end of the prompt. `within`: seconds after which the load is ended.
+    `load`: seconds that its loads take. `saved`: seconds, beside computing all. `passed`: tiers
+    that have tokens which are computed, since that is sooner. `probed`: the tier that loads only to
+    be measured. `seconds`: until the end of the prompt. `within`: seconds after which the load is
+    ended.
     """
 
     plan: P | None
+    load: float = 0.0
     saved: float = 0.0
     passed: tuple[int, ...] = ()
     probed: int | None = None
     seconds: float = 0.0
     within: float = math.inf
-
-
-class _Estimate(NamedTuple, Generic[P]):
-    """Of a plan: its tier that comes last, the seconds until then and what it saves."""
-
-    plan: P
-    last: int
-    load: float
-    saved: float
 
 
 class Comparison:
@@ -139,30 +132,23 @@ class Comparison:
 
     def choose(self, propose: Propose[P], wish: Wish) -> Verdict[P]:
         """The best of the policy's plans."""
-        each = self.token_seconds or 0.0
-        best, cut = self._best(propose, wish, each * min(CROWD, 1 + wish.others))
-        whole = wish.blocks * self._size
-        if best is None:
+        each, whole = self.token_seconds, wish.blocks * self._size
+        best, cut = self._best(propose, wish, (each or 0.0) * min(CROWD, 1 + wish.others))
+        if best.plan is None:
             computing = whole * (self.prefill.seconds_per_token or 0.0)
-            found: Verdict[P] = Verdict(None, passed=tuple(cut), seconds=computing)
+            found = best._replace(passed=tuple(cut), seconds=computing)
         else:
             tokens, parts = best.plan.tokens, best.plan.parts
             passed = tuple(t for t, planned in cut.items() if planned > tokens and t not in parts)
-            seconds = best.load + (whole - tokens) * each
-            found = Verdict(best.plan, best.saved, passed, None, seconds)
-            if not parts or not self._is_long(best.plan):
-                return self._patient(found, best.load, whole)
-        load = best.load if best is not None else 0.0
-        found, load = self._probing(propose, wish, found, load)
-        return self._patient(found, load, whole)
-
-    def _patient(self, found: Verdict[P], load: float, whole: int) -> Verdict[P]:
+            seconds = best.load + (whole - tokens) * (each or 0.0)
+            found = best._replace(passed=passed, seconds=seconds)
+        if best.plan is None or (best.plan.parts and self._is_long(best.plan)):
+            found = self._probing(propose, wish, found)
         if self._always:
             return found
-        each = self.token_seconds
         if each is None:
-            return found._replace(within=max(FIRST_PATIENCE, 2 * load))
-        return found._replace(within=max(LEAST_PATIENCE, load + whole * each))
+            return found._replace(within=max(FIRST_PATIENCE, 2 * found.load))
+        return found._replace(within=max(LEAST_PATIENCE, found.load + whole * each))
 
     def hopes(
         self, waits: Mapping[int, float], found: Verdict[P], wish: Wish, shares: bool = False
@@ -174,8 +160,7 @@ class Comparison:
         if each is None or not whole:
             return False  # the policy has waited
         worth = whole * each * min(CROWD, 1 + wish.others)
-        planned = 0 if found.plan is None else found.plan.tokens
-        load = found.seconds - (whole - planned) * each
+        planned, load = 0 if found.plan is None else found.plan.tokens, found.load
         for tier, wait in waits.items():
             alone = best = self.meters[tier].seconds(whole)
             if shares and load > ENOUGH * planned * each:
@@ -202,34 +187,29 @@ class Comparison:
 
     def _best(
         self, propose: Propose[P], wish: Wish, crowded: float
-    ) -> tuple[_Estimate[P] | None, dict[int, int]]:
+    ) -> tuple[Verdict[P], dict[int, int]]:
         """The plan that saves most, and the tiers that were cut off on the way to the last one,
-        with the tokens of the plan that each was cut off."""
-        best: _Estimate[P] | None = None
+        with the tokens of the plan that each was cut off. `crowded`: what computing a token
+        counts; 0: nothing is compared with it."""
+        best: Verdict[P] = Verdict(None)
         cut: dict[int, int] = {}
         while (plan := propose(cut, None)) is not None:
             if not plan.parts:
-                if best is None or plan.tokens > best.plan.tokens:
-                    best = _Estimate(plan, -1, 0.0, plan.tokens * crowded)
+                if best.plan is None or plan.tokens > best.plan.tokens:
+                    best = Verdict(plan, 0.0, plan.tokens * crowded)
                 break
             planned = plan.tokens
             plan = self._shortened(propose, cut, plan, wish) or plan
             ends = {tier: self.meters[tier].seconds(n) for tier, n in plan.parts.items()}
             last = max(ends, key=ends.__getitem__)
-            one = _Estimate(plan, last, ends[last], plan.tokens * crowded - ends[last])
-            if self._pays(one, wish, crowded) and (best is None or one.saved > best.saved):
-                best = one
-                if not crowded or one.load <= ENOUGH * one.plan.tokens * crowded:
+            load, worth = ends[last], plan.tokens * crowded
+            pays = load <= wish.left and (not crowded or load * (1 + MARGIN) < worth)
+            if pays and (best.plan is None or worth - load > best.saved):
+                best = Verdict(plan, load, worth - load)
+                if not crowded or load <= ENOUGH * worth:
                     break
             cut[last] = planned
         return best, cut
-
-    def _pays(self, one: _Estimate[P], wish: Wish, crowded: float) -> bool:
-        if one.load > wish.left:
-            return False
-        if not crowded:
-            return True
-        return one.load * (1 + MARGIN) < one.plan.tokens * crowded
 
     def _shortened(
         self, propose: Propose[P], cut: Collection[int], plan: P, wish: Wish
@@ -245,11 +225,8 @@ class Comparison:
 
     # -- probes ------------------------------------------------------------------------------
 
-    def _probing(
-        self, propose: Propose[P], wish: Wish, found: Verdict[P], load: float
-    ) -> tuple[Verdict[P], float]:
-        """The verdict with a probe of a tier that it does not use, if one is due; and how long its
-        loads take."""
+    def _probing(self, propose: Propose[P], wish: Wish, found: Verdict[P]) -> Verdict[P]:
+        """The verdict with a probe of a tier that it does not use, if one is due."""
         used = found.plan.parts if found.plan is not None else {}
         for tier in self.meters.keys() - used.keys():
             meter = self.meters[tier]
@@ -260,12 +237,12 @@ class Comparison:
             if head is None:
                 continue
             seconds = meter.seconds(head.tokens)
-            if self._probes.is_due(tier, max(seconds - load, seconds / 10)):
+            if self._probes.is_due(tier, max(seconds - found.load, seconds / 10)):
                 plan = head if found.plan is None else found.plan.behind(head)
-                left = tuple(one for one in found.passed if one != tier)
-                found = found._replace(plan=plan, probed=tier, passed=left)
-                return found, max(load, seconds)
-        return found, load
+                left = tuple(passed for passed in found.passed if passed != tier)
+                load = max(found.load, seconds)
+                return found._replace(plan=plan, load=load, probed=tier, passed=left)
+        return found
 
     def _probe(self, propose: Propose[P], wish: Wish, tier: int) -> P | None:
         """What a tier alone would load of the first blocks, with which it is to be probed."""

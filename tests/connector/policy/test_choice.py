@@ -2,72 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from tiers.connector.policy.choice import Choice, clip, first, longest, stitched
+from tiers.connector.policy.choice import clip, stitched
 from tiers.contract.block_groups import WAVE
-
-LOOKING = (None, False)
-MISSING = (0, False)
-
-
-def test_the_first_that_has_tokens_serves() -> None:
-    assert first([MISSING, (3, True), (7, True)]) == Choice(1, 3, True)
-
-
-def test_nobody_has_any() -> None:
-    assert first([MISSING, MISSING]) == Choice(None, 0, False)
-
-
-def test_a_lower_tier_that_is_looking_does_not_delay_a_higher_one() -> None:
-    assert first([(3, True), LOOKING]) == Choice(0, 3, True)
-
-
-def test_a_higher_tier_that_is_looking_is_waited_for() -> None:
-    assert first([LOOKING, (3, True)]) == Choice(None, None, False)
-
-
-def test_tiers_below_the_one_that_serves_are_not_asked() -> None:
-    def answers() -> Iterator[tuple[int | None, bool]]:
-        yield (3, True)
-        raise AssertionError("asked a lower tier for nothing")
-
-    assert first(answers()).child == 0
-
-
-def test_tiers_below_one_that_is_looking_are_asked_so_that_lookups_overlap() -> None:
-    asked = []
-
-    def answers() -> Iterator[tuple[int | None, bool]]:
-        for child in range(3):
-            asked.append(child)
-            yield LOOKING
-
-    assert first(answers()).tokens is None
-    assert asked == [0, 1, 2]
-
-
-def test_the_longest_prefix_serves_and_of_several_the_first() -> None:
-    assert longest([(3, True), (7, True), (7, True)], 9) == Choice(1, 7, True)
-    assert longest([MISSING, MISSING], 9) == Choice(None, 0, False)
-
-
-def test_longest_waits_for_a_tier_that_could_still_win() -> None:
-    assert longest([(3, True), LOOKING], 9).tokens is None
-    assert longest([LOOKING, (3, True)], 9).tokens is None
-
-
-def test_longest_does_not_wait_when_a_tier_has_all() -> None:
-    assert longest([LOOKING, (9, True), LOOKING], 9) == Choice(1, 9, True)
-
-    def answers() -> Iterator[tuple[int | None, bool]]:
-        yield (9, True)
-        raise AssertionError("asked a lower tier for nothing")
-
-    assert longest(answers(), 9).child == 0
-
 
 Asked = list[range]
 

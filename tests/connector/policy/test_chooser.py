@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
 from tiers.connector.policy.choice import Choice
-from tiers.connector.policy.chooser import Chooser, LookupLatency, load_costs
+from tiers.connector.policy.chooser import Chooser, LookupLatency
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.engine_info import EngineInfo
 from tiers.loading.comparison import Comparison
@@ -27,10 +27,12 @@ class Foreign:
 
     def __init__(self, tokens: int | None) -> None:
         self.tokens = tokens
+        self.asked = 0
 
     def get_num_new_matched_tokens(
         self, request: FakeRequest, computed: int
     ) -> tuple[int | None, bool]:
+        self.asked += 1
         return self.tokens, True
 
 
@@ -41,7 +43,6 @@ class Ours(Foreign):
         super().__init__(tokens)
         self.load_cost = LoadCost(clock)
         self.noted: dict[str, float] = {}
-        self.asked = 0
         for job in range(4):
             self.load_cost.began(job, TOKENS)
             self.load_cost.ended(job, TOKENS / rate, whole=True)
@@ -60,6 +61,8 @@ class Ours(Foreign):
 
     def load_blocks(self, *_: object) -> None: ...
 
+    why_nothing = lookup_times = load_blocks
+
 
 class Chain:
     """A chain of `children`, asked for one request."""
@@ -70,7 +73,7 @@ class Chain:
         self.clock = Clock(1000.0)
         self.children: list[Any] = [one(self.clock) for one in make]
         requests = RequestTable(EngineInfo({}, BLOCK, BLOCK, num_blocks=0), now=self.clock)
-        costs = load_costs(self.children)
+        costs = {i: c.load_cost for i, c in enumerate(self.children) if isinstance(c, Ours)}
         comparison = Comparison(BLOCK, costs, self.clock, always)
         comparison.prefill.measured(TOKENS, TOKENS / 1000)
         names = [str(n) for n in range(len(make))]
@@ -95,6 +98,44 @@ def ours(tokens: int | None, rate: float = FAST) -> Callable[[Clock], Ours]:
 
 def foreign(tokens: int | None) -> Callable[[Clock], Foreign]:
     return lambda clock: Foreign(tokens)
+
+
+LOOKING = (None, None)
+
+
+@pytest.mark.parametrize(
+    ("load", "has", "serves"),
+    [
+        ("first", (0, 3, 7), (1, 3)),
+        ("first", (0, 0), (None, 0)),
+        ("first", (3, None), (0, 3)),
+        ("first", (None, 3), LOOKING),
+        ("longest", (3, 7, 7), (1, 7)),
+        ("longest", (0, 0), (None, 0)),
+        ("longest", (3, None), LOOKING),
+        ("longest", (None, 3), LOOKING),
+        ("longest", (None, TOKENS, None), (1, TOKENS)),
+    ],
+)
+def test_the_first_that_has_tokens_serves_or_the_one_with_most(
+    load: str, has: Sequence[int | None], serves: tuple[int | None, int | None]
+) -> None:
+    """One that is still looking is waited for while it could win."""
+    choice = Chain(*map(foreign, has), load=load).choose()
+    assert (choice.child, choice.tokens) == serves
+
+
+def test_tiers_below_the_one_that_serves_are_not_asked() -> None:
+    for load in ("first", "longest"):
+        chain = Chain(ours(TOKENS), ours(TOKENS), load=load)
+        assert chain.loaders() == {0: TOKENS}
+        assert [bool(child.asked) for child in chain.children] == [True, False]
+
+
+def test_tiers_below_one_that_is_looking_are_asked_so_that_lookups_overlap() -> None:
+    chain = Chain(foreign(None), foreign(None), foreign(None), load="first")
+    assert chain.choose().tokens is None
+    assert [child.asked for child in chain.children] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("load", ["first", "longest", "stitched"])

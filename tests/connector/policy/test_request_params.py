@@ -16,8 +16,9 @@ from tiers.connector.policy.request_params import (
     Demote,
     HintReader,
     Hints,
+    LimitsReader,
+    RequestLimits,
     Retain,
-    read_limits,
 )
 
 
@@ -35,6 +36,12 @@ def passed_on(*actions: Any, **more: Any) -> Any:
 def action(name: Any, payload: Any, version: Any = "1") -> Any:
     fields = {"action_type": name, "action_version": version, "payload": payload}
     return SimpleNamespace(action_id="a", **fields)
+
+
+def read(caplog: pytest.LogCaptureFixture, request: Any) -> tuple[RequestLimits, str]:
+    """A request's limits, and what the log says of them."""
+    caplog.clear()
+    return LimitsReader().read(request), caplog.text
 
 
 @pytest.mark.parametrize(
@@ -116,16 +123,18 @@ def test_what_is_malformed_or_unknown_is_ignored_counted_and_said(
     assert named in line
 
 
-def test_one_bad_hint_spoils_neither_the_others_nor_the_limits() -> None:
+def test_one_bad_hint_spoils_neither_the_others_nor_the_limits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     request = FakeRequest(
         kv_transfer_params={
             "kvtiers": {"max_load_tokens": 8, "hints": {"pin": {}, "retain": {"ttl": 9}}}
         }
     )
     assert HintReader().read(request) == Hints(Retain(ttl=9))
-    limits, problem = read_limits(request)
-    assert (limits.max_load_tokens, problem) == (8, None)
-    assert read_limits(ours("odd")) == (UNLIMITED, None)
+    limits, problem = read(caplog, request)
+    assert (limits.max_load_tokens, problem) == (8, "")
+    assert read(caplog, ours("odd")) == (UNLIMITED, "")
 
 
 @pytest.mark.parametrize(
@@ -143,16 +152,18 @@ def test_a_long_list_is_not_read_to_its_end(request_: Any) -> None:
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, ["odd"]])
-def test_a_request_that_says_nothing_has_no_limits(params: Any) -> None:
-    assert read_limits(FakeRequest(kv_transfer_params=params)) == (UNLIMITED, None)
+def test_a_request_that_says_nothing_has_no_limits(
+    caplog: pytest.LogCaptureFixture, params: Any
+) -> None:
+    assert read(caplog, FakeRequest(kv_transfer_params=params)) == (UNLIMITED, "")
     other: Any = object()
-    assert read_limits(other) == (UNLIMITED, None), "engines without such parameters"
+    assert read(caplog, other) == (UNLIMITED, ""), "engines without such parameters"
 
 
-def test_limits_are_read() -> None:
+def test_limits_are_read(caplog: pytest.LogCaptureFixture) -> None:
     said = {"max_load_tokens": 12, "tiers": ["cpu", "disk"], "store": False}
-    limits, problem = read_limits(FakeRequest(kv_transfer_params={"kvtiers": said}))
-    assert problem is None
+    limits, problem = read(caplog, FakeRequest(kv_transfer_params={"kvtiers": said}))
+    assert problem == ""
     assert limits.max_load_tokens == 12
     assert limits.tiers == ("cpu", "disk")
     assert limits.store is False
@@ -171,7 +182,9 @@ def test_limits_are_read() -> None:
         ({"stores": False}, "stores"),
     ],
 )
-def test_malformed_limits_are_none_and_the_problem_is_named(said: Any, named: str) -> None:
-    limits, problem = read_limits(FakeRequest(kv_transfer_params={"kvtiers": said}))
+def test_malformed_limits_are_none_and_the_problem_is_named(
+    caplog: pytest.LogCaptureFixture, said: Any, named: str
+) -> None:
+    limits, problem = read(caplog, FakeRequest(kv_transfer_params={"kvtiers": said}))
     assert limits == UNLIMITED
-    assert problem is not None and named in problem
+    assert named in problem

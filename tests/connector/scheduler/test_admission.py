@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from tests.support.clock import Clock
-from tiers.connector.scheduler.admission import COUNTED, Admission
-from tiers.connector.scheduler.context import TierContext
+from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.scheduler.admission import COUNTED, Admission, Tenants
+from tiers.connector.scheduler.jobs import Jobs
+from tiers.connector.scheduler.kv_events import KVEvents, Place
 from tiers.connector.scheduler.open_tier import OpenTier
-from tiers.connector.scheduler.tier_health import TierHealth
+from tiers.connector.scheduler.tier import Tier
+from tiers.connector.scheduler.tier_hints import TierHints
 from tiers.connector.scheduler.tier_manager import TierManager
-from tiers.connector.scheduler.tier_stores import Offers, StoreReservations
+from tiers.connector.scheduler.tier_stores import Offers, TierStores
+from tiers.contract.engine_info import EngineInfo
 from tiers.disk.spec import DiskSpec
 from tiers.host.slots import SlotPool
 from tiers.wrappers.guard import HEALTHY
@@ -68,14 +71,15 @@ def test_a_write_budget_holds_over_days_and_lets_an_hour_s_worth_pass_at_once(
 
 
 def test_nothing_is_stored_in_a_tier_that_is_down(clock: Clock) -> None:
-    health, offers = TierHealth("tier"), Offers([7], [b"key"], [1])
-    tier = OpenTier(TierManager(), SlotPool(1), block_bytes=1)
-    context = cast(TierContext, SimpleNamespace(open=tier, health=health))
-    reservations = StoreReservations(context, rules(clock))
-    health.update({0: HEALTHY, 1: HEALTHY._replace(writes=False)})
-    assert reservations.claim(offers, [True]) == ({}, {7: "store_dropped_down"})
-    health.update({1: HEALTHY})
-    assert list(reservations.claim(offers, [True]).items) == [7]
+    requests, offers = RequestTable(EngineInfo({}, 4, 4, 9)), Offers([7], [b"key"], [1])
+    events = KVEvents(Place("tier", "STORAGE", True), requests)
+    tier = Tier("tier", requests, Tenants("tier", {}), events)
+    tier.opened(OpenTier(TierManager(), SlotPool(1), block_bytes=1))
+    stores = TierStores(tier, Jobs(1), rules(clock), TierHints(tier, clock), promote=False)
+    tier.update({0: HEALTHY, 1: HEALTHY._replace(writes=False)})
+    assert stores.claim(offers, [True]) == ({}, {7: "store_dropped_down"})
+    tier.update({1: HEALTHY})
+    assert list(stores.claim(offers, [True]).items) == [7]
 
 
 def test_a_tier_may_have_on_its_way_what_it_stores_in_ten_seconds(clock: Clock) -> None:

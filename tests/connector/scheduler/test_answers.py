@@ -17,7 +17,7 @@ from tests.support.kept import kept
 from tests.support.lookups import IndexedNames
 from tiers.connector.assembly import open_scheduler
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
-from tiers.connector.scheduler.lookups import Answers, Changes, Lookup
+from tiers.connector.scheduler.lookups import Changes, Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.store_uses import StoreUses
 from tiers.connector.scheduler.tier_manager import LookupPace
@@ -192,7 +192,7 @@ def test_a_tier_that_is_down_has_nothing_for_a_request_that_waits() -> None:
     halves.store(1, BLOCKS, tiers="i")
     waiting = Prompt(1, BLOCKS)
     assert halves.ask(waiting)[0] == BLOCKS
-    manager: Any = halves.chain.children[1]._context.open.manager  # type: ignore[attr-defined]
+    manager: Any = halves.chain.children[1].manager  # type: ignore[attr-defined]
     health = manager.health
     manager.health = lambda: health()._replace(reads=False)
     assert halves.ask(waiting)[0] == 0
@@ -235,7 +235,7 @@ def test_what_a_step_completes_of_all_requests_is_asked_for_at_once() -> None:
 
 
 def test_changes_beyond_what_is_kept_are_looked_up() -> None:
-    changes, answers = Changes(), Answers()
+    changes, answers = Changes(), Lookup()
     keys = [number.to_bytes(2, "big") for number in range(10)]
     held = dict.fromkeys(keys, False)
 
@@ -353,7 +353,7 @@ def test_a_request_waits_for_all_of_a_long_answer(
     halves.store(1, BLOCKS, tiers="i")
     monkeypatch.setattr(LookupPace, "AT_ONCE", 100)
     monkeypatch.setattr(LookupPace, "FEW", 8)
-    manager: Any = halves.chain.children[1]._context.open.manager  # type: ignore[attr-defined]
+    manager: Any = halves.chain.children[1].manager  # type: ignore[attr-defined]
     manager.pace = LookupPace(RANKS, halves.clock)
     prompt, asks = Prompt(1, BLOCKS, 77), 1
     while halves.chain.get_num_new_matched_tokens(prompt, 0)[0] is None:

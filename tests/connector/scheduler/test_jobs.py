@@ -5,16 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any, cast
 
-from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
 from tiers.connector.policy.block_loader import SharedLoad
-from tiers.connector.policy.choice import NO_LOAD
-from tiers.connector.policy.request_state import RequestState, WaitBudget
-from tiers.connector.scheduler.jobs import Jobs
-from tiers.connector.scheduler.tier_request import TierRequest
-from tiers.contract.generation import Generation
-from tiers.contract.marks import RequestMark
-from tiers.contract.messages import JobResult, LoadItem, StoreItem
+from tiers.connector.policy.request_state import RequestState
+from tiers.connector.scheduler.jobs import Jobs, PendingLoad, PendingStore
+from tiers.connector.scheduler.tier import TierRequest
+from tiers.contract.messages import JobResult, LoadItem, LoadJob, StoreItem, StoreJob
 
 
 class Unlooked(dict[int, Any]):
@@ -28,24 +24,22 @@ class Unlooked(dict[int, Any]):
 
 def test_gauges_say_what_is_under_way_and_go_through_nothing() -> None:
     rng = random.Random(3)
-    jobs = Jobs(2, Generation())
+    jobs = Jobs(2)
     jobs._loading, jobs._storing = Unlooked(), Unlooked()
-    state = cast(RequestState, FakeRequest())
-    state.wait_budget, state.request = WaitBudget(Clock()), cast(Any, state)
-    state.choice = NO_LOAD
-    state.mark = RequestMark()
-    own = TierRequest(state)
+    tier_request = TierRequest(cast(RequestState, FakeRequest()))
     in_flight: dict[int, tuple[str, int, int]] = {}
     for _ in range(300):
         blocks = rng.randrange(1, 5)
         if rng.random() < 0.4:
             items = [LoadItem(b"%d" % n, n, None) for n in range(blocks)]
             numbers = [*range(blocks)]
-            load = jobs.load(own, items, blocks=numbers, of_block=numbers, shared=SharedLoad(1))
+            load = LoadJob(jobs.next_id(), "request", items, 1.0, b"")
+            jobs.begin(PendingLoad(load, tier_request, numbers, numbers, SharedLoad(1)))
             in_flight[load.job_id] = ("loading", blocks, 0)
         elif rng.random() < 0.5:
-            stored = {n: StoreItem(b"%d" % n, n, n) for n in range(blocks)}
-            store = jobs.store(own, stored, "", at_once=False)
+            stored = [StoreItem(b"%d" % n, n, n) for n in range(blocks)]
+            store = StoreJob(jobs.next_id(), stored)
+            jobs.begin(PendingStore(store, tier_request, "", [*range(blocks)], at_once=False))
             in_flight[store.job_id] = ("storing", blocks, 0)
         elif in_flight:
             job_id = rng.choice([*in_flight])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiers.connector.scheduler.lookups import Lookup
-from tiers.connector.scheduler.tier_request import StoreOrder
+from tiers.connector.scheduler.tier import StoreOrder
 from tiers.host.slots import SlotPool
 
 

@@ -19,9 +19,9 @@ from tiers.connector.multi.multi_connector import (
     MultiWorkerMetadata,
     merge_parameters,
 )
-from tiers.connector.policy.block_loader import BlockLoader, SharedLoad, explained
+from tiers.connector.policy.block_loader import BlockLoader, SharedLoad
 from tiers.connector.policy.choice import NO_LOAD, PENDING, Choice, clip, tokens_of_each
-from tiers.connector.policy.chooser import Chooser, LookupLatency, load_costs
+from tiers.connector.policy.chooser import Chooser, LookupLatency
 from tiers.connector.policy.load_sharing import LoadSharing
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.connector import SchedulerConnector
@@ -85,13 +85,17 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             size = settings.block_tokens
             requests = RequestTable(EngineInfo({}, size, size, 0, caches_prefixes=False))
         self._requests, self._block_tokens = requests, requests.engine.block_tokens
-        now, costs = settings.now, load_costs(children)
+        now = settings.now
+        self._loaders = {i: c for i, c in enumerate(children) if isinstance(c, BlockLoader)}
+        costs = {index: loader.load_cost for index, loader in self._loaders.items()}
+        comparison = Comparison(self._block_tokens, costs, now, settings.loads_always)
+        self._prefill = comparison.prefill
         self._chooser = Chooser(
             self.children,
             self.names,
             settings.load_policy,
             requests,
-            Comparison(self._block_tokens, costs, now, settings.loads_always),
+            comparison,
             LookupLatency(now),
         )
         self._sharing = LoadSharing(requests.engine) if requests.engine.caches_prefixes else None
@@ -99,7 +103,6 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self._changes = RepeatedLog(logger, "the weights", "changes without a reset")
         self._observers = settings.observers
         self._explainer = settings.explainer
-        self._tellers = explained(children)
         self._more_saves: dict[str, int] = {}
 
     def on_new_request(self, request: Request) -> None:
@@ -181,12 +184,11 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             request_state.wait_budget.loads()
             if self._sharing is not None:
                 self._sharing.begins(request_state, choice.computed, num_external_tokens)
-        notes = self._explainer.begins(request, choice, shares, num_external_tokens, self._tellers)
+        notes = self._explainer.begins(request, choice, shares, num_external_tokens, self._loaders)
         shared = SharedLoad(len(shares), notes)
         for index, child in enumerate(self.children):
             if index in shares:
-                assert isinstance(child, BlockLoader)
-                child.load_blocks(request_state, shares[index], shared)
+                self._loaders[index].load_blocks(request_state, shares[index], shared)
             else:
                 tokens = num_external_tokens if index == choice.child else 0
                 child.update_state_after_alloc(request, blocks, tokens)
@@ -224,17 +226,24 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self._explainer.runs(scheduler_output)
         saves, self._more_saves = self._more_saves, {}
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
-        number = self._chooser.step_begins(step.prompt_tokens)
+        number = self._prefill.step_begins(step.prompt_tokens) if self._loaders else None
         return MultiConnectorMetadata(metadata, saves, number, self._agreement.orders(metadata))
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine has computed a prompt's tokens, and says itself how long that took."""
-        self._chooser.computed(tokens, seconds)
+        if self._prefill.measured(tokens, seconds):
+            self._note_prefill_rate()
+
+    def _note_prefill_rate(self) -> None:
+        if each := self._prefill.seconds_per_token:
+            for loader in self._loaders.values():
+                loader.note(prefill_tokens_per_second=1 / each)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Show each child its own metadata only; the output is as it was afterwards."""
         whole = connector_output.kv_connector_worker_meta
-        self._chooser.step_ended(getattr(whole, "step", None))
+        if self._prefill.step_ended(getattr(whole, "step", None)):
+            self._note_prefill_rate()
         parts: Sequence[Any] = ()
         if isinstance(whole, MultiWorkerMetadata):
             parts = whole.metadata

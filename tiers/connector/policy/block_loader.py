@@ -6,17 +6,23 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from tiers.connector.policy.request_state import RequestState
-from tiers.contract.connector import SchedulerConnector
 from tiers.explain.notes import UNNOTED, Attempt, Explained
 from tiers.loading.load_cost import LoadCost
 
 
 @runtime_checkable
-class BlockLoader(Protocol):
-    """Capability, scheduler role: a connector that can load any blocks of a request.
-
-    The contract knows only leading prefixes; the load policy `stitched` asks this of each tier.
+class BlockLoader(Explained, Protocol):
+    """Capability, scheduler role: a connector that can load any blocks of a request, where the
+    contract knows only leading prefixes. How long its loads take is measured, so that plans can be
+    compared with computing.
     """
+
+    @property
+    def load_cost(self) -> LoadCost:
+        """What is known of its loads."""
+
+    def note(self, **measures: float) -> None:
+        """Add to its stats what the policy counts and measures."""
 
     def coverage(self, request_state: RequestState, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks of the request could be loaded.
@@ -31,31 +37,6 @@ class BlockLoader(Protocol):
         self, request_state: RequestState, ranges: Sequence[range], shared: SharedLoad
     ) -> None:
         """As `update_state_after_alloc`, and load these ranges of blocks, which it holds."""
-
-
-@runtime_checkable
-class ExplainedLoader(BlockLoader, Explained, Protocol):
-    """Capability, scheduler role: the connector tells of its lookups, and why it has nothing."""
-
-
-@runtime_checkable
-class TimedLoader(BlockLoader, Protocol):
-    """Capability, scheduler role: how long the connector's loads take is measured.
-
-    What a load policy plans is compared with computing for such tiers.
-    """
-
-    @property
-    def load_cost(self) -> LoadCost:
-        """What is known of its loads."""
-
-    def note(self, **measures: float) -> None:
-        """Add to its stats what the policy counts and measures."""
-
-
-def explained(children: Sequence[SchedulerConnector]) -> dict[int, Explained]:
-    """The children that tell of their lookups, by their places."""
-    return {i: c for i, c in enumerate(children) if isinstance(c, ExplainedLoader)}
 
 
 class SharedLoad:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -48,39 +48,6 @@ class Choice(NamedTuple):
 
 NO_LOAD = Choice(None, 0, False)
 PENDING = Choice(None, None, False)
-
-
-def first(answers: Iterable[tuple[int | None, bool]]) -> Choice:
-    """The first child, in load-priority order, that has tokens.
-
-    Answers are taken lazily: children below the one that serves are not asked. A child that is
-    still looking holds back only those below it; they are asked all the same, so that lookups of
-    several children run at once.
-    """
-    looking = False
-    for child, (tokens, is_async) in enumerate(answers):
-        if tokens is None:
-            looking = True
-        elif tokens > 0 and not looking:
-            return Choice(child, tokens, is_async)
-    return PENDING if looking else NO_LOAD
-
-
-def longest(answers: Iterable[tuple[int | None, bool]], loadable: int) -> Choice:
-    """The child with the longest prefix; of several, the one of the highest load priority.
-
-    A child that is still looking is waited for, unless one has all `loadable` tokens already:
-    then nobody below it is asked.
-    """
-    best, looking = NO_LOAD, False
-    for child, (tokens, is_async) in enumerate(answers):
-        if tokens is None:
-            looking = True
-        elif tokens > (best.tokens or 0):
-            best = Choice(child, tokens, is_async)
-        if best.tokens and best.tokens >= loadable:
-            return best
-    return PENDING if looking else best
 
 
 class Stitch(NamedTuple):

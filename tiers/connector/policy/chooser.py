@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Hashable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from functools import partial
 from typing import NamedTuple
 
 from spec.chain import LoadPolicy
-from tiers.connector.policy.block_loader import BlockLoader, TimedLoader
+from tiers.connector.policy.block_loader import BlockLoader
 from tiers.connector.policy.choice import (
     NO_LOAD,
     PENDING,
@@ -16,8 +24,6 @@ from tiers.connector.policy.choice import (
     Stitch,
     behind,
     clip,
-    first,
-    longest,
     shared,
     stitched,
     tokens_of_each,
@@ -26,22 +32,15 @@ from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.contract.connector import SchedulerConnector
 from tiers.explain.notes import UNNOTED, Attempt
 from tiers.loading.comparison import Comparison, Wish
-from tiers.loading.load_cost import LoadCost
 from tiers.loading.shares import LinkCost
-
-
-def load_costs(children: Sequence[SchedulerConnector]) -> dict[int, LoadCost]:
-    """The meters of those children that have one, by child."""
-    return {i: c.load_cost for i, c in enumerate(children) if isinstance(c, TimedLoader)}
 
 
 class _Question(NamedTuple):
     """What is asked for a request: at most `loadable` tokens, in whole blocks, from `computed`.
 
-    `asked`: other connectors that have been, so far. `notes`: told what children answer.
-    `looking`: our tiers that have no answer yet. `held`: what they have answered, by tier and
-    first block. `waits`: whether the policy waits for those that look, or takes them to have
-    nothing. `but`: children that may not load.
+    `asked`: answers of other connectors so far. `notes`: hear of all answers. `looking`: our tiers
+    that have no answer yet. `waits`: whether the policy waits for those that look, or takes them to
+    have nothing. `but`: children that may not load.
     """
 
     state: RequestState
@@ -50,8 +49,7 @@ class _Question(NamedTuple):
     asked: dict[int, tuple[int | None, bool]]
     notes: Attempt
     looking: set[int]
-    held: dict[tuple[int, int], Sequence[int]]
-    waits: bool = True
+    waits: bool
     but: Collection[int] = ()
 
 
@@ -99,11 +97,8 @@ class Chooser:
         self._children = tuple(zip(names, children, strict=True))
         self._comparison = comparison
         self._waits = waits
-        self._apply_policy: Callable[[_Question], Choice] = {
-            "first": self._first,
-            "longest": self._longest,
-            "stitched": self._stitch,
-        }[load]
+        self._apply_policy = self._stitch if load == "stitched" else self._one_child
+        self._takes_first = load == "first"
         self._shares = load == "stitched"
         self._requests = requests
         self._block_tokens = requests.engine.block_tokens
@@ -163,21 +158,12 @@ class Chooser:
         if versions is None or versions != request_state.versions:
             request_state.versions, request_state.held = versions, {}
             notes.asks_tiers(request_state.limits)
+        limit = request_state.limits.max_load_tokens
         loadable = request_state.request.num_tokens - num_computed_tokens
-        if request_state.limits.max_load_tokens is not None:
-            loadable = min(loadable, request_state.limits.max_load_tokens)
+        loadable = loadable if limit is None else min(loadable, limit)
         loadable -= loadable % self._block_tokens
         waits = self._comparison.token_seconds is None
-        return _Question(
-            request_state,
-            num_computed_tokens,
-            loadable,
-            {},
-            notes,
-            set(),
-            request_state.held,
-            waits,
-        )
+        return _Question(request_state, num_computed_tokens, loadable, {}, notes, set(), waits)
 
     def _versions(self, request_state: RequestState, computed: int) -> Hashable:
         """What our tiers have of a request is the same while this is; None: it may not be."""
@@ -196,9 +182,7 @@ class Chooser:
         if choice.tokens:
             return
         for index in choice.passed:
-            _, child = self._children[index]
-            assert isinstance(child, TimedLoader)
-            child.note(recompute_preferred=1)
+            self._loaders[index].note(recompute_preferred=1)
 
     def loads(self, request_state: RequestState, child: int) -> None:
         """A child begins to load a request beside the steps.
@@ -208,28 +192,6 @@ class Chooser:
         """
         if child in self._foreign:
             request_state.foreign_loader = child
-
-    # -- steps -------------------------------------------------------------------------------
-
-    def step_begins(self, tokens: int) -> int | None:
-        """A step will compute so many tokens of prompts; its number, if it is to be measured."""
-        return self._comparison.prefill.step_begins(tokens) if self._comparison.meters else None
-
-    def step_ended(self, number: int | None) -> None:
-        """The results of a step are here; `number` as `step_begins` gave it."""
-        if self._comparison.prefill.step_ended(number):
-            self._note_rate()
-
-    def computed(self, tokens: int, seconds: float) -> None:
-        """A step has computed so many tokens of prompts in this time."""
-        if self._comparison.prefill.measured(tokens, seconds):
-            self._note_rate()
-
-    def _note_rate(self) -> None:
-        each = self._comparison.prefill.seconds_per_token
-        for _, child in self._children:
-            if isinstance(child, TimedLoader) and each:
-                child.note(prefill_tokens_per_second=1 / each)
 
     # -- comparing ---------------------------------------------------------------------------
 
@@ -284,11 +246,26 @@ class Chooser:
 
     # -- policies ----------------------------------------------------------------------------
 
-    def _first(self, question: _Question) -> Choice:
-        return first(self._answers(question))
+    def _one_child(self, question: _Question, but: Container[int] = ()) -> Choice:
+        """The one child that loads, of those that may and are not in `but`: of `first` the first
+        that has tokens, else the one that has most, of several the first.
 
-    def _longest(self, question: _Question) -> Choice:
-        return longest(self._answers(question), question.loadable)
+        Of `first` a child that is still looking holds back those below it, which are asked all the
+        same, so that look-ups of several children run at once. Else it is waited for, unless
+        another has all loadable tokens already. Nobody below a child that suffices is asked.
+        """
+        best, looking = NO_LOAD, False
+        for index in range(len(self._children)):
+            if index in but or not self._may_load(index, question):
+                continue
+            tokens, is_async = self._ask(index, question)
+            if tokens is None:
+                looking = True
+            elif tokens > (best.tokens or 0):
+                best = Choice(index, tokens, is_async)
+                if not looking if self._takes_first else tokens >= question.loadable:
+                    return best
+        return PENDING if looking else best
 
     def _stitch(self, question: _Question) -> Choice:
         loaders = [i for i in self._loaders if self._may_load(i, question)]
@@ -297,7 +274,7 @@ class Chooser:
         found = stitched(coverage, blocks, self._window)
         tokens = self._tokens(found, blocks)
         if tokens < question.loadable:
-            alone = longest(self._answers(question, but=self._loaders), question.loadable)
+            alone = self._one_child(question, but=self._loaders)
             looking = found.looking and question.waits
             if alone.tokens is None or (looking and alone.tokens < question.loadable):
                 return PENDING
@@ -329,19 +306,8 @@ class Chooser:
             return False
         return limits_itself or request_state.limits.may_load(name)
 
-    def _answers(
-        self, question: _Question, but: Iterable[int] = ()
-    ) -> Iterator[tuple[int | None, bool]]:
-        """What each child has, asked one by one; those that may not load, or in `but`: nothing."""
-        for index, (_, child) in enumerate(self._children):
-            if index not in but and self._may_load(index, question):
-                yield self._ask(index, child, question)
-            else:
-                yield 0, False
-
-    def _ask(
-        self, index: int, child: SchedulerConnector, question: _Question
-    ) -> tuple[int | None, bool]:
+    def _ask(self, index: int, question: _Question) -> tuple[int | None, bool]:
+        """How many tokens a child has, and whether it loads them beside the steps."""
         if index in self._loaders:
             blocks = self._blocks(question)
             found = stitched(self._coverage_of((index,), question), blocks, self._window)
@@ -351,12 +317,11 @@ class Chooser:
         if index in question.asked:
             return question.asked[index]
         request_state = question.state
+        _, child = self._children[index]
         answer = child.get_num_new_matched_tokens(request_state.request, question.computed)
         question.notes.reported(index, answer[0])
-        if (
-            request_state.limits.max_load_tokens is not None
-            and (answer[0] or 0) > question.loadable
-        ):
+        limit = request_state.limits.max_load_tokens
+        if limit is not None and (answer[0] or 0) > question.loadable:
             answer = 0, False
         question.asked[index] = answer
         return answer
@@ -366,7 +331,7 @@ class Chooser:
 
     def _held(self, index: int, question: _Question, blocks: range) -> Sequence[int] | None:
         """A tier is asked once, however often the policy plans."""
-        held = question.held.get((index, blocks.start), ())
+        held = question.state.held.get((index, blocks.start), ())
         if len(held) >= len(blocks):
             return held if len(held) == len(blocks) else held[: len(blocks)]
         if index in question.looking:
@@ -378,7 +343,7 @@ class Chooser:
         if found is None:
             question.looking.add(index)
         else:
-            question.held[index, blocks.start] = found
+            question.state.held[index, blocks.start] = found
         return found
 
     def _tokens(self, found: Stitch, blocks: range) -> int:

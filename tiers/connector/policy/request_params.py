@@ -60,14 +60,6 @@ class Hints(NamedTuple):
 NO_HINTS = Hints()
 
 
-class _Said(NamedTuple):
-    """An action as it came: its name, its payload, and its version where it has one."""
-
-    action: object
-    payload: object
-    version: object = VERSION
-
-
 class HintReader:
     """Reads the hints of a chain's requests, and counts those it ignores.
 
@@ -83,8 +75,8 @@ class HintReader:
         """The hints of a request: those in its `kv_transfer_params`, then those that the engine
         passes on beside these; the last of an action counts."""
         hints = NO_HINTS
-        for number, said in enumerate(_all_said(request)):
-            found = "too many actions" if number >= MAX_ACTIONS else _read(said)
+        for number, action in enumerate(_actions(request)):
+            found = "too many actions" if number >= MAX_ACTIONS else _read(*action)
             if isinstance(found, str):
                 self.ignored += 1
                 self._log.log("request %s: a hint is ignored: %.300r", request.request_id, found)
@@ -99,26 +91,26 @@ def entry_of(request: Request) -> Any:
     return params.get(KEY) if isinstance(params, Mapping) else None
 
 
-def _all_said(request: Request) -> Iterator[_Said]:
-    """What a request says, as vLLM's API takes it; one more than is read at most."""
+def _actions(request: Request) -> Iterator[tuple[object, object, object]]:
+    """Name, payload and version of each action, as vLLM's API takes it; one more than is read at
+    most."""
     entry, envelope = entry_of(request), getattr(request, "kv_hints", None)
     if entry is None and envelope is None:  # as of nearly all requests
         return
-    own = entry.get(HINTS) if isinstance(entry, Mapping) else None
-    if isinstance(own, Mapping):
-        yield from islice((_Said(*item) for item in own.items()), MAX_ACTIONS + 1)
-    elif own is not None:
-        yield _Said(HINTS, own)
+    hints = entry.get(HINTS) if isinstance(entry, Mapping) else None
+    if isinstance(hints, Mapping):
+        yield from islice(((*item, VERSION) for item in hints.items()), MAX_ACTIONS + 1)
+    elif hints is not None:
+        yield HINTS, hints, VERSION
     # vLLM's KvHintsEnvelope (`vllm/v1/kv_hints/protocol.py`, since 0.32), not imported here.
     actions = getattr(envelope, "actions", None)
-    for one in islice(actions if isinstance(actions, list | tuple) else (), MAX_ACTIONS + 1):
-        names = ("action_type", "payload", "action_version")
-        yield _Said(*(getattr(one, name, None) for name in names))
+    for action in islice(actions if isinstance(actions, list | tuple) else (), MAX_ACTIONS + 1):
+        name, payload = getattr(action, "action_type", None), getattr(action, "payload", None)
+        yield name, payload, getattr(action, "action_version", None)
 
 
-def _read(said: _Said) -> dict[str, Any] | str:
+def _read(action: object, payload: object, version: object) -> dict[str, Any] | str:
     """The field of `Hints` that an action is, or why it is none."""
-    action, payload, version = said
     if not isinstance(action, str) or action not in ACTIONS:
         instead = INSTEAD.get(action) if isinstance(action, str) else None
         return f"{action!r:.80} is unknown; {instead or 'use ' + ' or '.join(ACTIONS)}"
@@ -127,10 +119,14 @@ def _read(said: _Said) -> dict[str, Any] | str:
     try:
         return {action: ACTIONS[action].model_validate(payload)}
     except ValidationError as error:
-        return "; ".join(
-            f"{'.'.join(map(str, (action, *one['loc'])))}: {one['msg']}"
-            for one in error.errors(include_url=False)
-        )
+        return _problems(error, action)
+
+
+def _problems(error: ValidationError, name: str) -> str:
+    return "; ".join(
+        f"{'.'.join(map(str, (name, *one['loc'])))}: {one['msg']}"
+        for one in error.errors(include_url=False)
+    )
 
 
 class RequestLimits(BaseModel):
@@ -156,47 +152,29 @@ class RequestLimits(BaseModel):
 
 
 UNLIMITED = RequestLimits()
-NOTHING_LOADED = {"max_load_tokens": 0}
-
-
-def read_limits(request: Request) -> tuple[RequestLimits, str | None]:
-    """A request's limits, and what is wrong with them: then they are as if there were none.
-
-    A request that may not use its engine's own cached prefixes (prompt log-probabilities need
-    every token computed) loads none either.
-    """
-    limits, problem = _said(request)
-    if getattr(request, "skip_reading_prefix_cache", False):
-        limits = limits.model_copy(update=NOTHING_LOADED)
-    return limits, problem
-
-
-def _said(request: Request) -> tuple[RequestLimits, str | None]:
-    found = entry_of(request)
-    if found is None:
-        return UNLIMITED, None
-    if isinstance(found, dict):
-        found = {key: value for key, value in found.items() if key != HINTS}
-    try:
-        return RequestLimits.model_validate(found), None
-    except ValidationError as error:
-        problems = [
-            f"{'.'.join(map(str, (KEY, *problem['loc'])))}: {problem['msg']}"
-            for problem in error.errors(include_url=False)
-        ]
-        return UNLIMITED, "; ".join(problems)
 
 
 class LimitsReader:
-    """Reads the limits of a chain's requests, and says once in the log that some are ignored."""
+    """Reads the limits of a chain's requests, and logs those that are ignored."""
 
     def __init__(self) -> None:
         self._ignored = RepeatedLog(logger, "chain", "requests had limits that are ignored")
 
     def read(self, request: Request) -> RequestLimits:
-        """A request's limits; see `read_limits`."""
-        limits, problem = read_limits(request)
-        if problem is not None:
-            ignored = "request %s has limits that are ignored: %.300r"
-            self._ignored.log(ignored, request.request_id, problem)
+        """A request's limits; malformed ones are as if there were none.
+
+        A request that may not use its engine's own cached prefixes (prompt log-probabilities need
+        every token computed) loads none either.
+        """
+        entry, limits = entry_of(request), UNLIMITED
+        if isinstance(entry, dict):
+            entry = {key: value for key, value in entry.items() if key != HINTS}
+        if entry is not None:
+            try:
+                limits = RequestLimits.model_validate(entry)
+            except ValidationError as error:
+                ignored = "request %s has limits that are ignored: %.300r"
+                self._ignored.log(ignored, request.request_id, _problems(error, KEY))
+        if getattr(request, "skip_reading_prefix_cache", False):
+            limits = limits.model_copy(update={"max_load_tokens": 0})
         return limits

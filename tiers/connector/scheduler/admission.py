@@ -263,10 +263,10 @@ class Tenants:
             self._owner[key] = tenant
         beyond = len(kept) - rule.quota // max(1, block_bytes)
         oldest = list(itertools.islice(kept, max(0, beyond)))
-        self.gone(oldest)
+        self.forget(oldest)
         return oldest
 
-    def gone(self, keys: Iterable[bytes]) -> None:
+    def forget(self, keys: Iterable[bytes]) -> None:
         """The tier has these blocks no more."""
         for key in keys:
             tenant = self._owner.pop(key, None)

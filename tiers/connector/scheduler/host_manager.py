@@ -44,15 +44,14 @@ class HostManager(TierManager):
         """Look those up in the residency that were not asked for before."""
         if not self.health().reads:
             return [False] * len(asked)
-        answers = lookup.answers
-        answers.follow(self._changes, keys)
-        if unknown := answers.unknown(asked, self._changes):
-            answers.add(self._find(keys, unknown))
-        return answers.of(asked)
+        lookup.follow(self._changes, keys)
+        if unknown := lookup.unknown(asked, self._changes):
+            lookup.add(self._find(keys, unknown))
+        return lookup.of(asked)
 
     def version(self, lookup: Lookup, keys: Sequence[bytes]) -> int:
-        lookup.answers.follow(self._changes, keys)
-        return lookup.answers.version if self.health().reads else DOWN
+        lookup.follow(self._changes, keys)
+        return lookup.version if self.health().reads else DOWN
 
     def _find(self, keys: Sequence[bytes], asked: range) -> list[bool]:
         slots = self._residency.find_all(keys[asked.start : asked.stop])
@@ -69,7 +68,7 @@ class HostManager(TierManager):
                 self._pool.retain(slot)
         return slots
 
-    def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
+    def complete_load(self, slots: Sequence[int | None]) -> None:
         for slot in slots:
             if slot is not None:
                 self._pool.release(slot)

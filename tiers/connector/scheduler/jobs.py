@@ -21,18 +21,11 @@ import itertools
 from dataclasses import dataclass, field
 
 from tiers.connector.policy.block_loader import SharedLoad
-from tiers.connector.scheduler.tier_request import TierRequest
-from tiers.contract.generation import Generation
-from tiers.contract.messages import (
-    JobResult,
-    LoadItem,
-    LoadJob,
-    StoreItem,
-    StoreJob,
-)
+from tiers.connector.scheduler.tier import TierRequest
+from tiers.contract.messages import JobResult, LoadJob, StoreJob
 
 
-@dataclass(kw_only=True)
+@dataclass
 class PendingLoad:
     """A load in flight. `blocks`: indexes of the blocks that it loads. `of_block[i]`: the block
     that item i belongs to. `shared`: the load of the request that it is a part of. `result`: of the
@@ -46,15 +39,15 @@ class PendingLoad:
     result: JobResult = field(default_factory=JobResult)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class PendingStore:
     """A store in flight. `tenant`, `tier_request`: of its request. `numbers[i]`: the key that item
     i has among the request's. `at_once`: whether the job stores all keys that there are so far, in
     one call of the store. `result`: of the ranks that have ended."""
 
     job: StoreJob
-    tenant: str
     tier_request: TierRequest
+    tenant: str
     numbers: list[int]
     at_once: bool
     result: JobResult = field(default_factory=JobResult)
@@ -63,76 +56,45 @@ class PendingStore:
 class Jobs:
     """The jobs in flight; used by the scheduler's thread alone."""
 
-    def __init__(self, ranks: int, generation: Generation) -> None:
+    def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._generation = generation
         self._ids = itertools.count()
         self._loading: dict[int, PendingLoad] = {}
         self._storing: dict[int, PendingStore] = {}
-        # Counted up and down: thousands may be in flight, and every step tells how much.
+        # Counted up and down: thousands may be in flight, and every step reports how much.
         self._blocks_loading = self._blocks_storing = 0
 
     def __len__(self) -> int:
         return len(self._loading) + len(self._storing)
 
-    def load(
-        self,
-        tier_request: TierRequest,
-        items: list[LoadItem],
-        *,
-        blocks: list[int],
-        of_block: list[int],
-        shared: SharedLoad,
-    ) -> LoadJob:
-        """Begin a load, within what its request may still wait and what it is worth. `blocks`,
-        `of_block`, `shared`: see `PendingLoad`."""
-        request_state = tier_request.state
-        request_id, left = request_state.request.request_id, request_state.wait_budget.left()
-        seconds = min(left, request_state.choice.within)
-        job = LoadJob(next(self._ids), request_id, items, seconds, self._generation.tag)
-        self._blocks_loading += len(items)
-        self._loading[job.job_id] = PendingLoad(
-            job=job,
-            tier_request=tier_request,
-            blocks=blocks,
-            of_block=of_block,
-            shared=shared,
-        )
-        return job
+    def next_id(self) -> int:
+        """The number of a new job, of either kind."""
+        return next(self._ids)
 
-    def store(
-        self, tier_request: TierRequest, items: dict[int, StoreItem], tenant: str, at_once: bool
-    ) -> StoreJob:
-        """Begin to store `items`, by the numbers of their keys. `tenant`, `at_once`: see
-        `PendingStore`."""
-        adapter = tier_request.state.mark.adapter
-        tag = self._generation.tag
-        job = StoreJob(next(self._ids), list(items.values()), tag, adapter)
-        self._blocks_storing += len(items)
-        self._storing[job.job_id] = PendingStore(
-            job=job,
-            tenant=tenant,
-            tier_request=tier_request,
-            numbers=list(items),
-            at_once=at_once,
-        )
-        return job
+    def begin(self, pending: PendingLoad | PendingStore) -> None:
+        """A job was ordered."""
+        if isinstance(pending, PendingLoad):
+            self._loading[pending.job.job_id] = pending
+            self._blocks_loading += len(pending.job.items)
+        else:
+            self._storing[pending.job.job_id] = pending
+            self._blocks_storing += len(pending.job.items)
 
     def end(self, job_id: int, result: JobResult) -> PendingLoad | PendingStore | None:
         """Take in the `result` of some ranks; returns the job if these were the last of them."""
-        one = self._storing.get(job_id) or self._loading.get(job_id)
-        if one is None:
+        pending = self._storing.get(job_id) or self._loading.get(job_id)
+        if pending is None:
             return None
-        one.result.fold(result)
-        if one.result.ranks < self._ranks:
+        pending.result.fold(result)
+        if pending.result.ranks < self._ranks:
             return None
-        if isinstance(one, PendingLoad):
+        if isinstance(pending, PendingLoad):
             del self._loading[job_id]
-            self._blocks_loading -= len(one.job.items)
+            self._blocks_loading -= len(pending.job.items)
         else:
             del self._storing[job_id]
-            self._blocks_storing -= len(one.job.items)
-        return one
+            self._blocks_storing -= len(pending.job.items)
+        return pending
 
     @property
     def any_loading(self) -> bool:

@@ -55,7 +55,7 @@ class KVEvents:
         if self._wanted:
             self._newly_held[key] = number
 
-    def tell_stored(self, request_state: RequestState) -> None:
+    def announce_stored(self, request_state: RequestState) -> None:
         """A job of this request has ended: tell its blocks, parents before children, since some
         routers ignore a block whose parent they do not know."""
         held, self._newly_held = self._newly_held, {}
@@ -63,7 +63,7 @@ class KVEvents:
             return
         for group, first, keys in self._in_order(held):
             run = self._run(request_state, group, first, keys)
-            self._tell(run)
+            self._announce(run)
             if self._inventory is not None:
                 # Blocks of a generation are found by this engine alone, and not after a restart.
                 self._inventory.note(run, lasts=not self._requests.generation.tag)
@@ -91,7 +91,7 @@ class KVEvents:
         block_hash, _ = groups.hash_of(keys[0])
         return Run(keys, len(block_hash), group, size, parent, origin)
 
-    def _tell(self, run: Run, held: bool = True) -> None:
+    def _announce(self, run: Run, held: bool = True) -> None:
         event = BlockEvent(*self._place, held, run.hashes, run.block_tokens, run.group)
         self._events.append(replace(event, parent=run.parent, origin=run.origin) if held else event)
 
@@ -140,7 +140,7 @@ class KVEvents:
                     continue
                 gone = [key not in but for key in run.keys]
                 for part in [run] if held else run.held(gone):
-                    self._tell(part, held)
+                    self._announce(part, held)
         events, self._events = self._events, []
         return events
 

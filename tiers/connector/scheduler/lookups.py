@@ -14,7 +14,7 @@ from tiers.contract.messages import NO_LOOKUP_TIMES, LookupTimes
 
 
 class Reply(Future[list[bool]]):
-    """What a store behind a network says. `at`: when it said so, by the thread that asked."""
+    """The answer of a store behind a network. `at`: when it came, by the thread that asked."""
 
     at: float | None = None
 
@@ -28,8 +28,42 @@ class AskedKeys(NamedTuple):
     since: float
 
 
+class Changes:
+    """What a tier has come to hold, or has lost, so far as this process learns of it.
+
+    Keeps the last `LIMIT` changes at least; one step makes fewer. Used by the scheduler's thread.
+    """
+
+    LIMIT = 4096
+
+    def __init__(self) -> None:
+        self._log: list[tuple[bytes, bool]] = []
+        self._first = 0
+
+    def note(self, key: bytes, held: bool) -> None:
+        """The tier holds this block from now on, or no more."""
+        self._log.append((key, held))
+        if len(self._log) > 2 * self.LIMIT:
+            del self._log[: self.LIMIT]
+            self._first += self.LIMIT
+
+    def forget(self) -> None:
+        """Anything may have changed: answers of before are asked for anew."""
+        self._first += len(self._log) + 1
+        self._log.clear()
+
+    @property
+    def count(self) -> int:
+        """How many changes there were so far."""
+        return self._first + len(self._log)
+
+    def since(self, count: int) -> Sequence[tuple[bytes, bool]] | None:
+        """The changes after the first `count`; None: not all of them are known any more."""
+        return self._log[count - self._first :] if count >= self._first else None
+
+
 class LookupTimer:
-    """How long one tier takes to answer about a request, and how long what it said then lies until
+    """How long one tier takes to answer about a request, and how long its answer then lies until
     the engine's next step; used by the scheduler's thread.
 
     `times`: of the answers that hold now. What a tier answers in the call itself, perhaps in
@@ -45,7 +79,7 @@ class LookupTimer:
         self._next()
 
     def forget(self) -> None:
-        """The answers so far hold no more."""
+        """Drop the times of answers that hold no more."""
         self.times = NO_LOOKUP_TIMES
 
     def _next(self) -> None:
@@ -53,7 +87,7 @@ class LookupTimer:
         self._within = 0.0
         self._of_thread: tuple[float, float] | None = None
 
-    def heard(self, answer: float, lay: float) -> None:
+    def answered_by_thread(self, answer: float, lay: float) -> None:
         """A thread had the answer that is taken now, `answer` seconds after the question and `lay`
         seconds ago."""
         self._of_thread = answer, lay
@@ -66,7 +100,7 @@ class LookupTimer:
     def went_down(self, now: float) -> None:
         """The tier is not asked any more: what the request waited for had no answer."""
         if self._since is not None:
-            self.heard(now - self._since, 0.0)
+            self.answered_by_thread(now - self._since, 0.0)
             self.answered(now, now)
 
     def answered(self, began: float, now: float) -> None:
@@ -83,30 +117,97 @@ class LookupTimer:
 class Lookup:
     """Answers of one tier for one request, each kept for a while; used by the scheduler's thread.
 
-    A request that waits for room is asked about in every step. `answers`: of a tier in memory.
+    A request that waits for room is asked about in every step. So what a tier in memory answers is
+    kept, and corrected by what changes: a step costs as much as it changes, however long the prompt
+    is. `version` tells other answers apart. `checked`: when some were last compared with the tier.
     `asked`: the question to a store behind a network, whose answer is good `until` then.
     """
 
     def __init__(self) -> None:
-        self.answers = Answers()
         self.timer = LookupTimer()
+        self.version = 0
+        self.checked = 0.0
         self.asked: AskedKeys | None = None
         self.until = math.inf
-        self._is_heard = False
+        self._is_noted = False
+        self._first = self._next = self._seen = 0
+        self._held: list[bool] = []
+        self._numbers: dict[bytes, int] = {}
 
     def renew(self) -> None:
         """Forget all answers."""
         self.cancel()
-        self.answers.renew()
         self.timer.forget()
-        self.asked, self.until, self._is_heard = None, math.inf, False
+        self.asked, self.until, self._is_noted = None, math.inf, False
+        self._renew_held()
 
-    def heard(self, now: float) -> None:
+    def _renew_held(self) -> None:
+        self._held, self._numbers = [], {}
+        self.version += 1
+
+    # -- of a tier in memory -----------------------------------------------------------------
+
+    def unknown(self, asked: range, changes: Changes) -> range:
+        """Which of these numbers were not asked for before: `add` what the tier answers."""
+        if self._held and not self._first <= asked.start <= self._first + len(self._held):
+            self._renew_held()  # the engine has computed more of it since, or less
+        if not self._held:
+            self._first = self._next = asked.start
+            self._seen = changes.count
+        return range(self._first + len(self._held), asked.stop)
+
+    def add(self, held: Sequence[bool]) -> None:
+        """Take in the answers for the numbers that were unknown."""
+        self._held += held
+        self._numbers = {}
+
+    def of(self, asked: range) -> list[bool]:
+        """Which keys of these numbers are held; none is unknown."""
+        return self._held[asked.start - self._first : asked.stop - self._first]
+
+    def follow(self, changes: Changes, keys: Sequence[bytes]) -> None:
+        """Correct the answers by what has changed. `keys`: all of the request's."""
+        if not self._held or self._seen == changes.count:
+            return
+        news = changes.since(self._seen)
+        self._seen = changes.count
+        if news is None:
+            self._renew_held()
+            return
+        if not self._numbers:
+            answered = range(self._first, self._first + len(self._held))
+            self._numbers = {keys[number]: number for number in answered}
+        for key, held in news:
+            number = self._numbers.get(key)
+            if number is not None:
+                self._correct(number, held)
+
+    def to_check(self, count: int) -> range:
+        """The next numbers, `count` at most, whose answers are to be compared with the tier."""
+        stop = self._first + len(self._held)
+        begins = count >= len(self._held) or self._next >= stop
+        start = self._first if begins else self._next
+        self._next = min(start + count, stop)
+        return range(start, self._next)
+
+    def correct(self, numbers: range, held: Sequence[bool]) -> None:
+        """Take in the answers of now for these numbers."""
+        for number, is_held in zip(numbers, held, strict=True):
+            self._correct(number, is_held)
+
+    def _correct(self, number: int, held: bool) -> None:
+        if self._held[number - self._first] != held:
+            self._held[number - self._first] = held
+            self.version += 1
+
+    # -- of a store behind a network ---------------------------------------------------------
+
+    def taken(self, now: float) -> None:
         """The answer is taken, or given up; only the first time counts."""
-        if self.asked is not None and not self._is_heard:
-            self._is_heard = True
+        if self.asked is not None and not self._is_noted:
+            self._is_noted = True
             at = now if self.asked.answer.at is None else self.asked.answer.at
-            self.timer.heard(at - self.asked.since, now - at)
+            self.timer.answered_by_thread(at - self.asked.since, now - at)
 
     @property
     def is_unanswered(self) -> bool:
@@ -283,113 +384,3 @@ class LookupQueue:
         """Questions of a call: a thread's part, if a call of that many is answered soon."""
         soon = int(self._soon() / (self.THREADS * self._each)) if self._each else 1
         return min(-(-len(self._waiting) // self.THREADS), soon)
-
-
-class Changes:
-    """What a tier has come to hold, or has lost, so far as this process learns of it.
-
-    Keeps the last `LIMIT` changes at least; one step makes fewer. Used by the scheduler's thread.
-    """
-
-    LIMIT = 4096
-
-    def __init__(self) -> None:
-        self._log: list[tuple[bytes, bool]] = []
-        self._first = 0
-
-    def note(self, key: bytes, held: bool) -> None:
-        """The tier holds this block from now on, or no more."""
-        self._log.append((key, held))
-        if len(self._log) > 2 * self.LIMIT:
-            del self._log[: self.LIMIT]
-            self._first += self.LIMIT
-
-    def forget(self) -> None:
-        """Anything may have changed: answers of before are asked for anew."""
-        self._first += len(self._log) + 1
-        self._log.clear()
-
-    @property
-    def count(self) -> int:
-        """How many changes there were so far."""
-        return self._first + len(self._log)
-
-    def since(self, count: int) -> Sequence[tuple[bytes, bool]] | None:
-        """The changes after the first `count`; None: not all of them are known any more."""
-        return self._log[count - self._first :] if count >= self._first else None
-
-
-class Answers:
-    """Which keys of one request a tier holds; used by the scheduler's thread.
-
-    A request that waits for room is asked about in every step. So what the tier said is kept, and
-    corrected by what changes: a step costs as much as it changes, however long the prompt is.
-    `version` tells other answers apart. `checked`: when some were last compared with the tier.
-    """
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.checked = 0.0
-        self._first = 0
-        self._held: list[bool] = []
-        self._seen = 0
-        self._next = 0
-        self._numbers: dict[bytes, int] = {}
-
-    def renew(self) -> None:
-        """Forget all answers."""
-        self._held, self._numbers = [], {}
-        self.version += 1
-
-    def unknown(self, asked: range, changes: Changes) -> range:
-        """Which of these numbers were not asked for before: `add` what the tier says of them."""
-        if self._held and not self._first <= asked.start <= self._first + len(self._held):
-            self.renew()  # the engine has computed more of it since, or less
-        if not self._held:
-            self._first = self._next = asked.start
-            self._seen = changes.count
-        return range(self._first + len(self._held), asked.stop)
-
-    def add(self, held: Sequence[bool]) -> None:
-        """The tier says this of the numbers that were unknown."""
-        self._held += held
-        self._numbers = {}
-
-    def of(self, asked: range) -> list[bool]:
-        """Which keys of these numbers are held; none is unknown."""
-        return self._held[asked.start - self._first : asked.stop - self._first]
-
-    def follow(self, changes: Changes, keys: Sequence[bytes]) -> None:
-        """Correct the answers by what has changed. `keys`: all of the request's."""
-        if not self._held or self._seen == changes.count:
-            return
-        news = changes.since(self._seen)
-        self._seen = changes.count
-        if news is None:
-            self.renew()
-            return
-        if not self._numbers:
-            answered = range(self._first, self._first + len(self._held))
-            self._numbers = {keys[number]: number for number in answered}
-        for key, held in news:
-            number = self._numbers.get(key)
-            if number is not None:
-                self._correct(number, held)
-
-    def to_check(self, count: int) -> range:
-        """The next numbers, `count` at most, whose answers are to be compared with the tier."""
-        stop = self._first + len(self._held)
-        begins = count >= len(self._held) or self._next >= stop
-        start = self._first if begins else self._next
-        self._next = min(start + count, stop)
-        return range(start, self._next)
-
-    def correct(self, numbers: range, held: Sequence[bool]) -> None:
-        """The tier says this of the keys of these numbers."""
-        for number, one in zip(numbers, held, strict=True):
-            self._correct(number, one)
-
-    def _correct(self, number: int, held: bool) -> None:
-        if self._held[number - self._first] != held:
-            self._held[number - self._first] = held
-            self.version += 1

@@ -11,24 +11,32 @@ from spec.offloading import OffloadingSpec
 from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.connector.scheduler.admission import Admission, Tenants, tenant_of
-from tiers.connector.scheduler.context import TierContext
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad
 from tiers.connector.scheduler.kv_events import KVEvents, place_of
 from tiers.connector.scheduler.open_tier import NOT_OPEN, OpenManager
-from tiers.connector.scheduler.tier_health import TierHealth
+from tiers.connector.scheduler.tier import Tier, TierRequest
 from tiers.connector.scheduler.tier_hints import TierHints
-from tiers.connector.scheduler.tier_loads import TierLoads
-from tiers.connector.scheduler.tier_manager import DOWN
+from tiers.connector.scheduler.tier_manager import DOWN, TierManager
 from tiers.connector.scheduler.tier_stores import TierStores
+from tiers.contract.block_groups import MISSING
 from tiers.contract.connector import SchedulerConnector
 from tiers.contract.messages import (
     NO_LOOKUP_TIMES,
+    LoadItem,
+    LoadJob,
     LookupTimes,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
     WorkerHandshake,
 )
-from tiers.contract.protocols import BlockEvent, Blocks, ConnectorOutput, Request, SchedulerOutput
+from tiers.contract.protocols import (
+    NULL_BLOCK,
+    BlockEvent,
+    Blocks,
+    ConnectorOutput,
+    Request,
+    SchedulerOutput,
+)
 from tiers.contract.stats import TierStats
 from tiers.errors import TierUnusable
 from tiers.host.slots import SlotPool
@@ -50,96 +58,82 @@ class OffloadingScheduler(SchedulerConnector):
         describes: bool = True,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`requests`: those of all tiers of a chain. `promote`: see `TierContext`. `describes`: see
-        `KVEvents`."""
-        self.tier = spec.tier_name
-        self._hit_source = spec.hit_source
+        """`requests`: those of all tiers of a chain. `promote`: whether loaded blocks are stored,
+        too. `describes`: see `KVEvents`. `now`: seconds, never going back."""
         self.load_cost = LoadCost(now)
-        self.stats = TierStats()
-        engine, generation = requests.engine, requests.generation
-        context = TierContext(
-            self.tier,
-            requests,
-            promote,
-            Jobs(engine.world_size, generation),
-            TierHealth(self.tier),
-            tenants,
-            KVEvents(place_of(spec), requests, describes),
-            self.note,
-        )
-        self._context, self._requests = context, requests
-        self._jobs, self._health = context.jobs, context.health
+        self._requests, self._promote, self._now = requests, promote, now
+        self._hit_source = spec.hit_source
         self._open_manager = open_manager
-        self._loads = TierLoads(context, self.load_cost, now)
-        self._hints = TierHints(context, now)
-        self._stores = TierStores(context, admission, self._hints)
+        events = KVEvents(place_of(spec), requests, describes)
+        self._tier = tier = Tier(spec.tier_name, requests, tenants, events)
+        self._jobs = Jobs(requests.engine.world_size)
+        self._hints = TierHints(tier, now)
+        self._stores = TierStores(tier, self._jobs, admission, self._hints, promote)
+        self._loads: list[LoadJob] = []
         self._handshakes: dict[int, WorkerHandshake] = {}
         capacity = getattr(spec, "capacity", None)
         self._capacity = capacity if isinstance(capacity, int) else 0
-        self._told: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
         self._is_news = False
         self._evicted_seen = 0
 
     # -- opening -----------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
-        """Open the tier with what its workers said; another connector's words are ignored."""
-        said = [one for one in metadata.values() if isinstance(one, WorkerHandshake)]
-        self._register_workers({handshake.rank: handshake for handshake in said})
+        """Open the tier with its workers' handshakes; those of another connector are ignored."""
+        ours = [shake for shake in metadata.values() if isinstance(shake, WorkerHandshake)]
+        self._register_workers({handshake.rank: handshake for handshake in ours})
 
     def _register_workers(
         self, handshakes: Mapping[int, WorkerHandshake], in_step: bool = False
     ) -> None:
-        """Take what workers say of themselves; with the last of them the tier opens.
+        """Take in workers' handshakes; with the last of them the tier opens.
 
         `in_step`: the engine has begun to serve, so that opening may take a moment only.
         """
         self._handshakes.update(handshakes)
         known, needed = len(self._handshakes), self._requests.engine.world_size
-        if self._health.is_settled or known < needed:
+        if self._tier.has_opened or known < needed:
             return
         ranks = [self._handshakes[rank] for rank in sorted(self._handshakes)]
         try:
-            self._context.open = self._open_manager(ranks, in_step, self._evicted)
+            self._tier.opened(self._open_manager(ranks, in_step, self._tier.evicted))
         except TierUnusable as error:
-            self._health.failed(str(error))
-        else:
-            self._context.kv_events.keep_in(self._context.open.inventory)
-            self._health.opened()
+            self._tier.failed(str(error))
         # The metrics learn of it by a step, which an engine without requests makes for that.
         self._is_news = not in_step
-
-    def _evicted(self, key: bytes) -> None:
-        self._context.kv_events.evicted(key)
-        self._context.tenants.gone((key,))
 
     # -- state -------------------------------------------------------------------------------
 
     @property
+    def manager(self) -> TierManager:
+        """What the tier holds, and what moves in and out."""
+        return self._tier.open.manager
+
+    @property
     def pool(self) -> SlotPool:
         """The slots of the chain; none until the tier is open."""
-        return self._context.open.pool
+        return self._tier.open.pool
 
     @property
     def is_up(self) -> bool:
         """Whether the tier is open, and loads or stores now."""
-        health = self._health
-        return health.usable and (health.reads or health.writes)
+        return self._tier.usable and (self._tier.reads or self._tier.writes)
 
     @property
     def is_lost(self) -> bool:
         """Whether the tier never loads or stores again."""
-        return self._health.is_settled and not self._health.usable
+        return self._tier.has_opened and not self._tier.usable
 
     @property
     def slots_pinned(self) -> int:
-        """Slots that blocks on their way into the tier hold."""
-        return self._stores.reservations.slots_pinned
+        """Slots of blocks whose stores are in flight."""
+        return self._stores.slots_pinned
 
     @property
     def blocks_held(self) -> int:
         """Blocks that the tier keeps in slots."""
-        return self._context.open.manager.slots_kept()
+        return self.manager.slots_kept()
 
     @property
     def jobs_in_flight(self) -> int:
@@ -157,57 +151,53 @@ class OffloadingScheduler(SchedulerConnector):
 
     def note(self, **measures: float | list[float]) -> None:
         """Add to the tier's measures."""
-        self.stats.add(self.tier, **measures)
+        self._tier.count(**measures)
 
     def get_kv_connector_stats(self) -> TierStats | None:
         """What was measured since the last call; gauges only where they have changed."""
-        stats, self.stats = self.stats, TierStats()
-        if measures := self._context.kv_events.take_measures():
-            stats.add(self.tier, **measures)
-        tier = self._context.open
-        if evicted := tier.manager.evicted() - self._evicted_seen:
+        tier, manager = self._tier, self.manager
+        if measures := tier.kv_events.take_measures():
+            tier.count(**measures)
+        if evicted := manager.evicted() - self._evicted_seen:
             self._evicted_seen += evicted
-            stats.add(self.tier, evictions=max(0, evicted))
-        gauges = self._jobs.gauges(tier.block_bytes) | self._health.gauges(tier.manager.health())
-        gauges |= self._room() | {"retained_blocks": len(self._hints)}
-        # A log line of anything says also how the tier does.
-        if gauges != self._told or not stats.is_empty():
-            self._told = gauges
-            stats.add(self.tier, **gauges)
+            tier.count(evictions=max(0, evicted))
+        usage = manager.usage()
+        used = usage.used + manager.slots_kept() * tier.open.slot_bytes
+        gauges = self._jobs.gauges(tier.open.block_bytes) | tier.gauges()
+        gauges |= {
+            "capacity_bytes": float(self._capacity if usage.capacity is None else usage.capacity),
+            "used_bytes": float(used),
+            "retained_blocks": float(len(self._hints)),
+        }
+        # A log line of anything reports also how the tier does.
+        if gauges != self._reported or not tier.stats.is_empty():
+            self._reported = gauges
+            tier.count(**gauges)
+        stats, tier.stats = tier.stats, TierStats()
         return None if stats.is_empty() else stats
 
-    def _room(self) -> dict[str, float]:
-        tier = self._context.open
-        usage = tier.manager.usage()
-        capacity = self._capacity if usage.capacity is None else usage.capacity
-        used = usage.used + tier.manager.slots_kept() * tier.slot_bytes
-        return {"capacity_bytes": float(capacity), "used_bytes": float(used)}
-
     def has_pending_push_work(self) -> bool:
-        """Whether a transfer will end soon whose end only a step can tell us of, or events of
-        before a restart are to be told, or how the tier opened."""
-        ends_soon = self._context.open.manager.completes_on_gather or self._jobs.any_loading
-        to_tell = self._is_news or self._context.kv_events.is_announcing
-        return (bool(self._jobs) and ends_soon) or to_tell
+        """Whether only a step can report the end of a transfer that will end soon, how the tier
+        opened, or events of before a restart."""
+        ends_soon = self.manager.completes_on_gather or self._jobs.any_loading
+        has_news = self._is_news or self._tier.kv_events.is_announcing
+        return (bool(self._jobs) and ends_soon) or has_news
 
     def lookup_times(self, request: Request) -> LookupTimes:
         """See `Explained`."""
-        request_state = self._requests.get(request)
-        return (
-            NO_LOOKUP_TIMES
-            if request_state is None
-            else self._context.tier_request(request_state).lookup.timer.times
-        )
+        if (request_state := self._requests.get(request)) is None:
+            return NO_LOOKUP_TIMES
+        return self._tier.request(request_state).lookup.timer.times
 
     def why_nothing(self, request: Request) -> str:
         """Why the tier covers no block of a request: a word of `tiers.explain.accounts.REASONS`;
         empty: it was asked, and has none."""
-        here = self._context.open.manager.health()
+        here = self.manager.health()
         request_state = self._requests.get(request)
-        tier_request = None if request_state is None else self._context.tier_request(request_state)
-        if not self._health.usable:
+        tier_request = None if request_state is None else self._tier.request(request_state)
+        if not self._tier.usable:
             return "not_open"
-        if not (self._health.reads and here.reads):
+        if not (self._tier.reads and here.reads):
             return "down"
         if tier_request is not None and tier_request.recompute:
             return "failed_before"
@@ -215,53 +205,150 @@ class OffloadingScheduler(SchedulerConnector):
             return "late"
         if not here.reads_up:
             return "failed"
-        return "" if self._context.tenants.may_keep(tenant_of(request)) else "tenant"
+        return "" if self._tier.tenants.may_keep(tenant_of(request)) else "tenant"
 
-    # -- loading -----------------------------------------------------------------------------
+    # -- looking up --------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Begin to look a request up, where the tier can't answer at once."""
+        if not self._tier.usable or not self._requests.ready(request):
+            return
+        request_state = self._requests.of(request)
+        keys = self._requests.keys(request_state)
+        if keys and request_state.limits.may_load(self._tier.name):
+            self.manager.prefetch_lookup(self._tier.request(request_state).lookup, keys)
 
     def coverage(self, request_state: RequestState, blocks: range) -> Sequence[int] | None:
         """How much of each of these blocks the tier could load; None: ask again."""
-        return self._loads.coverage(self._context.tier_request(request_state), blocks)
+        requests, tier_request = self._requests, self._tier.request(request_state)
+        timer = tier_request.lookup.timer
+        if not self._tier.reads:
+            timer.went_down(self._now())
+            return [MISSING] * len(blocks)
+        asked = range(blocks.start, min(requests.loadable(request_state), blocks.stop))
+        if tier_request.recompute or not asked:
+            return [MISSING] * len(blocks)
+        began = self._now()
+        size = len(requests.groups)
+        numbers = range(asked.start * size, asked.stop * size)
+        keys = requests.keys(request_state)
+        parts = self._tier.open.manager.coverage(tier_request.lookup, keys, numbers)
+        if parts is None:
+            timer.asked(began, self._now())
+            return None
+        timer.answered(began, self._now())
+        if not tier_request.answered:
+            tier_request.answered = True
+            if tier_request.lookup.is_unanswered:
+                self._tier.count(lookup_timeouts=1)
+        levels = requests.groups.coverage(parts)
+        return [*levels, *[MISSING] * (len(blocks) - len(asked))] if asked != blocks else levels
 
     def version(self, request_state: RequestState) -> int | None:
         """What `coverage` says of a request is the same while this is; None: it is not known."""
-        return (
-            self._loads.version(self._context.tier_request(request_state))
-            if self._health.reads
-            else DOWN
+        tier_request = self._tier.request(request_state)
+        if not self._tier.reads or tier_request.recompute:
+            return DOWN
+        return self._tier.open.manager.version(
+            tier_request.lookup, self._requests.keys(request_state)
         )
+
+    # -- loading -----------------------------------------------------------------------------
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int
     ) -> None:
         """The request begins without a load from this tier; see `load_blocks`."""
         assert not num_external_tokens, "a tier of ours loads blocks, not tokens"
-        self._begins(self._requests.of(request), 0)
+        self._begins(self._tier.request(self._requests.of(request)), 0)
 
     def load_blocks(
         self, request_state: RequestState, ranges: Sequence[range], shared: SharedLoad
     ) -> None:
         """Load this tier's part of a shared load, into the blocks that the request has by now."""
-        mine = [block for part in ranges for block in part]
-        self._loads.begin(self._context.tier_request(request_state), mine, shared)
-        self._begins(request_state, len(mine))
+        tier_request = self._tier.request(request_state)
+        blocks = [block for part in ranges for block in part]
+        of_block, keys, targets = self._parts(request_state, blocks)
+        items = list(map(LoadItem, keys, targets, self.manager.prepare_load(keys)))
+        # Within what the request may still wait, and what the load is worth.
+        seconds = min(request_state.wait_budget.left(), request_state.choice.within)
+        name, tag = request_state.request.request_id, self._requests.generation.tag
+        job = LoadJob(self._jobs.next_id(), name, items, seconds, tag)
+        self._jobs.begin(PendingLoad(job, tier_request, blocks, of_block, shared))
+        self._loads.append(job)
+        self.load_cost.began(job.job_id, self._tokens(len(blocks)))
+        self._begins(tier_request, len(blocks))
 
-    def _begins(self, request_state: RequestState, blocks: int) -> None:
-        tier_request = self._context.tier_request(request_state)
-        tier_request.lookup.cancel()
-        self._loads.count(tier_request, blocks)
-        tier_request.lookup.timer.begin()
+    def _parts(
+        self, request_state: RequestState, blocks: list[int]
+    ) -> tuple[list[int], list[bytes], list[int]]:
+        """Block, key and paged block of each part that the engine has a place for."""
+        groups, all_keys = self._requests.groups, request_state.keys
+        if groups.is_plain:
+            (table,) = request_state.tables
+            return blocks, [all_keys[b] for b in blocks], [table[b] for b in blocks]
+        of_block: list[int] = []
+        keys: list[bytes] = []
+        targets: list[int] = []
+        for block in blocks:
+            for part, paged in enumerate(groups.paged(request_state.tables, block)):
+                if paged != NULL_BLOCK or not groups.window:
+                    of_block.append(block)
+                    keys.append(all_keys[block * len(groups) + part])
+                    targets.append(paged)
+        return of_block, keys, targets
 
-    def on_new_request(self, request: Request) -> None:
-        """Begin to find out what the tier has of a request, if it can't tell at once."""
-        if not self._health.usable or not self._requests.ready(request):
-            return
-        request_state = self._requests.of(request)
-        keys = self._requests.keys(request_state)
-        if keys and request_state.limits.may_load(self.tier):
-            self._context.open.manager.prefetch_lookup(
-                self._context.tier_request(request_state).lookup, keys
+    def _begins(self, tier_request: TierRequest, blocks: int) -> None:
+        """The engine begins a request, which loads `blocks` blocks from this tier.
+
+        Requests are counted, not calls: one that waits for room is asked about in every step. As
+        in the engine's own metrics of its hits, one that it has preempted does not count again.
+        """
+        lookup = tier_request.lookup
+        lookup.cancel()
+        if not getattr(tier_request.state.request, "num_preemptions", 0):
+            is_lookup = tier_request.answered and not tier_request.looked_up
+            is_hit = bool(blocks) and not tier_request.hit
+            if is_lookup or blocks:
+                tokens = self._tokens(blocks)
+                self.note(lookups=int(is_lookup), hits=int(is_hit), hit_tokens=tokens)
+            if is_lookup:
+                times = lookup.timer.times
+                self.note(lookup_seconds=[times.answer], lookup_notice_seconds=[times.notice])
+            tier_request.looked_up |= is_lookup
+            tier_request.hit |= is_hit
+        lookup.timer.begin()
+
+    def _load_ended(self, load: PendingLoad) -> None:
+        """Take in that a load has ended on all ranks."""
+        job, result, tier_request = load.job, load.result, load.tier_request
+        failed = {load.of_block[index] for index in result.failed}
+        arrived = self._tokens(len(load.blocks) - len(failed))
+        excused = result.late or result.outdated
+        self.load_cost.ended(job.job_id, result.seconds, not failed, arrived, excused)
+        self.note(**self.load_cost.gauges())
+        self.manager.complete_load([i.slot for i in job.items])
+        lost = [job.items[index].key for index in sorted(result.lost)]
+        for key in lost:
+            self.manager.discard(key)
+        self._tier.lost(lost)
+        tier_request.recompute |= bool(result.failed)
+        # Loads in waves reverse the order of use: it is restored with the next offer.
+        tier_request.order.stale |= not self._promote
+        if load.blocks:
+            load.shared.notes.part_ended(
+                load.blocks[0], min(failed, default=None), len(lost), result.times
             )
+        if failed and self._requests.engine.all_or_nothing_loads:
+            failed.add(0)
+        if load.shared.end(load.blocks, failed, self._count_loaded):
+            tier_request.state.wait_budget.loaded()
+
+    def _count_loaded(self, blocks: int) -> None:
+        self.note(loaded_tokens=self._tokens(blocks))
+
+    def _tokens(self, blocks: int) -> int:
+        return blocks * self._requests.engine.block_tokens
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -271,12 +358,11 @@ class OffloadingScheduler(SchedulerConnector):
         self._is_news = False
         self.load_cost.stepped()
         stores, flush = self._stores.orders(self._requests.step)
-        loads = self._loads.take_orders()
+        loads, self._loads = self._loads, []
         idle = not scheduler_output.num_scheduled_tokens
         if idle:
-            self._context.open.manager.wait_a_moment()
-        one_writer = self._context.open.one_writer
-        return OffloadingConnectorMetadata(loads, stores, flush, idle, one_writer)
+            self.manager.wait_a_moment()
+        return OffloadingConnectorMetadata(loads, stores, flush, idle, self._tier.open.one_writer)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -284,18 +370,18 @@ class OffloadingScheduler(SchedulerConnector):
             return
         self.note(**meta.measures)
         if meta.unusable is not None:
-            self._health.failed(meta.unusable)
+            self._tier.failed(meta.unusable)
         self._register_workers(meta.handshakes, in_step=True)
-        self._health.update(meta.health)
+        self._tier.update(meta.health)
         for job_id, result in meta.jobs.items():
             ended = self._jobs.end(job_id, result)
             if isinstance(ended, PendingLoad):
-                self._loads.ended(ended)
+                self._load_ended(ended)
             elif ended is not None:
                 self._stores.ended(ended)
 
     def take_events(self) -> list[BlockEvent]:
-        return self._context.kv_events.take()
+        return self._tier.kv_events.take()
 
     # -- ends --------------------------------------------------------------------------------
 
@@ -316,8 +402,8 @@ class OffloadingScheduler(SchedulerConnector):
         """Begin the next generation, whatever the operator says of resets."""
         self._stores.drop_last_offers()
         self._hints.forget()
-        self._context.kv_events.lost(self._context.open.manager.reset())
-        self._context.open.manager.clear(self._requests.generation.renew())
+        self._tier.kv_events.lost(self.manager.reset())
+        self.manager.clear(self._requests.generation.renew())
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -329,19 +415,17 @@ class OffloadingScheduler(SchedulerConnector):
         """
         request_state = self._requests.get(request)
         if request_state is not None:
-            tier_request = self._context.tier_request(request_state)
+            tier_request = self._tier.request(request_state)
             self._stores.request_finished(tier_request, block_ids)
             tier_request.lookup.cancel()
             self.note(**Counter(tier_request.refused.values()))
-            tier_request.cut, tier_request.refused = (
-                tier_request.behind,
-                {},
-            )  # what it offers last is behind those
+            # What it offers last is behind those.
+            tier_request.cut, tier_request.refused = tier_request.behind, {}
         return False, None
 
     def shutdown(self) -> None:
         """Release the tier, which has nothing and wants nothing from now on."""
-        self._health.ended()
-        self._context.kv_events.keep_in(None)
-        opened, self._context.open = self._context.open, NOT_OPEN
+        self._tier.ended()
+        self._tier.kv_events.keep_in(None)
+        opened, self._tier.open = self._tier.open, NOT_OPEN
         opened.manager.close()

@@ -10,14 +10,16 @@ from operator import or_
 from pathlib import Path
 from typing import NamedTuple
 
-from spec.chain import ChainSpec, EventsSpec
+from spec.chain import ChainSpec
 from spec.errors import describe_error, one_line
 from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
+from tiers.connector.policy.request_state import lookup_seconds
 from tiers.connector.scheduler.host_manager import HostManager
 from tiers.connector.scheduler.inventory.inventory import Inventory
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.tier_manager import TierManager
+from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation
 from tiers.contract.messages import WorkerHandshake
 from tiers.contract.pool_size import PoolSize
@@ -27,6 +29,8 @@ from tiers.host.slots import SlotPool
 from tiers.store import Clear, Described, Measured, TierStore, capability
 from tiers.wrappers.opening import log_name, open_guarded
 from tiers.wrappers.residency import open_residency
+
+logger = logging.getLogger(__name__)
 
 OnEvict = Callable[[bytes], None]
 """Is told the key of each block that a tier evicts, if the tier knows."""
@@ -53,51 +57,28 @@ NOT_OPEN = OpenTier(TierManager(), SlotPool(0), block_bytes=0)
 """Stands in for a tier whose workers are not known yet, or which can't be used."""
 
 
-class ChainPool:
-    """The chain's slots; made when the first tier learns how large a block is."""
-
-    def __init__(self, size: PoolSize, announcer: Announcer) -> None:
-        self._size = size
-        self._announcer = announcer
-        self._pool: SlotPool | None = None
-        self.block_bytes = self.slot_bytes = 0
-        """Bytes of one key's block, and of its slots, over all ranks; 0 until a tier opens."""
-
-    def open(self, payload_bytes: int, handshakes: Sequence[WorkerHandshake]) -> SlotPool:
-        """The slots, as many as every worker has; blocks have `payload_bytes` on a rank."""
-        if self._pool is None:
-            made = [handshake.slots for handshake in handshakes if handshake.slots is not None]
-            self._pool = SlotPool(min([self._size.slots(payload_bytes), *made]))
-            self.block_bytes = payload_bytes * len(handshakes)
-            self.slot_bytes = slot_stride(payload_bytes) * len(handshakes)
-            self._announcer.chain(payload_bytes, len(handshakes), self._pool.num_slots)
-        return self._pool
-
-
 class TierOpener:
-    """Opens the tiers of one chain in the scheduler's process, each once its workers are known."""
+    """Opens the tiers of one chain in the scheduler's process, each once its workers are known. The
+    first that opens makes the chain's slots, since only then it is known how large a block is."""
 
     def __init__(
         self,
-        pool: ChainPool,
+        chain: ChainSpec,
+        engine: EngineInfo,
         generation: Generation,
-        lookup_deadline: float,
-        host: str,
-        announcer: Announcer,
         now: Callable[[], float] = time.monotonic,
-        events: EventsSpec | None = None,
     ) -> None:
-        """`lookup_deadline`: seconds after which a lookup in flight counts as a miss. `host`: where
-        this process is (see `EngineInfo`). `now`: the clock of the stores' answers, in seconds.
-        `events`: what KV events say; None: the engine takes none."""
-        self._events = events
-        self._stores: list[StoreManager] = []
-        self._pool = pool
+        """`now`: the clock of the stores' answers, in seconds."""
+        self.size = PoolSize.of(chain, engine)
+        self.block_bytes = self.slot_bytes = 0
+        """Bytes of one key's block, and of its slots, over all ranks; 0 until a tier opens."""
+        self._chain = chain
+        self._engine = engine
         self._generation = generation
-        self._lookup_deadline = lookup_deadline
-        self._host = host
-        self._announcer = announcer
         self._now = now
+        self._announcer = Announcer(chain)
+        self._pool: SlotPool | None = None
+        self._stores: list[StoreManager] = []
 
     def open(
         self,
@@ -112,23 +93,35 @@ class TierOpener:
         """
         # Ranks whose blocks are larger have fewer slots: what fits those fits all.
         payload = max(handshake.payload_bytes for handshake in handshakes)
-        pool = self._pool.open(payload, handshakes)
+        pool = self._open_pool(payload, handshakes) if self._pool is None else self._pool
         inventory: Inventory | None = None
         one_writer = False
         if isinstance(tier, HostSpec):
             manager: TierManager = self._host_manager(tier, payload, pool, handshakes, on_evict)
         elif isinstance(tier, StoreSpec):
-            manager = self._store_manager(tier, payload, handshakes, in_step)
-            inventory = self._inventory(tier, manager, handshakes[0].namespace)
-            # Only if they say so themselves: else none would find what another has stored.
+            manager = store = self._store_manager(tier, payload, handshakes, in_step)
+            inventory = self._inventory(tier, store, handshakes[0].namespace)
+            # Only if they report it themselves: else none would find what another has stored.
             one_writer = len({handshake.namespace for handshake in handshakes}) == 1
         else:
             raise TierUnusable(f"type {tier.type!r} is neither a StoreSpec nor a HostSpec")
         stored = handshakes[:1] if one_writer else handshakes
         block_bytes = sum(handshake.payload_bytes for handshake in stored)
-        max_blocks = _max_blocks(tier, payload, len(stored))
-        slot_bytes = self._pool.slot_bytes
-        return OpenTier(manager, pool, block_bytes, inventory, one_writer, max_blocks, slot_bytes)
+        capacity = getattr(tier, "capacity", None)
+        # A store keeps a page with each rank's part for its record's header.
+        part = payload + ALIGNMENT * isinstance(tier, StoreSpec)
+        room = slots_within(capacity, part, len(stored)) if isinstance(capacity, int) else 0
+        return OpenTier(manager, pool, block_bytes, inventory, one_writer, room, self.slot_bytes)
+
+    def _open_pool(self, payload_bytes: int, handshakes: Sequence[WorkerHandshake]) -> SlotPool:
+        """The slots, as many as every worker has; blocks have `payload_bytes` on a rank."""
+        ranks, size = len(handshakes), self.size.slots(payload_bytes)
+        made = [handshake.slots for handshake in handshakes if handshake.slots is not None]
+        self._pool = SlotPool(min([size, *made]))
+        self.block_bytes = payload_bytes * ranks
+        self.slot_bytes = slot_stride(payload_bytes) * ranks
+        self._announcer.chain(payload_bytes, ranks, self._pool.num_slots)
+        return self._pool
 
     def _host_manager(
         self,
@@ -138,8 +131,7 @@ class TierOpener:
         handshakes: Sequence[WorkerHandshake],
         on_evict: OnEvict,
     ) -> HostManager:
-        shortages = [handshake.shortage for handshake in handshakes if handshake.shortage]
-        if shortages:
+        if shortages := [handshake.shortage for handshake in handshakes if handshake.shortage]:
             raise TierUnusable(shortages[0])
         slots = slots_within(tier.capacity, payload, len(handshakes))
         if slots == 0:
@@ -158,103 +150,71 @@ class TierOpener:
         handshakes: Sequence[WorkerHandshake],
         in_step: bool,
     ) -> StoreManager:
-        self._refuse_several(tier, None, handshakes)
+        # Whether only the host that stored them finds the blocks. Where the settings leave it open,
+        # so it is for a store that answers from memory, or is of its host alone.
+        is_local = tier.is_prompt if tier.host_local is None else tier.host_local
+        if is_local:
+            self._require_one_host(handshakes)
         context = StoreContext(payload, len(handshakes))
         store = open_guarded(tier, context, in_step, partial(self._announcer.store, tier))
-        try:
-            self._refuse_several(tier, store, handshakes)
-        except TierUnusable:
-            store.close()
-            raise
+        if tier.host_local is None and not is_local and capability(store, Clear) is not None:
+            try:
+                self._require_one_host(handshakes)
+            except TierUnusable:
+                store.close()
+                raise
         spaces = list(dict.fromkeys(handshake.namespace for handshake in handshakes))
-        manager = StoreManager(store, spaces, self._generation, self._now, self._lookup_deadline)
+        deadline = lookup_seconds(self._chain.max_wait)
+        manager = StoreManager(store, spaces, self._generation, self._now, deadline)
         self._stores.append(manager)
         return manager
 
+    def _require_one_host(self, handshakes: Sequence[WorkerHandshake]) -> None:
+        """Raise TierUnusable, naming who is where, if the scheduler and the ranks are not all on
+        one host. Who reports no host counts as being with the others."""
+        here = self._engine.host
+        who: dict[str, list[str]] = {here: ["the scheduler"]} if here else {}
+        ranks: dict[str, list[str]] = {}
+        for handshake in handshakes:
+            if handshake.host:
+                ranks.setdefault(handshake.host, []).append(str(handshake.rank))
+        for host, numbers in ranks.items():
+            named = f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+            who.setdefault(host, []).append(named)
+        if len(who) > 1:
+            places = "; ".join(f"{' and '.join(names)} on {host}" for host, names in who.items())
+            raise TierUnusable(
+                "its blocks can be found on the host alone that stored them, and this engine is on "
+                f"several ({places}). Use a tier that all hosts share, like redis, or cpu"
+            )
+
     def _inventory(
-        self, tier: StoreSpec, manager: TierManager, namespace: bytes
+        self, tier: StoreSpec, manager: StoreManager, namespace: bytes
     ) -> Inventory | None:
         """Keep what is announced of a tier, in files where the operator has given it a folder for
         that. Of encrypted tiers nothing lies there: tokens would be in the clear beside what hides
-        them."""
-        events = self._events
-        if events is None or not isinstance(manager, StoreManager):
+        them. None: the engine takes no events."""
+        events = self._chain.events
+        if not self._engine.kv_events:
             return None
-        beside = tier.notes_folder
         folder: Path | None = None
         if tier.encryption is None and events.folder is not None:
             folder = events.folder / f"{tier.tier_name}.{namespace.hex()}"
-        elif tier.encryption is None and beside is not None:
-            folder = beside / namespace.hex()
+        elif tier.encryption is None and tier.notes_folder is not None:
+            folder = tier.notes_folder / namespace.hex()
         elsewhere = partial(self._others_hold, manager)
         return Inventory(tier.tier_name, folder, manager.holds, elsewhere, events.announce_rate)
 
     def _others_hold(self, manager: StoreManager, keys: Sequence[bytes]) -> list[bool] | None:
-        """Which of these keys another store of the chain holds, as far as it can say now; None:
+        """Which of these keys another store of the chain holds, as far as it can answer now; None:
         there is no other."""
         if len(self._stores) < 2:
             return None
-        if not keys:
-            return []
         held = [False] * len(keys)
-        for other in self._stores:
+        for other in self._stores if keys else ():
             if other is not manager:
                 held = list(map(or_, held, other.holds(keys) or held))
         return held
-
-    def _refuse_several(
-        self, tier: StoreSpec, store: TierStore | None, handshakes: Sequence[WorkerHandshake]
-    ) -> None:
-        if is_local(tier, store):
-            refuse_several(handshakes, self._host)
-
-
-def _max_blocks(tier: OffloadingSpec, payload: int, writers: int) -> int:
-    """See `OpenTier`; a store keeps a page with each rank's part for its record's header."""
-    capacity = getattr(tier, "capacity", None)
-    if not isinstance(capacity, int):
-        return 0
-    return slots_within(capacity, payload + ALIGNMENT * isinstance(tier, StoreSpec), writers)
-
-
-def is_local(tier: StoreSpec, store: TierStore | None) -> bool:
-    """Whether the tier's blocks are found on the host alone that stored them.
-
-    Where its settings don't tell, a store that answers from memory, or is of its host alone, is
-    taken for one; None: not opened yet.
-    """
-    if tier.host_local is not None:
-        return tier.host_local
-    return tier.is_prompt or (store is not None and capability(store, Clear) is not None)
-
-
-def refuse_several(handshakes: Sequence[WorkerHandshake], scheduler: str) -> None:
-    """Raise TierUnusable, naming who is where, if the scheduler and the ranks of an engine are not
-    all on one host. Who does not say where it is counts as being with the others."""
-    ranks: dict[str, list[int]] = {scheduler: []} if scheduler else {}
-    for handshake in handshakes:
-        if handshake.host:
-            ranks.setdefault(handshake.host, []).append(handshake.rank)
-    if len(ranks) < 2:
-        return
-    places = [
-        f"{' and '.join(_who(numbers, host == scheduler))} on {host}"
-        for host, numbers in ranks.items()
-    ]
-    raise TierUnusable(
-        "its blocks can be found on the host alone that stored them, and this engine is on several "
-        f"({'; '.join(places)}). Use a tier that all hosts share, like redis, or cpu"
-    )
-
-
-def _who(ranks: list[int], has_scheduler: bool) -> list[str]:
-    who = ["the scheduler"] if has_scheduler else []
-    if ranks:
-        who.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
-    return who
-
-
-logger = logging.getLogger(__name__)
 
 
 class Announcer:

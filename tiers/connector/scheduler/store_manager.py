@@ -143,21 +143,21 @@ class StoreManager(TierManager):
             return [False] * len(asked)
         if (index := self._index) is not None:
             self._follow(index, lookup, keys)
-            if unknown := lookup.answers.unknown(asked, self._changes):
+            if unknown := lookup.unknown(asked, self._changes):
                 if count := self.pace.take(len(unknown)):
                     some = keys[unknown.start : unknown.start + count]
                     held = self._parts.peek(index, some)
                     self.pace.took()
                     self._note_asked(some, held)
-                    lookup.answers.add(held)
+                    lookup.add(held)
                 if count < len(unknown):
                     return None
-            return lookup.answers.of(asked)
+            return lookup.of(asked)
         question = self._look_up(lookup, keys, asked.start)
         first, answer, _ = question
         if not answer.done() and not self._queue.gives_up(question):
             return None
-        lookup.heard(self._clock())
+        lookup.taken(self._clock())
         is_done = answer.done()
         if is_done and lookup.until == math.inf:
             # The lifetime begins when the answer is first read. Otherwise an engine with slow steps
@@ -173,9 +173,9 @@ class StoreManager(TierManager):
             return DOWN
         if (index := self._index) is not None:
             self._follow(index, lookup, keys)
-            return lookup.answers.version
+            return lookup.version
         has_answer = lookup.asked is not None and lookup.asked.answer.done()
-        return lookup.answers.version if has_answer and self._clock() <= lookup.until else None
+        return lookup.version if has_answer and self._clock() <= lookup.until else None
 
     def _follow(self, index: LocalIndex, lookup: Lookup, keys: Sequence[bytes]) -> None:
         """Correct answers of the index by what this engine has stored since, and by looking some
@@ -183,15 +183,15 @@ class StoreManager(TierManager):
         if lookup.asked is not None:
             # Asked while the index was made, and answered for a moment only; nothing corrects it.
             lookup.renew()
-        answers, now = lookup.answers, self._clock()
-        answers.follow(self._changes, keys)
-        count = int((now - answers.checked) * self.CHECKS / len(self._parts))
+        now = self._clock()
+        lookup.follow(self._changes, keys)
+        count = int((now - lookup.checked) * self.CHECKS / len(self._parts))
         if count * len(self._parts) < self.CHECKED_AT_ONCE:
             return
-        answers.checked = now
-        if some := answers.to_check(count):
+        lookup.checked = now
+        if some := lookup.to_check(count):
             held = self._parts.peek(index, keys[some.start : some.stop])
-            answers.correct(some, held)
+            lookup.correct(some, held)
 
     def _look_up(self, lookup: Lookup, keys: Sequence[bytes], first: int) -> AskedKeys:
         """What the store is or was asked about the keys from number `first` on, at least."""

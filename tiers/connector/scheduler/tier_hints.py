@@ -11,8 +11,7 @@ from typing import NamedTuple
 from tiers.connector.policy.request_params import NO_HINTS
 from tiers.connector.policy.request_state import RequestState
 from tiers.connector.scheduler.admission import PinBounds, tenant_of
-from tiers.connector.scheduler.context import TierContext
-from tiers.connector.scheduler.tier_request import TierRequest
+from tiers.connector.scheduler.tier import Tier, TierRequest
 
 ENDED_AT_ONCE = 512
 """Blocks whose time is over that a step lets go: one to two milliseconds of work."""
@@ -37,9 +36,9 @@ class TierHints:
     long prompt it is obeyed over several steps, as it is looked up (see `LookupPace`).
     """
 
-    def __init__(self, context: TierContext, now: Callable[[], float]) -> None:
+    def __init__(self, tier: Tier, now: Callable[[], float]) -> None:
         """`now`: seconds, never going back."""
-        self._context = context
+        self._tier = tier
         self._now = now
         self._retained = PinnedBlocks(now)
         self._waiting: deque[_WaitingHint] = deque()
@@ -52,34 +51,32 @@ class TierHints:
     def step(self) -> None:
         """Let go blocks whose time is over, and obey what waits, as much of it as a step may."""
         if self._retained and (ended := self._retained.take_ended(ENDED_AT_ONCE)):
-            self._context.open.manager.unpin(ended)
+            self._tier.open.manager.unpin(ended)
         self._obey_waiting()
 
     def stored(self, tier_request: TierRequest, numbers: Sequence[int]) -> None:
         """Blocks of these numbers among a request's keys have come into the tier."""
         if self._retained:
-            self._context.open.manager.renew_pins(len(numbers), self._context.open.max_blocks)
+            self._tier.open.manager.renew_pins(len(numbers), self._tier.open.max_blocks)
         if tier_request.state.hints is not NO_HINTS:
-            end, keys = self._prompt(tier_request), tier_request.state.keys
+            end, keys = self._prompt_end(tier_request), tier_request.state.keys
             self._take(tier_request, [keys[number] for number in sorted(numbers) if number < end])
 
     def ended(self, tier_request: TierRequest) -> None:
         """A request has ended."""
         if tier_request.state.hints is not NO_HINTS:
-            self._take(
-                tier_request,
-                self._context.requests.keys(tier_request.state)[: self._prompt(tier_request)],
-            )
+            keys = self._tier.requests.keys(tier_request.state)
+            self._take(tier_request, keys[: self._prompt_end(tier_request)])
 
     def forget(self) -> None:
         """Let all go, and obey nothing that waits."""
         self._waiting.clear()
         self._blocks_waiting = 0
-        self._context.open.manager.unpin(self._retained.remove_all())
+        self._tier.open.manager.unpin(self._retained.remove_all())
 
-    def _prompt(self, tier_request: TierRequest) -> int:
+    def _prompt_end(self, tier_request: TierRequest) -> int:
         """The number behind those of the prompt's full blocks."""
-        requests = self._context.requests
+        requests = self._tier.requests
         tokens = tier_request.state.request.num_prompt_tokens
         return tokens // requests.engine.block_tokens * len(requests.groups)
 
@@ -89,11 +86,11 @@ class TierHints:
             return
         if self._blocks_waiting + len(keys) > MOST_WAITING:
             retains = tier_request.state.hints.retain is not None
-            self._context.count(**{"retain_refused" if retains else "demote_refused": len(keys)})
+            self._tier.count(**{"retain_refused" if retains else "demote_refused": len(keys)})
             return
         self._waiting.append(_WaitingHint(tier_request.state, keys, self._now()))
         self._blocks_waiting += len(keys)
-        pace = self._context.open.manager.pace
+        pace = self._tier.open.manager.pace
         if pace.is_short(self._blocks_waiting) and not pace.is_spent:
             self._obey_waiting()
 
@@ -101,7 +98,7 @@ class TierHints:
         """Obey as much of what waits as this step may look up."""
         if not self._waiting:
             return
-        pace = self._context.open.manager.pace
+        pace = self._tier.open.manager.pace
         left = pace.take(self._blocks_waiting)
         self._blocks_waiting -= left
         while left:
@@ -115,21 +112,21 @@ class TierHints:
 
     def _obey(self, hint: _WaitingHint, keys: Sequence[bytes]) -> None:
         request_state = hint.state
-        context, hints, manager = self._context, request_state.hints, self._context.open.manager
+        tier, hints, manager = self._tier, request_state.hints, self._tier.open.manager
         if request_state.is_outdated:
             return
         if hints.retain is not None:
             held, tenant = manager.pinnable(keys), tenant_of(request_state.request)
-            bounds = context.tenants.retained(tenant, context.open.max_blocks)
+            bounds = tier.tenants.retained(tenant, tier.open.max_blocks)
             ttl = hints.retain.ttl - (self._now() - hint.since)
             kept = self._retained.add(held, tenant, ttl, bounds)
             manager.pin(kept)
             if len(kept) < len(held):
-                context.count(retain_refused=len(held) - len(kept))
+                tier.count(retain_refused=len(held) - len(kept))
         elif hints.demote is not None:
             manager.unpin(self._retained.remove(keys))
             if demoted := manager.demote(keys):
-                context.count(demoted_blocks=demoted)
+                tier.count(demoted_blocks=demoted)
 
 
 class PinnedBlocks:

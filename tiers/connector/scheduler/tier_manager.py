@@ -98,7 +98,7 @@ class TierManager:
         """Pin these blocks; the slot of each that is in the host pool."""
         return [None] * len(keys)
 
-    def complete_load(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> None:
+    def complete_load(self, slots: Sequence[int | None]) -> None:
         """Unpin blocks of an ended load."""
 
     def touch_and_list_missing(self, keys: Sequence[bytes]) -> list[bool]:

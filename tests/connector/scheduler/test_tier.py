@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.clock import Clock
 from tiers.connector.policy.request_state import RequestTable
-from tiers.connector.scheduler.tier_request import TierRequest
+from tiers.connector.scheduler.tier import TierRequest
 from tiers.connector.scheduler.tier_stores import new_offers
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.marks import MediaMarks
