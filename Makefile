@@ -32,7 +32,7 @@ demo: $(READY)
 	$(BIN)/kvtiers demo $(ARGS)
 
 # Two at a time: while one waits for a disk, a server or a process that starts, another computes.
-PYTESTS = $(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 -m
+PYTESTS = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m
 
 OTHER = $(BIN)/python tests/engine/overlay.py $(VLLM) build/next && \
 	PYTHONPATH=$(CURDIR):$(CURDIR)/build/next $(BIN)/python

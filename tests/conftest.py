@@ -33,6 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # A worker takes a file at a time. A long file that is taken last keeps one worker busy alone.
+    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
     if config.getoption(COMPATIBILITY):
         others = [one for one in items if "cells" not in getattr(one, "fixturenames", ())]
         items[:] = [one for one in items if one not in others]
