@@ -26,7 +26,7 @@ from tiers.tuning.search.processes import Simulations
 from tiers.tuning.search.search import Split, score
 from tiers.tuning.search.space import Space
 from tiers.tuning.search.tune import TuneOptions, tune
-from tiers.tuning.simulation.chain import SimChain
+from tiers.tuning.simulation.sim_chain import SimChain
 from tiers.tuning.simulation.workload import Workload
 
 HALF = 0.5

@@ -25,7 +25,7 @@ from tiers.traces import recorder
 from tiers.traces.open_trace import open_trace
 from tiers.traces.recorded import FileHeader, encode_header, encode_request
 from tiers.traces.recorder import EndedRequest, Recorder, Recording
-from tiers.traces.recorder_files import RecordedFiles, RecordFolder
+from tiers.traces.recorder_files import RecordFolder
 from tiers.traces.trace import TraceRequest
 
 BLOCK = 16
@@ -127,8 +127,9 @@ def test_what_a_crash_leaves_is_read(tmp_path: Path) -> None:
 
 def test_files_rotate_and_the_oldest_go(tmp_path: Path) -> None:
     path = tmp_path / "trace"
-    folder = RecordFolder(path, MIN_BYTES, 86400.0)
-    folder.open()
+    header = encode_header(FileHeader(BLOCK, 0.0))
+    written = RecordFolder(path, MIN_BYTES, 86400.0, "me", lambda: header)
+    written.open()
     strange = [path / "kvtiers-trace-notes.jsonl.zst", path / "other.jsonl.zst"]
     for file in strange:
         file.write_bytes(b"x" * MIN_BYTES)
@@ -136,7 +137,6 @@ def test_files_rotate_and_the_oldest_go(tmp_path: Path) -> None:
     outside.write_text("not ours")
     link = path / "kvtiers-trace-0000000000001-planted.jsonl.zst"
     link.symlink_to(outside)
-    written = RecordedFiles(folder, "me", lambda: encode_header(FileHeader(BLOCK, 0.0)), 86400.0)
     ids = [_RANDOM.getrandbits(53) for _ in range(50_000)]
     line = encode_request(TraceRequest(0.0, 50_000 * BLOCK, 0, ids))
     for _ in range(100):
@@ -399,7 +399,7 @@ def test_a_child_that_lives_on_keeps_no_file_locked(tmp_path: Path) -> None:
         later = time.time() + 3600
         folder = RecordFolder(tmp_path / "trace", MIN_BYTES, 60.0, clock=lambda: later)
         folder.open()
-        folder.tidy()
+        folder.rotate()
         assert not file.exists()
     finally:
         os.kill(child, signal.SIGKILL)

@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,8 +172,8 @@ class TierModel:
             size.stores *= factor
 
     def estimates(self, cold: float, hot: float) -> list[Estimate]:
-        """One for each capacity. `cold`, `hot`: how many blocks prompts had in all, decayed alike;
-        the hot ones are hits of any size."""
+        """One for each capacity. `cold`, `hot`: how many blocks prompts had in all, equally
+        decayed; the hot ones are hits of any size."""
         return [self._estimate(size, cold, hot) for size in self._sizes]
 
     def _estimate(self, size: _Size, cold: float, hot: float) -> Estimate:
@@ -207,27 +208,17 @@ class HotPrefix:
         which stands for those before it, too."""
         if not prompt:
             return 0
-        if self._blocks and prompt[0] == self._blocks[0]:
+        blocks = self._blocks
+        if blocks and prompt[0] == blocks[0]:
             self._votes += 1
-            return self._keep_common(prompt)
+            shorter = range(min(len(blocks), len(prompt)))
+            same = bisect_left(shorter, True, key=lambda i: blocks[i] != prompt[i])
+            del blocks[same:]
+            return same
         self._votes -= 1
         if self._votes < 0:
             self._blocks, self._votes = list(prompt), 1
         return 0
-
-    def _keep_common(self, prompt: Sequence[bytes]) -> int:
-        blocks = self._blocks
-        same, differs = 0, min(len(blocks), len(prompt))
-        if blocks[differs - 1] != prompt[differs - 1]:
-            differs -= 1
-            while differs - same > 1:
-                middle = (same + differs) // 2
-                if blocks[middle] == prompt[middle]:
-                    same = middle
-                else:
-                    differs = middle
-        del blocks[differs:]
-        return differs
 
 
 logger = logging.getLogger(__name__)
@@ -288,11 +279,19 @@ class Ghosts:
         self._block_tokens = block_tokens
         self._step = block_tokens // hash_tokens
         self._handoff: Handoff[_Request] = Handoff(_MAX_REQUESTS, _MAX_HASHES)
-        self._follower = _Follower(settings, self._step, block_bytes, now)
-        self._told: object = self._follower.published
+        self._published: Mapping[str, Mapping[str, float]] = {}
+        self._taken: object = self._published
+        self._settings = settings
+        self._block_bytes = block_bytes
+        self._now = now
+        self._models: list[tuple[TierModel, list[Setting]]] = []
+        self._limit = b""
+        self._hot = HotPrefix()
+        self._hot_blocks = self._cold_blocks = 0.0
+        self._decays = self._publishes = now()
+        self._reports = now() + REPORT_SECONDS
         self._stop = threading.Event()
-        run = (self._follower, self._handoff, self._stop)
-        self._thread = threading.Thread(target=_run, args=run, name="kvtiers-ghosts", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvtiers-ghosts", daemon=True)
         self._thread.start()
 
     def put(
@@ -307,10 +306,10 @@ class Ghosts:
 
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:
         """The gauges of each setting, by its label, where they are new."""
-        published = self._follower.published
-        if published is self._told:
+        published = self._published
+        if published is self._taken:
             return {}
-        self._told = published
+        self._taken = published
         return published
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -318,31 +317,21 @@ class Ghosts:
         self._stop.set()
         self._thread.join(seconds)
 
+    # -- the thread --------------------------------------------------------------------------
 
-class _Follower:
-    """What the thread does."""
+    def _run(self) -> None:
+        stopping = False
+        while not stopping:
+            stopping = self._stop.wait(POLL_SECONDS)
+            while (request := self._handoff.take()) is not None:
+                self._follow(request)
+            now = self._now()
+            if stopping or now >= self._publishes:
+                self._publish(now)
+                if stopping or now >= self._reports:
+                    self._report(now)
 
-    def __init__(
-        self,
-        settings: Sequence[Setting],
-        step: int,
-        block_bytes: Callable[[], int],
-        now: Callable[[], float],
-    ) -> None:
-        self.published: Mapping[str, Mapping[str, float]] = {}
-        self._settings = settings
-        self._step = step
-        self._block_bytes = block_bytes
-        self._now = now
-        self._models: list[tuple[TierModel, list[Setting]]] = []
-        self._limit = b""
-        self._hot = HotPrefix()
-        self._hot_blocks = self._cold_blocks = 0.0
-        self._decays = self._publishes = now()
-        self._reports = now() + REPORT_SECONDS
-
-    def follow(self, request: _Request) -> None:
-        """Count a request."""
+    def _follow(self, request: _Request) -> None:
         if not self._models and not self._make_models():
             return
         end = request.stored * self._step
@@ -352,7 +341,13 @@ class _Follower:
         hot = self._hot.shared_by(blocks[: request.asked])
         self._hot_blocks += hot
         self._cold_blocks += min(request.asked, len(blocks)) - hot
-        places = self._sampled(blocks)
+        places: list[int] = []
+        """Of the blocks that any model samples."""
+        for start in range(0, len(blocks), _CHUNK):
+            part = blocks[start : start + _CHUNK]
+            places += [i for i, block in enumerate(part, start) if block < self._limit]
+            if len(part) == _CHUNK:
+                _rest()
         keys = [int.from_bytes(blocks[i][:8], "big") for i in places]
         for model, _ in self._models:
             bound = int(model.rate * 2**64)
@@ -360,17 +355,6 @@ class _Follower:
             asked = [key for i, key in ours if i < request.asked]
             is_hot = sum(i < hot for i, _ in ours)
             model.request(Sampled(asked, [key for _, key in ours], is_hot), _rest)
-
-    def _sampled(self, blocks: Sequence[bytes]) -> list[int]:
-        """The places of the blocks that any model samples."""
-        limit = self._limit
-        places: list[int] = []
-        for start in range(0, len(blocks), _CHUNK):
-            part = blocks[start : start + _CHUNK]
-            places += [i for i, one in enumerate(part, start) if one < limit]
-            if len(part) == _CHUNK:
-                _rest()
-        return places
 
     def _make_models(self) -> bool:
         size = self._block_bytes()
@@ -380,25 +364,12 @@ class _Follower:
         for one in self._settings:
             groups[one.tier, one.store_threshold].append(one)
         samples = SAMPLES * MODELS // max(MODELS, len(groups))
-        for (_, threshold), alike in groups.items():
-            capacities = [max(1, one.capacity // size) for one in alike]
-            self._models.append((TierModel(capacities, threshold, samples), alike))
+        for (_, threshold), settings in groups.items():
+            capacities = [max(1, one.capacity // size) for one in settings]
+            self._models.append((TierModel(capacities, threshold, samples), settings))
         rate = max(model.rate for model, _ in self._models)
         self._limit = b"\xff" * 64 if rate == 1 else int(rate * 2**64).to_bytes(8, "big")
         return True
-
-    def tick(self) -> None:
-        """Let old counts weigh less, publish, and report, each at its time."""
-        now = self._now()
-        if now >= self._publishes:
-            self._publish(now)
-            if now >= self._reports:
-                self.report()
-
-    def end(self) -> None:
-        """Publish and report what all requests came to."""
-        self._publish(self._now())
-        self.report()
 
     def _publish(self, now: float) -> None:
         self._publishes = now + PUBLISH_SECONDS
@@ -408,17 +379,17 @@ class _Follower:
         self._cold_blocks *= factor
         for model, _ in self._models:
             model.decay(factor)
-        self.published = {
+        self._published = {
             label: {
                 "ghost_hit_ratio": estimate.hits,
                 "ghost_hit_error": estimate.error,
                 "ghost_store_ratio": estimate.stores,
             }
-            for label, estimate in self.estimates().items()
+            for label, estimate in self._estimates().items()
         }
 
-    def estimates(self) -> dict[str, Estimate]:
-        """By label."""
+    def _estimates(self) -> dict[str, Estimate]:
+        """By label, in the order of the settings."""
         found = {
             setting.label: estimate
             for model, settings in self._models
@@ -426,19 +397,18 @@ class _Follower:
                 settings, model.estimates(self._cold_blocks, self._hot_blocks), strict=True
             )
         }
-        return {one.label: found[one.label] for one in self._settings if one.label in found}
+        return {s.label: found[s.label] for s in self._settings if s.label in found}
 
-    def report(self) -> None:
-        """Log a line of all settings."""
-        self._reports = self._now() + REPORT_SECONDS
+    def _report(self, now: float) -> None:
+        self._reports = now + REPORT_SECONDS
         if self._cold_blocks + self._hot_blocks < 1:
             return
-        told = "; ".join(
+        found = "; ".join(
             f"{label} would have {estimate.hits:.1%} (±{estimate.error:.1%}) of the prompts' "
             f"blocks and store {estimate.stores:.1%}"
-            for label, estimate in self.estimates().items()
+            for label, estimate in self._estimates().items()
         )
-        logger.info("ghosts: %s", told)
+        logger.info("ghosts: %s", found)
 
 
 def _marked(blocks: Sequence[bytes], marks: Marks) -> Sequence[bytes]:
@@ -455,13 +425,3 @@ def _marked(blocks: Sequence[bytes], marks: Marks) -> Sequence[bytes]:
 def _rest() -> None:
     """Let the engine's thread have the interpreter, for which it would wait otherwise."""
     time.sleep(_REST_SECONDS)
-
-
-def _run(follower: _Follower, handoff: Handoff[_Request], stop: threading.Event) -> None:
-    stopping = False
-    while not stopping:
-        stopping = stop.wait(POLL_SECONDS)
-        while (request := handoff.take()) is not None:
-            follower.follow(request)
-        follower.tick()
-    follower.end()

@@ -242,7 +242,6 @@ def shown(value: object) -> str:
 
 
 def shown_keys(found: dict[str, Any]) -> str:
-    """The keys of an object in an error."""
     return ", ".join(sorted(map(shown, found))[:8]) or "none"
 
 

@@ -45,8 +45,6 @@ VERSION = 1
 
 
 class FileHeader(NamedTuple):
-    """The first line of a file."""
-
     block_tokens: int
     started: float
     """Unix time of timestamp 0, in milliseconds."""
@@ -56,7 +54,6 @@ class FileHeader(NamedTuple):
 
 
 def encode_header(header: FileHeader) -> bytes:
-    """The first line of a file, with its newline."""
     return _line({"format": FORMAT, "version": VERSION, **header._asdict()})
 
 
@@ -114,7 +111,6 @@ def open_recorded(paths: Sequence[Path], skip_bad_lines: bool = False) -> Trace:
 
 
 def is_header(found: dict[str, Any]) -> bool:
-    """Whether a first line is that of this format."""
     return found.get("format") == FORMAT
 
 

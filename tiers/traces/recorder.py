@@ -21,7 +21,7 @@ from tiers.concurrency.handoff import Handoff
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.errors import RecordingError
 from tiers.traces.recorded import FileHeader, encode_header, encode_request
-from tiers.traces.recorder_files import RecordedFiles, RecordFolder
+from tiers.traces.recorder_files import RecordFolder
 from tiers.traces.trace import TraceRequest
 
 ID_BITS = 53
@@ -117,8 +117,8 @@ class RecordWriter:
         self._name = f"{host}-{os.getpid()}"
         spec = recording.spec
         self._path = spec.path
-        self._folder = RecordFolder(spec.path, spec.max, spec.keep)
-        self._files: RecordedFiles | None = None
+        self._folder = RecordFolder(spec.path, spec.max, spec.keep, self._name, self._header)
+        self._is_open = False
         self._ids = KeyedIds(b"", b"")
         self._lines: list[bytes] = []
         self._waiting = 0
@@ -130,12 +130,12 @@ class RecordWriter:
     def open(self) -> None:
         """Begin, on the thread that will call the others."""
         widen_affinity()
-        if self._opened():
+        if self._opens():
             logger.info("record: requests are recorded in %s", self._path)
 
     def write(self, ended: EndedRequest) -> None:
         """Take a request's line to the others that wait, and write them if they are many."""
-        if self._files is None and not self._opened():
+        if not self._opens():
             self._drop(1)
             return
         line = self._line(ended)
@@ -149,27 +149,23 @@ class RecordWriter:
         now = time.monotonic()
         if self._lines and now >= self._flushes:
             self._flush()
-        if self._files is not None and now >= self._tidies:
+        if self._is_open and now >= self._tidies:
             self._tidies = now + TIDY_SECONDS
-            self._works(self._files.rotate)
+            self._works(self._folder.rotate)
 
     def close(self) -> None:
         """Write what waits, and close the file."""
         self._flush()
-        if self._files is not None:
-            self._works(self._files.end)
-        self._folder.close()
+        self._works(self._folder.close)
 
-    def _opened(self) -> bool:
-        """Open the folder, unless that failed a moment ago."""
-        return time.monotonic() >= self._tries and self._works(self._open)
+    def _opens(self) -> bool:
+        """Open the folder if it is not, unless that failed a moment ago; whether it is open."""
+        if not self._is_open and time.monotonic() >= self._tries:
+            self._is_open = self._works(self._open)
+        return self._is_open
 
     def _open(self) -> None:
-        self._folder.close()
-        key = self._folder.open()
-        self._ids = KeyedIds(key, self._recording.facts)
-        keep = self._recording.spec.keep
-        self._files = RecordedFiles(self._folder, self._name, self._header, keep)
+        self._ids = KeyedIds(self._folder.open(), self._recording.facts)
 
     def _header(self) -> bytes:
         recording = self._recording
@@ -214,18 +210,17 @@ class RecordWriter:
     def _flush(self) -> None:
         lines, self._lines, self._waiting = self._lines, [], 0
         self._flushes = time.monotonic() + FLUSH_SECONDS
-        files = self._files
         if not lines:
             return
-        if files is None:
+        if not self._is_open:
             self._drop(len(lines))
-        elif self._works(lambda: files.append(b"".join(lines)), len(lines)):
+        elif self._works(lambda: self._folder.append(b"".join(lines)), len(lines)):
             self.recorded += len(lines)
             self._pause = RETRY_SECONDS[0]
 
     def _works(self, call: Callable[[], None], requests: int = 0) -> bool:
-        """Call, and tell whether that worked. If not, so many requests are dropped, and the folder
-        is left alone for a while."""
+        """Whether a call works. If not, `requests` are dropped, and the folder is left alone for a
+        while."""
         try:
             call()
         except (OSError, RecordingError) as error:
@@ -234,11 +229,9 @@ class RecordWriter:
             self._drop(requests)
         else:
             return True
-        if self._files is not None:
-            with suppress(OSError):
-                self._files.end()
-        self._files = None
-        self._folder.close()
+        with suppress(OSError):
+            self._folder.close()
+        self._is_open = False
         self._tries = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, RETRY_SECONDS[1])
         return False
@@ -277,7 +270,6 @@ class Recorder:
         self._thread.start()
 
     def put(self, ended: EndedRequest) -> None:
-        """Record a request."""
         if not self._handoff.give(ended, len(ended.hashes)):
             self._dropped += 1
             self._late.log("record: requests come faster than they are recorded; some are dropped")

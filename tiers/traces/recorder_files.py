@@ -23,8 +23,13 @@ _FILE = re.compile(r"kvtiers-trace-([0-9]{13})-[A-Za-z0-9._-]{1,100}\.jsonl\.zst
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 WRITERS = 16
-"""A file is at most this part of `max`, so that the oldest can go without losing much."""
+"""A file is at most this part of `max`, so that deleting the oldest loses little."""
 LOCK_SECONDS = 1.0
+_LEVEL = 1
+"""Ids are random numbers: level 3 is six times slower and its files are no smaller, measured on a
+public trace of conversations in blocks of 16 tokens."""
+ROTATIONS = 8
+"""A file is written for this part of `keep` at most: it is deleted whole, by its first request."""
 
 
 class _Found(NamedTuple):
@@ -36,22 +41,38 @@ class _Found(NamedTuple):
 
 
 class RecordFolder:
-    """One writer's view of the folder, by its descriptor: what is put in its place later is not
-    written to. Used by one thread; every method may raise OSError and RecordingError."""
+    """One writer's view of the folder, by its descriptor: it does not write to another folder that
+    takes its place later. It appends to the writer's current file, each time a whole zstd frame, so
+    that a file can be read after a crash. Used by one thread; every method may raise OSError and
+    RecordingError."""
 
     def __init__(
-        self, path: Path, max_bytes: int, keep: float, clock: Callable[[], float] = time.time
+        self,
+        path: Path,
+        max_bytes: int,
+        keep: float,
+        writer: str = "",
+        header: Callable[[], bytes] = bytes,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`keep`: seconds. `clock`: Unix time."""
+        """`keep`: seconds. `header`: the first line of a file. `clock`: Unix time."""
         self.path = path
-        self.file_bytes = max_bytes // WRITERS
+        self._file_bytes = max_bytes // WRITERS
         self._max_bytes = max_bytes
         self._keep = keep
+        self._writer = writer
+        self._header = header
         self._clock = clock
-        self._folder = -1
+        self._folder = self._file = -1
+        self._name = ""
+        self._size = 0
+        self._ends = 0.0
 
     def open(self) -> bytes:
         """Make the folder or check the one that exists, and return its key."""
+        from zstandard import ZstdCompressor
+
+        self._compress = ZstdCompressor(level=_LEVEL).compress
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             self.path.mkdir(mode=0o700)
@@ -67,38 +88,81 @@ class RecordFolder:
             return self._key()
 
     def close(self) -> None:
-        """Let the folder go."""
-        if self._folder >= 0:
-            os.close(self._folder)
-        self._folder = -1
+        """End the current file, and close the folder."""
+        try:
+            self.end()
+        finally:
+            folder, self._folder = self._folder, -1
+            if folder >= 0:
+                os.close(folder)
 
-    def begin(self, writer: str) -> tuple[str, int]:
-        """Make room for a file and create it; its name, and its descriptor, which is locked.
+    def append(self, lines: bytes) -> None:
+        """Write lines, each with its newline: all of them or none; after an error the next call
+        begins another file."""
+        frame = self._compress(lines)
+        is_full = self._size + len(frame) > self._file_bytes
+        if is_full or time.monotonic() >= self._ends:
+            self.end()
+        if self._file < 0:
+            self._begin()
+        if self._size + len(frame) > self._file_bytes:
+            raise RecordingError(
+                f"{self.path}: {len(frame)} bytes of lines are over a file's "
+                f"{self._file_bytes}; raise record.max"
+            )
+        self._write(frame)
 
-        Files of this folder that are too old go, and the oldest of the others until a file of
-        `file_bytes` fits. Raises RecordingError where those that are being written leave no room.
-        """
-        with self._locked():
-            self._make_room()
-            started = int(self._clock() * 1000)
-            while True:
-                name = f"kvtiers-trace-{started:013}-{writer}.jsonl.zst"
-                with suppress(FileExistsError):
-                    file = os.open(name, _NEW | os.O_WRONLY, 0o600, dir_fd=self._folder)
-                    try_lock(file)
-                    return name, file
-                started += 1
-
-    def tidy(self) -> None:
-        """Delete files that are too old."""
+    def rotate(self) -> None:
+        """End the current file if its time is over, and delete files that are too old."""
+        if time.monotonic() >= self._ends:
+            self.end()
         with self._locked():
             for file in self._ended()[0]:
                 if self._is_old(file):
                     os.unlink(file.name, dir_fd=self._folder)
 
-    def remove(self, name: str) -> None:
-        """Delete a file that this writer began."""
-        os.unlink(name, dir_fd=self._folder)
+    def end(self) -> None:
+        """End the current file."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            release(file)
+
+    def _begin(self) -> None:
+        """Make room for a file and create it, locked.
+
+        Files of this folder that are too old are deleted, and the oldest of the others until a file
+        of `_file_bytes` fits. Raises RecordingError where those in use leave no room.
+        """
+        with self._locked():
+            self._make_room()
+            started = int(self._clock() * 1000)
+            while self._file < 0:
+                self._name = f"kvtiers-trace-{started:013}-{self._writer}.jsonl.zst"
+                with suppress(FileExistsError):
+                    flags = _NEW | os.O_WRONLY
+                    self._file = os.open(self._name, flags, 0o600, dir_fd=self._folder)
+                    try_lock(self._file)
+                started += 1
+        self._size = 0
+        self._ends = time.monotonic() + self._keep / ROTATIONS
+        self._write(self._compress(self._header()))
+
+    def _write(self, frame: bytes) -> None:
+        """Write a frame, or leave the file as it was: nothing behind half a frame can be read."""
+        try:
+            rest = memoryview(frame)
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            with suppress(OSError):
+                if not self._size:
+                    os.unlink(self._name, dir_fd=self._folder)
+            with suppress(OSError):
+                self.end()
+            raise
+        self._size += len(frame)
 
     def _check(self) -> None:
         found = os.fstat(self._folder)
@@ -175,14 +239,14 @@ class RecordFolder:
         room."""
         ended, taken = self._ended()
         left = [file for file in ended if not self._is_old(file)]
-        while left and taken + sum(file.size for file in left) + self.file_bytes > self._max_bytes:
+        while left and taken + sum(file.size for file in left) + self._file_bytes > self._max_bytes:
             left.pop(0)
         for file in set(ended) - set(left):
             os.unlink(file.name, dir_fd=self._folder)
-        if taken + self.file_bytes > self._max_bytes:
+        if taken + self._file_bytes > self._max_bytes:
             raise RecordingError(
-                f"{self.path}: others write {taken // self.file_bytes} files there, and record.max "
-                f"has room for {WRITERS}; raise it, or name another folder"
+                f"{self.path}: others write {taken // self._file_bytes} files there, and "
+                f"record.max has room for {WRITERS}; raise it, or name another folder"
             )
 
     def _is_old(self, file: _Found) -> bool:
@@ -201,7 +265,7 @@ class RecordFolder:
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                     continue
                 if self._is_being_written(name):
-                    taken += max(found.st_size, self.file_bytes)
+                    taken += max(found.st_size, self._file_bytes)
                 else:
                     ended.append(_Found(int(match[1]), name, found.st_size))
         return sorted(ended), taken
@@ -212,91 +276,3 @@ class RecordFolder:
             return not try_lock(file)
         finally:
             release(file)
-
-
-_LEVEL = 1
-"""Ids are random numbers: level 3 is six times slower and its files are no smaller, measured on a
-public trace of conversations in blocks of 16 tokens."""
-ROTATIONS = 8
-"""A file is written for this part of `keep` at most: it is deleted whole, by its first request."""
-
-
-class RecordedFiles:
-    """Appends to the current file of one writer, each time a whole zstd frame, so that what a
-    crash leaves can be read. Used by one thread."""
-
-    def __init__(
-        self,
-        folder: RecordFolder,
-        writer: str,
-        header: Callable[[], bytes],
-        keep: float,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`header`: the first line of a file. `keep`: seconds."""
-        from zstandard import ZstdCompressor
-
-        self._folder = folder
-        self._writer = writer
-        self._header = header
-        self._now = now
-        self._seconds = keep / ROTATIONS
-        self._compress = ZstdCompressor(level=_LEVEL).compress
-        self._file = -1
-        self._name = ""
-        self._size = 0
-        self._ends = 0.0
-
-    def append(self, lines: bytes) -> None:
-        """Write lines, each with its newline: all of them or none.
-
-        Raises OSError and RecordingError; the next call begins another file.
-        """
-        frame = self._compress(lines)
-        if self._file >= 0 and (
-            self._size + len(frame) > self._folder.file_bytes or self._now() >= self._ends
-        ):
-            self.end()
-        if self._file < 0:
-            self._begin()
-        if self._size + len(frame) > self._folder.file_bytes:
-            raise RecordingError(
-                f"{self._folder.path}: {len(frame)} bytes of lines are over a file's "
-                f"{self._folder.file_bytes}; raise record.max"
-            )
-        self._write(frame)
-
-    def rotate(self) -> None:
-        """End the current file if its time is over, and delete files that are too old."""
-        if self._file >= 0 and self._now() >= self._ends:
-            self.end()
-        self._folder.tidy()
-
-    def end(self) -> None:
-        """End the current file."""
-        file, self._file = self._file, -1
-        if file >= 0:
-            release(file)
-
-    def _begin(self) -> None:
-        self._name, self._file = self._folder.begin(self._writer)
-        self._size = 0
-        self._ends = self._now() + self._seconds
-        self._write(self._compress(self._header()))
-
-    def _write(self, frame: bytes) -> None:
-        """Write a frame, or leave the file as it was: what follows half a frame can't be read."""
-        try:
-            rest = memoryview(frame)
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self._file, self._size)
-            with suppress(OSError):
-                if not self._size:
-                    self._folder.remove(self._name)
-            with suppress(OSError):
-                self.end()
-            raise
-        self._size += len(frame)

@@ -216,8 +216,6 @@ class HitCurve:
 
 @dataclass(frozen=True)
 class Curves:
-    """The curves of a trace."""
-
     block_tokens: int
     all: HitCurve
     """Every block is stored when it is first computed."""
@@ -251,7 +249,6 @@ class _Part:
         )
 
     def curve(self, largest: int | None) -> HitCurve:
-        """The curve of these requests."""
         starts, below, slopes = [], [], []
         slope = count = before = 0
         for position in sorted(self.changes):
@@ -276,7 +273,6 @@ class _Parts:
         self._now = _Part()
 
     def add(self, request: TraceRequest, stack: PrefixStack) -> None:
-        """Count a request that the stack has just been told of."""
         now = self._now
         now.requests += 1
         now.tokens += request.input_length

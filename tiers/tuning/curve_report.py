@@ -17,7 +17,7 @@ FORMAT, VERSION = "kvtiers-curve", 1
 _ROWS, _POINTS = 13, 200
 
 
-class Mark(NamedTuple):
+class TierMark(NamedTuple):
     """A tier of a given chain, and its size."""
 
     name: str
@@ -49,13 +49,13 @@ class CurveReport:
 
     curves: Curves
     token_bytes: int | None
-    marks: Sequence[Mark] = ()
+    marks: Sequence[TierMark] = ()
 
     def rows(self) -> list[Row]:
         """A row for round sizes up to the largest that brings something, and for each mark."""
-        sizes = [(size, None) for size in self._round_sizes()]
-        marked = [(mark.blocks, mark.name) for mark in self.marks if mark.blocks]
-        return [self._row(size, name) for size, name in sorted([*sizes, *marked], key=_by_size)]
+        sizes = [(size, "") for size in self._round_sizes()]
+        sizes += [(mark.blocks, mark.name) for mark in self.marks if mark.blocks]
+        return [self._row(size, name or None) for size, name in sorted(sizes)]
 
     def table(self) -> str:
         """The rows as text; a chain's tiers are named."""
@@ -70,9 +70,9 @@ class CurveReport:
         return "\n".join([lines[0], *map(str.__add__, lines[1:], marks)])
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` writes."""
         curves = self.curves
-        sizes = [self._row(size, None) for size in self._log_sizes(self._most)]
+        step = math.log(self._most) / (_POINTS - 1)  # sizes from 1 to the largest, in equal ratios
+        sizes = sorted({round(math.exp(step * n)) for n in range(_POINTS)} | {self._most})
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -84,14 +84,14 @@ class CurveReport:
             "distinct_blocks": curves.distinct,
             "useful_blocks": curves.all.useful,
             "tiers": [asdict(self._row(mark.blocks, mark.name)) for mark in self.marks],
-            "sizes": [asdict(row) for row in sizes],
+            "sizes": [asdict(self._row(size, None)) for size in sizes],
         }
 
     def _row(self, blocks: int, tier: str | None) -> Row:
         curves = self.curves
         first, second = curves.halves or (None, None)
         hits = curves.all.hits(blocks)
-        tokens = hits * curves.block_tokens
+        tokens, tokens_held = hits * curves.block_tokens, blocks * curves.block_tokens
 
         def ratio(curve: HitCurve | None) -> float | None:
             return None if curve is None else round(curve.ratio(blocks), 6)
@@ -99,8 +99,8 @@ class CurveReport:
         return Row(
             tier,
             blocks,
-            blocks * curves.block_tokens,
-            None if self.token_bytes is None else blocks * self._block_bytes,
+            tokens_held,
+            None if self.token_bytes is None else tokens_held * self.token_bytes,
             hits,
             round(curves.all.ratio(blocks), 6),
             round(tokens / curves.all.tokens, 6) if curves.all.tokens else 0.0,
@@ -110,7 +110,7 @@ class CurveReport:
         )
 
     def _cells(self, row: Row) -> Iterator[str]:
-        yield self._size(row.blocks) if row.bytes is not None else "-"
+        yield "-" if row.bytes is None else format_size(row.bytes)
         yield f"{row.blocks:,}"
         yield f"{row.tokens:,}"
         yield f"{row.hit_ratio:.2%}"
@@ -119,38 +119,24 @@ class CurveReport:
             yield "-" if ratio is None else f"{ratio:.2%}"
 
     @property
-    def _block_bytes(self) -> int:
-        return self.curves.block_tokens * (self.token_bytes or 1)
-
-    @property
     def _most(self) -> int:
         """The largest size to show."""
         return max(1, self.curves.all.useful)
 
-    def _size(self, blocks: int) -> str:
-        return format_size(blocks * self._block_bytes) if self.token_bytes else f"{blocks:,}"
-
     def _round_sizes(self) -> Iterator[int]:
         """Powers of two of gigabytes, or of blocks, up to the largest; then that itself."""
-        unit = 1.0 if self.token_bytes is None else 2**30 / self._block_bytes
+        unit = 1.0
+        if self.token_bytes is not None:
+            unit = 2**30 / (self.curves.block_tokens * self.token_bytes)
         highest = math.floor(math.log2(self._most / unit))
         sizes = {round(unit * 2.0**step) for step in range(highest - _ROWS + 2, highest + 1)}
         yield from sorted(size for size in sizes if 1 <= size < self._most)
         yield self._most
 
-    def _log_sizes(self, largest: int) -> list[int]:
-        """Sizes from 1 to the largest, in equal ratios."""
-        step = math.log(largest) / (_POINTS - 1)
-        return sorted({round(math.exp(step * number)) for number in range(_POINTS)} | {largest})
-
-
-def _by_size(one: tuple[int, str | None]) -> tuple[int, str]:
-    return one[0], one[1] or ""
-
 
 def marks_of(
     tiers: Sequence[OffloadingSpec], block_bytes: int, largest: int | None
-) -> tuple[list[Mark], list[str]]:
+) -> tuple[list[TierMark], list[str]]:
     """The tiers of a chain by size in blocks, and for each that can't be shown why."""
     marks, without = [], []
     for tier in tiers:
@@ -163,5 +149,5 @@ def marks_of(
         elif capacity < block_bytes:
             without.append(f"{name} is not marked: a block of {block_bytes} bytes does not fit")
         else:
-            marks.append(Mark(name, capacity // block_bytes, tier.store_threshold >= 2))
+            marks.append(TierMark(name, capacity // block_bytes, tier.store_threshold >= 2))
     return marks, without

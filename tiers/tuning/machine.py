@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer
 
 from spec.errors import SpecError
 from spec.fields import exact_size, format_rate, parse_duration, parse_rate, parse_size
@@ -66,10 +66,8 @@ def size_of(tier: OffloadingSpec) -> int | None:
     return found if isinstance(found, int) else None
 
 
-class TierProfile(BaseModel):
+class TierProfile(BaseModel, frozen=True, extra="forbid"):
     """How fast a tier moves blocks, and what it costs. Frozen; unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     load_bandwidth: Bandwidth = Field(description="Bytes loaded per second, by all loads at once.")
     store_bandwidth: Bandwidth = Field(description="Bytes stored per second.")
@@ -117,14 +115,12 @@ class TierProfile(BaseModel):
         return self.endurance / a_day * DAY / YEAR if self.endurance is not None and a_day else None
 
 
-class Machine(BaseModel):
+class Machine(BaseModel, frozen=True, extra="forbid"):
     """What a chain runs on. Frozen; unknown keys are refused.
 
     The GPUs share one scheduler, one prefix cache and one chain, and each computes one step at a
     time. For tensor parallelism write one GPU with the rate of all of them.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kv_bytes_per_token: int = Field(gt=0, description="KV bytes of a token, all layers and ranks.")
     engine_cache: Size = Field(description="Bytes of KV that the engine keeps itself, all GPUs.")

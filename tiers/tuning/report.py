@@ -63,7 +63,6 @@ class TierUse:
 
     @property
     def dropped_share(self) -> float:
-        """Share of the stores that were dropped."""
         return self.dropped_blocks / self.offered_blocks if self.offered_blocks else 0.0
 
 
@@ -115,12 +114,10 @@ class Report:
 
     @property
     def tier_hit_tokens(self) -> int:
-        """Tokens that all tiers served together."""
         return sum(tier.hit_tokens for tier in self.tiers)
 
     @property
     def price_per_month(self) -> float | None:
-        """What the tiers cost; None where no price is given."""
         prices = [t.price_per_month for t in self.tiers if t.price_per_month is not None]
         return sum(prices) if prices else None
 
@@ -170,7 +167,6 @@ class Report:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for `json.dumps`."""
         found = asdict(self)
         for tier, use in zip(found["tiers"], self.tiers, strict=True):
             tier["dropped_share"] = use.dropped_share

@@ -16,7 +16,7 @@ from tiers.errors import KVTiersError
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.search import processes
 from tiers.tuning.search.processes import Simulations
-from tiers.tuning.simulation.chain import SimChain, SimTier
+from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 from tiers.tuning.simulation.workload import Workload
 
 MACHINE = Machine(

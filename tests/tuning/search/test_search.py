@@ -12,11 +12,11 @@ from tests.tuning.known_traffic import BLOCK, BLOCK_TOKENS, KV_BYTES, loop, mixe
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.report import YEAR, Report
 from tiers.tuning.search.budget import Budget
-from tiers.tuning.search.processes import Job, Simulations
+from tiers.tuning.search.processes import SimJob, Simulations
 from tiers.tuning.search.space import Space
 from tiers.tuning.search.tune import Tuned, TuneOptions, tune
 from tiers.tuning.search.tune_report import left_out
-from tiers.tuning.simulation.chain import SimChain, SimTier
+from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 
 MB = 10**6
 SETTINGS = {"disk": {"path": "/var/lib/kvtiers"}, "redis": {"url": "redis://cache.internal"}}
@@ -82,7 +82,7 @@ def test_what_is_found_does_not_hang_on_which_simulation_ends_first(
     in_order = tuned(hot_and_cold(), budget(media))
     run = Simulations.run
 
-    def backwards(self: Simulations, jobs: Iterable[Job], *rest: Any) -> list[Report]:
+    def backwards(self: Simulations, jobs: Iterable[SimJob], *rest: Any) -> list[Report]:
         return run(self, reversed(list(jobs)), *rest)
 
     monkeypatch.setattr(Simulations, "run", backwards)

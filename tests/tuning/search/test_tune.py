@@ -19,10 +19,10 @@ from tiers.tuning.curve import measure
 from tiers.tuning.machine import size_of
 from tiers.tuning.report import YEAR, Report, Stretch
 from tiers.tuning.search.search import Evaluated, Score, Split, Trials
-from tiers.tuning.search.space import Demand, Space
+from tiers.tuning.search.space import Space, growth
 from tiers.tuning.search.tune import Finalist, TuneOptions, choose_served, tune
 from tiers.tuning.search.tune_report import as_text, as_yaml, left_out, notes
-from tiers.tuning.simulation.chain import SimChain
+from tiers.tuning.simulation.sim_chain import SimChain
 
 
 def for_a_while(count: int) -> list[TraceRequest]:
@@ -68,17 +68,17 @@ def growing(count: int) -> list[TraceRequest]:
     return requests((at if at % 2 else at - at // 10 * 2 - 1, 10) for at in range(count))
 
 
-def demand(traffic: list[TraceRequest]) -> Demand:
-    return Demand(measure(traffic, BLOCK_TOKENS, second_use=False), BLOCK)
+def growth_of(traffic: list[TraceRequest]) -> str | None:
+    return growth(measure(traffic, BLOCK_TOKENS, second_use=False))
 
 
 def test_traffic_that_grows_is_told_from_traffic_that_does_not() -> None:
-    grown = demand(growing(400)).growth
+    grown = growth_of(growing(400))
     assert grown is not None and "times the room of its first half" in grown
     for same in (hot_and_cold(600), requests(loop(10, 10, 200)), requests(once(10, 100))):
-        assert demand(same).growth is None
+        assert growth_of(same) is None
     later = [*once(10, 100), *loop(5, 10, 100)]
-    late = demand(requests(later)).growth
+    late = growth_of(requests(later))
     assert late is not None
 
 

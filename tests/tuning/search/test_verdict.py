@@ -22,7 +22,7 @@ from tiers.tuning.search.search import Gap, Score, excesses, gap, score
 from tiers.tuning.search.space import LOAD_WHEN, POLICIES, simplicity, worth_trying
 from tiers.tuning.search.tune import Tuned
 from tiers.tuning.search.tune_report import as_json, as_text, as_yaml
-from tiers.tuning.simulation.chain import SimChain, SimTier
+from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 
 GIVEN = budget({"cpu": (1000, {}), "disk": (1000, {})})
 CPU = SimTier("cpu", "cpu", True, 100)

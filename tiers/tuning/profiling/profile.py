@@ -88,14 +88,20 @@ def _moved(tier: OffloadingSpec, live: Collection[str], places: ExitStack) -> Of
 
 def _store_profile(spec: StoreSpec, block_bytes: int, count: int) -> TierProfile:
     with _opened(spec, block_bytes, count) as (store, blocks):
-        put, get = _checked(spec, "stored", store.put), _checked(spec, "loaded", store.get)
+
+        def put(batch: Sequence[Block]) -> None:
+            _check(all(store.put(batch)), spec, "stored")
+
+        def get(batch: Sequence[Block]) -> None:
+            _check(all(store.get(batch)), spec, "loaded")
+
         singles, rest = blocks[:SINGLES], blocks[SINGLES:]
-        single_store = min(_seconds(put, [[one]]) for one in singles)
+        single_store = min(_seconds(put, [[block]]) for block in singles)
         batch = max(1, min(batch_blocks(block_bytes), len(rest) // LOADERS))
         batches = [rest[start : start + batch] for start in range(0, len(rest), batch)]
         size = len(rest) * block_bytes
         store_rate = size / _seconds(put, batches)
-        single_load = min(_seconds(get, [[one]]) for one in singles)
+        single_load = min(_seconds(get, [[block]]) for block in singles)
         alone = size / _seconds(get, batches)
         with ThreadPoolExecutor(LOADERS) as threads:
             began = time.perf_counter()
@@ -104,10 +110,10 @@ def _store_profile(spec: StoreSpec, block_bytes: int, count: int) -> TierProfile
             together = size / (time.perf_counter() - began)
     load_rate = max(alone, together)
     return TierProfile(
-        load_bandwidth=_read(load_rate),
-        store_bandwidth=_read(store_rate),
-        load_latency=_read(max(0.0, single_load - block_bytes / alone)),
-        store_latency=_read(max(0.0, single_store - block_bytes / store_rate)),
+        load_bandwidth=_rounded(load_rate),
+        store_bandwidth=_rounded(store_rate),
+        load_latency=_rounded(max(0.0, single_load - block_bytes / alone)),
+        store_latency=_rounded(max(0.0, single_store - block_bytes / store_rate)),
         concurrency=LOADERS,
     )
 
@@ -131,22 +137,17 @@ def _opened(
         memory.close()
 
 
-def _read(figure: float) -> float:
-    """A measured figure as people read it: no other digits come again in the next measurement."""
+def _rounded(figure: float) -> float:
+    """A measured figure with the digits that the next measurement confirms."""
     return float(f"{figure:.4g}")
 
 
-def _checked(
-    spec: StoreSpec, what: str, verb: Callable[[Sequence[Block]], list[bool]]
-) -> Callable[[Sequence[Block]], None]:
-    def call(blocks: Sequence[Block]) -> None:
-        if not all(verb(blocks)):
-            raise CannotMeasure(
-                f"tier {spec.tier_name}: not every block of {len(blocks)} was {what}; is it up, "
-                "and has it room for a few hundred MiB?"
-            )
-
-    return call
+def _check(did_all: bool, spec: StoreSpec, what: str) -> None:
+    if not did_all:
+        raise CannotMeasure(
+            f"tier {spec.tier_name}: not every block was {what}; is it up, and has it room for a "
+            "few hundred MiB?"
+        )
 
 
 def _seconds(
@@ -173,5 +174,5 @@ def _host_profile(block_bytes: int, count: int) -> TierProfile:
         return host.numel() / max(1e-9, time.perf_counter() - began)
 
     return TierProfile(
-        load_bandwidth=_read(rate(device, host)), store_bandwidth=_read(rate(host, device))
+        load_bandwidth=_rounded(rate(device, host)), store_bandwidth=_rounded(rate(host, device))
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
 
 from spec.errors import SpecError, one_of
 from spec.fields import ByteSize, Duration
@@ -29,10 +29,8 @@ TUNED = ("name", *SIZE_KEYS, "store_threshold", "eviction", "write_budget", "sto
 """Settings of a tier that the search chooses."""
 
 
-class Medium(BaseModel):
+class Medium(BaseModel, frozen=True, extra="forbid"):
     """A tier that the chain may have. Frozen; unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: str = Field(description="The tier type: cpu, disk, redis, or a plugin's.")
     limit: ByteSize = Field(description="Bytes for blocks at most.", examples=["256GiB"])
@@ -99,10 +97,8 @@ def written(kind: str, settings: Mapping[str, Any], capacity: int) -> dict[Any, 
     return {**settings, key: capacity} if key is not None else {**settings}
 
 
-class Constraints(BaseModel):
+class Constraints(BaseModel, frozen=True, extra="forbid"):
     """What a chain must keep within. Frozen; unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mean_ttft: Duration | None = Field(default=None, description="Mean TTFT at most, like 800ms.")
     p99_ttft: Duration | None = Field(default=None, description="99% of TTFTs at most, like 5s.")
@@ -117,10 +113,8 @@ class Constraints(BaseModel):
     )
 
 
-class Budget(BaseModel):
+class Budget(BaseModel, frozen=True, extra="forbid", validate_default=True):
     """Media, machine, objective and constraints. Frozen; unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     media: tuple[Medium, ...] = Field(
         min_length=1, max_length=5, description="The tiers that the chain may have."

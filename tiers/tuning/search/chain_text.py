@@ -13,7 +13,7 @@ from spec.fields import exact_size, format_rate
 from tiers.tuning.report import Report, TierUse, seconds
 from tiers.tuning.search.budget import Budget, Objective
 from tiers.tuning.search.search import Evaluated, Gap
-from tiers.tuning.simulation.chain import SimChain, SimTier
+from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 
 WIDTH = 100
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

@@ -13,25 +13,23 @@ from typing import Self
 from tiers.errors import KVTiersError
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import Report
-from tiers.tuning.simulation.chain import SimChain
+from tiers.tuning.simulation.sim_chain import SimChain
 from tiers.tuning.simulation.simulate import simulate
 from tiers.tuning.simulation.workload import Workload
 
-Job = tuple[SimChain, float, float]
+SimJob = tuple[SimChain, float, float]
 """A chain, the fraction of the requests at which serving ends, and the one where counting
 begins."""
-
-
 INTERRUPT_SECONDS = 0.2
-"""Within so many it is noticed."""
+"""An interrupt is noticed within them."""
 
 
 @contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Hold an interrupt back, and tell whether there was one; another one ends all at once.
+    """Hold an interrupt back, and report whether there was one; a second one ends all at once.
 
-    Python raises an interrupt wherever it is, and swallows it where that is its own work after a
-    fork or in a destructor. Only a program's main thread can hold it back.
+    Python raises an interrupt anywhere, and swallows it in its own work after a fork or in a
+    destructor. Only a program's main thread can hold it back.
     """
     seen: list[int] = []
 
@@ -55,6 +53,7 @@ class Simulations:
 
     `processes`: how many simulate besides this one, which only waits; 0: this one simulates. They
     are forked, so that the workload is not copied; make this before any thread is started.
+    `is_interrupted`: see `interrupts`.
     """
 
     def __init__(
@@ -64,11 +63,10 @@ class Simulations:
         processes: int = 0,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_interrupted`: see `interrupts`."""
         self._is_interrupted = is_interrupted
         self._workload = workload
         self.machine = machine
-        self._reports: dict[Job, Report] = {}
+        self._reports: dict[SimJob, Report] = {}
         self._workers: list[_Worker] = []
         for _ in range(processes):
             pipes = [worker.pipe for worker in self._workers]
@@ -83,8 +81,8 @@ class Simulations:
 
     def run(
         self,
-        jobs: Iterable[Job],
-        note: Callable[[Job, Report], None] = lambda job, report: None,
+        jobs: Iterable[SimJob],
+        note: Callable[[SimJob, Report], None] = lambda job, report: None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> list[Report]:
         """The reports of jobs, in their order; once `is_over`, of those that were begun.
@@ -102,26 +100,22 @@ class Simulations:
             self._share_out(new, note, is_over)
         else:
             for job in new:
-                self._check()
+                if self._is_interrupted():
+                    raise KeyboardInterrupt
                 if is_over():
                     break
-                found = _simulate(self._workload, self.machine, job)
-                self._reports[job] = found
-                note(job, found)
+                self._reports[job] = _simulate(self._workload, self.machine, job)
+                note(job, self._reports[job])
         return [self._reports[job] for job in jobs if job in self._reports]
-
-    def _check(self) -> None:
-        if self._is_interrupted():
-            raise KeyboardInterrupt
 
     def _share_out(
         self,
-        jobs: Sequence[Job],
-        note: Callable[[Job, Report], None],
+        jobs: Sequence[SimJob],
+        note: Callable[[SimJob, Report], None],
         is_over: Callable[[], bool],
     ) -> None:
         rest = list(reversed(jobs))
-        busy: dict[Connection, tuple[_Worker, Job]] = {}
+        busy: dict[Connection, tuple[_Worker, SimJob]] = {}
         free = list(self._workers)
         while rest or busy:
             if is_over():
@@ -130,7 +124,8 @@ class Simulations:
                 job, worker = rest.pop(), free.pop()
                 worker.pipe.send(job)
                 busy[worker.pipe] = worker, job
-            self._check()
+            if self._is_interrupted():
+                raise KeyboardInterrupt
             for pipe in wait(list(busy), INTERRUPT_SECONDS) if busy else ():
                 assert isinstance(pipe, Connection)
                 worker, job = busy.pop(pipe)
@@ -140,7 +135,7 @@ class Simulations:
 
 
 class _Worker:
-    """A forked process that simulates what its pipe brings."""
+    """A forked process that simulates the jobs of its pipe."""
 
     def __init__(self, workload: Workload, machine: Machine, others: Sequence[Connection]) -> None:
         context = multiprocessing.get_context("fork")
@@ -191,7 +186,7 @@ def _serve(
         return  # the parent is gone
 
 
-def _simulate(workload: Workload, machine: Machine, job: Job) -> Report:
+def _simulate(workload: Workload, machine: Machine, job: SimJob) -> Report:
     chain, end, start = job
     part = workload.part(0.0, end)
     return simulate(part, workload.block_tokens, chain, machine, warm=start / end)

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from tiers.tuning.report import Report
 from tiers.tuning.search.budget import Budget
-from tiers.tuning.search.processes import Job, Simulations
+from tiers.tuning.search.processes import SimJob, Simulations
 from tiers.tuning.search.space import Space, simplicity
-from tiers.tuning.simulation.chain import SimChain
+from tiers.tuning.simulation.sim_chain import SimChain
 
 BEAM = 4
 SAME_ORDER = 2
@@ -121,7 +121,6 @@ def gap(mine: Report, other: Report, budget: Budget) -> Gap:
 
 
 def _values(report: Report, budget: Budget) -> list[float]:
-    """The objective of each stretch."""
     rate, parts = budget.machine.prefill_rate, report.stretches
     match budget.objective:
         case "mean_ttft":
@@ -197,7 +196,6 @@ class Trials:
         return sorted(self._tried.values(), key=self._rank)
 
     def of(self, chain: SimChain) -> Evaluated | None:
-        """The chain, if it was tried."""
         return self._tried.get(chain)
 
     def run(
@@ -217,10 +215,9 @@ class Trials:
         return [self._tried[chain] for chain in asked if chain in self._tried]
 
     def gap(self, mine: Evaluated, other: Evaluated) -> Gap:
-        """How much worse a chain is than another."""
         return gap(mine.report, other.report, self.space.budget)
 
-    def _note(self, job: Job, report: Report) -> None:
+    def _note(self, job: SimJob, report: Report) -> None:
         chain = job[0]
         self._tried[chain] = Evaluated(chain, report, score(report, self.space.budget))
         self._advance(self)

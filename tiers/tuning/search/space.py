@@ -18,17 +18,17 @@ from typing import get_args
 
 from spec.chain import LoadPolicy
 from spec.fields import exact_size, format_rate
-from tiers.tuning.curve import Curves, HitCurve
+from tiers.tuning.curve import Curves
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import DAY, YEAR
 from tiers.tuning.search.budget import Budget, Medium
-from tiers.tuning.simulation.chain import SimChain, SimTier
+from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 
 HALVES = 4
 FLAT = 0.002
-"""Hit ratios that differ by less are alike."""
+"""Hit ratios that differ by less are equal."""
 SPARE = 1.1
-"""Blocks on their way take room too: what suffices by the curve is taken this much larger."""
+"""Blocks in flight take room too: sizes are this much larger than the curve says."""
 GROWS = 1.25
 """A trace grows if all of it needs so many times the room that its first half does."""
 SETTLED = 0.1
@@ -37,56 +37,33 @@ ALL = 1 << 62
 """More bytes than any trace has."""
 
 
-class Demand:
-    """What requests would have of a cache, by their `curves`; a block has `block_bytes`."""
-
-    def __init__(self, curves: Curves, block_bytes: int) -> None:
-        self._curves = curves
-        self._block_bytes = block_bytes
-
-    def hit_ratio(self, size: int) -> float:
-        """Of an LRU of so many bytes."""
-        return self._curves.all.ratio(size // self._block_bytes)
-
-    @property
-    def growth(self) -> str | None:
-        """Why what would be reused after the requests is more than these show; None: it is not."""
-        if self._curves.halves is None:
-            return None
-        early, late = self._curves.halves
-        needs = [self._needs(curve) for curve in (early, self._curves.all)]
-        if needs[1] > GROWS * needs[0]:
-            return f"all of it needs {needs[1] / needs[0]:.1f} times the room of its first half"
-        shares = [curve.ratio(curve.useful) for curve in (early, late)]
-        if shares[1] > shares[0] + SETTLED and early.useful < late.useful:
-            return (
-                f"{shares[0]:.0%} of its first half could be served, {shares[1]:.0%} of its second"
-            )
+def growth(curves: Curves) -> str | None:
+    """Why the requests after these would reuse more than these show; None: they would not."""
+    if curves.halves is None:
         return None
-
-    def _needs(self, curve: HitCurve) -> int:
-        """Blocks that serve all that can be served."""
-        return max(1, _least(curve.useful or 1, curve.ratio))
+    early, late = curves.halves
+    needs = [max(1, _least(curve.useful or 1, curve.ratio)) for curve in (early, curves.all)]
+    if needs[1] > GROWS * needs[0]:
+        return f"all of it needs {needs[1] / needs[0]:.1f} times the room of its first half"
+    shares = [curve.ratio(curve.useful) for curve in (early, late)]
+    if shares[1] > shares[0] + SETTLED and early.useful < late.useful:
+        return f"{shares[0]:.0%} of its first half could be served, {shares[1]:.0%} of its second"
+    return None
 
 
 def worth_trying(
     budget: Budget, hit_ratio: Callable[[int], float]
 ) -> Mapping[str, tuple[int, ...]]:
-    """The sizes of each medium in bytes, the largest first. `hit_ratio`: of an LRU of so many
-    bytes, over the requests that are searched."""
-    return {
-        medium.type: _sizes(medium.limit, budget.machine.tiers[medium.type].stored_share, hit_ratio)
-        for medium in budget.media
-    }
-
-
-def _sizes(limit: int, stored_share: float, hit_ratio: Callable[[int], float]) -> tuple[int, ...]:
-    def ratio(size: int) -> float:
-        return hit_ratio(int(size / stored_share))
-
-    top = min(limit, _round(SPARE * _least(limit, ratio)))
-    halves = [_round(top / 2**half) for half in range(1, HALVES + 1)]
-    return (top, *dict.fromkeys(size for size in halves if size < top))
+    """The sizes of each medium in bytes, the largest first. `hit_ratio`: of an LRU of some bytes,
+    over the requests that are searched."""
+    sizes = {}
+    for medium in budget.media:
+        stored_share = budget.machine.tiers[medium.type].stored_share
+        least = _least(medium.limit, lambda size, share=stored_share: hit_ratio(int(size / share)))  # type: ignore[misc]
+        top = min(medium.limit, _round(SPARE * least))
+        halves = [_round(top / 2**half) for half in range(1, HALVES + 1)]
+        sizes[medium.type] = (top, *dict.fromkeys(size for size in halves if size < top))
+    return sizes
 
 
 def _least(limit: int, ratio: Callable[[int], float]) -> int:
@@ -116,8 +93,8 @@ LOAD_WHEN: tuple[str, ...] = ("sooner", "always")
 
 @dataclass(frozen=True)
 class Step:
-    """A chain one step away: what differs (`kind`: `tiers`, `order` or a key of the chain's YAML),
-    in which tier, and how it reads."""
+    """A chain one step away: the difference (`kind`: `tiers`, `order` or a key of the YAML), its
+    tier, and its wording."""
 
     kind: str
     tier: str | None
@@ -146,7 +123,10 @@ class Space:
         fastest first also with each load policy, and a tier that has a write budget also with a
         store threshold, which spends less of it."""
         yield SimChain(())
-        media = [self._first(medium) for medium in self._by_speed()]
+        media = []
+        for tier in map(self.tier, self._by_speed()):
+            thresholds = THRESHOLDS[: 1 if tier.write_budget is None else 2]
+            media.append([replace(tier, store_threshold=threshold) for threshold in thresholds])
         for count in range(1, len(media) + 1):
             for choices in permutations(media, count):
                 yield from map(SimChain, product(*choices))
@@ -154,17 +134,13 @@ class Space:
                 tiers = tuple(choice[0] for choice in choices)
                 yield from (SimChain(tiers, policy) for policy in policies(count))
 
-    def _first(self, medium: Medium) -> tuple[SimTier, ...]:
-        tier = self.tier(medium)
-        thresholds = THRESHOLDS[:1] if tier.write_budget is None else THRESHOLDS[:2]
-        return tuple(replace(tier, store_threshold=threshold) for threshold in thresholds)
-
     def fastest_first(self) -> SimChain:
-        """What a careful guess gives: all media in the order of their bandwidth, `stitched`."""
+        """A careful guess: all media in the order of their bandwidth, `stitched`."""
         return SimChain(tuple(self.tier(medium) for medium in self._by_speed()))
 
     def _by_speed(self) -> list[Medium]:
-        return sorted(self.budget.media, key=lambda m: -_speed(m.type, self.budget.machine))
+        tiers = self.budget.machine.tiers
+        return sorted(self.budget.media, key=lambda m: -tiers[m.type].load_bandwidth)
 
     def steps(self, chain: SimChain) -> Iterator[Step]:
         """All chains one step from a chain that has tiers."""
@@ -223,12 +199,12 @@ class Space:
                 yield _with(chain, tier, "eviction", eviction, eviction=eviction)
         for threshold in THRESHOLDS:
             if abs(threshold - tier.store_threshold) == 1:
-                yield _with(
-                    chain, tier, "store_threshold", str(threshold), store_threshold=threshold
-                )
+                text = str(threshold)
+                yield _with(chain, tier, "store_threshold", text, store_threshold=threshold)
         for rate in self._rates[tier.type]:
             if rate != tier.write_budget:
-                yield _with(chain, tier, "write_budget", _rate(rate), write_budget=rate)
+                text = "none" if rate is None else format_rate(rate)
+                yield _with(chain, tier, "write_budget", text, write_budget=rate)
 
 
 def policies(tiers: int) -> tuple[str, ...]:
@@ -247,17 +223,9 @@ def write_budgets(medium: Medium, budget: Budget) -> tuple[float | None, ...]:
     return (None, max(1, a_day // scale * scale) / DAY)
 
 
-def _rate(rate: float | None) -> str:
-    return "none" if rate is None else format_rate(rate)
-
-
 def _with(chain: SimChain, tier: SimTier, kind: str, text: str, **changed: object) -> Step:
     tiers = tuple(replace(t, **changed) if t is tier else t for t in chain.tiers)  # type: ignore[arg-type]
     return Step(kind, tier.type, text, replace(chain, tiers=tiers))
-
-
-def _speed(kind: str, machine: Machine) -> float:
-    return machine.tiers[kind].load_bandwidth
 
 
 def simplicity(chain: SimChain, machine: Machine) -> tuple[float, ...]:
@@ -265,7 +233,7 @@ def simplicity(chain: SimChain, machine: Machine) -> tuple[float, ...]:
     the default (a slower tier before a faster one counts as one), a low price, few bytes."""
     settings = (chain.load_policy != POLICIES[0]) + (not chain.promote)
     settings += chain.load_when != LOAD_WHEN[0]
-    speeds = [_speed(tier.type, machine) for tier in chain.tiers]
+    speeds = [machine.tiers[tier.type].load_bandwidth for tier in chain.tiers]
     settings += sum(above < below for above, below in combinations(speeds, 2))
     for tier in chain.tiers:
         settings += (tier.eviction != "lru") + (tier.store_threshold > 1)

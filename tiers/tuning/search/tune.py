@@ -35,8 +35,8 @@ from tiers.tuning.search.search import (
     score,
     search,
 )
-from tiers.tuning.search.space import Demand, Space, simplicity, worth_trying
-from tiers.tuning.simulation.chain import SimChain
+from tiers.tuning.search.space import Space, growth, simplicity, worth_trying
+from tiers.tuning.simulation.sim_chain import SimChain
 from tiers.tuning.simulation.workload import Workload
 
 LIMIT = 250
@@ -85,7 +85,7 @@ class Tuned:
     """The result of tuning.
 
     `counted`: requests of the search that do not only warm. `tried`: all chains of the search, the
-    best first. `growth`: see `Demand`. `chosen`: the simplest chain that equals the best of the
+    best first. `growth`: see `growth`. `chosen`: the simplest chain that equals the best of the
     search. `judged`: the chosen chain (`chosen`) and others by their labels, on requests that no
     choice saw, or if `is_cut_off`, since the search was interrupted, on those of the search.
     `finalists`: chains that were served for real, labelled before that changed the choice.
@@ -135,8 +135,9 @@ def tune(
     split = options.split if options.judge is None else replace(options.split, searched=1.0)
     searched = requests[: int(len(requests) * split.searched)]
     block_bytes = block_tokens * budget.machine.kv_bytes_per_token
-    demand = Demand(measure(searched, block_tokens, second_use=False), block_bytes)
-    space = Space(budget, worth_trying(budget, demand.hit_ratio))
+    curves = measure(searched, block_tokens, second_use=False)
+    grows = growth(curves)
+    space = Space(budget, worth_trying(budget, lambda size: curves.all.ratio(size // block_bytes)))
     compared = {"fastest first": space.fastest_first(), "none": SimChain(())}
     if present is not None:
         compared = {"present": present_chain(present, budget), **compared}
@@ -152,7 +153,7 @@ def tune(
         try:
             search(trials, options.limit, lambda: time.monotonic() > ends)
             trials.run(compared.values())
-            chosen = settled(trials, demand.growth is not None)
+            chosen = settled(trials, grows is not None)
             served: Mapping[str, Finalist] = {}
             if options.serve is not None:
                 serve = partial(
@@ -184,7 +185,7 @@ def tune(
         split,
         space,
         trials.tried,
-        demand.growth,
+        grows,
         chosen,
         judged,
         finalists,

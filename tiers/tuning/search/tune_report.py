@@ -42,7 +42,6 @@ def as_text(tuned: Tuned, judged_on: str | None = None) -> str:
 
 
 def _where(tuned: Tuned, judged_on: str | None) -> str:
-    """The requests of the table."""
     if tuned.is_cut_off:
         return f"The search was interrupted. The best so far, on requests {_searched(tuned)}"
     if judged_on is not None:
@@ -231,7 +230,6 @@ def _has_prices(budget: Budget) -> bool:
 
 
 def _price_of(one: Evaluated, budget: Budget) -> float:
-    """The price of a chain for a month, or its bytes."""
     if _has_prices(budget):
         return cost(one.report, budget)
     return float(sum(tier.capacity or 0 for tier in one.chain.tiers))
@@ -317,7 +315,6 @@ def _unsearched(present: ChainSpec, tuned: Tuned) -> Iterator[str]:
 
 
 def as_json(tuned: Tuned, trace: str) -> dict[str, Any]:
-    """All figures, for `json.dumps`."""
     budget = tuned.budget
     labels = ("chosen", "present", "fastest first", "none")
     return {

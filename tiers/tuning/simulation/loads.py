@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tiers.loading.comparison import Comparison, Verdict, Wish
 from tiers.loading.shares import HeldRun, LinkCost, share
-from tiers.tuning.simulation.chain import SimChain
+from tiers.tuning.simulation.sim_chain import SimChain
 from tiers.tuning.simulation.spaces import leading
 from tiers.tuning.simulation.tier import Tier
 from tiers.tuning.simulation.workload import Prompt, Workload
@@ -217,7 +217,6 @@ class Loads:
         return any(tier.held[run] >> skip & 1 for tier in self._tiers)
 
     def drain(self, now: float) -> None:
-        """Take in what all tiers have stored by now."""
         for tier in self._tiers:
             if tier.due <= now:
                 tier.drain(now)

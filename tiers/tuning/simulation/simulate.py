@@ -11,8 +11,8 @@ from spec.offloading import QUEUE_SECONDS
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.report import DAY, Report, TierUse, quantile, stretches
-from tiers.tuning.simulation.chain import SimChain, SimTier
-from tiers.tuning.simulation.engine import SimEngine
+from tiers.tuning.simulation.sim_chain import SimChain, SimTier
+from tiers.tuning.simulation.sim_engine import SimEngine
 from tiers.tuning.simulation.spaces import ArcSpace, LruSpace, TimedSpace
 from tiers.tuning.simulation.tier import Tier, TierCounts, TierSettings
 from tiers.tuning.simulation.workload import Workload
@@ -82,7 +82,6 @@ def _space(tier: SimTier, blocks: float, runs: int) -> LruSpace:
 
 
 def _slots(chain: SimChain, machine: Machine, block_tokens: int, block_bytes: int) -> int:
-    """Slots of the host pool."""
     capacity = sum(tier.capacity or 0 for tier in chain.tiers if tier.is_host)
     if chain.staging is not None:
         return int((capacity + chain.staging) // block_bytes)
@@ -113,7 +112,6 @@ def _settings(tier: SimTier, profile: TierProfile, block_bytes: int, most: float
 
 
 def _report(engine: SimEngine, chain: SimChain, machine: Machine) -> Report:
-    """The report of the counted requests."""
     workload, size = engine.workload, engine.workload.block_tokens
     seconds = max(engine.now - engine.since, 1e-9)
     uses = []

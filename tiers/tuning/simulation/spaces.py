@@ -113,19 +113,16 @@ class TimedSpace(LruSpace):
         self._since = [0.0] * runs
 
     def touch(self, path: Sequence[int]) -> None:
-        """Count these runs as used now, the first of them most."""
         super().touch(path)
         for run in path:
             self._since[run] = self._now
 
     def store(self, job: Job) -> None:
-        """Keep these blocks, which are new, and count the runs of their path as used now."""
         for run in job[2]:
             self._since[run] = self._now
         super().store(job)
 
     def pass_time(self, now: float) -> None:
-        """Evict what is too old by now."""
         self._now = now
         held, order, since, oldest = self.held, self._order, self._since, now - self._ttl
         while order and since[run := next(iter(order))] < oldest:
@@ -219,7 +216,6 @@ class ArcSpace(LruSpace):
         self._counts[queue] += blocks.bit_count()
 
     def shrink(self) -> None:
-        """Evict what is beyond the capacity."""
         over, counts, arc = self.over(), self._counts, self._arc
         while over > 0:
             lengths = counts[ONCE], counts[AGAIN]

@@ -31,8 +31,8 @@ class TierCounts:
 
 
 class TierSettings(NamedTuple):
-    """A tier in blocks and seconds. `room`: blocks that may be on their way into it. `is_host`:
-    they have their place in it from the first."""
+    """A tier in blocks and seconds. `room`: blocks that may be in flight into it. `is_host`: they
+    have their place in it from the first."""
 
     room: float
     is_host: bool
@@ -59,10 +59,11 @@ class _TimedLoad(NamedTuple):
 
 
 class IdleGpus:
-    """What a tier has to know of the engine's GPUs."""
+    """The engine's GPUs, for a tier."""
 
     idle_since = 0.0
-    """Since when one is idle, so that what finds room is offered again at once; else infinite."""
+    """Since when one is idle, so that blocks that find room are offered again at once; else
+    infinite."""
 
 
 class Tier:
@@ -82,11 +83,7 @@ class Tier:
         self._lengths = workload.lengths
         self._tokens = workload.block_tokens
         self._room = settings.room
-        """How many more blocks may be on their way into it."""
-        self._store_seconds = settings.store_seconds
-        self._store_latency = settings.store_latency
-        self._is_shared = settings.shared_link
-        self._is_host = settings.is_host
+        """How many more blocks may be in flight into it."""
         self._threshold = settings.store_threshold
         self._has_rules = self._threshold > 1 or settings.budget is not None
         self._uses: dict[int, int] = {}
@@ -96,10 +93,10 @@ class Tier:
         """When the tier is next to be drained: not before."""
         self.gpus = IdleGpus()
         self.refused: dict[Prompt, list[Part]] = {}
-        """Of prompts that still have their blocks: what found no room."""
+        """Of prompts that still have their blocks: those that found no room."""
         self._now = 0.0
         self.cost = LoadCost(lambda: self._now)
-        """What the chain would have measured of its loads by now."""
+        """As the chain would have measured its loads by now."""
         self._loads: deque[_TimedLoad] = deque()
         self._jobs = 0
         self._loaders = [0.0] * ABREAST
@@ -116,7 +113,7 @@ class Tier:
     def load(self, blocks: int, now: float, late: float) -> tuple[float, int]:
         """Load blocks from now on; when that ends, at `late` at the latest, and how many come.
 
-        A load that can't end in time is dropped when its turn comes, once that is known.
+        A load that can't end in time is dropped at its turn, once the cost of loads is known.
         """
         settings, counts, cost = self.settings, self.counts, self.cost
         loader = self._loaders.index(min(self._loaders))
@@ -155,84 +152,71 @@ class Tier:
         return end, came
 
     def measure(self, now: float) -> None:
-        """Take in what the chain has measured by now."""
+        """Count the loads that have ended by now."""
         self._now = now
         loads, cost = self._loads, self.cost
         while loads and loads[0].end <= now:
-            one = loads.popleft()
-            cost.ended(one.job, one.seconds, one.whole, one.tokens, not one.whole)
+            load = loads.popleft()
+            cost.ended(load.job, load.seconds, load.whole, load.tokens, not load.whole)
         if loads:
             cost.stepped()
 
     # -- stores ------------------------------------------------------------------------------
 
     def offer(self, prompt: Prompt, offer: Offer, now: float) -> Job | None:
-        """Take what the tier lacks of these blocks, head first, as far as its rules and its room
-        admit; those that it has count as used."""
+        """Take the missing ones of these blocks, predecessors first, as far as the tier's rules and
+        its room admit; those that it has count as used."""
         known = self.known
         job, fresh = offer
-        wanted, lacking, path = job
+        wanted, missing, path = job
         for run, new in wanted:
             if (have := known[run]) and (fresh or have & new):
-                wanted, lacking = self._lacks(wanted, lacking)
+                wanted = [(r, lack) for r, b in wanted if (lack := b & ~known[r])]
+                missing = sum(blocks.bit_count() for _, blocks in wanted)
                 if fresh:
-                    # What this prompt has offered before is not used again.
+                    # Blocks that this prompt has offered before are not used again.
                     self.space.touch(fresh)
-                if not lacking:
+                if not missing:
                     return None
-                job = wanted, lacking, path
+                job = wanted, missing, path
                 break
         if self._has_rules:
-            return self._offer_by_rules(prompt, wanted, lacking, fresh, now)
-        if lacking > self._room:
-            self.counts.dropped += lacking
-            return self._begin(prompt, wanted, lacking)
-        self._room -= lacking
+            return self._offer_by_rules(prompt, wanted, missing, fresh, now)
+        if missing > self._room:
+            self.counts.dropped += missing
+            return self._begin(prompt, wanted, missing)
+        self._room -= missing
         for run, new in wanted:
             known[run] |= new
         return job
 
-    def _lacks(self, parts: list[Part], lacking: int) -> tuple[list[Part], int]:
-        """What the tier neither has nor is about to have of so many blocks, and how many."""
-        known = self.known
-        wanted: list[Part] = []
-        for part in parts:
-            run, blocks = part
-            if old := known[run] & blocks:
-                lacking -= old.bit_count()
-                if old == blocks:
-                    continue
-                part = run, blocks ^ old
-            wanted.append(part)
-        return wanted, lacking
-
     def _offer_by_rules(
-        self, prompt: Prompt, wanted: list[Part], lacking: int, fresh: Sequence[int], now: float
+        self, prompt: Prompt, wanted: list[Part], missing: int, fresh: Sequence[int], now: float
     ) -> Job | None:
-        """Take of the blocks that the tier lacks those that enough prompts have asked for, as far
-        as the write budget and the room admit."""
+        """Take of the missing blocks those that enough prompts have asked for, as far as the write
+        budget and the room admit. This prompt has asked for a run that is not `fresh` before."""
         if self._threshold > 1:
-            wanted, lacking = self._asked_enough(wanted, fresh)
-        self.counts.dropped += lacking
-        if self.settings.budget is not None and wanted:
-            most = 0.0 if prompt.number in self._cut else self._affordable(now)
-            if lacking > most:
-                self._cut.add(prompt.number)  # what is behind that could not be loaded
+            uses = self._uses
+            for run, _ in wanted:
+                uses[run] = uses.get(run, 0) + (run in fresh)
+            wanted = [part for part in wanted if uses[part[0]] >= self._threshold]
+            missing = sum(blocks.bit_count() for _, blocks in wanted)
+        self.counts.dropped += missing
+        if (rate := self.settings.budget) is not None and wanted:
+            most = 0.0
+            if prompt.number not in self._cut:
+                earned = (now - self._budget_since) * rate
+                self._budget_left = min(rate * BURST, self._budget_left + earned)
+                self._budget_since = now
+                most = max(0.0, self._budget_left)
+            if missing > most:
+                self._cut.add(prompt.number)  # nothing behind that could be loaded
                 wanted, _ = split(wanted, most)
-                lacking = math.floor(most)
-        return self._begin(prompt, wanted, lacking)
-
-    def _asked_enough(self, wanted: list[Part], fresh: Sequence[int]) -> tuple[list[Part], int]:
-        """Those of the parts that enough prompts have asked for, and their blocks. This prompt has
-        asked for a run that is not `fresh` before."""
-        uses = self._uses
-        for run, _ in wanted:
-            uses[run] = uses.get(run, 0) + (run in fresh)
-        enough = [part for part in wanted if uses[part[0]] >= self._threshold]
-        return enough, sum(blocks.bit_count() for _, blocks in enough)
+                missing = math.floor(most)
+        return self._begin(prompt, wanted, missing)
 
     def _begin(self, prompt: Prompt, parts: list[Part], blocks: int) -> Job | None:
-        """Take slots for so many blocks in parts; those without one wait while the prompt has its
+        """Take slots for `blocks` blocks in parts; those without one wait while the prompt has its
         blocks."""
         if blocks > self._room:
             parts, left = split(parts, self._room)
@@ -254,79 +238,62 @@ class Tier:
         self._budget_left -= blocks
         return parts, blocks, prompt.path
 
-    def _affordable(self, now: float) -> float:
-        rate = self.settings.budget or 0.0
-        earned = (now - self._budget_since) * rate
-        self._budget_left = min(rate * BURST, self._budget_left + earned)
-        self._budget_since = now
-        return max(0.0, self._budget_left)
-
     def submit(self, job: Job, now: float) -> None:
         """The blocks of a job are in their slots: they wait for the link."""
-        busy = job[1] * self._store_seconds
-        delay = self.delay
+        settings, delay = self.settings, self.delay
+        busy = job[1] * settings.store_seconds
         begin = self._store_free + delay
         if begin < now:
             begin = now
-        if self._is_shared:
-            turns = job[1] * self.settings.load_seconds
+        if settings.shared_link:
+            turns = job[1] * settings.load_seconds
             busy += min(turns, max(0.0, self.load_free - begin))
-        if self._is_host:
+        if settings.is_host:
             self.space.claim(job[1])
-        self._store_free = end = begin + busy + self._store_latency - delay
+        self._store_free = end = begin + busy + settings.store_latency - delay
         self.jobs.append((end, busy, job))
         if self.due == math.inf:
             self.due = end + delay
 
     def drain(self, now: float) -> None:
-        """Take in the stores that have ended by now. Needless before `due`."""
+        """Count the stores that have ended by now. Needless before `due`."""
         jobs, store, counts = self.jobs, self.space.store, self.counts
         while jobs and jobs[0][0] + self.delay <= now:
             end, busy, job = jobs.popleft()
             blocks = job[1]
-            if self._is_host:
+            if self.settings.is_host:
                 self.space.claimed -= blocks
             store(job)
             self._room += blocks
             counts.stored += blocks
             counts.store_busy += busy
             if self.refused and end + self.delay >= self.gpus.idle_since:
-                self._retry(end + self.delay)
+                # A step for that alone offers again the blocks that answering prompts have.
+                then = end + self.delay
+                for again in self.offer_answers([p for p in self.refused if p.is_answering]):
+                    self.submit(again, then)
         if self._is_timed:
             self.space.pass_time(now)
         else:
             self.due = jobs[0][0] + self.delay if jobs else math.inf
 
     def offer_again(self, prompt: Prompt) -> Job | None:
-        """Take what had no room before, head first."""
+        """Take blocks that had no room before, predecessors first."""
         if self._room < 1 or prompt not in self.refused:
             return None
-        known = self.known
-        parts: list[Part] = []
-        lacking = 0
-        for run, blocks in self.refused.pop(prompt):
-            if lacks := blocks & ~known[run]:
-                parts.append((run, lacks))
-                lacking += lacks.bit_count()
-        return self._begin(prompt, parts, lacking)
+        refused = self.refused.pop(prompt)
+        parts = [(run, lack) for run, blocks in refused if (lack := blocks & ~self.known[run])]
+        return self._begin(prompt, parts, sum(blocks.bit_count() for _, blocks in parts))
 
     def offer_answers(self, answering: Iterable[Prompt]) -> list[Job]:
-        """Take what had no room before of prompts that answer, in their order."""
+        """Take blocks that had no room before of prompts that answer, in their order."""
         jobs: list[Job] = []
-        if self._room < 1:
-            return jobs
-        for prompt in [one for one in answering if one in self.refused]:
-            job = self.offer_again(prompt)
-            if job is not None:
-                jobs.append(job)
+        for prompt in [prompt for prompt in answering if prompt in self.refused]:
             if self._room < 1:
                 break
+            if (job := self.offer_again(prompt)) is not None:
+                jobs.append(job)
         return jobs
-
-    def _retry(self, now: float) -> None:
-        """Offer again what answering prompts have, in a step for that alone."""
-        for job in self.offer_answers([one for one in self.refused if one.is_answering]):
-            self.submit(job, now)
 
     def forget(self, prompt: Prompt, now: float) -> None:
         """The engine takes the blocks of a prompt back."""

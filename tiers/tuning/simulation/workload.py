@@ -41,7 +41,6 @@ class Workload:
 
     @property
     def references(self) -> int:
-        """Blocks of all prompts."""
         return sum(blocks for _, blocks, _ in self.prompts)
 
     def __len__(self) -> int:
@@ -201,7 +200,6 @@ class Prompt:
         return (parts, last - first, path), path[begin : at + 1]
 
     def first(self, blocks: int, workload: Workload) -> list[Part]:
-        """The first blocks."""
         parts: list[Part] = []
         for run in self.path:
             if blocks <= 0:

@@ -30,7 +30,6 @@ class SimTier:
 
     @classmethod
     def of(cls, spec: OffloadingSpec) -> SimTier:
-        """What a tier's settings say."""
         limits = {}
         if isinstance(spec, StoreSpec):
             names = ("max_inflight", "store_rate", "load_rate", "write_budget")
@@ -61,7 +60,6 @@ class SimChain:
 
     @classmethod
     def of(cls, spec: ChainSpec) -> SimChain:
-        """What a chain's YAML says."""
         return cls(
             tuple(map(SimTier.of, spec.tiers)),
             spec.load_policy,

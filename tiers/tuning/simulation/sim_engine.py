@@ -12,8 +12,8 @@ from typing import Any
 
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import Served
-from tiers.tuning.simulation.chain import SimChain
 from tiers.tuning.simulation.loads import Loads
+from tiers.tuning.simulation.sim_chain import SimChain
 from tiers.tuning.simulation.spaces import Job, Part
 from tiers.tuning.simulation.tier import IdleGpus, Tier, TierCounts
 from tiers.tuning.simulation.workload import Prompt, Workload
@@ -219,7 +219,6 @@ class SimEngine:
     # -- the clock ---------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve all requests."""
         workload, events, waiting = self.workload, self._events, self._waiting
         lists = workload.times, workload.tokens, workload.answers, workload.prompts
         for number, (arrival, tokens, answer, job) in enumerate(zip(*lists, strict=True)):
