@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from tiers.contract.marks import NO_ADAPTERS, LoadedAdapters, MediaMarks, RequestMarks
 from tiers.contract.protocols import Describe, describe_nothing
-from tiers.contract.weight_reports import Unseen, Weights
+from tiers.contract.weight_reports import Weights
 
 
 class KVGroup(NamedTuple):
@@ -83,7 +83,7 @@ class EngineInfo:
     host: str = ""
     ranks_here: int = 0
     replicated: bool = False
-    weights: Weights = Unseen()  # noqa: RUF009 - it has no state
+    weights: Weights = Weights()  # noqa: RUF009 - it has no state
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

@@ -1,55 +1,43 @@
-"""Weights: what a worker sees of the model's weights, which may change without a word."""
+"""Weights: what a worker sees of the model's weights, which may change unannounced."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tiers.contract.marks import AdapterReports
 
 
-class Look(Protocol):
-    """A look in flight."""
+class Look:
+    """A look in flight. This one has ended, and shows the same whatever the weights are."""
 
     def ready(self) -> bool:
         """Whether `seen` waits for nothing any more."""
+        return True
 
     def seen(self) -> bytes:
         """Bytes that are equal while the weights are. Any thread may ask; waits for the device.
         Raises RuntimeError, of a device that failed."""
+        return b""
 
 
-class Weights(Protocol):
-    """A sample of one rank's weights, and a count of what is known to have changed them.
+class Weights:
+    """A sample of one rank's weights, and a count of what is known to have changed them. These
+    defaults: weights that can't be looked at, and are taken for unchanged.
 
     `parts`: how many different samples there are, which are looked at in turn.
     """
 
-    @property
-    def parts(self) -> int: ...
+    parts = 1
 
     def look(self, part: int) -> Look:
         """Begin to look at a part, behind all that the engine queued on its device so far. Called
         by the engine's thread; waits for nothing."""
-
-
-class Unseen:
-    """Weights that can't be looked at, and are taken for unchanged."""
-
-    parts = 1
-
-    def look(self, part: int) -> Unseen:
-        return self
-
-    def ready(self) -> bool:
-        return True
-
-    def seen(self) -> bytes:
-        return b""
+        return Look()
 
 
 class Seen(NamedTuple):
-    """What so many ranks saw in a step that stores: whether the weights of all are as they were."""
+    """What `ranks` ranks saw in a step that stores: whether the weights of all are unchanged."""
 
     ranks: int
     unchanged: bool
@@ -64,9 +52,8 @@ class Seen(NamedTuple):
 
 
 class WeightReport(NamedTuple):
-    """What ranks saw since the last step. `over`: a generation whose weights are others now.
-    `seen`: by the numbers of looks; where there is one rank nobody asks. `adapters`: those that
-    were loaded."""
+    """What ranks saw since the last step. `over`: a generation whose weights have changed. `seen`:
+    by the numbers of looks; empty where there is one rank. `adapters`: those that were loaded."""
 
     over: bytes | None
     seen: Mapping[int, Seen]
@@ -76,34 +63,25 @@ class WeightReport(NamedTuple):
         """What these and other ranks saw."""
         if other is None:
             return self
-        seen = {number: one.fold(other.seen.get(number)) for number, one in self.seen.items()}
+        seen = {number: seen.fold(other.seen.get(number)) for number, seen in self.seen.items()}
         adapters = {**other.adapters, **self.adapters}
         return WeightReport(self.over or other.over, {**other.seen, **seen}, adapters)
 
 
 class WeightOrders(NamedTuple):
-    """What a step says of looks. `number`: of the step's look, if it stores. `verdicts`: what all
-    ranks together saw by earlier ones."""
+    """A step's orders. `number`: of its look, if it stores. `verdicts`: whether all ranks together
+    saw unchanged weights, by the numbers of earlier looks."""
 
     number: int | None = None
     verdicts: Mapping[int, bool] = {}
 
 
-class Watch(Protocol):
-    """Looks at a worker's weights, for all tiers of a chain."""
+class Watch:
+    """Looks at a worker's weights, for all tiers of a chain; by default there is nothing to see."""
 
     def bind(self, orders: WeightOrders) -> None:
         """Take the orders of the step that begins."""
 
     def report(self) -> WeightReport | None:
-        """What was seen since the last call; None: nothing that is not known."""
-
-
-class NoWatch:
-    """For connectors that keep no blocks of their own."""
-
-    def bind(self, orders: WeightOrders) -> None:
-        pass
-
-    def report(self) -> None:
+        """Report what was seen since the last call; None: nothing new."""
         return None

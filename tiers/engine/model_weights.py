@@ -7,10 +7,12 @@ import secrets
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
+
+from tiers.contract.weight_reports import Look, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ def before_calls(owner: Any, name: str, tell: Callable[[], object]) -> bool:
     return True
 
 
-class ModelWeights:
+class ModelWeights(Weights):
     """Samples the parameters of a worker's model, drawn by chance, and counts calls that change
     weights. Called by the engine's thread, which does nothing else between the comparison of
     addresses and the order to read."""
@@ -101,7 +103,7 @@ class ModelWeights:
             )
 
 
-class _Look:
+class _Look(Look):
     """Words being read, and how often the weights had changed when they were asked for."""
 
     def __init__(self, changes: int, readings: Sequence[Reading]) -> None:
@@ -202,15 +204,27 @@ def _extent(one: torch.Tensor) -> tuple[int, int]:
     return one.data_ptr(), one.data_ptr() + (last + 1) * one.element_size()
 
 
-class Reading(Protocol):
-    """Words on their way."""
+class Reading:
+    """Words that cross the bus, and are there after `done`; without it they are there at once."""
+
+    def __init__(
+        self, words: torch.Tensor, device: torch.device, done: torch.cuda.Event | None = None
+    ) -> None:
+        self._words = words
+        self._device = device
+        self._done = done
 
     def ready(self) -> bool:
         """Whether `words` waits for nothing any more."""
+        return self._done is None or bool(self._done.query())
 
     def words(self) -> bytes:
         """The words, in the order asked for; waits for the device. Raises RuntimeError, of a device
         that failed."""
+        if self._done is not None:
+            with torch.cuda.device(self._device):  # else a thread makes a context on the first one
+                self._done.synchronize()
+        return self._words.numpy().tobytes()
 
 
 class Words:
@@ -239,7 +253,7 @@ class Words:
         """Begin to read the words of these numbers, behind all that the calling thread has queued
         on its device. `numbers`: int64, in host memory, pinned for a CUDA device."""
         if self._beside is None:
-            return _Read(torch.index_select(self._memory, 0, numbers))
+            return Reading(torch.index_select(self._memory, 0, numbers), self._device)
         after = torch.cuda.Event()
         after.record(torch.cuda.current_stream(self._device))
         count = len(numbers)
@@ -252,32 +266,4 @@ class Words:
             arrived.copy_(found, non_blocking=True)
             done = torch.cuda.Event(blocking=True)
             done.record(self._beside)
-        return _Crossing(arrived, done, self._device)
-
-
-class _Read:
-    def __init__(self, words: torch.Tensor) -> None:
-        self._words = words
-
-    def ready(self) -> bool:
-        return True
-
-    def words(self) -> bytes:
-        return self._words.numpy().tobytes()
-
-
-class _Crossing(_Read):
-    """Words that cross the bus to `words`, which are there after `done`."""
-
-    def __init__(self, words: torch.Tensor, done: torch.cuda.Event, device: torch.device) -> None:
-        super().__init__(words)
-        self._done = done
-        self._device = device
-
-    def ready(self) -> bool:
-        return bool(self._done.query())
-
-    def words(self) -> bytes:
-        with torch.cuda.device(self._device):  # else a thread makes a context on the first one
-            self._done.synchronize()
-        return super().words()
+        return Reading(arrived, self._device, done)

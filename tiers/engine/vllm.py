@@ -43,7 +43,7 @@ from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.marks import NO_ADAPTERS, RequestMarks
-from tiers.contract.weight_reports import Unseen
+from tiers.contract.weight_reports import Weights
 from tiers.engine.content_marks import media_marks
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.vllm_children import (
@@ -120,7 +120,7 @@ def engine_info(
             chain.trust_client_ids,
         ),
         late_facts=late_facts(vllm_config, chain.salt) if is_worker else None,
-        weights=worker_weights() if is_worker else Unseen(),
+        weights=worker_weights() if is_worker else Weights(),
     )
 
 

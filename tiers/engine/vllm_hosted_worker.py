@@ -16,7 +16,7 @@ from tiers.concurrency.executors import io_executor
 from tiers.connector.hosted.shared_slots import SlotRegion, stamp
 from tiers.connector.worker.weight_watch import WeightVerdict, WeightWatch
 from tiers.contract.block_copier import Copier, Copy
-from tiers.contract.weight_reports import Unseen, WeightOrders, Weights
+from tiers.contract.weight_reports import WeightOrders, Weights
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
@@ -46,7 +46,7 @@ class HostedWorker(OffloadingWorker):  # type: ignore[misc]
     ) -> None:
         """`weights`: those of the worker. A block that others computed is not held."""
         # What one rank alone has is held nowhere, so that ranks need not agree.
-        self._watch = WeightWatch(weights or Unseen(), ranks=1)
+        self._watch = WeightWatch(weights or Weights(), ranks=1)
         self._watch.begin()
         self._region = region
         self._copiers = copiers

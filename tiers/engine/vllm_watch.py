@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
 from tiers.contract.marks import NO_ADAPTERS, LoadedAdapters, RequestMarks
-from tiers.contract.weight_reports import Unseen, Weights
+from tiers.contract.weight_reports import Weights
 from tiers.engine import adapter_marks
 from tiers.engine.adapter_marks import MarksOfRequests, SeenAdapters
 from tiers.engine.model_weights import ModelWeights, before_calls
@@ -87,7 +87,7 @@ def worker_weights() -> Weights:
         "kvtiers does not see this engine's weights: after each change of them, reset its prefix "
         "cache before the next request"
     )
-    return Unseen()
+    return Weights()
 
 
 def request_marks(vllm_config: VllmConfig) -> RequestMarks:

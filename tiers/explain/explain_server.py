@@ -1,7 +1,7 @@
 """Opens a chain's explanations, and answers questions about requests over a Unix socket.
 
-A daemon thread does it all: accept, read a question, answer, close. Nothing waits for it, and a
-client costs it a bounded time and memory, whatever that client does.
+Daemon threads do it all: accept, read a question, answer, close. Nothing waits for them, and a
+client costs one of them a bounded time and memory, whatever that client does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import secrets
-import selectors
 import socket
 import stat
 import threading
@@ -34,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 MAX_QUESTION = 4096
 """Bytes of a question; a longer one is not answered."""
-MAX_CLIENTS = 8
-"""Clients at once; more wait in the socket's queue."""
+MAX_CLIENTS = 4
+"""Clients at once, each on a thread; more wait in the socket's queue."""
 QUEUE = 64
 """Clients that wait; more are turned away."""
 CLIENT_SECONDS = 5.0
@@ -91,7 +90,6 @@ def listen(folder: Path) -> tuple[socket.socket, Path]:
         # Nobody connects before it listens, nor takes it for stale before it has its name.
         hidden.chmod(0o600)
         server.listen(QUEUE)
-        server.setblocking(False)
         hidden.rename(path)
     except BaseException:
         server.close()
@@ -100,107 +98,47 @@ def listen(folder: Path) -> tuple[socket.socket, Path]:
     return server, path
 
 
-class _Client:
-    """A connection: first its question comes, then its answer goes."""
-
-    def __init__(self, connection: socket.socket, now: float) -> None:
-        self.connection = connection
-        self.until = now + CLIENT_SECONDS
-        self.question = b""
-        self.answer: memoryview | None = None
-
-    def go_on(self, answer: Answer) -> bool:
-        """Read or write what can be now; False: it is over."""
-        if self.answer is None:
-            part = self.connection.recv(MAX_QUESTION)
-            self.question += part
-            if len(self.question) > MAX_QUESTION or not part:
-                return False
-            if not self.question.endswith(b"\n"):
-                return True
-            self.answer = memoryview(answer(self.question))
-            return True
-        self.answer = self.answer[self.connection.send(self.answer[: 1 << 16]) :]
-        return len(self.answer) > 0
-
-
 class ExplainServer:
     """Listens in a folder until it is closed."""
 
     def __init__(self, folder: Path, answer: Answer) -> None:
-        """Raises FolderRefused and OSError if it can't listen there."""
+        """Raises FolderRefused, OSError and RuntimeError if it can't listen there."""
         self._answer = answer
         self._server, self.path = listen(folder)
-        self._wake, self._woken = socket.socketpair()
-        self._clients: dict[int, _Client] = {}
-        self._thread = threading.Thread(target=self._serve, name="kvtiers-explain", daemon=True)
-        self._thread.start()
+        self._is_closed = False
+        for _ in range(MAX_CLIENTS):
+            threading.Thread(target=self._serve, name="kvtiers-explain", daemon=True).start()
 
     def _serve(self) -> None:
         widen_affinity()
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(self._woken, selectors.EVENT_READ)
-            while self._step(waiting):
-                pass
-            for client in self._clients.values():
-                client.connection.close()
+        while not self._is_closed:
+            try:
+                client, _ = self._server.accept()
+            except OSError:  # it is closed, or the client has hung up, or descriptors are short
+                time.sleep(0.05)
+                continue
+            with client, suppress(OSError):
+                self._serve_client(client, time.monotonic() + CLIENT_SECONDS)
 
-    def _step(self, waiting: selectors.DefaultSelector) -> bool:
-        """Wait for something, and do it; False: the server is closed."""
-        self._listen_if_free(waiting)
-        for key, _ in waiting.select(0.5 if self._clients else None):
-            if key.fileobj is self._woken:
-                return False
-            if key.fileobj is self._server:
-                self._accept(waiting)
-            else:
-                self._go_on(waiting, self._clients[key.fd])
-        now = time.monotonic()
-        for client in [one for one in self._clients.values() if now > one.until]:
-            self._end(waiting, client)
-        return True
-
-    def _listen_if_free(self, waiting: selectors.DefaultSelector) -> None:
-        listens = self._server.fileno() in waiting.get_map()
-        if not listens and len(self._clients) < MAX_CLIENTS:
-            waiting.register(self._server, selectors.EVENT_READ)
-        elif listens and len(self._clients) >= MAX_CLIENTS:
-            waiting.unregister(self._server)
-
-    def _accept(self, waiting: selectors.DefaultSelector) -> None:
-        try:
-            connection, _ = self._server.accept()
-        except OSError:  # it has hung up, or descriptors are short
-            time.sleep(0.05)
-            return
-        connection.setblocking(False)
-        client = _Client(connection, time.monotonic())
-        self._clients[connection.fileno()] = client
-        waiting.register(connection, selectors.EVENT_READ)
-
-    def _go_on(self, waiting: selectors.DefaultSelector, client: _Client) -> None:
-        had_answer = client.answer is not None
-        try:
-            goes_on = client.go_on(self._answer)
-        except BlockingIOError:
-            return
-        except OSError:
-            goes_on = False
-        if not goes_on:
-            self._end(waiting, client)
-        elif not had_answer and client.answer is not None:
-            waiting.modify(client.connection, selectors.EVENT_WRITE)
-
-    def _end(self, waiting: selectors.DefaultSelector, client: _Client) -> None:
-        del self._clients[client.connection.fileno()]
-        waiting.unregister(client.connection)
-        client.connection.close()
+    def _serve_client(self, client: socket.socket, until: float) -> None:
+        """Read a question and send its answer. Raises OSError, also when the time is `until`."""
+        question = b""
+        while not question.endswith(b"\n"):
+            client.settimeout(max(0.0, until - time.monotonic()))
+            part = client.recv(MAX_QUESTION)
+            question += part
+            if not part or len(question) > MAX_QUESTION:
+                return
+        answer = self._answer(question)
+        client.settimeout(max(0.0, until - time.monotonic()))
+        client.sendall(answer)
 
     def close(self) -> None:
         """Stop answering, and remove the socket. Does not wait for clients."""
+        self._is_closed = True
         self.path.unlink(missing_ok=True)
-        self._wake.close()
-        self._thread.join(1.0)
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the threads
         self._server.close()
 
 
@@ -267,7 +205,7 @@ def open_explanations(
         explanations.on_close(spans.close)
     try:
         server = ExplainServer(spec.folder, answers(explanations))
-    except (FolderRefused, OSError) as error:
+    except (FolderRefused, OSError, RuntimeError) as error:
         logger.warning("`kvtiers explain` finds nothing: no socket in explain.folder: %s", error)
         return explanations if spans is not None else None
     logger.info("`kvtiers explain --folder %s` tells why requests are served so", spec.folder)

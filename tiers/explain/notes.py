@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tiers.contract.messages import NO_LOOKUP_TIMES, NO_TIMES, LoadTimes, LookupTimes
 from tiers.contract.protocols import Request
@@ -226,45 +226,24 @@ class Attempt:
         self.started, self.started_at = computed, time.perf_counter()
 
 
+def _note_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Stands for the members of an attempt that note."""
+
+
 class _Unnoted(Attempt):
     """Notes nothing."""
 
     __slots__ = ()
-
-    def begin(self, tokens: int, cached: int, preempted: int) -> None:
-        """Nothing is noted."""
+    begin = asks_tiers = gives_up = reported = joins = begins = _note_nothing
+    part_ended = part_usable = runs = _note_nothing
 
     def watch(self, child: int, coverage: Coverage) -> Coverage:
         """Return the coverage as it is."""
         return coverage
 
-    def asks_tiers(self, limits: Limits) -> None:
-        """Nothing is noted."""
 
-    def gives_up(self) -> None:
-        """Nothing is noted."""
-
-    def reported(self, child: int, tokens: int | None) -> None:
-        """Nothing is noted."""
-
-    def joins(self, loader: str) -> None:
-        """Nothing is noted."""
-
-    def begins(
-        self,
-        choice: Decision,
-        shares: Mapping[int, Sequence[range]],
-        external: int,
-        request: Request,
-        tellers: Mapping[int, Explained],
-    ) -> None:
-        """Nothing is noted."""
-
-    def part_ended(self, block: int, failed: int | None, lost: int, times: LoadTimes) -> None:
-        """Nothing is noted."""
-
-    def part_usable(self, block: int, blocks: int) -> None:
-        """Nothing is noted."""
+UNNOTED = _Unnoted()
+"""Stands in for the attempt of a request of which nothing is noted."""
 
 
 class RequestNotes:
@@ -345,7 +324,3 @@ def _held(blocks: range, held: Sequence[int]) -> tuple[int, int | None]:
         return 0, blocks.start
     levels = bytes(held)  # a third of the time that a list's own count takes
     return len(levels) - levels.count(0), blocks.start + levels.index(0)
-
-
-UNNOTED = _Unnoted()
-"""Stands in for the attempt of a request of which nothing is noted."""

@@ -17,7 +17,7 @@ from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loading import EndedLoad, Loading
 from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.messages import LoadItem, LoadJob
-from tiers.contract.weight_reports import Unseen
+from tiers.contract.weight_reports import Weights
 from tiers.errors import TierUnusable
 from tiers.host.slot_memory import SlotMemory, slot_stride
 from tiers.store import Block
@@ -39,7 +39,7 @@ class Host:
         self.seconds = 0.0
         self.paged: dict[int, int] = {}
         self.before_copy: Callable[[], object] = int
-        self.watch = WeightWatch(Unseen(), 1)
+        self.watch = WeightWatch(Weights(), 1)
 
     @property
     def copier(self) -> Host:

@@ -8,10 +8,10 @@ from tiers.connector.multi.multi_scheduler import WeightAgreement
 from tiers.connector.worker.weight_watch import WeightVerdict, WeightWatch
 from tiers.contract.generation import Generation
 from tiers.contract.messages import OffloadingConnectorMetadata, StoreJob
-from tiers.contract.weight_reports import Seen, Unseen, WeightOrders, WeightReport
+from tiers.contract.weight_reports import Look, Seen, WeightOrders, WeightReport, Weights
 
 
-class Crossing:
+class Crossing(Look):
     """A look whose words arrive when they are let."""
 
     def __init__(self, shown: bytes, go: threading.Event) -> None:
@@ -28,10 +28,8 @@ class Crossing:
         return self._shown
 
 
-class Slow:
+class Slow(Weights):
     """Weights whose looks take time, as a device's."""
-
-    parts = 1
 
     def __init__(self) -> None:
         self.shown = b"old"
@@ -89,7 +87,7 @@ def test_a_device_that_fails_shows_nothing() -> None:
 
 
 def test_all_tiers_of_a_step_share_a_look() -> None:
-    watch = WeightWatch(Unseen(), 1)
+    watch = WeightWatch(Weights(), 1)
     watch.begin()
     watch.bind(WeightOrders())
     assert watch.stores(b"") is watch.stores(b"")

@@ -16,7 +16,7 @@ from tests.support.clock import wait_for
 from tiers.connector.hosted.hosted_tier import HostedTier
 from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
 from tiers.contract.messages import WorkerHandshake
-from tiers.contract.weight_reports import Unseen
+from tiers.contract.weight_reports import Weights
 from tiers.cpu.spec import CpuSpec
 
 pytestmark = pytest.mark.vllm
@@ -355,11 +355,11 @@ def test_a_block_that_other_weights_computed_is_not_held(
     from tiers.engine.vllm_hosted_worker import HostedWorker, SlotsSpec
     from tiers.gpu.copier import open_copier
 
-    class Shown(Unseen):
+    class Shown(Weights):
         weights = b"old"
 
         def look(self, part: int) -> Any:
-            looked, shown = Unseen(), self.weights
+            looked, shown = Weights(), self.weights
             vars(looked)["seen"] = lambda: shown
             return looked
 

@@ -141,7 +141,7 @@ def test_nothing_is_kept_alive(worker: Worker) -> None:
 def test_the_worker_is_found_among_the_callers(worker: Worker) -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from tiers.contract.weight_reports import Unseen
+    from tiers.contract.weight_reports import Weights
     from tiers.engine.model_weights import ModelWeights
     from tiers.engine.vllm_watch import worker_weights
 
@@ -153,4 +153,4 @@ def test_the_worker_is_found_among_the_callers(worker: Worker) -> None:
         return worker_weights()
 
     assert isinstance(Base(Model()).initialize_from_config(None), ModelWeights)
-    assert isinstance(make(), Unseen)
+    assert isinstance(make(), Weights)

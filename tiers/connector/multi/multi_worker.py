@@ -17,7 +17,7 @@ from tiers.connector.multi.multi_connector import (
 )
 from tiers.contract.connector import WorkerConnector
 from tiers.contract.messages import OffloadingConnectorMetadata, TransferResults
-from tiers.contract.weight_reports import NoWatch, Watch
+from tiers.contract.weight_reports import Watch
 
 
 class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
@@ -34,7 +34,7 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         """`names` and `chain`: see `MultiConnector`. `watch`: that of the children's weights; None:
         they keep no blocks of their own."""
         MultiConnector.__init__(self, children, names, chain)
-        self._watch = watch or NoWatch()
+        self._watch = watch or Watch()
         self._hears_layers = any(map(_hears_layers, self.children))
         self._saves_awaited: dict[str, int] = {}
         self._loads_awaited: dict[str, int] = {}

@@ -16,7 +16,7 @@ from collections import deque
 from concurrent.futures import Future
 
 from tiers.contract.marks import NO_ADAPTERS, LoadedAdapters
-from tiers.contract.weight_reports import Look, Seen, WeightOrders, WeightReport, Weights
+from tiers.contract.weight_reports import Look, Seen, Watch, WeightOrders, WeightReport, Weights
 
 
 class WeightVerdict:
@@ -96,7 +96,7 @@ class _Generation:
                 self._judging.release()
 
 
-class WeightWatch:
+class WeightWatch(Watch):
     """Looks at a worker's weights in each step that loads or stores; one look serves all tiers.
     Reports also what the worker has loaded as `adapters`.
 
@@ -116,7 +116,7 @@ class WeightWatch:
         self._is_shared = ranks > 1
         self._generation: _Generation | None = None
         self._over: set[bytes] = set()
-        self._told: bytes | None = None
+        self._reported: bytes | None = None
         self._part = 0
         self._number: int | None = None
         self._looks: dict[tuple[bytes, bool], WeightVerdict] = {}
@@ -129,7 +129,6 @@ class WeightWatch:
             self._generation = _Generation(b"", self._weights)
 
     def bind(self, orders: WeightOrders) -> None:
-        """Take the orders of the step that begins."""
         self._number = orders.number
         self._looks.clear()
         if self._is_shared and orders.number is not None:
@@ -176,12 +175,11 @@ class WeightWatch:
         return made
 
     def report(self) -> WeightReport | None:
-        """What was seen since the last call; None: nothing that is not known."""
         generation, over = self._generation, None
         if generation is not None:
             generation.judge_ready()
-            if generation.is_over and self._told != generation.tag:
-                over = self._told = generation.tag
+            if generation.is_over and self._reported != generation.tag:
+                over = self._reported = generation.tag
         seen: dict[int, Seen] = {}
         for number, verdict in [*self._unreported.items()]:
             if verdict is None and number != self._number:
