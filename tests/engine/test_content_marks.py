@@ -24,7 +24,7 @@ from tiers.contract.marks import MediaMark, MediaMarks, joined
 from tiers.contract.stats import CHAIN
 from tiers.engine import digesting
 from tiers.engine.content_marks import ContentMarks, media_marks, refuse_unmarked_media
-from tiers.engine.digesting import content_digest
+from tiers.engine.digesting import Digester
 from tiers.lab.replay import ReplayEngine, answer
 
 RED, BLUE = torch.full((3, 4), 0.5), torch.full((3, 4), -0.5)
@@ -75,8 +75,8 @@ def test_one_content_has_one_mark_in_every_process_and_another_has_another() -> 
     ],
 )
 def test_whatever_a_model_is_given_counts(other: Any) -> None:
-    digest = content_digest(other)
-    assert digest is not None and digest != content_digest(item(pixel_values=RED))
+    digest = Digester().ask(other).result()
+    assert digest is not None and digest != Digester().ask(item(pixel_values=RED)).result()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_whatever_a_model_is_given_counts(other: Any) -> None:
     ],
 )
 def test_a_place_in_shared_memory_is_no_content(unknown: Any) -> None:
-    assert content_digest(unknown) is None
+    assert Digester().ask(unknown).result() is None
 
 
 def test_an_image_whose_content_is_not_seen_stays_in_its_process(

@@ -16,6 +16,20 @@ def in_background(seconds: float, call: Callable[[], None]) -> None:
     timer.start()
 
 
+class LoggedOnce:
+    """Logs each warning once, by its message. For one thread."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._logged: set[str] = set()
+
+    def warn(self, message: str, *args: object) -> None:
+        """Log the warning, unless it has been."""
+        if message not in self._logged:
+            self._logged.add(message)
+            self._logger.warning(message, *args, stacklevel=2)
+
+
 class RepeatedLog:
     """One kind of event: its first `at_once` are logged as they come, further ones are counted and
     summed up each minute until a minute passes without one. Thread-safe; `log` never waits.

@@ -28,7 +28,7 @@ from tiers.contract.pool_size import PoolSize
 from tiers.contract.protocols import RequestObserver
 from tiers.contract.weight_reports import Watch
 from tiers.explain.explain_server import open_explanations
-from tiers.explain.explanations import Explainer
+from tiers.explain.explanations import Explanations
 
 DRAIN_SECONDS = 10.0
 """How long a tier may go on storing when the engine shuts down."""
@@ -103,7 +103,7 @@ def scheduler_parts(
         loads_always=chain.load_when == "always",
         now=now,
         observers=observers,
-        explainer=explanations or Explainer(),
+        explainer=explanations or Explanations(),
     )
     return SchedulerParts([*map(open_tier, chain.tiers)], _names(chain), _identity(chain), settings)
 

@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from tiers.concurrency.executors import io_executor
+from tiers.concurrency.repeated_log import LoggedOnce
 from tiers.contract.marks import (
     MARK_BYTES,
     AdapterReports,
@@ -36,7 +37,8 @@ TICK_SECONDS = 0.02
 """How far apart two changes of a file are at least, for their times to differ, on a file system
 whose times are finer than seconds."""
 MOST_NAMES = 1 << 16
-"""Adapters that are told apart; KV of further ones is not cached."""
+"""Adapters that are distinguished; KV of further ones is not cached."""
+_UNCACHED = "is not cached until the engine is started again"
 NameOf = Callable[[Any], bytes]
 """What stands for an adapter in the engine's block hashes, of a request of the engine's to load."""
 PATIENCE = 0.2
@@ -115,7 +117,7 @@ class SeenAdapters(LoadedAdapters):
         self._loaded: dict[bytes, LoadedAdapter] = {}
         self._new: set[bytes] = set()
         self._weights: dict[int, _Weights] = {}
-        self._said: set[str] = set()
+        self._log = LoggedOnce(logger)
 
     def before(self, adapter: Any) -> bytes:
         """Return the stamp of the files that the engine is about to read."""
@@ -131,12 +133,12 @@ class SeenAdapters(LoadedAdapters):
         before = self._loaded.get(name)
         content = found.content
         if before is None and len(self._loaded) >= MOST_NAMES:
-            self._say("more LoRA adapters are used than kvtiers tells apart: further ones' KV")
+            self._log.warn(f"too many LoRA adapters are used: the KV of further ones {_UNCACHED}")
             return
         if before is not None and before.content != content:
             content = b""
         if not content:
-            self._say(f"LoRA adapter {adapter.lora_name!r} {_why(found)}: its KV")
+            self._log.warn(f"LoRA adapter {adapter.lora_name!r} {_why(found)}: its KV {_UNCACHED}")
         now = LoadedAdapter(adapter.lora_int_id, content, found.stamp)
         if now != before:
             self._loaded[name] = now
@@ -159,12 +161,6 @@ class SeenAdapters(LoadedAdapters):
         ref = weakref.ref(weights, lambda _: self._weights.pop(here, None))
         kept = self._weights[here] = _Weights(ref, weights_digest(weights), stamp)
         return kept
-
-    def _say(self, what: str) -> None:
-        """Log each warning once."""
-        if what not in self._said:
-            self._said.add(what)
-            logger.warning("%s is not cached until the engine is started again", what)
 
 
 def _why(found: _Weights) -> str:
@@ -207,11 +203,10 @@ class _Look(NamedTuple):
 class MarksOfRequests(RequestMarks):
     """Makes the marks of an engine's requests. Used by the scheduler's thread.
 
-    The mark of an adapter is of the weights that all workers say they have loaded. Its blocks are
-    stored as long as those stay the same, which workers see. An engine may load an adapter anew
-    for each request, from files that have changed. So blocks are loaded only if the files are
-    still those that were read, as a thread of ours finds after the request has come. Who looks
-    late, or has no files to look at, has nothing to load.
+    The mark of an adapter is of the weights that all workers have loaded, as they report. Its
+    blocks are stored as long as those stay the same, which workers see. An engine may load an
+    adapter anew for each request, from files that have changed. So blocks are loaded only if a
+    thread of ours finds, after the request has come, that the files are still those that were read.
     """
 
     def __init__(
@@ -221,12 +216,12 @@ class MarksOfRequests(RequestMarks):
         self._ranks = ranks
         self._name_of = name_of
         self._now = now
-        self._told: dict[bytes, dict[int, LoadedAdapter]] = {}
+        self._reported: dict[bytes, dict[int, LoadedAdapter]] = {}
         self._marks: dict[str, tuple[Any, RequestMark]] = {}
         self._came: dict[str, float] = {}
         self._looks: dict[str, _Look] = {}
         self._lookers = io_executor(LOOKERS, "adapters")
-        self._said: set[str] = set()
+        self._log = LoggedOnce(logger)
 
     def of(self, request: Any) -> RequestMark:
         known = self._marks.get(request.request_id)
@@ -261,20 +256,17 @@ class MarksOfRequests(RequestMarks):
         new: set[bytes] = set()
         for rank, loaded in reports.items():
             for name, one in loaded.items():
-                self._told.setdefault(name, {})[rank] = one
+                self._reported.setdefault(name, {})[rank] = one
                 new.add(name)
         for request, mark in self._marks.values() if new else ():
             if mark.adapter in new:
                 self._update(request, mark)
 
     def _of_ranks(self, request: Any, mark: RequestMark) -> list[LoadedAdapter]:
-        """Return what the workers have loaded for the request, those that have said so."""
-        told = self._told.get(mark.adapter, {})
+        """Return what workers have loaded for the request, of those that have reported it."""
+        reported = self._reported.get(mark.adapter, {})
         number = request.lora_request.lora_int_id
-        return [told[rank] for rank in sorted(told) if told[rank].number == number]
-
-    def _is_told(self, request: Any, mark: RequestMark) -> bool:
-        return len(self._of_ranks(request, mark)) == self._ranks
+        return [one for _, one in sorted(reported.items()) if one.number == number]
 
     def _update(self, request: Any, mark: RequestMark) -> None:
         """Give a request with an adapter its mark, or take it away for good: the keys that were
@@ -282,11 +274,11 @@ class MarksOfRequests(RequestMarks):
         if not mark.adapter:
             return
         of_ranks = self._of_ranks(request, mark)
-        if not self._is_told(request, mark) or not all(one.content for one in of_ranks):
+        if len(of_ranks) < self._ranks or not all(one.content for one in of_ranks):
             mark.shared = False
         elif not self._stamp(of_ranks):
             mark.shared = False
-            self._say(
+            self._log.warn(
                 f"nobody can tell whether LoRA adapter {request.lora_request.lora_name!r} would be "
                 "the same if it were loaded again, so its KV is not cached: load it from a local "
                 "folder, two seconds after that has changed"
@@ -306,7 +298,7 @@ class MarksOfRequests(RequestMarks):
 
     def _look(self, path: str, came: float) -> _Look:
         """Return a look at an adapter's files, begun after a request `came` and good by now, or
-        the one that is under way."""
+        the one in flight."""
         look, now = self._looks.get(path), self._now()
         if look is None or (look.stamp.done() and look.began < max(came, now - FRESH)):
             look = self._looks[path] = _Look(now, self._lookers.submit(folder_stamp, path))
@@ -315,7 +307,7 @@ class MarksOfRequests(RequestMarks):
     def _is_as_read(self, request: Any, mark: RequestMark, found: bytes) -> bool:
         is_same = found == self._stamp(self._of_ranks(request, mark))
         if not is_same:
-            self._say(
+            self._log.warn(
                 f"the files of LoRA adapter {request.lora_request.lora_name!r} have changed since "
                 "the engine read them, so its KV is not loaded: load changed weights from another "
                 "path"
@@ -326,17 +318,11 @@ class MarksOfRequests(RequestMarks):
         """Return whether nobody waits any more for a look."""
         is_late = self._now() - look.began > PATIENCE
         if is_late:
-            self._say(
+            self._log.warn(
                 f"the folder of LoRA adapter {adapter.lora_name!r}, {adapter.lora_path}, does not "
                 "answer: its KV is not loaded until it does"
             )
         return is_late
-
-    def _say(self, what: str) -> None:
-        """Log each warning once."""
-        if what not in self._said:
-            self._said.add(what)
-            logger.warning("%s", what)
 
 
 def _mask_steps(request: Any, whole: bytes) -> list[tuple[int, bytes]]:
@@ -350,8 +336,8 @@ def _mask_steps(request: Any, whole: bytes) -> list[tuple[int, bytes]]:
     place = 0
     mask = getattr(request, "prompt_is_token_ids", None)
     for is_token, run in groupby((*mask, True) if mask else ()):  # its answer is tokens
-        said = whole + f"{place} {bool(is_token)}".encode()
-        whole = hashlib.blake2b(said, digest_size=MARK_BYTES).digest()
+        whole += f"{place} {bool(is_token)}".encode()
+        whole = hashlib.blake2b(whole, digest_size=MARK_BYTES).digest()
         steps.append((place, whole))
         place += len(list(run))
     return steps

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from tiers.concurrency.repeated_log import LoggedOnce
 from tiers.contract.marks import MARK_BYTES, MediaMark, MediaMarks
 from tiers.engine.digesting import Digester
 
@@ -79,7 +80,7 @@ class ContentMarks(MediaMarks):
         self._undigested: Counter[str] = Counter()
         """Names of media of requests in `_given_up`."""
         self._digester = Digester()
-        self._said: set[str] = set()
+        self._log = LoggedOnce(logger)
 
     def expect(self, request: Any) -> None:
         """Begin to digest the media of a request that are not digested yet."""
@@ -100,9 +101,8 @@ class ContentMarks(MediaMarks):
         media = self._unmarked(request)
         if not media:
             return False
-        if late and _LATE not in self._said:
-            self._said.add(_LATE)
-            logger.warning(_LATE, request.request_id)
+        if late:
+            self._log.warn(_LATE, request.request_id)
         asked = self._digesting.pop(request.request_id, [])
         unasked = [_Asked(medium, None, Future()) for medium in media[len(asked) :]]
         mark = self._marks.setdefault(request.request_id, MediaMark())
@@ -137,7 +137,7 @@ class ContentMarks(MediaMarks):
         # Media may have been added since their digests were begun.
         for medium, content in zip(self._unmarked(request), contents, strict=False):
             if self._counted:
-                self._say(_COUNTED)
+                self._log.warn(_COUNTED)
             names.add(medium.identifier)
             known = self._known(medium.identifier, content)
             if known is None:
@@ -169,7 +169,7 @@ class ContentMarks(MediaMarks):
         `content` stands for itself, in this process."""
         if content is None:
             content = _digest(self._here + name.encode())
-            self._say(_UNSEEN)
+            self._log.warn(_UNSEEN)
         first = self._contents.setdefault(name, content)
         self._contents.move_to_end(name)
         if len(self._contents) > self._room:
@@ -180,14 +180,8 @@ class ContentMarks(MediaMarks):
         for request_id, names in self._names.items():
             if name in names:
                 self._marks[request_id].shared = False
-        self._say(_SEVERAL)
+        self._log.warn(_SEVERAL)
         return None
-
-    def _say(self, what: str) -> None:
-        """Log each warning once."""
-        if what not in self._said:
-            self._said.add(what)
-            logger.warning(what)
 
 
 def _place(medium: Any) -> bytes:

@@ -119,15 +119,6 @@ class Digester:
                 self._known[here] = ref, job.answer.result()
 
 
-def content_digest(item: Any) -> bytes | None:
-    """Digest all tensors and values that a model is given of one medium; None if some are not in
-    this process, or if there are no tensors."""
-    answer: Future[bytes | None] = Future()
-    for _ in _steps(item, answer):
-        pass
-    return answer.result()
-
-
 class Unknown(KVTiersError):
     """A value that does not show the content, such as the address where it is kept."""
 

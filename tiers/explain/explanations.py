@@ -17,38 +17,17 @@ MAX_IN_FLIGHT = 16384
 Shares = Mapping[int, Sequence[range]]
 
 
-class Explainer:
-    """What a `MultiScheduler` tells; called by the scheduler's thread alone. By default nothing is
-    noted."""
+class Explanations:
+    """A `RequestObserver` that keeps the notes of at most `max_requests` ended requests, in at most
+    `max_bytes`. One that observes no requests notes nothing, for a chain without `explain`.
 
-    def asked(self, request: Request, computed: int) -> Attempt:
-        """The engine asks what there is of a request."""
-        return UNNOTED
-
-    def begins(
-        self,
-        request: Request,
-        choice: Decision,
-        shares: Shares,
-        external: int,
-        tellers: Mapping[int, Explained],
-    ) -> Attempt:
-        """The engine begins it; the children load their `shares`, `external` tokens together.
-        `tellers`: see `Attempt.begins`."""
-        return UNNOTED
-
-    def runs(self, output: SchedulerOutput) -> None:
-        """A step begins."""
-
-
-class Explanations(Explainer):
-    """An `Explainer` and a `RequestObserver` that keeps at most so many ended requests, in at most
-    so many bytes. Only the scheduler's thread changes it; other threads read `all`."""
+    Only the scheduler's thread changes it; other threads read `all`.
+    """
 
     def __init__(
         self,
-        names: Sequence[str],
-        block_tokens: int,
+        names: Sequence[str] = (),
+        block_tokens: int = 1,
         max_requests: int = MAX_REQUESTS,
         max_bytes: int = MAX_BYTES,
         ended: Callable[[RequestNotes], None] | None = None,
@@ -76,7 +55,7 @@ class Explanations(Explainer):
             self._in_flight[request.request_id] = notes
 
     def asked(self, request: Request, computed: int) -> Attempt:
-        """The engine asks what there is of a request."""
+        """The engine looks a request up, with so many tokens `computed`."""
         notes = self._in_flight.get(request.request_id)
         if notes is None:
             return UNNOTED
@@ -94,7 +73,8 @@ class Explanations(Explainer):
         external: int,
         tellers: Mapping[int, Explained],
     ) -> Attempt:
-        """The engine begins it, as it was asked last."""
+        """The engine begins it; the children load their `shares`, `external` tokens together.
+        `tellers`: see `Attempt.begins`."""
         notes = self._in_flight.get(request.request_id)
         attempt = None if notes is None else notes.pending
         if notes is None or attempt is None:
@@ -112,7 +92,7 @@ class Explanations(Explainer):
         return attempt
 
     def runs(self, output: SchedulerOutput) -> None:
-        """Note what requests have that run now for the first time, or again."""
+        """Note what requests have computed that now run for the first time, or again."""
         if not self._begun:
             return
         for new in output.scheduled_new_reqs:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from spec.chain import LoadPolicy
@@ -37,7 +37,7 @@ from tiers.contract.protocols import (
 )
 from tiers.contract.stats import TierStats
 from tiers.contract.weight_reports import Seen, WeightOrders, WeightReport
-from tiers.explain.explanations import Explainer
+from tiers.explain.explanations import Explanations
 from tiers.loading.comparison import Comparison
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class MultiSettings:
     loads_always: bool = False
     now: Callable[[], float] = time.monotonic
     observers: Sequence[RequestObserver] = ()
-    explainer: Explainer = Explainer()  # noqa: RUF009 - it has no state
+    explainer: Explanations = field(default_factory=Explanations)
 
 
 class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
