@@ -14,18 +14,15 @@ class LockedCounter:
         self._lock = threading.Lock()  # += reads, then writes: two threads could count one event
 
     def count(self, kind: str, times: int = 1) -> None:
-        """Add `times` to the count of `kind`."""
         with self._lock:
             self._counts[kind] += times
 
     def by_kind(self) -> dict[str, int]:
-        """Return a copy of the counts."""
         with self._lock:
             return dict(self._counts)
 
     @property
     def total(self) -> int:
-        """The sum of all counts."""
         return sum(self.by_kind().values())
 
     def take(self) -> int:

@@ -34,7 +34,6 @@ class Handoff(Generic[T]):
         return True
 
     def take(self) -> T | None:
-        """The oldest item, if there is one."""
         if not self._queue:
             return None
         item, weight = self._queue.popleft()

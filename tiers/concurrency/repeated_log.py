@@ -24,7 +24,6 @@ class LoggedOnce:
         self._logged: set[str] = set()
 
     def warn(self, message: str, *args: object) -> None:
-        """Log the warning, unless it has been."""
         if message not in self._logged:
             self._logged.add(message)
             self._logger.warning(message, *args, stacklevel=2)

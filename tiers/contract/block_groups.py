@@ -172,7 +172,6 @@ def waves(blocks: range) -> Iterator[range]:
 
 
 def leading(coverage: Sequence[int]) -> int:
-    """How many leading blocks are held."""
     return len(coverage) if all(coverage) else coverage.index(MISSING)
 
 

@@ -84,7 +84,7 @@ class SchedulerConnector(Connector):
         """A request was queued; it has no blocks yet."""
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
-        """Take what each worker's `get_handshake_metadata` said, before the first request."""
+        """Take each worker's `get_handshake_metadata`, before the first request."""
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
         """The same, with workers named by (pipeline rank, tensor rank)."""
@@ -120,7 +120,7 @@ class SchedulerConnector(Connector):
         return None
 
     def weights_changed(self) -> None:
-        """Forget all blocks, as a reset does that nobody asked for: the weights are others now."""
+        """Forget all blocks, like a reset that nobody asked for: the weights have changed."""
 
     def get_finished_count(self) -> int | None:
         """How many workers report each transfer; None: all of them."""

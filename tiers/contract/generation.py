@@ -11,10 +11,9 @@ GENERATION_BYTES = 16
 class Generation:
     """The end of every key that a tier's scheduler half makes; mostly empty until the first reset.
 
-    Workers need not be told: the keys in their orders carry it, into every store and back out of
-    it. It is drawn by chance, since a count would meet the same count of another replica, or of
-    this engine before a restart, with other weights under it. So nobody else makes a key of a
-    generation that is not empty, and nobody else misses its blocks once it is over.
+    The keys in workers' orders carry it, into every store and back out of it. It is random: a
+    counter would repeat in another replica, or after a restart, with other weights. So nobody else
+    makes a key of a generation that is not empty, nor loads its blocks once it is over.
     """
 
     def __init__(self, lasts: bool = False, is_own: bool = False) -> None:
@@ -33,7 +32,7 @@ class Generation:
         return self._tag
 
     def renew(self) -> bytes:
-        """Begin another, and tell which is over; keys of all earlier ones are no longer made.
+        """Begin another, and return the one before; keys of all earlier ones are no longer made.
 
         The tiers of a chain, which are reset one after the other, begin one between them.
         """
@@ -43,23 +42,21 @@ class Generation:
         return self._over
 
     def key(self, block: bytes) -> bytes:
-        """A block's key in this generation."""
         self._is_used = True
         return block + self._tag
 
     def owns(self, key: bytes) -> bool:
-        """Whether a key is of this generation."""
         return key.endswith(self._tag)
 
     def block(self, key: bytes) -> bytes:
-        """What `key` was told of the block. Only for keys of this generation."""
+        """The `block` that `key` was called with. Only for keys of this generation."""
         return key[: len(key) - len(self._tag)]
 
 
 def space_of(namespace: bytes, generation: bytes) -> bytes:
-    """What a store's names for the blocks of a rank begin with, in this generation.
+    """The prefix of a store's names for the blocks of a rank, in this generation.
 
-    Each has its own, of the namespace's length, so that a store can be cleared of one generation.
+    Each generation has another, of the namespace's length, so that a store can be cleared of one.
     """
     if not generation:
         return namespace

@@ -14,8 +14,8 @@ MARK_BYTES = 16
 
 @dataclass
 class MediaMark:
-    """What a request's media add to its keys. `shared`: False from the moment on at which it is
-    open what its KV was computed from; then nothing of it may be stored.
+    """What a request's media add to its keys. `shared`: False once it is in doubt what
+    its KV was computed from; then nothing of it may be stored.
 
     `steps`: for each medium the place of its first token and the mark of all blocks that end
     behind it, up to the next one's. Blocks before the first medium are those of its tokens alone.
@@ -140,4 +140,4 @@ class RequestMarks:
         """The request has finished, in all tiers."""
 
     def take_reports(self, reports: AdapterReports) -> None:
-        """Take in what workers have loaded since their last report."""
+        """Take what workers have loaded since their last report."""

@@ -1,4 +1,4 @@
-"""What the two halves of a tier say to each other.
+"""Messages between the two halves of a tier.
 
 `OffloadingConnectorMetadata` crosses to every worker once per step, `OffloadingWorkerMetadata`
 crosses back; both are plain dataclasses that pickle.
@@ -18,7 +18,7 @@ from tiers.wrappers.guard import Health
 
 @dataclass(frozen=True)
 class WorkerHandshake:
-    """What a worker says of itself, before the first request or soon after.
+    """A worker's report of itself, before the first request or soon after.
 
     `namespace`: digest under which its blocks are known; empty for a tier whose blocks only this
     engine finds. `payload_bytes`: bytes of one block.
@@ -55,7 +55,7 @@ class LoadItem(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreJob:
-    """Blocks of one request on their way into a tier. `generation`: that of their keys. `adapter`:
+    """Blocks of one request in flight into a tier. `generation`: that of their keys. `adapter`:
     what they were computed with (see `RequestMark`)."""
 
     job_id: int
@@ -69,7 +69,7 @@ class StoreJob:
 
 @dataclass(frozen=True)
 class LoadJob:
-    """Blocks of one request on their way to the engine, within so many seconds. `generation`:
+    """Blocks of one request in flight to the engine, for `seconds` at most. `generation`:
     that of their keys."""
 
     job_id: int
@@ -156,7 +156,6 @@ class JobResult:
     outdated: bool = False
 
     def fold(self, other: JobResult) -> None:
-        """Take in how the job ended on other ranks."""
         self.ranks += other.ranks
         if other.failed:
             self.failed |= other.failed

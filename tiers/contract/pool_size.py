@@ -36,7 +36,6 @@ class PoolSize:
 
     @classmethod
     def of(cls, chain: ChainSpec, engine: EngineInfo) -> PoolSize:
-        """The size for a chain over this engine."""
         hosts = [(t.tier_name, t.capacity) for t in chain.tiers if isinstance(t, HostSpec)]
         blocks = -(-engine.step_tokens // engine.block_tokens) * len(BlockGroups(engine))
         staging = cls(0, chain.staging, blocks, engine.world_size)

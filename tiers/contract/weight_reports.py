@@ -43,7 +43,6 @@ class Seen(NamedTuple):
     unchanged: bool
 
     def fold(self, other: Seen | None) -> Seen:
-        """What these and other ranks saw."""
         return (
             self
             if other is None
@@ -60,7 +59,6 @@ class WeightReport(NamedTuple):
     adapters: AdapterReports = {}  # noqa: RUF012 - it is a constant
 
     def fold(self, other: WeightReport | None) -> WeightReport:
-        """What these and other ranks saw."""
         if other is None:
             return self
         seen = {number: seen.fold(other.seen.get(number)) for number, seen in self.seen.items()}

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,11 +92,9 @@ def name_of(adapter: Any, has_path: bool = True) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-@dataclass
-class _Weights:
-    """An adapter's weights in the engine's memory, while they are there."""
+class _Weights(NamedTuple):
+    """What is known of an adapter's weights in the engine's memory."""
 
-    ref: weakref.ref[Any]
     content: bytes
     stamp: bytes
 
@@ -116,7 +113,7 @@ class SeenAdapters(LoadedAdapters):
         self._name_of = name_of
         self._loaded: dict[bytes, LoadedAdapter] = {}
         self._new: set[bytes] = set()
-        self._weights: dict[int, _Weights] = {}
+        self._weights: weakref.WeakKeyDictionary[Any, _Weights] = weakref.WeakKeyDictionary()
         self._log = LoggedOnce(logger)
 
     def before(self, adapter: Any) -> bytes:
@@ -126,10 +123,11 @@ class SeenAdapters(LoadedAdapters):
     def after(self, adapter: Any, weights: Any, stamp: bytes = b"") -> None:
         """Note which weights an engine uses for an `adapter` from now on. `stamp`: that of before
         it loaded them, if it did; nothing may have changed since."""
-        name, found = self._name_of(adapter), self._of(weights)
+        name, found = self._name_of(adapter), self._weights.get(weights)
         if found is None:
             same = bool(stamp) and folder_stamp(str(adapter.lora_path)) == stamp
-            found = self._keep(weights, stamp if same else b"")
+            found = _Weights(weights_digest(weights), stamp if same else b"")
+            self._weights[weights] = found
         before = self._loaded.get(name)
         content = found.content
         if before is None and len(self._loaded) >= MOST_NAMES:
@@ -151,16 +149,6 @@ class SeenAdapters(LoadedAdapters):
     def may_store(self, adapter: bytes) -> bool:
         loaded = self._loaded.get(adapter)
         return loaded is not None and bool(loaded.content)
-
-    def _of(self, weights: Any) -> _Weights | None:
-        known = self._weights.get(id(weights))
-        return known if known is not None and known.ref() is weights else None
-
-    def _keep(self, weights: Any, stamp: bytes) -> _Weights:
-        here = id(weights)
-        ref = weakref.ref(weights, lambda _: self._weights.pop(here, None))
-        kept = self._weights[here] = _Weights(ref, weights_digest(weights), stamp)
-        return kept
 
 
 def _why(found: _Weights) -> str:

@@ -42,7 +42,6 @@ class MultiKVConnectorStats(KVConnectorStats):  # type: ignore[misc]
     makers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, name: str, stats: Any, maker: dict[str, Any] | None) -> None:
-        """Add the stats of one child."""
         if isinstance(stats, TierStats):
             self.data.update(stats.data)
         elif isinstance(stats, MultiKVConnectorStats):

@@ -79,7 +79,6 @@ def copies_in_step(vllm_config: VllmConfig, told: bool) -> bool:
 
 
 def worker_weights() -> Weights:
-    """Return the weights of the worker that is making its connector."""
     worker = this_worker()
     if worker is not None:
         return ModelWeights(worker)
@@ -91,7 +90,6 @@ def worker_weights() -> Weights:
 
 
 def request_marks(vllm_config: VllmConfig) -> RequestMarks:
-    """Return the marks of an engine's requests, for its scheduler."""
     return MarksOfRequests(vllm_config.parallel_config.world_size, name_of)
 
 

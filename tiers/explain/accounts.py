@@ -37,7 +37,7 @@ Told = Mapping[str, Any]
 
 
 class Accounts:
-    """Tells of requests over the tiers of these names."""
+    """Makes accounts of requests over the tiers of these names."""
 
     def __init__(self, names: Sequence[str], block_tokens: int) -> None:
         self._names = names

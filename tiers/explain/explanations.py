@@ -71,15 +71,15 @@ class Explanations:
         choice: Decision,
         shares: Shares,
         external: int,
-        tellers: Mapping[int, Explained],
+        explained: Mapping[int, Explained],
     ) -> Attempt:
         """The engine begins it; the children load their `shares`, `external` tokens together.
-        `tellers`: see `Attempt.begins`."""
+        `explained`: see `Attempt.begins`."""
         notes = self._in_flight.get(request.request_id)
         attempt = None if notes is None else notes.pending
         if notes is None or attempt is None:
             return UNNOTED
-        attempt.begins(choice, shares, external, request, tellers)
+        attempt.begins(choice, shares, external, request, explained)
         notes.add(attempt)
         self._begun[request.request_id] = attempt
         if external and not attempt.preempted:
@@ -129,7 +129,6 @@ class Explanations:
         self._closing.append(call)
 
     def take_measures(self) -> dict[str, dict[str, float]]:
-        """Nothing is counted."""
         return {}
 
     def close(self) -> None:

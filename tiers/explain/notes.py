@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from tiers.contract.messages import NO_LOOKUP_TIMES, NO_TIMES, LoadTimes, LookupTimes
@@ -23,7 +24,7 @@ Coverage = Callable[[range], Sequence[int] | None]
 
 
 class Explained(Protocol):
-    """A child that tells of its lookups."""
+    """A child that describes its lookups."""
 
     def why_nothing(self, request: Request) -> str:
         """Why it covers no block of a request that is about to begin: a word of
@@ -34,8 +35,8 @@ class Explained(Protocol):
 
 
 class TierAnswer(NamedTuple):
-    """What a child had of the blocks it was asked for. `miss`: the first block it lacks, or None.
-    `times`: what its answers took. `why`: why it has nothing, where that is no mere miss."""
+    """What a child had of the blocks it was asked for. `miss`: the first that it does not hold, or
+    None. `times`: what its answers took. `why`: why it has nothing, if not by a mere miss."""
 
     child: int
     first: int
@@ -46,29 +47,26 @@ class TierAnswer(NamedTuple):
     why: str = ""
 
 
+@dataclass(slots=True, eq=False)
 class LoadPart:
     """One child's part of a load. `failed`: the first block that did not arrive; `usable`: leading
     blocks of the part that the engine can use, None until the whole load has ended."""
 
-    __slots__ = ("child", "failed", "lost", "ranges", "seconds", "times", "usable")
-
-    def __init__(self, child: int, ranges: Sequence[range]) -> None:
-        self.child = child
-        self.ranges = ranges
-        self.failed: int | None = None
-        self.lost = 0
-        self.usable: int | None = None
-        self.seconds: float | None = None
-        self.times: LoadTimes = NO_TIMES
+    child: int
+    ranges: Sequence[range]
+    failed: int | None = None
+    lost: int = 0
+    usable: int | None = None
+    seconds: float | None = None
+    times: LoadTimes = NO_TIMES
 
     @property
     def blocks(self) -> int:
-        """How many blocks it was to load."""
         return sum(map(len, self.ranges))
 
 
 class Limits(Protocol):
-    """What a request says of its own loading."""
+    """Limits of a request for its own loading."""
 
     max_load_tokens: int | None
 
@@ -90,6 +88,7 @@ class Decision(Protocol):
     def probed(self) -> int | None: ...
 
 
+@dataclass(slots=True, eq=False)
 class Attempt:
     """From the first question about a request to its first step, once for each time it begins.
 
@@ -97,30 +96,25 @@ class Attempt:
     load. `started`: those it had when the request ran. Times are of `time.perf_counter`.
     """
 
-    __slots__ = (
-        *("_raw", "allocated", "answers", "asked", "asks", "cached", "choice", "external"),
-        *("foreign", "joined", "limits", "loaded_at", "parts", "preempted", "spent", "started"),
-        *("started_at", "tokens", "waits_for"),
-    )
-
-    def __init__(self) -> None:
-        self.asked = time.perf_counter()
-        self.asks = 0
-        self.tokens = self.cached = self.external = 0
-        self.preempted = 0
-        self.spent = False
-        self.limits: Limits | None = None
-        self.choice: Decision | None = None
-        self.answers: Sequence[TierAnswer] = ()
-        self.foreign: dict[int, int | None] = {}
-        self.parts: list[LoadPart] = []
-        self.waits_for: str | None = None
-        self.joined: float | None = None
-        self.allocated: float | None = None
-        self.loaded_at: float | None = None
-        self.started: int | None = None
-        self.started_at: float | None = None
-        self._raw: list[RawAnswer] = []
+    asked: float = field(default_factory=time.perf_counter)
+    asks: int = 0
+    tokens: int = 0
+    cached: int = 0
+    external: int = 0
+    preempted: int = 0
+    spent: bool = False
+    limits: Limits | None = None
+    choice: Decision | None = None
+    answers: Sequence[TierAnswer] = ()
+    foreign: dict[int, int | None] = field(default_factory=dict)
+    parts: list[LoadPart] = field(default_factory=list)
+    waits_for: str | None = None
+    joined: float | None = None
+    allocated: float | None = None
+    loaded_at: float | None = None
+    started: int | None = None
+    started_at: float | None = None
+    _raw: list[RawAnswer] = field(default_factory=list)
 
     # -- while it is decided -----------------------------------------------------------------
 
@@ -141,7 +135,7 @@ class Attempt:
         return noted
 
     def asks_tiers(self, limits: Limits) -> None:
-        """The tiers are asked, perhaps again; what the request says of its own loading."""
+        """The tiers are asked, perhaps again, within the request's own `limits`."""
         self.limits = limits
         self._raw.clear()
 
@@ -151,7 +145,7 @@ class Attempt:
         self._raw.clear()
 
     def reported(self, child: int, tokens: int | None) -> None:
-        """A child that tells of no blocks, another connector of the engine, has so many tokens."""
+        """A child without coverage, another connector of the engine, reports its tokens."""
         self.foreign[child] = tokens
 
     def joins(self, loader: str) -> None:
@@ -165,13 +159,13 @@ class Attempt:
         shares: Mapping[int, Sequence[range]],
         external: int,
         request: Request,
-        tellers: Mapping[int, Explained],
+        explained: Mapping[int, Explained],
     ) -> None:
-        """The engine begins it. `tellers`: the children that tell of their lookups."""
+        """The engine begins it. `explained`: the children that describe their lookups."""
         self.allocated = time.perf_counter()
         self.choice, self.external = choice, external
         self.parts = [LoadPart(child, ranges) for child, ranges in shares.items()]
-        self.answers = count_answers(self._raw, request, tellers)
+        self.answers = count_answers(self._raw, request, explained)
         self._raw = []
 
     # -- while it loads ----------------------------------------------------------------------
@@ -231,14 +225,11 @@ def _note_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 class _Unnoted(Attempt):
-    """Notes nothing."""
-
     __slots__ = ()
     begin = asks_tiers = gives_up = reported = joins = begins = _note_nothing
     part_ended = part_usable = runs = _note_nothing
 
     def watch(self, child: int, coverage: Coverage) -> Coverage:
-        """Return the coverage as it is."""
         return coverage
 
 
@@ -246,32 +237,25 @@ UNNOTED = _Unnoted()
 """Stands in for the attempt of a request of which nothing is noted."""
 
 
+@dataclass(slots=True, eq=False)
 class RequestNotes:
     """All attempts of one request. `pending`: the one that is being decided. `hits`: tokens that
     each child was to load while the engine counted them; `external`: what it counted itself.
     `trace`: the trace context that came with the request. `ended`: how it ended,
     in the engine's word. `bytes`: about what it takes in memory, then."""
 
-    __slots__ = (
-        *("attempts", "began", "bytes", "ended", "ended_at", "external", "hits", "left_out"),
-        *("pending", "prompt", "request_id", "trace"),
-    )
-
-    def __init__(
-        self, request_id: str, prompt: int, trace: Mapping[str, str] | None = None
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.trace = trace
-        self.began = time.time()
-        self.attempts: list[Attempt] = []
-        self.left_out = 0
-        self.pending: Attempt | None = None
-        self.hits: dict[int, int] = {}
-        self.external = 0
-        self.ended: str | None = None
-        self.ended_at: float | None = None
-        self.bytes = 0
+    request_id: str
+    prompt: int
+    trace: Mapping[str, str] | None = None
+    began: float = field(default_factory=time.time)
+    attempts: list[Attempt] = field(default_factory=list)
+    left_out: int = 0
+    pending: Attempt | None = None
+    hits: dict[int, int] = field(default_factory=dict)
+    external: int = 0
+    ended: str | None = None
+    ended_at: float | None = None
+    bytes: int = 0
 
     def add(self, attempt: Attempt) -> None:
         """An attempt is decided."""
@@ -295,7 +279,7 @@ class RequestNotes:
 
 
 def count_answers(
-    raw: Sequence[RawAnswer], request: Request, tellers: Mapping[int, Explained]
+    raw: Sequence[RawAnswer], request: Request, explained: Mapping[int, Explained]
 ) -> list[TierAnswer]:
     """What the raw answers come to, for each child that was asked."""
     answers: dict[int, TierAnswer] = {}
@@ -303,9 +287,9 @@ def count_answers(
         count, miss = _held(blocks, held)
         before = answers.get(child)
         if before is None:
-            teller = tellers.get(child)
-            times = teller.lookup_times(request) if teller else NO_LOOKUP_TIMES
-            why = teller.why_nothing(request) if teller and not count else ""
+            child_explained = explained.get(child)
+            times = child_explained.lookup_times(request) if child_explained else NO_LOOKUP_TIMES
+            why = child_explained.why_nothing(request) if child_explained and not count else ""
             answers[child] = TierAnswer(child, blocks.start, len(held), count, miss, times, why)
         else:
             _, first, asked, so_far, first_miss, times, why = before

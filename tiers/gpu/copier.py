@@ -15,8 +15,6 @@ from tiers.host.slot_memory import slot_stride
 
 
 class _Done:
-    """A copy that a worker thread makes."""
-
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
@@ -54,7 +52,6 @@ class CpuCopier:
     def scatter(
         self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
     ) -> None:
-        """Copy rows to paged blocks on the calling thread."""
         for paged, slot, length in self._addresses(blocks, rows, slots):
             ctypes.memmove(paged, slot, length)
 
@@ -72,7 +69,6 @@ class CpuCopier:
             row += length
 
     def close(self) -> None:
-        """Finish the gathers under way."""
         self._thread.shutdown(wait=True)
 
 

@@ -67,11 +67,9 @@ class KernelCopies:
         return torch.tensor([*self._table, *blocks])
 
     def gather(self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor) -> None:
-        """Queue copies of these blocks to as many staged rows."""
         self._launch(numbers, first, last, rows, gather=True)
 
     def scatter(self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor) -> None:
-        """Queue copies of staged rows to as many blocks."""
         self._launch(numbers, first, last, rows, gather=False)
 
     def _launch(

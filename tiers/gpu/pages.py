@@ -146,16 +146,13 @@ class PageCopies:
         self.launches = len(pages)
 
     def numbers(self, blocks: list[int]) -> torch.Tensor:
-        """The blocks' numbers, for the device."""
         return torch.tensor(blocks)
 
     def gather(self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor) -> None:
-        """Queue copies of these blocks to as many staged rows."""
         for page, column in self._columns(rows):
             torch.index_select(page, 0, numbers[first:last], out=column)
 
     def scatter(self, numbers: torch.Tensor, first: int, last: int, rows: torch.Tensor) -> None:
-        """Queue copies of staged rows to as many blocks."""
         for page, column in self._columns(rows):
             page.index_copy_(0, numbers[first:last], column)
 

@@ -28,7 +28,6 @@ class History(Generic[Key]):
         self._old_count = 0
 
     def add(self, key: Key, blocks: int = 1) -> None:
-        """Add a key's blocks."""
         self._young[key] = self._young.get(key, 0) | blocks
         self._count += blocks.bit_count()
         if self._count >= self._half:
@@ -94,5 +93,4 @@ class Arc(Generic[Key]):
         return max(1, math.ceil(once - self._share)) if again else once
 
     def evicted(self, queue: int, key: Key, blocks: int = 1) -> None:
-        """A queue has evicted these blocks."""
         (self._once if queue == ONCE else self._again).add(key, blocks)

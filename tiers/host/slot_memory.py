@@ -152,7 +152,6 @@ class PinningLog:
     """Says how far pinning is: its begin, each five seconds and its end, from 1 GiB on."""
 
     def __init__(self, length: int, now: Callable[[], float] = time.monotonic) -> None:
-        """`now`: a clock, in seconds."""
         self._length = length
         self._now = now
         self._speaks = length >= STEP
@@ -168,7 +167,6 @@ class PinningLog:
             logger.info("pinning host memory: %s of %s are %s", *sizes, what)
 
     def ended(self) -> None:
-        """All is pinned."""
         if self._speaks:
             logger.info("pinning host memory: done after %.1f s", self._now() - self._began)
 

@@ -38,7 +38,6 @@ class Checksums:
     """
 
     def __init__(self, payload: Callable[[int], memoryview]) -> None:
-        """`payload`: the bytes of a slot."""
         self._payload = payload
         self._known: dict[int, bytes] = {}
         self._in_flight: dict[int, Future[None]] = {}
@@ -100,7 +99,7 @@ class HostSlots:
         root: Path = Path("/"),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`root`: where the system tells of its memory (see `spare_memory`). `now`: the clock of
+        """`root`: see `spare_memory`. `now`: the clock of
         the tiers' loads, in seconds."""
         self.engine = engine
         self.now = now
@@ -139,7 +138,7 @@ class HostSlots:
         self._checksums = self._checksums or Checksums(lambda slot: self.memory.payload(slot))
 
     def _allocate(self, pin: bool) -> SlotMemory:
-        """Allocate the slots, or fewer if memory is short; the handshake tells the shortage."""
+        """Allocate the slots, or fewer if memory is short; the handshake reports the shortage."""
         before, why = self._size, ""
         for size in (self._size, *self._size.smaller()):
             slots = size.slots(self.payload_bytes)

@@ -76,7 +76,6 @@ class Laps:
 
     @property
     def times(self) -> LoadTimes:
-        """What has been spent so far."""
         return LoadTimes(**self._spent)
 
 
@@ -119,7 +118,6 @@ class Load:
 
     @property
     def arrived(self) -> int:
-        """How many items have."""
         return len(self._arrived)
 
     def end(self) -> tuple[set[int], set[int]]:
@@ -265,7 +263,6 @@ class Loading:
                 wait([ahead])  # else another load could be given the memory that it reads into
 
     def _read(self, load: Load, store: Guarded, wave: Numbered, bounce: SlotMemory) -> _WaveRead:
-        """Read a wave from the store into a bounce."""
         began = time.perf_counter()
         in_time = self._rate_limit.take(len(wave) * self._host.payload_bytes, load.until)
         waited = time.perf_counter() - began

@@ -54,8 +54,7 @@ class _QueuedPut(NamedTuple):
     is_ours: bool
     verdict: WeightVerdict
 
-    def goes_with(self, other: _QueuedPut) -> bool:
-        """Whether one put can take both."""
+    def joins(self, other: _QueuedPut) -> bool:
         if self.verdict.waits_for_others():
             return False
         return self.is_ours == other.is_ours and self.job.generation == other.job.generation
@@ -67,9 +66,9 @@ class Puts:
     Small jobs that wait at the same time go into the store by one put: a block or two of each
     request that decodes would cost it a transaction or a round trip each.
 
-    Where the engine takes events it also notes which blocks the store had before: those were told
-    by the engine that stored them, and a tier that engines share is told once. One rank notes it
-    for all, since a block is one event.
+    Where the engine takes events it also notes which blocks the store had before: the engine that
+    stored them announced those, and the blocks of a shared tier are announced once. One rank notes
+    it for all, since a block is one event.
     """
 
     def __init__(
@@ -110,24 +109,24 @@ class Puts:
         first = self._take()
         began = self._host.now()
         jobs = [(first.job, self._gathered(first))]
-        stored, known, renewed = [True] * len(jobs[0][1]), set[bytes](), 0
+        stored, already, renewed = [True] * len(jobs[0][1]), set[bytes](), 0
         if not self._in_host and first.is_ours:
             # The gather is shared with other tiers; only those of host memory have no more to do.
             began = self._host.now()
             jobs += self._more(first)
             items = [job.items[i] for job, gathered in jobs for i in gathered]
             before = self._renewed()
-            stored, known = self._put(first.job.generation, items)
+            stored, already = self._put(first.job.generation, items)
             renewed = self._renewed() - before
         seconds = (self._host.now() - began) / max(1, len(stored))
         answers = iter(stored)
         for job, gathered in jobs:
             good = {i for i in gathered if next(answers)}
-            had = {i for i in good if job.items[i].key in known}
+            had = {i for i in good if job.items[i].key in already}
             failed = set(range(len(job.items))) - good
-            own = min(renewed, len(good))
-            renewed -= own
-            result = JobResult(1, failed, seconds * len(gathered), already_stored=had, renewed=own)
+            mine = min(renewed, len(good))
+            renewed -= mine
+            result = JobResult(1, failed, seconds * len(gathered), already_stored=had, renewed=mine)
             self._results[job.job_id] = result
 
     def _renewed(self) -> int:
@@ -148,10 +147,10 @@ class Puts:
         waits at most. Blocks make room for others when their put has ended, and a tier that lags
         must not run dry until those come: by taking all, a replay dropped 75% of them for 62%."""
         more: list[tuple[StoreJob, list[int]]] = []
-        own = len(first.job.items)
-        waiting = own + self._queued - self._taken
-        room = min(batch_blocks(self._host.payload_bytes), waiting // 8) - own
-        while self._waiting and self._waiting[0].goes_with(first):
+        size = len(first.job.items)
+        waiting = size + self._queued - self._taken
+        room = min(batch_blocks(self._host.payload_bytes), waiting // 8) - size
+        while self._waiting and self._waiting[0].joins(first):
             job = self._waiting[0].job
             room -= len(job.items)
             if room < 0:
@@ -169,7 +168,7 @@ class Puts:
         return taken
 
     def _put(self, generation: bytes, items: Sequence[StoreItem]) -> tuple[list[bool], set[bytes]]:
-        """Put these items; which are held now, and the keys that were before."""
+        """Put these items. Return which are held now, and the keys that were held before."""
         stored: list[bool] = []
         known: set[bytes] = set()
         if self._store is None:
@@ -222,7 +221,7 @@ class OffloadingWorker(WorkerConnector):
         self._failed_blocks: set[int] = set()
         self._measures: Measures = {}
         self._sent_handshake = False
-        self._failures_seen = self._damaged_seen = self._evicted_seen = 0
+        self._totals: dict[str, int] = {}
         self._health = HEALTHY
         self._failed_stores = RepeatedLog(
             logger, f"tier {self._log_name!r}", "stores failed on this worker", logging.ERROR
@@ -251,7 +250,7 @@ class OffloadingWorker(WorkerConnector):
             self._open(self._spec, handshake)
 
     def _open(self, spec: StoreSpec, handshake: WorkerHandshake) -> None:
-        """Open the store, under the worker's namespace; what is said of it is said afterwards."""
+        """Open the store, under the worker's namespace; publish the handshake only afterwards."""
         if self._unusable is None:
             try:
                 site = StoreContext(handshake.payload_bytes, self._host.engine.world_size)
@@ -388,7 +387,7 @@ class OffloadingWorker(WorkerConnector):
         return JobResult(1, set(range(len(store.job.items))))
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """What ended since the last call, and once who this worker is."""
+        """Report what ended since the last call, and this worker's handshake once."""
         for _ in range(MOST_ENDS):
             store = next(iter(self._stores.values()), None)
             if store is None or not store.future.done():  # they end in order
@@ -398,15 +397,14 @@ class OffloadingWorker(WorkerConnector):
             blocks = len(store.job.items) if store.is_ours else len(result.failed)
             self._note_end(store.job.job_id, blocks, result, "store")
         if self._store is not None:
-            failures = self._store.failures.total
-            merge(self._measures, {"tier_failures": failures - self._failures_seen})
-            self._failures_seen = failures
-            damaged = self._store.damaged()
-            merge(self._measures, {"damaged_blocks": damaged - self._damaged_seen})
-            self._damaged_seen = damaged
-            evicted = self._store.counts().evicted
-            merge(self._measures, {"evictions": evicted - self._evicted_seen})
-            self._evicted_seen = evicted
+            totals = {
+                "tier_failures": self._store.failures.total,
+                "damaged_blocks": self._store.damaged(),
+                "evictions": self._store.counts().evicted,
+            }
+            for name, total in totals.items():
+                merge(self._measures, {name: total - self._totals.get(name, 0)})
+            self._totals = totals
         meta = OffloadingWorkerMetadata(self._ended, measures=self._measures)
         health = HEALTHY if self._store is None else self._store.health
         if health != self._health:
@@ -417,8 +415,8 @@ class OffloadingWorker(WorkerConnector):
             meta.unusable = self._unusable
             self._sent_handshake = True
         self._ended, self._measures = {}, {}
-        said = meta.jobs or meta.handshakes or meta.health or any(meta.measures.values())
-        return meta if said else None
+        has_news = meta.jobs or meta.handshakes or meta.health or any(meta.measures.values())
+        return meta if has_news else None
 
     def shutdown(self) -> None:
         """Let stores in flight end, for `drain` seconds at most, and release the tier."""
@@ -428,7 +426,7 @@ class OffloadingWorker(WorkerConnector):
         until = time.monotonic() + self._drain
         in_flight: list[Future[Any]] = [store.future for store in self._stores.values()]
         wait([*in_flight, self._joining] if self._joining else in_flight, self._drain)
-        lost = sum(len(one.job.items) for one in self._stores.values() if not one.future.done())
+        lost = sum(len(s.job.items) for s in self._stores.values() if not s.future.done())
         if lost and self._host.engine.rank == 0:  # the others lose the same ones
             line = "tier %r: %d blocks were in flight into it when the engine ended, and are lost"
             logger.warning(line, self._log_name, lost)

@@ -20,10 +20,10 @@ from tiers.contract.weight_reports import Look, Seen, Watch, WeightOrders, Weigh
 
 
 class WeightVerdict:
-    """What a look says of the jobs of its step: whether they are of their generation's weights.
+    """Whether the jobs of a step are of their generation's weights, by a look at those.
 
-    Any thread may ask. `is_shared`: other ranks have looked, too, and the scheduler says what all
-    of them saw.
+    Any thread may ask. `is_shared`: other ranks have looked, too, and the scheduler decides by what
+    all of them saw.
     """
 
     def __init__(self, generation: _Generation, look: Look, part: int, is_shared: bool) -> None:
@@ -124,7 +124,7 @@ class WeightWatch(Watch):
         self._awaited: dict[int, WeightVerdict] = {}
 
     def begin(self) -> None:
-        """The weights are there as they were loaded: what is told of them is of these."""
+        """Begin the first generation, of the weights as they were loaded."""
         if self._generation is None:
             self._generation = _Generation(b"", self._weights)
 
@@ -194,7 +194,7 @@ class WeightWatch(Watch):
         return WeightReport(over, seen, {self._rank: loaded} if loaded else {})
 
     def close(self) -> None:
-        """Let go of those who wait for the scheduler, which says nothing any more."""
+        """Release those who wait for the scheduler, which decides nothing any more."""
         for verdict in self._awaited.values():
             verdict.everywhere.set_result(False)
         self._awaited.clear()

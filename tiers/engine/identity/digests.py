@@ -52,7 +52,6 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """Return the stamp of a file with this `status`."""
     return Stamp(
         status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
     )
@@ -115,7 +114,6 @@ def _locked(path: Path) -> int | None:
 
 
 def read_digest(file: FileIO) -> str:
-    """Digest what is left of an open file."""
     return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
