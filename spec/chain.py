@@ -28,7 +28,7 @@ from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_types
 
 
 class EventsSpec(BaseModel):
-    """What KV events say of a tier's blocks. The defaults are what the most routers read."""
+    """The fields of KV events. The defaults are those that most routers read."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,9 +50,9 @@ class EventsSpec(BaseModel):
     folder: FolderPath | None = Field(
         default=None,
         examples=["/var/lib/kvtiers-events"],
-        description="Folder of this host that keeps what was announced of tiers that are stores, "
-        "so that it is announced again after a restart. It holds tokens. Unset: a disk tier keeps "
-        "it in its own folder, other tiers do not.",
+        description="Folder of this host that keeps the announced blocks of tiers that are stores, "
+        "so that they are announced again after a restart. It holds tokens. Unset: a disk tier "
+        "keeps them in its own folder, other tiers do not.",
     )
     announce_rate: float = Field(
         default=20_000.0,
@@ -79,7 +79,7 @@ def _absolute(folder: Path) -> Path:
 
 
 class ExplainSpec(BaseModel):
-    """What is kept of each request, to explain why it was served as it was."""
+    """The notes kept of each request, to explain how it was served."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -106,7 +106,7 @@ MIN_BYTES = 16 << 20
 
 
 class RecordSpec(BaseModel):
-    """What of the traffic is kept, and where. The files hold no token and no text."""
+    """Which part of the traffic is kept, and where. The files hold no token and no text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -189,7 +189,7 @@ class GhostSpec(BaseModel):
 
     tier: str = Field(description="The name of a tier of the chain.")
     capacity: Capacity | None = Field(
-        default=None, description="Its capacity: a size, or a factor of what it has, like 2x."
+        default=None, description="Its capacity: a size, or a factor of its own, like 2x."
     )
     store_threshold: int | None = Field(
         default=None, ge=1, le=1000, description="Its store_threshold."
@@ -203,7 +203,7 @@ class GhostSpec(BaseModel):
 
     @property
     def label(self) -> str:
-        """What its metrics have as tier: `cpu (capacity: 2x)`."""
+        """The tier in its metrics: `cpu (capacity: 2x)`."""
         settings = self.model_dump(exclude={"tier"}, exclude_none=True)
         return f"{self.tier} ({', '.join(f'{key}: {value}' for key, value in settings.items())})"
 

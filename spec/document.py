@@ -41,7 +41,7 @@ _REMEDIES = {
 
 
 class Fault(NamedTuple):
-    """An error of the YAML itself: its 1-based line, what was found, and the remedy."""
+    """An error of the YAML itself: its 1-based line, the text found, and the remedy."""
 
     line: int
     found: str

@@ -55,7 +55,7 @@ class SpecError(KVTiersError, ValueError):
 
 
 def describe_error(error: BaseException) -> str:
-    """An error's class and text; the class alone if a plugin's error fails to tell its text."""
+    """An error's class and text; the class alone if a plugin's error has no text."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 - its own __str__

@@ -308,7 +308,7 @@ def _validate(
     try:
         return model.model_validate(document.data, context=dict(context or {}))
     except ValidationError as error:
-        # Not from error, which quotes what was written: a password, perhaps.
+        # Not from error, which quotes the value: a password, perhaps.
         raise SpecError(explain(error, document, source)) from None
 
 

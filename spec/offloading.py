@@ -81,7 +81,7 @@ TierName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_len
 
 @dataclass(frozen=True)
 class StoreContext:
-    """What a store learns of the engine when it is opened: the length of every block's payload, in
+    """Facts of the engine for a store that is opened: the length of every block's payload, in
     bytes, and how many processes of this engine (ranks) hold a part of the tier each."""
 
     payload_bytes: int
@@ -142,7 +142,7 @@ class StoreSpec(OffloadingSpec):
     @property
     def host_local(self) -> bool | None:
         """Whether only the host that stored a block can find it, as in a folder or in a server at
-        localhost. An engine on several hosts goes on without such a tier, which would find
+        localhost. An engine on several hosts serves without such a tier, which would find
         nothing. None: the store decides; it counts as local if it has `is_prompt` or the
         capability `Clear`."""
         return None
@@ -193,14 +193,14 @@ class StoreSpec(OffloadingSpec):
 
     @abstractmethod
     def open(self, site: StoreContext) -> TierStore:
-        """Open the store for blocks as `site` says. The caller owns the store and closes it.
+        """Open the store for blocks as in `site`. The caller owns the store and closes it.
 
         Called once for the scheduler and once for each worker (rank). Both may be in one process,
         so two open stores of one tier may share a process; the process may fork afterwards.
         Each call runs on a thread of its own, never two at once for one side. The engine waits for
         it 10 s or `deadline`, whichever is longer, and 1 s once it serves; a later store joins.
 
-        Raises `tiers.errors.TierUnusable` if the settings can't work: the engine goes on without
+        Raises `tiers.errors.TierUnusable` if the settings can't work: the engine serves without
         the tier. Raises `TierNotOpen`, `TierUnavailable` or OSError if it can't be opened for now:
         then `open` is called again, after a second at first and less and less often, until it
         returns. Any other exception counts as TierUnusable. A server that is down needs none of

@@ -87,7 +87,7 @@ def make_tier(
 ) -> OffloadingSpec:
     """Make a tier's spec from an entry of the YAML; `context` is for its validators.
 
-    Raises UnknownTierType and BrokenTierType, and ValidationError for what is wrong with them.
+    Raises UnknownTierType and BrokenTierType, and ValidationError for wrong settings.
     """
     entry = _entry(tier_type)
     spec = _load(entry)
@@ -150,7 +150,7 @@ def _check(entry: EntryPoint, spec: type[OffloadingSpec]) -> None:
 def _run(entry: EntryPoint, ask: Callable[[], T], what: str, seconds: float = 0) -> T:
     """Run a tier type's code: a plugin's on another thread, since it may hang, for `seconds` at
     most (0: `ASK_SECONDS`). Raises ValidationError, and BrokenTierType for all else that goes wrong
-    in `what`. What a plugin prints goes to stderr."""
+    in `what`. A plugin's prints go to stderr."""
     if entry.value.startswith(_OURS):
         return ask()
     ended: Future[T] = Future()
@@ -178,8 +178,8 @@ _printing = threading.RLock()
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Meanwhile, what anybody prints goes to stderr, what libraries and children print, too: the
-    output of a command may be another's input. Also for other threads."""
+    """Meanwhile all prints go to stderr, those of libraries and children too: the output of a
+    command may be another's input. Also for other threads."""
     stdout = sys.stdout
     if stdout is None or sys.stderr is None:  # as in a process without a terminal
         yield

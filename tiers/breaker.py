@@ -99,7 +99,7 @@ class Breaker:
         """Report that the store answered; True if that closed the breaker."""
         with self._lock:
             self._in_flight.discard(call)
-            # A call from before the failure says nothing about the tier now.
+            # A call from before the failure shows nothing of the tier now.
             if not call.is_trial or call.is_late or self._retry_at is None:
                 return False
             self._retry_at = None
@@ -113,7 +113,7 @@ class Breaker:
             return not call.is_late and self._open(call)
 
     def leave(self, call: Call | None) -> None:
-        """Report an end of a call, if any, that says nothing about the store."""
+        """Report an end of a call, if any, that shows nothing of the store."""
         with self._lock:
             self._in_flight -= {call}
 

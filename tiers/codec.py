@@ -4,7 +4,7 @@
 exponent, which repeat much, and are compressed by zstd; the lower bytes are noise, and stay as they
 are. Of real KV it makes 1.46 times less where zstd on the whole makes 1.28, and costs 2 s of a core
 per GB (measured on SmolLM2-135M in bfloat16). That pays for a link or device slower than some
-0.7 GB/s, or where room is what is short.
+0.7 GB/s, or where room is short.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class TierStore(Protocol):
     least; `peek` and `touch` the keys of a whole prompt, thousands of each rank, `has` also
     those of several prompts; `drop` 256
     keys of each rank. A verb that takes longer than the spec's `deadline` (10 s) counts as failed,
-    but goes on.
+    but continues.
 
     Answers: a list with exactly one bool for each key or block, in order.
 
@@ -93,7 +93,8 @@ class TierStore(Protocol):
         """
 
     def get(self, blocks: Sequence[Block]) -> list[bool]:
-        """Fill each block's payload; True for each that now holds, verified, what was put.
+        """Fill each block's payload; True for each that now holds, verified, the bytes that were
+        put.
 
         False is a miss: the block is absent or corrupt. Its payload's content is then undefined.
         """
@@ -147,7 +148,7 @@ class Clear(Protocol):
         """Drop some of the keys that begin with `namespace` (16 bytes); True: call again for more.
 
         A call drops a few hundred keys at most and ends within milliseconds: other verbs, also
-        `put` of other namespaces, are in flight. What is put under `namespace` meanwhile may stay.
+        `put` of other namespaces, are in flight. Blocks put under `namespace` meanwhile may stay.
         """
 
 
@@ -173,7 +174,7 @@ class Counts(Protocol):
     """Capability: the store counts what its puts did, for the metrics."""
 
     def counts(self) -> PutCounts:
-        """What was counted so far, in this process. Asked after each `put`, from its thread."""
+        """The counts so far, of this process. Asked after each `put`, from its thread."""
 
 
 @runtime_checkable
@@ -216,7 +217,8 @@ class Described(Protocol):
     """Capability: the store describes how it works, for the log line of its opening."""
 
     def describe(self) -> str:
-        """Name the place of its blocks and the way to them, in a few words without a secret."""
+        """Name the place of its blocks and how they are reached, in a few words without a
+        secret."""
 
 
 def capability(store: TierStore, kind: type[Capability]) -> Capability | None:

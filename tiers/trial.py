@@ -44,7 +44,7 @@ def find_lie(store: TierStore, medium: Medium, payload_bytes: int) -> str | None
     try:
         return next((what for what, key in trial.damaged() if trial.serves(key)), None)
     finally:
-        with suppress(Exception):  # what is left is found by nobody, and evicted in time
+        with suppress(Exception):  # nobody finds a block that is left, and it is evicted in time
             store.drop(trial.keys)
 
 
@@ -58,7 +58,7 @@ class _Trial:
         self._memory = memoryview(bytearray(payload_bytes))
 
     def damaged(self) -> Iterator[tuple[str, bytes]]:
-        """Keys of damaged blocks, each with what was done to it. All are loaded while whole."""
+        """Keys of damaged blocks, each with its damage. All are loaded while whole."""
         medium = self._medium
         for where, part in FLIPS:
             key, data = self._put()

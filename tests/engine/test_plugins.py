@@ -151,7 +151,7 @@ def test_flipped_bits_of_a_store_that_says_it_verifies_are_misses(
         store.payloads[key] = kept[:place] + bytes([kept[place] ^ 1]) + kept[place + 1 :]
     ask(made)
     assert measured(made, "damaged_blocks", "plugin") > 0
-    (line,) = [line for line in caplog.messages if "says that it verifies" in line]
+    (line,) = [line for line in caplog.messages if "claims that it verifies" in line]
     assert "plugin (package tests)" in line
 
 

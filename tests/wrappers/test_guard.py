@@ -474,7 +474,8 @@ def test_a_store_that_cannot_tell_what_it_can_is_named_once(
         assert [capability(guarded, kind) for kind in (Clear, Touch)] == [None, None]
     assert guarded.failures.total == 6
     assert caplog.messages == [
-        f"tier far (package acme): it can't tell whether it has Clear, and is used without ({told})"
+        "tier far (package acme): the question whether it has Clear failed, and it is used "
+        f"without ({told})"
     ]
     assert isinstance(caplog.records[0].exc_info, tuple)
 

@@ -295,7 +295,7 @@ def test_a_store_that_only_says_that_it_verifies_is_not_believed(
 ) -> None:
     assert lengths(spec, store)[-1] == record_bytes(SIZE)
     (line,) = caplog.messages
-    assert "tier dict (package tests) says that it verifies, but" in line and says in line
+    assert "tier dict (package tests) claims that it verifies, but" in line and says in line
     lengths(spec, store, tells=False)  # as each worker opens it
     assert len(caplog.messages) == 1
 

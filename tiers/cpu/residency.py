@@ -139,7 +139,7 @@ class SlotResidency(ABC):
     def _evicted(self, key: bytes, queue: int) -> None:
         """Note that a block of one of the policy's queues was evicted."""
 
-    # -- what is common ----------------------------------------------------------------------
+    # -- the same for all policies ------------------------------------------------------------
 
     def find(self, key: bytes) -> int | None:
         return self.find_all([key])[0]
@@ -230,7 +230,7 @@ ALL = 1
 
 
 class LruResidency(SlotResidency):
-    """The least recently used block goes first."""
+    """Evicts the least recently used block first."""
 
     def __init__(self, pool: Slots, max_slots: int) -> None:
         super().__init__(pool, max_slots, queues=1)

@@ -14,10 +14,10 @@ from spec.offloading import StoreContext
 from tiers.block import expect, pack_header, parse_header, verify
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.repeated_log import RepeatedLog
-from tiers.disk.failures import UNREADABLE
 from tiers.disk.folder.open_folder import THREADS, OpenFolder, require_own
 from tiers.disk.folder.open_folders import open_folders
 from tiers.disk.index.edit import Entry, Slot, index_key, index_key_prefix
+from tiers.disk.index.index import UNREADABLE
 from tiers.disk.slab import DEFAULT_ACCESS, Access, slot_bytes
 from tiers.errors import RecordError, TierError, TierFull, TierUnusable
 from tiers.store import Block, Capability, Capable, LocalIndex, PutCounts, Usage
@@ -41,8 +41,8 @@ class _SlotRead(NamedTuple):
 class DiskStore(Capable):
     """A TierStore in a folder, with every capability of `tiers.store`.
 
-    Stores of one process on one folder share what is open (see `open_folders`); processes share the
-    index. The capacity bounds the disk space of all slots, live and being written; the last
+    Stores of one process on one folder share an `OpenFolder` (see `open_folders`); processes share
+    the index. The capacity bounds the disk space of all slots, live and being written; the last
     store opened on a folder sets it. Blocks of any payload length share the folder.
 
     A block is stored by two transactions: the first reserves a slot, evicting its block if need
@@ -267,7 +267,7 @@ def _write(folder: OpenFolder, block: Block, slot: Slot) -> Entry | OSError:
 
 
 def _read(folder: OpenFolder, job: _SlotRead) -> RecordError | OSError | None:
-    """Fill the block's payload from its slot; return what was wrong, or None."""
+    """Fill the block's payload from its slot; return the error, or None."""
     _, block, entry = job
     try:
         header, checksum = folder.slabs[entry.slot.size].read(entry.slot.number, block.payload)

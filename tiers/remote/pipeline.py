@@ -32,7 +32,7 @@ processor caches: 64 stores of 2 MiB cost 0.31 s of a core per GB with one value
 with four."""
 
 MOST_BYTES = 8 << 20
-"""The bandwidth-delay product of 4 ms at 2 GB/s. A value that is larger goes alone."""
+"""The bandwidth-delay product of 4 ms at 2 GB/s. A larger value is sent alone."""
 
 
 class Window:
@@ -138,7 +138,7 @@ class _Sender:
         self.unsent += size
 
     def flush(self, most: int) -> None:
-        """Send what was added, and wait until at most `most` bytes, or one value, are sent and not
+        """Send the added parts, and wait until at most `most` bytes, or one value, are sent and not
         answered."""
         self._stream.send(self._parts)
         self._parts = []

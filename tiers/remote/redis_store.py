@@ -137,7 +137,7 @@ class RedisStore:
             logger.debug("%d of %d blocks arrived: %s", sum(hits), len(hits), error)
         spoilt = {names[index] for index in came if not hits[index]}
         self._damaged.count("value", len(spoilt))
-        # What was loaded stays loaded if this fails: the next load finds the spoilt values again.
+        # If this fails, loaded blocks stay loaded: the next load finds the spoilt values again.
         with suppress(TierUnavailable):
             self._unlink(list(spoilt), deadline)
         return hits
@@ -233,7 +233,7 @@ class RedisStore:
         try:
             self._topology.dispatch(names, kind, operation, deadline)
         except FAILURES as error:
-            # Not chained: a traceback would print what the server said, which `reason` masks.
+            # Not chained: a traceback would print the server's text, which `reason` masks.
             raise TierUnavailable(f"{self._place}: {reason(error)}") from None
 
 

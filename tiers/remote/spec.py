@@ -72,7 +72,7 @@ class TlsSpec(BaseModel):
 
 
 def context_of(spec: TlsSpec) -> ssl.SSLContext:
-    """What connections are wrapped in: TLS 1.2 at least, the named authorities and no others.
+    """The TLS of connections: version 1.2 at least, the named authorities and no others.
     Raises ValueError, which names the file that can't be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # verifies, the host's name too
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -205,7 +205,7 @@ class RedisSpec(StoreSpec):
         return replace(self.url, username=self.username, password=secret)
 
     def _tls_context(self) -> SSLContext | None:
-        """What connections are wrapped in, or None. Raises ValueError for an unreadable file."""
+        """The TLS of connections, or None. Raises ValueError for an unreadable file."""
         if not self.url.is_tls:
             return None
         tls = self.tls or TlsSpec()

@@ -263,9 +263,9 @@ def each_command(verb: bytes, names: Sequence[bytes], *after: bytes) -> bytes:
     length, as a prompt's are, cost a tenth of `command` each."""
     if len({*map(len, names)}) > 1:
         return b"".join(command(verb, name, *after) for name in names)
-    head = array_header(2 + len(after)) + bulk(verb) + bulk_header(len(names[0]))
+    front = array_header(2 + len(after)) + bulk(verb) + bulk_header(len(names[0]))
     tail = b"\r\n" + b"".join(map(bulk, after))
-    return head + (tail + head).join(names) + tail
+    return front + (tail + front).join(names) + tail
 
 
 def array_header(words: int) -> bytes:

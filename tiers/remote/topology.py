@@ -41,8 +41,8 @@ class OneMaster:
     def dispatch(
         self, names: Sequence[bytes], kind: Kind, operation: Operation, deadline: Deadline
     ) -> None:
-        """Run `operation` at the server, until the deadline. Raises what is in FAILURES if it can't
-        be reached."""
+        """Run `operation` at the server, until the deadline. Raises an error of FAILURES if it
+        can't be reached."""
         master = self._master or self._find(deadline)
         try:
             with master.borrow(deadline) as stream:

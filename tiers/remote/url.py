@@ -118,7 +118,7 @@ def parse_url(value: object) -> RedisUrl:
 
 
 def _split(value: str) -> SplitResult:
-    # urlsplit quotes what it can't read, and that may be a piece of a password.
+    # urlsplit quotes text that it can't read, which may be a piece of a password.
     try:
         parts = urlsplit(value)
     except ValueError:

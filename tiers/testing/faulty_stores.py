@@ -157,7 +157,7 @@ class SlowStore(_Tried):
 
 
 class Faults:
-    """What goes wrong in faulty stores. Stores may share one; change it at any time.
+    """The faults of faulty stores. Stores may share one; change it at any time.
 
     `missing`: probability that `get` misses a block that is held.
     `lost_batches`: the next calls of `get` that miss all their blocks.
@@ -183,7 +183,7 @@ class Faults:
             self.errors[verb] = (*self.errors.get(verb, ()), (chance, error))
 
     def meet(self, verb: str) -> None:
-        """Count a call of `verb`; raise what it is to raise."""
+        """Count a call of `verb`; raise its error, if one is due."""
         self.calls[verb] += 1
         number = self._random.random()
         for chance, error in self.errors.get(verb, ()):

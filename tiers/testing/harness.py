@@ -96,8 +96,8 @@ class StoreUnderTest:
         raise SkipTest(f"{type(self).__name__} has no make_spec, so no second process was tried")
 
     def medium(self, store: TierStore) -> Medium:
-        """How the bytes of blocks in the open store are reached, as the spec says unless a subclass
-        says it."""
+        """How the bytes of blocks in the open store are reached, as the spec knows it unless a
+        subclass does."""
         found: Medium | None = self.make_spec().medium(store)
         if found is None:
             raise NotImplementedError(

@@ -35,7 +35,7 @@ Words = npt.NDArray[np.uint64]
 
 
 class HiddenNames:
-    """Names that tell a store nothing of the keys they stand for, made for many keys at once by two
+    """Names that show a store nothing of the keys they stand for, made for many keys at once by two
     keys of AES, of 32 bytes each. Thread-safe.
 
     A name is its key's namespace, encrypted as one block of AES, and the AES-CMAC of the whole key
@@ -54,7 +54,7 @@ class HiddenNames:
         self._if_padded = _doubled(self._if_whole)
 
     def space(self, namespace: bytes) -> bytes:
-        """What all names of a namespace begin with; an engine has one for each rank."""
+        """The beginning of all names of a namespace; an engine has a namespace for each rank."""
         return self._spaces.encryptor().update(namespace)
 
     def of(self, keys: Sequence[bytes]) -> list[bytes]:

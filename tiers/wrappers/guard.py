@@ -49,11 +49,11 @@ DEADLINE = 10.0
 """Seconds after which a verb that has not returned counts as failed."""
 
 MAX_COUNT = 2**63
-"""No store has met so many blocks, and what is larger fits no metric."""
+"""No store counts as many blocks, and a larger number fits no metric."""
 
 CLOSE_SECONDS = 30.0
-"""Seconds to wait for a store to close, by default; it goes on in the background until the process
-ends."""
+"""Seconds to wait for a store to close, by default; the close continues in the background until the
+process ends."""
 
 
 class Health(NamedTuple):
@@ -223,7 +223,7 @@ class Guarded(StoreWrapper):
             return
         if not wait([closing], seconds).done:
             self.failures.count("Late")
-            line = "tier %s: not closed after %g s; the engine goes on without waiting for it"
+            line = "tier %s: not closed after %g s; the engine does not wait any longer"
             logger.warning(line, self.tier_name, seconds)
 
     def _close(self, attempt: _Attempt) -> None:
@@ -350,7 +350,7 @@ class Guarded(StoreWrapper):
         """Log once that the store failed when it was asked for a capability: it is asked often."""
         if not self._has_logged_capability:
             self._has_logged_capability = True
-            line = "tier %s: it can't tell whether it has %s, and is used without (%s)"
+            line = "tier %s: the question whether it has %s failed, and it is used without (%s)"
             words = self.tier_name, kind, describe_error(error)
             logger.warning(line, *words, exc_info=_trace_of(error))
 
@@ -394,5 +394,5 @@ def _count(verb: str, found: object) -> int:
 
 
 def _trace_of(error: BaseException) -> BaseException | None:
-    """The error whose traceback is logged: one of ours says enough, a defect's is needed."""
+    """The error whose traceback is logged: an error of ours needs none, a defect does."""
     return None if isinstance(error, KVTiersError) else error

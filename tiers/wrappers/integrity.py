@@ -1,9 +1,8 @@
 """What if a plugin's store lies? Only our own record of that very block is believed.
 
 Around every store that does not verify by itself. A record is that of `tiers.block`: a header with
-the key, the length and a checksum, then the payload, on whole pages. It finds what is broken or
-mistaken, and is no defence against who can write to the tier: that is encryption.
-"""
+the key, the length and a checksum, then the payload, on whole pages. It finds bytes that are broken
+or mistaken, and is no defence against who can write to the tier: that is encryption."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ class StagedStore(StoreWrapper, ABC):
     def _drop_damaged(self, keys: Sequence[bytes]) -> None:
         if keys:
             self._damaged.count("form", len(keys))
-            # What was loaded stays loaded, even if the store fails to drop.
+            # Loaded blocks stay loaded, even if the store fails to drop.
             with suppress(Exception):
                 self._inner.drop(keys)
 
@@ -110,8 +109,8 @@ class VerifiedStore(StagedStore):
         asked = [Block(block.key, form) for block, form in zip(blocks, forms, strict=True)]
         got = each("get", self._inner.get(asked), len(asked))
         good = [ok and _take(b, form) for b, form, ok in zip(blocks, forms, got, strict=True)]
-        said = zip(blocks, got, good, strict=True)
-        self._drop_damaged([block.key for block, ok, is_good in said if ok and not is_good])
+        answers = zip(blocks, got, good, strict=True)
+        self._drop_damaged([block.key for block, ok, is_good in answers if ok and not is_good])
         return good
 
 

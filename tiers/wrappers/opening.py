@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 10.0
 """How long an engine that starts waits for a store to open, or the tier's deadline if that is
-longer; then it goes on, and the tier joins later."""
+longer; then it serves, and the tier joins later."""
 
 STEP_SECONDS = 1.0
 """The same for an engine that serves already."""
@@ -96,7 +96,7 @@ def _believed(spec: StoreSpec, site: StoreContext, level: int) -> TierStore | No
             if doubt is None:
                 unless_believed.pop_all()
                 return store
-    line = "tier %s says that it verifies, but %s: its blocks get a checksum of kvtiers"
+    line = "tier %s claims that it verifies, but %s: its blocks get a checksum of kvtiers"
     logger.log(level, line, log_name(spec), doubt)
     return None
 

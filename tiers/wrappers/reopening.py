@@ -53,8 +53,8 @@ class Reopening(StoreWrapper):
         in_background(self._run, "open")
 
     def first(self, seconds: float) -> None:
-        """Wait for the first opening, `seconds` at most, and less for what is elsewhere. Raises
-        what `open` raised, unless that was for now."""
+        """Wait for the first opening, `seconds` at most, and less for a store that is elsewhere.
+        Raises what `open` raised, unless that was for now."""
         first: list[Future[Any]] = [self._first, self._reaching]
         wait(first, seconds, FIRST_COMPLETED)
         if self._reaching.done():

@@ -39,14 +39,14 @@ class TierSlots:
     def add_evictor(
         self, evict_one: Callable[[], bool], idle: Callable[[int], None] | None = None
     ) -> None:
-        tell = None if idle is None else partial(self._tell, idle)
-        self._pool.add_evictor(lambda: self._evict(evict_one), tell)
+        report = None if idle is None else partial(self._report, idle)
+        self._pool.add_evictor(lambda: self._evict(evict_one), report)
 
     def _evict(self, evict_one: Callable[[], bool]) -> bool:
         self._ask(evict_one, False)
         return self._pool.in_use < self._pool.num_slots
 
-    def _tell(self, idle: Callable[[int], None], slot: int) -> None:
+    def _report(self, idle: Callable[[int], None], slot: int) -> None:
         if slot in self.kept:
             self._ask(lambda: idle(slot), None)
 
@@ -77,7 +77,7 @@ class TierSlots:
 
 
 Asking = Callable[[Callable[[], object], object], object]
-"""Calls a plugin; returns what it does, or the other value if it fails."""
+"""Calls a plugin; returns its result, or the other value if it fails."""
 
 
 class GuardedResidency:
@@ -159,7 +159,7 @@ class GuardedResidency:
     def _fail(self, error: Exception) -> None:
         self.health = FAILED
         logger.error(
-            "tier %s has failed and the chain goes on without it: %s: %s",
+            "tier %s has failed and the chain serves without it: %s: %s",
             self._name,
             type(error).__name__,
             error,

@@ -1,1 +1,1 @@
-"""A tier's folder: who has it open, what is repaired at open, and what is done for it since."""
+"""A tier's folder: who has it open, its repair at an open, and its upkeep."""

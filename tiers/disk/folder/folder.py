@@ -1,4 +1,4 @@
-"""The tier's folder: what it must be, which files it holds, and the lock held to open it.
+"""The tier's folder: its requirements, its files, and the lock held to open it.
 
 PATH/                 0700 when we make it, everything in it 0600
   index.mdb           LMDB: which key is in which slot

@@ -1,4 +1,4 @@
-"""What one process has open of a folder, shared by every store on it (see `open_folders`)."""
+"""A folder as one process has it open, for every store on it (see `open_folders`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import lmdb
 from spec.fields import format_size
 from tiers.concurrency.counter import LockedCounter
 from tiers.concurrency.executors import io_executor
-from tiers.disk.failures import Damaged, translated
 from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import Folder
 from tiers.disk.folder.owner import Owner, Owners
@@ -24,7 +23,7 @@ from tiers.disk.folder.upkeep import Keeping, Upkeep
 from tiers.disk.index import slot_allocator
 from tiers.disk.index.edit import FIRST, Edit, Entry, Slot
 from tiers.disk.index.fingerprint_index import FingerprintIndex
-from tiers.disk.index.index import BRIEF_WAIT_S, WAIT_S, Index
+from tiers.disk.index.index import BRIEF_WAIT_S, WAIT_S, Damaged, Index, translated
 from tiers.disk.index.slot_allocator import EVICT_BATCH, PendingUses
 from tiers.disk.slab import Access, Slabs, sync_folder
 from tiers.errors import TierError, TierNotOpen, TierUnavailable, TierUnusable
@@ -82,7 +81,7 @@ class OpenFolder:
         """Why the open files are no longer those of the folder; empty: they are."""
         self.is_closed = False
         self.capacity = 0
-        """What this process has set, in bytes."""
+        """The capacity that this process has set, in bytes."""
         self.short = ""
         """Why the tier can't hold that; empty: it can."""
         self.count_lock = threading.Lock()
@@ -146,7 +145,7 @@ class OpenFolder:
             raise
         self.evicted.count("for room", edit.evicted)
         self._freed.extend(edit.freed)
-        with suppress(OSError, lmdb.Error):  # what was changed is changed; upkeep tries again
+        with suppress(OSError, lmdb.Error):  # the change is committed; upkeep tries again
             self._give_back()
 
     def _give_back(self) -> None:
@@ -267,8 +266,8 @@ class OpenFolder:
         return held
 
     def drop(self, keys: Iterable[bytes], seen: Mapping[bytes, Entry] = NO_ENTRIES) -> int:
-        """Drop the live blocks of these index keys; of those in `seen` only what has that entry
-        still, stamp and all: one that was evicted and stored anew in its slot is another. Return
+        """Drop the live blocks of these index keys; those in `seen` only if they have that entry
+        still, stamp and all: a block that was evicted and stored anew has another. Return
         how many were dropped."""
         dropped = 0
         with self.edit() as edit:
@@ -305,7 +304,7 @@ class OpenFolder:
         if owners.alive and capacity < before:
             logger.warning(
                 "disk tier %s: capacity %s replaces the %s of another engine on the folder, for "
-                "both, and what is beyond is evicted; let all engines on it say the same",
+                "both, and blocks beyond it are evicted; give all engines on it the same",
                 self.path,
                 format_size(capacity),
                 format_size(before),

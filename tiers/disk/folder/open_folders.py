@@ -20,13 +20,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from tiers.disk.failures import Damaged, translated
 from tiers.disk.folder import clean_close
 from tiers.disk.folder.folder import Folder
 from tiers.disk.folder.open_folder import OpenFolder, require_own
 from tiers.disk.folder.owner import Owner, Owners, scan_owners
 from tiers.disk.index.edit import Edit, Slot
-from tiers.disk.index.index import Index
+from tiers.disk.index.index import Damaged, Index, translated
 from tiers.disk.slab import Access, Slabs, choose_direct
 from tiers.errors import TierError, TierNotOpen, TierUnusable
 
@@ -95,7 +94,7 @@ def _open(folder: Folder, capacity: int, access: Access, release: Release) -> Op
 def _become_owner(
     folder: Folder, capacity: int, access: Access, compared: clean_close.Compared, release: Release
 ) -> _Owned | None:
-    """Wipe what is not usable, and become an owner. Only under the folder's lock."""
+    """Wipe a folder that is not usable, and become an owner. Only under the folder's lock."""
     owners = scan_owners(folder.owners, folder.one_host)
     if owners.refusal is not None:
         raise TierNotOpen(owners.refusal)
@@ -119,8 +118,8 @@ def _become_owner(
 
 
 def _require_shared(folder: Folder) -> None:
-    """Raise TierNotOpen if the others have open what is not here any more: this process would make
-    an index of its own for their slabs, or a lock of its own for their index."""
+    """Raise TierNotOpen if a file that others have open was removed: this process would make an
+    index of its own for their slabs, or a lock of its own for their index."""
     gone = [file for file in folder.shared_files() if not file.exists()]
     if gone:
         raise TierNotOpen(
@@ -168,7 +167,8 @@ def _restore_files(edit: Edit, slabs: Slabs, rebooted: bool) -> None:
 
 
 class _OpenFolders:
-    """The process's only mutable global, since what it guards (LMDB's locks) is the process's, too.
+    """The process's only mutable global, since LMDB's locks, which it guards, are the process's
+    too.
 
     Each store on a folder and each verb in flight is a holder; the last one to release closes the
     folder. So `close` neither waits for a verb stuck on a hung disk nor closes files that it uses.

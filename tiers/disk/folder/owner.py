@@ -105,7 +105,7 @@ def _of_stranger(file: Path, host: str, locked: bool) -> str:
 
 
 def _of_twin(file: Path) -> str:
-    """LMDB tells readers apart by process id, which processes of two containers may share."""
+    """LMDB distinguishes readers by process id, which processes of two containers may share."""
     return (
         f"{file.parent.parent} is in use by a process of another container that has the same "
         f"number as this one, {os.getpid()}; give each container a path of its own, or let them "

@@ -1,4 +1,4 @@
-"""Upkeep: what a process does for a folder in the background, on a thread of its own.
+"""Upkeep: the work that a process does for a folder in the background, on a thread of its own.
 
 It works in short steps of one write transaction at most. In the pauses between them other threads
 and processes get their turn.
@@ -30,10 +30,9 @@ logger = logging.getLogger(__name__)
 class Keeping:
     """Keeps the files of a folder that this process has open; `owner` is the process's own.
 
-    What cleans /tmp and /var/tmp removes what has not changed for days. A lock that was removed
-    locks nobody out: two processes would write to one index, each behind a lock of its own. So the
-    files are made to look new, and those that are missing all the same are logged.
-    """
+    Cleaners of /tmp and /var/tmp remove files that have not changed for days. A lock that was
+    removed locks nobody out: two processes would write to one index, each behind a lock of its own.
+    So the files are made to look new, and those that are missing all the same are logged."""
 
     def __init__(self, folder: Folder, owner: Path, lose: Callable[[str], None]) -> None:
         """`lose` is called once, with a line, when the folder was removed or replaced."""
@@ -62,7 +61,7 @@ class Keeping:
         if gone and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "disk tier %s: removed while the tier is open: %s; what is stored is served on and "
+                "disk tier %s: removed while the tier is open: %s; its blocks are served on and "
                 "lost with the engine; end every engine on the folder before another is started",
                 self._folder.path,
                 ", ".join(gone),

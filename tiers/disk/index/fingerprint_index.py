@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class FingerprintTable:
-    """A set of fingerprints: buckets of eight, and a plain set for what does not fit its bucket.
+    """A set of fingerprints: buckets of eight, and a plain set for those that do not fit.
     Takes 16 bytes a block when it is made, and 11 when it `is_crowded`."""
 
     def __init__(self, room: int) -> None:
@@ -96,7 +96,7 @@ class FingerprintTable:
         new = new[order]
         # By `index_select`, since torch has other threads help with rows taken by an index.
         some, empty = some[new], rows.index_select(0, new) == 0
-        # A fingerprint takes the empty cell that its position among those of its bucket says.
+        # A fingerprint takes the empty cell that its position in its bucket's group gives.
         every = torch.arange(1, len(some) + 1)
         before = every[:-1] * (bucket[1:] != bucket[:-1])
         place = every - torch.cat((every.new_zeros(1), before)).cummax(0).values

@@ -7,7 +7,7 @@ A commit that is not synced survives the death of a process but not of the machi
 show which of the two happened (see `owner`).
 
 An error of the device in the very write that ends a commit makes LMDB refuse every transaction,
-reading ones too, until its environment is closed. What was committed before is as it was.
+reading ones too, until its environment is closed. Commits from before are whole.
 
 LMDB's own lock of writers can't be given up: behind a process that is stopped while it has that
 lock all others would hang. So a writer first locks a byte of the index file, and tries for a while.
@@ -18,6 +18,7 @@ of it, LMDB's lock alone keeps writers apart.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import math
@@ -35,7 +36,6 @@ from typing import Any, NamedTuple
 import lmdb
 
 from tiers.block import FORMAT_VERSION
-from tiers.disk.failures import Damaged
 from tiers.disk.index.edit import (
     INDEX_KEY_BYTES,
     ROW,
@@ -46,8 +46,40 @@ from tiers.disk.index.edit import (
     parse_changes,
     parse_entry,
 )
-from tiers.errors import TierUnusable
+from tiers.disk.slab import NO_SPACE
+from tiers.errors import TierFull, TierUnavailable, TierUnusable
 from tiers.store import Usage
+
+UNREADABLE = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EUCLEAN})
+"""The error numbers of a read from a place that the device has lost, until it is written again."""
+
+_FULL = (lmdb.MapFullError, lmdb.DiskError)
+_DAMAGE = (
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+)
+
+
+class Damaged(TierUnavailable):
+    """The folder's content can't be right; nothing but a wipe repairs it."""
+
+
+@contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Raise vendor errors of the body as TierFull, TierUnavailable or Damaged of this path."""
+    try:
+        yield
+    except _FULL as error:
+        raise TierFull(f"{path}: no space for the index: {error}") from error
+    except _DAMAGE as error:
+        raise Damaged(f"{path}: the index is damaged: {error}") from error
+    except lmdb.Error as error:
+        raise TierUnavailable(f"{path}: {error}") from error
+    except OSError as error:
+        kind = TierFull if error.errno in NO_SPACE else TierUnavailable
+        raise kind(f"{path}: {error.strerror or error}") from error
+
 
 INDEX_FORMAT = 3
 MAP_BYTES = 1 << 38
@@ -272,7 +304,7 @@ class Index:
 
     def piece(self, row: int | None, after: bytes, limit: int) -> Piece | None:
         """Return the first `limit` live keys after key `after`, and the log's rows after row `row`,
-        from one reading. None if the log no longer goes back to row `row`."""
+        from one reading. None if the log no longer has row `row`."""
         with self.begin() as txn:
             log = txn.cursor(self.tables["changes"])
             last = fields(ROW, log.key())[0] if log.last() else 0
@@ -289,7 +321,7 @@ class Index:
 
     def changes(self, after: int, limit: int) -> list[array[int]] | None:
         """Return the log's rows after row `after`, `limit` at most: fingerprints in the order of
-        their changes. None if the log no longer goes back to row `after`."""
+        their changes. None if the log no longer has row `after`."""
         with self.begin("changes") as txn:
             log = txn.cursor()
             last = fields(ROW, log.key())[0] if log.last() else 0
