@@ -26,11 +26,11 @@ from bench.index_fill import PAYLOAD, SIZE, block_key, fill
 from bench.main import Scale
 from bench.report import Case, Measure
 from spec.offloading import StoreContext
+from tiers.disk.disk_store import DiskStore
 from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.index.edit import Entry, index_key
 from tiers.disk.index.fingerprint_index import FingerprintTable
 from tiers.disk.spec import DiskSpec
-from tiers.disk.store import DiskStore
 from tiers.store import LocalIndex, capability
 
 PROMPT = 8192

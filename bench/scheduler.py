@@ -29,10 +29,10 @@ from tiers.contract.block_groups import GROUP_BYTES
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.cpu.spec import CpuSpec
+from tiers.disk.disk_store import DiskStore
 from tiers.disk.index.edit import index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
-from tiers.disk.store import DiskStore
 from tiers.host.slot_memory import ALIGNMENT, slot_stride
 from tiers.lab.replay.requests import NewRequest
 from tiers.testing import MemoryStore

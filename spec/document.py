@@ -40,7 +40,7 @@ _REMEDIES = {
 }
 
 
-class Fault(NamedTuple):
+class YamlFault(NamedTuple):
     """An error of the YAML itself: its 1-based line, the text found, and the remedy."""
 
     line: int
@@ -51,7 +51,7 @@ class Fault(NamedTuple):
 class NotYaml(KVTiersError, ValueError):
     """The text is not plain YAML. `faults` has one or more."""
 
-    def __init__(self, faults: Sequence[Fault]) -> None:
+    def __init__(self, faults: Sequence[YamlFault]) -> None:
         super().__init__("; ".join(f"line {f.line}: {f.found}" for f in faults))
         self.faults = tuple(faults)
 
@@ -129,11 +129,11 @@ def read_yaml(text: str) -> Document:
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         found = f"the character U+{ord(text[error.position]):04X}"
-        raise NotYaml([Fault(line, found, "remove it")]) from error
+        raise NotYaml([YamlFault(line, found, "remove it")]) from error
     except yaml.MarkedYAMLError as error:
         raise NotYaml([_syntax(error)]) from error
     except RecursionError as error:
-        raise NotYaml([Fault(1, "too many brackets in each other", "nest less")]) from error
+        raise NotYaml([YamlFault(1, "too many brackets in each other", "nest less")]) from error
     if loader.repeated:
         raise NotYaml(loader.repeated)
     return Document(data, root)
@@ -142,7 +142,7 @@ def read_yaml(text: str) -> Document:
 class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.repeated: list[Fault] = []
+        self.repeated: list[YamlFault] = []
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         # In place of merging: `<<` is a key as any other here, and merges can grow without bound.
@@ -154,7 +154,7 @@ class _Loader(yaml.SafeLoader):
             if key.value in first:
                 word = mask_secrets(key.value[:60])
                 found = f"the key {word} again, after line {first[key.value]}"
-                self.repeated.append(Fault(line, found, "keep one of them"))
+                self.repeated.append(YamlFault(line, found, "keep one of them"))
             first.setdefault(key.value, line)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
@@ -177,7 +177,7 @@ _Loader.yaml_constructors = {
 _Loader.yaml_constructors[None] = SafeConstructor.construct_undefined
 
 
-def _syntax(error: yaml.MarkedYAMLError) -> Fault:
+def _syntax(error: yaml.MarkedYAMLError) -> YamlFault:
     mark = error.problem_mark or error.context_mark
     problem = error.problem or "invalid YAML"
     whole = f"{error.context or ''} {problem}"
@@ -188,7 +188,7 @@ def _syntax(error: yaml.MarkedYAMLError) -> Fault:
             problem = f"a value that begins with {'*' if 'alias' in word else '!'}"
     line = 1 if mark is None else mark.line + 1
     problem = problem.removeprefix("but ").removeprefix("found ")
-    return Fault(line, f"invalid YAML ({problem})", remedy)
+    return YamlFault(line, f"invalid YAML ({problem})", remedy)
 
 
 def _holds(value: object, part: int | str) -> bool:

@@ -25,10 +25,10 @@ from tests.support.servers import RedisServer, binaries
 from tests.support.topologies import Link, wait_until
 from tiers.block import HEADER_BYTES
 from tiers.disk import slab
+from tiers.disk.disk_store import DiskStore
 from tiers.disk.folder import folder, owner
 from tiers.disk.slab import PAGE
 from tiers.disk.spec import DiskSpec
-from tiers.disk.store import DiskStore
 from tiers.errors import TierFull, TierNotOpen, TierUnavailable
 from tiers.remote.redis_store import RedisStore
 from tiers.remote.spec import RedisSpec

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spec.offloading import StoreContext
+from tiers.disk.disk_store import DiskStore
 from tiers.disk.folder import folder as folders
 from tiers.disk.folder.open_folder import OpenFolder
 from tiers.disk.index.edit import Slot, index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
-from tiers.disk.store import DiskStore
 from tiers.errors import TierNotOpen, TierUnusable
 from tiers.testing import Memory
 

@@ -26,9 +26,9 @@ from tests.disk.audit import (
     run_mounted,
     slab_path,
 )
+from tiers.disk.disk_store import DiskStore
 from tiers.disk.slab import PAGE, Slab, choose_direct
 from tiers.disk.spec import DiskSpec
-from tiers.disk.store import DiskStore
 from tiers.errors import TierNotOpen, TierUnavailable, TierUnusable
 from tiers.host.spare_memory import spare_memory
 from tiers.store import Block, TierStore

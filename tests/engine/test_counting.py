@@ -29,7 +29,7 @@ from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.connector.scheduler.host_manager import HostManager
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.tier_manager import LookupPace
-from tiers.disk.store import DiskStore
+from tiers.disk.disk_store import DiskStore
 from tiers.errors import TierUnavailable
 from tiers.explain.accounts import lines
 from tiers.lab.replay import ReplayEngine, answer

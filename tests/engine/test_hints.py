@@ -29,8 +29,8 @@ from tests.test_readme import blocks
 from tiers.connector.policy.request_params import MAX_TTL
 from tiers.connector.scheduler import tier_hints
 from tiers.connector.scheduler.tier_manager import LookupPace
+from tiers.disk.disk_store import DiskStore
 from tiers.disk.slab import slot_bytes
-from tiers.disk.store import DiskStore
 from tiers.lab.replay import ReplayEngine, answer
 from tiers.lab.replay.requests import ReplayRequest
 

@@ -29,7 +29,7 @@ from tests.support.replay_chains import (
 from tests.support.servers import RedisServer
 from tiers.connector.worker.offloading_worker import _fence
 from tiers.contract.block_copier import Copy
-from tiers.disk.store import DiskStore
+from tiers.disk.disk_store import DiskStore
 from tiers.gpu.copier import CpuCopier
 from tiers.lab.replay import ReplayEngine, answer
 

@@ -12,7 +12,7 @@ import pytest
 from spec.offloading import StoreContext
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, names
 from tests.support.servers import RedisServer
-from tiers.disk.store import DiskStore
+from tiers.disk.disk_store import DiskStore
 from tiers.lab.replay import ReplayEngine, answer
 from tiers.lab.replay.requests import ReplayRequest
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 OLDEST = "5.3.0"
 NEWEST = "8.1"
 USES_PRIVATES = [
-    "test_store.py",
+    "test_redis_store.py",
     "test_stream.py",
     "test_pools.py",
     "test_tls.py",

@@ -16,8 +16,8 @@ from typing import Any, cast
 import redis
 
 from tiers.block import HEADER_BYTES, parse_header
+from tiers.disk.disk_store import DiskStore
 from tiers.disk.slab import PAGE
-from tiers.disk.store import DiskStore
 from tiers.errors import RecordError
 from tiers.store import Block
 

@@ -14,7 +14,7 @@ from tests.support.servers import RedisServer
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.contract.block_groups import GROUP_BYTES
 from tiers.contract.marks import RequestMark, RequestMarks
-from tiers.disk.store import DiskStore
+from tiers.disk.disk_store import DiskStore
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.blocks import STATE
 from tiers.lab.replay.requests import ReplayRequest

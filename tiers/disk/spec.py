@@ -12,7 +12,7 @@ from spec.offloading import StoreContext, StoreSpec
 from tiers.disk.slab import Access, Durability, Io
 
 if TYPE_CHECKING:
-    from tiers.disk.store import DiskStore
+    from tiers.disk.disk_store import DiskStore
 
 
 class DiskSpec(StoreSpec):
@@ -57,6 +57,6 @@ class DiskSpec(StoreSpec):
     def open(self, site: StoreContext) -> DiskStore:
         """Open the store. Raises TierUnusable when the folder can't be used as it is, or holds less
         than one block of every share."""
-        from tiers.disk.store import DiskStore
+        from tiers.disk.disk_store import DiskStore
 
         return DiskStore(self.path, self.capacity, site, Access(self.io, self.durability))

@@ -46,8 +46,8 @@ from tiers.gpu.copier import open_copiers
 from tiers.host.slot_memory import slot_stride
 from tiers.host.spare_memory import spare_memory
 from tiers.wrappers.guard import Guarded
+from tiers.wrappers.guarded_residency import open_residency
 from tiers.wrappers.opening import log_name, open_guarded
-from tiers.wrappers.residency import open_residency
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -20,8 +20,8 @@ from tiers.connector.hosted.shared_slots import attach_region, create_region, st
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.tier_manager import LookupPace
 from tiers.contract.messages import WorkerHandshake
+from tiers.disk.disk_store import DiskStore
 from tiers.disk.slab import slot_bytes
-from tiers.disk.store import DiskStore
 from tiers.errors import TierUnusable
 from tiers.store import Block
 from tiers.wrappers.guard import Guarded

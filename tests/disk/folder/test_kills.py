@@ -12,7 +12,7 @@ import pytest
 
 from tests.disk.audit import MODE, SLOT, audit, get, keys, opened, put
 from tests.disk.child import NUMBERS, POINTS, payload_of_number, running, started
-from tiers.disk.store import DiskStore
+from tiers.disk.disk_store import DiskStore
 from tiers.errors import TierFull
 
 pytestmark = pytest.mark.usefixtures("mode")

@@ -27,11 +27,11 @@ from tests.disk.audit import (
     refused,
     settled,
 )
+from tiers.disk.disk_store import DiskStore
 from tiers.disk.folder import upkeep
 from tiers.disk.index import slot_allocator
 from tiers.disk.index.edit import Edit, index_key
 from tiers.disk.spec import DiskSpec
-from tiers.disk.store import DiskStore
 from tiers.errors import TierNotOpen
 
 SHORT_S = 0.02

@@ -17,6 +17,7 @@ import pytest
 from tests.disk.audit import Other, folder_of, get, keys, open_disk, opened, put
 from tests.disk.child import NUMBERS, running
 from tests.support.clock import wait_for
+from tiers.disk.disk_store import DiskStore
 from tiers.disk.folder import upkeep
 from tiers.disk.folder.open_folder import THREADS
 from tiers.disk.folder.upkeep import Upkeep
@@ -28,7 +29,6 @@ from tiers.disk.index.fingerprint_index import (
     FingerprintTable,
 )
 from tiers.disk.index.index import Index, Piece
-from tiers.disk.store import DiskStore
 from tiers.store import Clear, LocalIndex, capability
 from tiers.wrappers.guard import Guarded
 from tiers.wrappers.integrity import VerifiedStore

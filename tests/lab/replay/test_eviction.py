@@ -22,8 +22,8 @@ from tests.support.replay_chains import (
 from tests.support.slow_store import SlowSpec, TroubledStore
 from tiers.connector.worker import loading
 from tiers.cpu.spec import CpuSpec
+from tiers.disk.disk_store import DiskStore
 from tiers.disk.slab import slot_bytes
-from tiers.disk.store import DiskStore
 from tiers.lab.replay import ReplayEngine, answer
 from tiers.lab.replay.requests import ReplayRequest
 

@@ -8,7 +8,7 @@ from tiers.connector.scheduler.lookups import Changes, Lookup
 from tiers.connector.scheduler.tier_manager import DOWN, LookupPace, TierManager
 from tiers.host.slots import Demotes, Residency, SlotPool
 from tiers.wrappers.guard import Health
-from tiers.wrappers.residency import health_of
+from tiers.wrappers.guarded_residency import health_of
 
 LOOK_BACK = 64
 """Blocks before those that a step stored among which one that is kept is looked for."""

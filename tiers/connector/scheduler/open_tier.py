@@ -27,8 +27,8 @@ from tiers.errors import TierUnusable
 from tiers.host.slot_memory import ALIGNMENT, slot_stride, slots_within
 from tiers.host.slots import SlotPool
 from tiers.store import Clear, Described, Measured, TierStore, capability
+from tiers.wrappers.guarded_residency import open_residency
 from tiers.wrappers.opening import log_name, open_guarded
-from tiers.wrappers.residency import open_residency
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from tiers.connector.scheduler.lookups import Lookup
 from tiers.errors import TierUnusable
 from tiers.host.slots import SlotPool, Slots
 from tiers.wrappers.guard import FAILED
-from tiers.wrappers.residency import GuardedResidency
+from tiers.wrappers.guarded_residency import GuardedResidency
 
 
 class Fifo:
