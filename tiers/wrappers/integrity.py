@@ -2,7 +2,8 @@
 
 Around every store that does not verify by itself. A record is that of `tiers.block`: a header with
 the key, the length and a checksum, then the payload, on whole pages. It finds bytes that are broken
-or mistaken, and is no defence against who can write to the tier: that is encryption."""
+or mistaken, and is no defence against who can write to the tier: that is encryption.
+"""
 
 from __future__ import annotations
 

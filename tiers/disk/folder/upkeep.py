@@ -32,7 +32,8 @@ class Keeping:
 
     Cleaners of /tmp and /var/tmp remove files that have not changed for days. A lock that was
     removed locks nobody out: two processes would write to one index, each behind a lock of its own.
-    So the files are made to look new, and those that are missing all the same are logged."""
+    So the files are made to look new, and those that are missing all the same are logged.
+    """
 
     def __init__(self, folder: Folder, owner: Path, lose: Callable[[str], None]) -> None:
         """`lose` is called once, with a line, when the folder was removed or replaced."""

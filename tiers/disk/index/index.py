@@ -304,7 +304,7 @@ class Index:
 
     def piece(self, row: int | None, after: bytes, limit: int) -> Piece | None:
         """Return the first `limit` live keys after key `after`, and the log's rows after row `row`,
-        from one reading. None if the log no longer has row `row`."""
+        from one reading. None if the log no longer reaches row `row`."""
         with self.begin() as txn:
             log = txn.cursor(self.tables["changes"])
             last = fields(ROW, log.key())[0] if log.last() else 0
@@ -321,7 +321,7 @@ class Index:
 
     def changes(self, after: int, limit: int) -> list[array[int]] | None:
         """Return the log's rows after row `after`, `limit` at most: fingerprints in the order of
-        their changes. None if the log no longer has row `after`."""
+        their changes. None if the log no longer reaches row `after`."""
         with self.begin("changes") as txn:
             log = txn.cursor()
             last = fields(ROW, log.key())[0] if log.last() else 0
