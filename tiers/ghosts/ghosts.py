@@ -1,4 +1,4 @@
-"""Ghosts: what a chain's tiers would have of its traffic with other settings."""
+"""Ghosts: the hits of a chain's tiers, had they other settings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SampledStack:
 
 
 PARTS = 8
-"""Of the sample; how much their estimates differ tells the error of the whole."""
+"""Of the sample; the difference of their estimates shows the error of the whole."""
 
 
 FEW = 64
@@ -227,7 +227,7 @@ SAMPLES = 16_000
 """Keys of a tier's sample. Measured on a public trace of conversations: the hit ratio is off by
 half a point in the mean."""
 MODELS = 4
-"""More share the keys of so many, to stay within 10 MB."""
+"""More models share the keys of these, to stay within 10 MB."""
 HALF_LIFE = 3600.0
 """Seconds after which what was counted weighs half."""
 POLL_SECONDS = 0.25
@@ -236,7 +236,7 @@ REPORT_SECONDS = 600.0
 CLOSE_SECONDS = 2.0
 _MAX_REQUESTS, _MAX_HASHES = 4096, 1 << 18
 _CHUNK = 4096
-"""Hashes after which the thread rests: looking at so many takes a tenth of a millisecond."""
+"""Hashes after which the thread rests: looking at them takes a tenth of a millisecond."""
 _REST_SECONDS = 1e-4
 
 

@@ -59,7 +59,7 @@ _RECORDED = (".jsonl", ".jsonl.zst")
 def open_trace(path: Path, skip_bad_lines: bool = False, conversations: int = 16) -> Trace:
     """Open a file, or a folder of recorded files or of conversations, and return its trace.
 
-    Reads the first lines to tell the format. Raises `TraceError` for what is no trace.
+    Reads the first lines to find the format. Raises `TraceError` for other files.
     """
     if not path.exists():
         raise TraceError(f"{path}: there is no such file or folder")
@@ -177,7 +177,7 @@ class _Conversation(NamedTuple):
 
 
 def _open_weka(paths: Sequence[Path], skip_bad: bool, conversations: int) -> Trace:
-    """The trace of these files, with so many conversations at a time."""
+    """The trace of these files, with `conversations` of them at a time."""
     first = next(read_lines(paths[0], TraceSummary()))
     try:
         block_tokens = whole(parse_object(first.text), "block_size", at_least=1)
@@ -196,7 +196,7 @@ def _is_weka(found: dict[str, Any]) -> bool:
 
 
 def _interleaved(found: Iterator[_Conversation], at_a_time: int) -> Iterator[TraceRequest]:
-    """The requests of all conversations by time, where so many run at a time."""
+    """The requests of all conversations by time, where `at_a_time` run at once."""
     running: list[tuple[float, int, float, int, _Conversation]] = []
 
     def start(place: int, time: float) -> bool:

@@ -31,12 +31,12 @@ _DIGEST_BYTES = 8
 
 
 class KeyedIds:
-    """Makes ids of blocks and digests of names by keyed BLAKE2b (RFC 7693). Who has the trace
-    without the key can't tell whether a prompt or a name that they guess is in it."""
+    """Makes ids of blocks and digests of names by keyed BLAKE2b (RFC 7693). A reader
+    of the trace without the key can't verify a guess of a prompt or a name in it."""
 
     def __init__(self, key: bytes, facts: bytes) -> None:
-        """`key`: 32 bytes. `facts`: what a block depends on beside its hash. Prefixes of engines
-        that differ in it get different ids."""
+        """`key`: 32 bytes. `facts`: all that a block depends on beside its hash. Engines
+        that differ in it have different ids."""
         self._names = key
         blocks = hashlib.blake2b(b"blocks\0" + facts, digest_size=32, key=key).digest()
         self._blocks = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=blocks)
@@ -68,8 +68,8 @@ RETRY_SECONDS = 1.0, 60.0
 """How long a folder that failed is left alone, at first and at most."""
 _CHUNK = 256
 _PAUSE = 1e-4
-"""After so many ids, which take half a millisecond, the thread lets the interpreter go for so
-long. The scheduler's thread would have to wait for its turn for five milliseconds otherwise."""
+"""After a chunk of ids, which takes half a millisecond, the thread releases the interpreter for a
+pause. The scheduler's thread would have to wait for its turn for five milliseconds otherwise."""
 
 
 class EndedRequest(NamedTuple):
@@ -90,9 +90,9 @@ class EndedRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """What is recorded. `block_tokens`, `hash_tokens`: see `EngineInfo`. `facts`: see `KeyedIds`.
-    `kv_bytes_per_token`: see `FileHeader`; asked for each file. `tenants`: salts that are names of
-    tenants. `now`: the clock of requests' times, in seconds."""
+    """The settings of a recording. `block_tokens`, `hash_tokens`: see `EngineInfo`. `facts`: see
+    `KeyedIds`. `kv_bytes_per_token`: see `FileHeader`; asked for each file. `tenants`: salts that
+    are names of tenants. `now`: the clock of requests' times, in seconds."""
 
     spec: RecordSpec
     block_tokens: int
@@ -255,8 +255,8 @@ CLOSE_SECONDS = 2.0
 
 
 class Recorder:
-    """Writes a trace on a thread of its own. What comes faster than it is written, or can't be
-    written, is counted as dropped; so is all in a fork's child. Everything here is for the
+    """Writes a trace on a thread of its own. Requests that come faster than it writes, or can't be
+    written, are counted as dropped; a fork's child records none. Everything here is for the
     scheduler's thread alone, and never waits, but `close`."""
 
     def __init__(self, recording: Recording) -> None:

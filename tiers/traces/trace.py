@@ -35,7 +35,7 @@ class TraceRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """What holds for all requests of a trace."""
+    """The facts of all requests of a trace."""
 
     block_tokens: int
     """Tokens of a block, as its ids count them."""
@@ -47,14 +47,14 @@ class TraceHeader:
 
 @dataclass
 class TraceSummary:
-    """What one iteration over a trace has read so far, and what it left out."""
+    """The work of one iteration over a trace so far: requests, bytes, things left out."""
 
     requests: int = 0
     bytes_read: int = 0
     """Bytes of the files that have been read, as they lie on disk: progress towards
     `Trace.file_bytes`."""
     skipped: Counter[str] = field(default_factory=Counter)
-    """How often something was left out or mended, by what it was."""
+    """Counts of things left out or mended, by their kind."""
     notes: list[str] = field(default_factory=list)
     """The first examples of it, each with its file and line."""
 

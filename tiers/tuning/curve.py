@@ -33,9 +33,9 @@ class PrefixStack:
     stack. The ends of a run are found by galloping, since the request that touched a block last is
     never younger further down a prompt. A Fenwick tree over requests counts the blocks above a run.
 
-    `bound`: positions beyond it are not told apart from blocks never seen. Remembered are at most
-    twice as many blocks, 1,000 and a prompt's, and three integers for each request that was the
-    last to touch one. Used by one thread.
+    `bound`: a position beyond it is like that of a block never seen. It keeps at most twice as many
+    blocks, 1,000 and a prompt's, and three integers for each request that was the last to touch
+    one. Used by one thread.
 
     The run as a unit is ours.
     """
@@ -60,8 +60,8 @@ class PrefixStack:
     ) -> int:
         """Count the positions of a request's blocks, touch them, and return how many had one.
 
-        `at_least`: touch only so many of the first blocks, and those that have a position.
-        `counted`: count only so many of the first blocks, the prompt's; the answer's follow.
+        `at_least`: touch only this many of the first blocks, and those that have a position.
+        `counted`: count only this many of the first blocks, the prompt's; the answer's follow.
         Raises TraceError where it notices that an id stands for a block after two prefixes.
         """
         last, tree, length = self._last.get, self._tree, len(blocks)
@@ -174,7 +174,7 @@ def _no_prefix(block: int) -> TraceError:
 
 _PARTS = 16
 _OFTEN = 1023
-"""What is counted by requests is collected each time their number has none of these bits."""
+"""Counts of requests are collected each time their number has none of these bits."""
 
 
 @dataclass(frozen=True)
@@ -189,14 +189,14 @@ class HitCurve:
     largest: int | None
     """The size up to which it is exact; None: every size."""
     _starts: Sequence[int]
-    """Positions from which on the number of references a position is another."""
+    """Positions from which on the number of references a position changes."""
     _below: Sequence[int]
     """References at positions below each of those."""
     _slopes: Sequence[int]
     """References at each position from there on."""
 
     def hits(self, size: int) -> int:
-        """Blocks served by a cache of so many blocks. Raises ValueError beyond `largest`."""
+        """Blocks served by a cache of `size` blocks. Raises ValueError beyond `largest`."""
         if self.largest is not None and size > self.largest:
             raise ValueError(f"the curve ends at {self.largest} blocks")
         at = bisect_right(self._starts, size) - 1
@@ -235,18 +235,14 @@ class _Part:
     tokens: int = 0
     references: int = 0
     changes: Counter[int] = field(default_factory=Counter)
-    """By position: by how much more references are there than at the position before."""
+    """By position: references there, less those at the position before."""
 
     def joined(self, later: _Part) -> _Part:
         """The counts of both; `later` are the requests that follow."""
         changes = self.changes.copy()
         changes.update(later.changes)
-        return _Part(
-            self.requests + later.requests,
-            self.tokens + later.tokens,
-            self.references + later.references,
-            changes,
-        )
+        sums = (self.requests + later.requests, self.tokens + later.tokens)
+        return _Part(*sums, self.references + later.references, changes)
 
     def curve(self, largest: int | None) -> HitCurve:
         starts, below, slopes = [], [], []
@@ -265,7 +261,7 @@ class _Part:
 
 class _Parts:
     """Counts of a trace of unknown length in 8 to 16 parts of equal numbers of requests: two
-    neighbours become one when there are too many."""
+    neighbours merge when there are too many."""
 
     def __init__(self) -> None:
         self._done: list[_Part] = []
@@ -315,15 +311,20 @@ def measure(
 
     `largest`: the largest size to ask for, in blocks. It bounds memory: to four times as many
     blocks, each with an integer and a reference to its request, and to the counts of 16 parts, of
-    a number for each position at most. A block's first use is then forgotten when so many others
-    were used since; without it all is remembered.
+    a number for each position at most. A block's first use is then dropped when as many others were
+    used since; without it all is kept.
 
     Raises TraceError, from the trace or where ids do not stand for whole prefixes.
     """
     every, later = PrefixStack(largest), PrefixStack(largest)
     parts, changes = _Parts(), Counter[int]()
     for done, request in enumerate(requests, 1):
-        _touch(request, every, later if second_use else None)
+        blocks, prompt = request.blocks, None
+        if request.answer_blocks:
+            blocks, prompt = [*blocks, *request.answer_blocks], len(blocks)
+        known = every.touch(blocks, counted=prompt)
+        if second_use:
+            later.touch(blocks, known, prompt)
         parts.add(request, every)
         if not done & _OFTEN:
             _collect(changes, later)
@@ -337,15 +338,6 @@ def measure(
         (first.curve(largest), second.curve(largest)) if second.requests else None,
         len(every) if largest is None else None,
     )
-
-
-def _touch(request: TraceRequest, every: PrefixStack, later: PrefixStack | None) -> None:
-    blocks, prompt = request.blocks, None
-    if request.answer_blocks:
-        blocks, prompt = [*blocks, *request.answer_blocks], len(blocks)
-    known = every.touch(blocks, counted=prompt)
-    if later is not None:
-        later.touch(blocks, known, prompt)
 
 
 def _collect(changes: Counter[int], stack: PrefixStack) -> None:

@@ -28,7 +28,7 @@ class TierMark(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What a size serves; ratios are of all full blocks of prompts."""
+    """The hits of a size; ratios are of all full blocks of prompts."""
 
     tier: str | None
     blocks: int

@@ -21,7 +21,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         if path.exists() and not path.is_file():
             write(path)  # a device or a pipe: a file in its place would end it for all
             return
-        place = path.resolve()  # what a link names is written, and the link stays
+        place = path.resolve()  # the target of a link is written, and the link stays
         other = place.with_name(f".{place.stem}.{os.getpid()}{place.suffix}")
         try:
             write(other)

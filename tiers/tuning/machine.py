@@ -1,4 +1,4 @@
-"""Machine: what a chain runs on, as far as time and money are concerned."""
+"""Machine: the engine and the tiers' links of a chain, their speed and their price."""
 
 from __future__ import annotations
 
@@ -100,23 +100,23 @@ class TierProfile(BaseModel, frozen=True, extra="forbid"):
     )
 
     def price(self, capacity: int | None) -> float | None:
-        """Price of a month with so many bytes, or the profile's own; None: no price is given."""
+        """Price of a month with `capacity` bytes, or the profile's; None: no price is given."""
         capacity = self.capacity if capacity is None else capacity
         if self.price_per_gb_month is None or capacity is None:
             return self.price_per_month
         return (self.price_per_month or 0.0) + self.price_per_gb_month * capacity / 1e9
 
     def life_years(self, a_day: float, write_budget: float | None) -> float | None:
-        """Years until the endurance is used up by so many bytes `a_day`, or by the write budget's,
-        in bytes a second, if that is less: what was saved of it before is spent once, and not every
-        day. None: no endurance is given, or nothing is written."""
+        """Years until the endurance is used up by `a_day` bytes a day, or by the write budget's, in
+        bytes a second, if that is less: savings of it are spent once, and not every day. None: no
+        endurance is given, or nothing is written."""
         if write_budget is not None:
             a_day = min(a_day, write_budget * DAY)
         return self.endurance / a_day * DAY / YEAR if self.endurance is not None and a_day else None
 
 
 class Machine(BaseModel, frozen=True, extra="forbid"):
-    """What a chain runs on. Frozen; unknown keys are refused.
+    """The engine and the tiers of a chain. Frozen; unknown keys are refused.
 
     The GPUs share one scheduler, one prefix cache and one chain, and each computes one step at a
     time. For tensor parallelism write one GPU with the rate of all of them.

@@ -1,4 +1,4 @@
-"""Report: what serving a trace with a chain does to links, disks, GPUs and waiting times."""
+"""Report: links, disks, GPUs and waiting times of serving a trace with a chain."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class TierUse:
-    """What one tier did while it was measured. Blocks and bytes are of whole blocks, all ranks."""
+    """The work of a tier while it was measured. Blocks and bytes are of whole blocks, all ranks."""
 
     name: str
     hit_tokens: int
@@ -52,14 +52,14 @@ class TierUse:
     stored_bytes: int
     written_bytes_per_day: float
     offered_blocks: int
-    """Blocks that it lacked and its rules admit: stored and dropped together."""
+    """Blocks that it missed and its rules admit: stored and dropped together."""
     dropped_blocks: int
     """Those of them that were not stored: no slot, too many bytes in flight, or no budget."""
     life_years: float | None = None
     """Years until its endurance is used up; None: not given, or nothing is written."""
     price_per_month: float | None = None
     held_bytes: int | None = None
-    """What it holds in the end, where it was never full; None: it was, or it was not simulated."""
+    """Bytes that it holds in the end; None: it was full once, or was not simulated."""
 
     @property
     def dropped_share(self) -> float:
@@ -68,9 +68,8 @@ class TierUse:
 
 @dataclass(frozen=True)
 class GhostUse:
-    """What a tier alone would have of the prompts' full blocks, those that the engine has itself
-    included, as ghosts estimate it over all requests: parts of them, `error` twice the standard
-    error."""
+    """A tier's ratios alone, as ghosts estimate them over all requests: of the prompts' full
+    blocks, those in the engine's cache included; `error` is twice the standard error."""
 
     name: str
     hit_ratio: float
@@ -80,7 +79,7 @@ class GhostUse:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a trace; what only warmed the caches is not counted.
+    """The result of serving a trace; requests that only warm the caches are not counted.
 
     `seconds`: from the first counted arrival to the end of the last prompt, or of the trace.
     Tokens: prompt = engine's own cache + tiers + computed.
@@ -181,17 +180,12 @@ class Report:
 def stretches(served: Sequence[Served]) -> tuple[Stretch, ...]:
     """Equal parts of the prompts that were served, in their order."""
     cuts = [len(served) * number // STRETCHES for number in range(STRETCHES + 1)]
-    return tuple(_stretch(served[start:end]) for start, end in pairwise(cuts) if end > start)
-
-
-def _stretch(served: Sequence[Served]) -> Stretch:
-    waits = sorted(one.wait for one in served)
-    return Stretch(
-        sum(waits) / len(waits),
-        quantile(waits, 0.99),
-        sum(one.computed for one in served),
-        sum(one.loaded for one in served),
-    )
+    found = []
+    for part in (served[start:end] for start, end in pairwise(cuts) if end > start):
+        waits = sorted(prompt.wait for prompt in part)
+        computed, loaded = sum(p.computed for p in part), sum(p.loaded for p in part)
+        found.append(Stretch(sum(waits) / len(waits), quantile(waits, 0.99), computed, loaded))
+    return tuple(found)
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -205,7 +199,9 @@ _COLUMNS = ("tier", "loads", "stores", "written", "SSD life", "dropped", "hit to
 def table(report: Report) -> str:
     """A row for each tier, then the lines for all of them, then the warnings."""
     rows = [_COLUMNS, *(_row(tier, report.prompt_tokens) for tier in report.tiers)]
-    rows += [_ghost(ghost) for ghost in report.ghosts]
+    for ghost in report.ghosts:
+        stored, hits = f"{ghost.store_ratio:.1%}", f"{ghost.hit_ratio:.1%} ± {ghost.error:.1%}"
+        rows.append((f"ghost {ghost.name}", "-", stored, "-", "-", "-", "-", hits))
     lines = aligned(rows, left=1) if report.tiers else []
     return "\n".join([*lines, *_sums(report), *(f"warning: {text}" for text in report.warnings)])
 
@@ -224,21 +220,19 @@ def seconds(value: float) -> str:
 
 
 def _row(tier: TierUse, prompt_tokens: int) -> tuple[str, ...]:
+    years, life = tier.life_years, "-"
+    if years is not None:
+        life = f"{years:.1f} years" if years >= 1 else f"{years * 365.25:.3g} days"
     return (
         tier.name,
         f"{tier.load_busy:.0%} busy",
         f"{tier.store_busy:.0%} busy",
         f"{format_size(int(tier.written_bytes_per_day))}/day",
-        _life(tier.life_years),
+        life,
         f"{tier.dropped_share:.1%}",
         f"{tier.hit_tokens:,}",
         _share(tier.hit_tokens, prompt_tokens),
     )
-
-
-def _ghost(ghost: GhostUse) -> tuple[str, ...]:
-    stored, hits = f"{ghost.store_ratio:.1%}", f"{ghost.hit_ratio:.1%} ± {ghost.error:.1%}"
-    return f"ghost {ghost.name}", "-", stored, "-", "-", "-", "-", hits
 
 
 def _sums(report: Report) -> list[str]:
@@ -263,12 +257,6 @@ def _sums(report: Report) -> list[str]:
     if cost is not None:
         lines.append(f"price of a million tokens from tiers: {cost:.4g}")
     return lines
-
-
-def _life(years: float | None) -> str:
-    if years is None:
-        return "-"
-    return f"{years:.1f} years" if years >= 1 else f"{years * 365.25:.3g} days"
 
 
 def _share(part: int, whole: int) -> str:

@@ -42,12 +42,12 @@ def varied(*means: float) -> Report:
 def test_a_difference_tells_if_it_is_more_than_it_varies_by() -> None:
     best = [1.0, 0.5, 2.0, 1.0, 3.0, 1.0, 0.2, 1.3]
     everywhere = gap(varied(*(1.04 * one for one in best)), varied(*best), GIVEN)
-    assert everywhere.share == pytest.approx(0.04) and everywhere.tells
+    assert everywhere.share == pytest.approx(0.04) and everywhere.is_certain
     once = gap(varied(*best[:-1], 1.3 + 0.4), varied(*best), GIVEN)
     assert once.share == pytest.approx(0.04)
-    assert once.margin == pytest.approx(2.36 * 0.05 / 1.25 / 1, rel=0.02) and not once.tells
+    assert once.margin == pytest.approx(2.36 * 0.05 / 1.25 / 1, rel=0.02) and not once.is_certain
     little = gap(varied(*(1.004 * one for one in best)), varied(*best), GIVEN)
-    assert little.margin == 0.005 and not little.tells
+    assert little.margin == 0.005 and not little.is_certain
     assert math.isinf(gap(varied(1.04), varied(1.0), GIVEN).margin), "one stretch tells nothing"
     late = GIVEN.model_copy(update={"objective": "p99_ttft"})
     assert gap(varied(*best[:-1], 1.7), varied(*best), late) == pytest.approx(once)

@@ -1,4 +1,4 @@
-"""Budget: what an operator could have, what it costs, and what they want of it."""
+"""Budget: the media that an operator could have, their machine, and the objective."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Medium(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(f"remove {tuned[0]}, which the search chooses")
         kind, limit = info.data.get("type"), info.data.get("limit")
         if kind is None or limit is None:
-            return settings  # they are wrong, which is said of them
+            return settings  # their own validators report them
         try:
             make_tier(kind, written(kind, settings, limit))
         except ValidationError as error:
@@ -98,7 +98,7 @@ def written(kind: str, settings: Mapping[str, Any], capacity: int) -> dict[Any, 
 
 
 class Constraints(BaseModel, frozen=True, extra="forbid"):
-    """What a chain must keep within. Frozen; unknown keys are refused."""
+    """The limits of a chain. Frozen; unknown keys are refused."""
 
     mean_ttft: Duration | None = Field(default=None, description="Mean TTFT at most, like 800ms.")
     p99_ttft: Duration | None = Field(default=None, description="99% of TTFTs at most, like 5s.")
@@ -160,10 +160,10 @@ class Budget(BaseModel, frozen=True, extra="forbid", validate_default=True):
         media = info.data.get("media", ())
         given = {m.type: m.profile for m in media if m.profile is not None}
         tiers = {**machine.tiers, **given}
-        lacking = [m.type for m in media if m.type not in tiers]
-        if lacking:
+        missing = [m.type for m in media if m.type not in tiers]
+        if missing:
             known = one_of(sorted(tiers)) if tiers else "none"
-            raise ValueError(f"add a profile of {lacking[0]} to tiers; there is {known}")
+            raise ValueError(f"add a profile of {missing[0]} to tiers; there is {known}")
         return machine.model_copy(update={"tiers": tiers})
 
     @field_validator("gpu_price_per_month", mode="after")

@@ -100,7 +100,7 @@ class Gap(NamedTuple):
     margin: float
 
     @property
-    def tells(self) -> bool:
+    def is_certain(self) -> bool:
         """Whether the difference is more than chance."""
         return abs(self.share) > self.margin
 
@@ -140,7 +140,7 @@ def beats(mine: Report, other: Report, budget: Budget) -> bool:
     break them by as much."""
     ours, theirs = score(mine, budget).excess, score(other, budget).excess
     found = gap(mine, other, budget)
-    return ours < theirs or (ours == theirs and found.share < 0 and found.tells)
+    return ours < theirs or (ours == theirs and found.share < 0 and found.is_certain)
 
 
 # -- trials --------------------------------------------------------------------------------------

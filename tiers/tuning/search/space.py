@@ -30,9 +30,9 @@ FLAT = 0.002
 SPARE = 1.1
 """Blocks in flight take room too: sizes are this much larger than the curve says."""
 GROWS = 1.25
-"""A trace grows if all of it needs so many times the room that its first half does."""
+"""A trace grows if all of it needs this many times the room of its first half."""
 SETTLED = 0.1
-"""It grows as well if its second half would have so much more of its blocks than the first."""
+"""It grows as well if its second half would have this much more of its blocks than the first."""
 ALL = 1 << 62
 """More bytes than any trace has."""
 
@@ -208,7 +208,7 @@ class Space:
 
 
 def policies(tiers: int) -> tuple[str, ...]:
-    """The load policies that differ for so many tiers."""
+    """The load policies that differ for this number of tiers."""
     return POLICIES if tiers > 1 else POLICIES[:1]
 
 

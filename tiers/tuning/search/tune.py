@@ -42,7 +42,7 @@ from tiers.tuning.simulation.workload import Workload
 LIMIT = 250
 """Chains that are simulated in the search, if there are more."""
 ENOUGH = 160
-"""Requests that tell chains apart: some in each stretch."""
+"""Requests by which chains differ: some in each stretch."""
 ALTERNATIVES = 2
 NEVER_GIVEN_UP = 0.02
 """A tier, or a part of its size, that brings more stays, however little is certain of it."""
@@ -333,7 +333,7 @@ def _equals_of(chosen: Evaluated, trials: Trials) -> Iterator[Evaluated]:
             return
         if one.score.excess > chosen.score.excess or one.report.stretches in reports:
             continue
-        if not trials.gap(one, chosen).tells:
+        if not trials.gap(one, chosen).is_certain:
             reports.append(one.report.stretches)
             yield one
 

@@ -193,7 +193,7 @@ def _why(with_it: Sequence[Evaluated], kind: str, tuned: Tuned) -> str:
             f"best of them, {name(one.chain)}: {_compared(one, tuned)}; {served}"
         )
     found = gap(one.report, chosen.report, budget)
-    little = ", too little to tell" if found.share < 0 and not found.tells else ""
+    little = ", too little to tell" if found.share < 0 and not found.is_certain else ""
     changed = change(found, budget.objective)
     return f"the best chain with it, {name(one.chain)}, comes to {changed}{little}; {served}"
 

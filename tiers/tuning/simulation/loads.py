@@ -1,4 +1,8 @@
-"""Loads: who loads what of a prompt, and who waits for another's load."""
+"""Loads: the loads of a prompt by the chain's load policy, and the waits for another's load.
+
+`stitched` and its sharing are the rules of `connector/policy/choice.py`, written again by runs of
+blocks for speed; tests/tuning/simulation/test_policies.py holds both together.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ class Question(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a policy would load; see `tiers.loading.comparison.Plan`. `size`: tokens of a block."""
+    """The loads of a policy; see `tiers.loading.comparison.Plan`. `size`: tokens of a block."""
 
     pieces: Pieces
     size: int
@@ -148,7 +152,7 @@ def shared(
 
 
 def _stretches(places: Sequence[int], held: Sequence[int], count: int) -> Iterator[HeldRun]:
-    """Who holds the first `count` blocks of a run, of which all are held by some."""
+    """The holders of the first `count` blocks of a run; each has some."""
     first = 0
     while first < count:
         have = [bool(blocks >> first & 1) for blocks in held]
@@ -193,7 +197,7 @@ class Loads:
         """Prompts that load, by the run, and the block in it, where they began to."""
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step has computed so many tokens of prompts in this time."""
+        """A step has computed `tokens` of prompts in this time."""
         self._comparison.prefill.measured(tokens, seconds)
 
     def joins(self, prompt: Prompt, at: int, skip: int) -> bool:
@@ -206,9 +210,9 @@ class Loads:
         return True
 
     def any_has(self, run: int, skip: int, now: float) -> bool:
-        """Whether a tier has this block of this run by now, so that there is a choice."""
+        """Whether a tier has this block of this run by now."""
         for tier in self._tiers:
-            # What is refused may find room as stores end, sooner than the step's own offer.
+            # Refused blocks may find room as stores end, sooner than the step's own offer.
             if tier.known[run] >> skip & 1 or tier.refused:
                 break
         else:
@@ -233,12 +237,12 @@ class Loads:
         return self._comparison.choose(partial(self._propose, question), wish)
 
     def nothing(self, blocks: int) -> Verdict[Plan]:
-        """No tier has any of so many blocks."""
+        """No tier has any of `blocks` blocks."""
         each = self._comparison.prefill.seconds_per_token or 0.0
         return Verdict(None, seconds=blocks * self._size * each)
 
     def _propose(self, question: Question, but: Collection[int], blocks: int | None) -> Plan | None:
-        """The policy's plan without some tiers, of so many blocks at most."""
+        """The policy's plan without some tiers, of at most `blocks` blocks."""
         if blocks is not None and blocks < question.most:
             question = question._replace(most=blocks)
         placed = [one for one in self._placed if one[0] not in but] if but else self._placed

@@ -1,4 +1,4 @@
-"""SimChain: what the simulation needs of a chain, quick to make by the thousand."""
+"""SimChain: a chain for the simulation, quick to make by the thousand."""
 
 from __future__ import annotations
 

@@ -20,12 +20,13 @@ from tiers.tuning.simulation.workload import Prompt, Workload
 
 
 class OwnCache:
-    """The blocks of prompts under way, and, in the rest of its `capacity`, the prefixes used last.
+    """The blocks of running prompts, and, in the rest of its `capacity`, the prefixes used last.
 
-    A prompt's blocks become known from the first on and go from the last on, so that what is known
-    of a run is a count. Runs of prompts under way can't be taken: only the others have an order.
+    A prompt's blocks become known from the first on and are evicted from the last on, so that the
+    known part of a run is a count. Runs of running prompts are pinned: only the others have an
+    order.
 
-    `capacity`: blocks; 0 for an engine without a prefix cache, which never lacks room.
+    `capacity`: blocks; 0 for an engine without a prefix cache, which always has room.
     """
 
     def __init__(self, capacity: int, workload: Workload) -> None:
@@ -36,13 +37,13 @@ class OwnCache:
         self._known = [0] * runs
         """Leading blocks of each run that are in place."""
         self._users = [0] * runs
-        """How many prompts under way have each run in their path."""
+        """How many running prompts have each run in their path."""
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Runs with known blocks that no prompt under way has, the first to go first."""
+        """Runs with known blocks that no running prompt has, the first to be evicted first."""
         self._free = capacity
         """Blocks that are neither used nor taken; less than 0 where all others are pinned."""
         self._taken = 0
-        """Blocks of prompts under way: known, or yet to be computed or loaded."""
+        """Blocks of running prompts: known, or yet to be computed or loaded."""
 
     def find(self, prompt: Prompt) -> tuple[int, int, int]:
         """Leading blocks of a prompt that are in place; of its path the run and the block in it
@@ -66,7 +67,7 @@ class OwnCache:
         return limit, at, skip
 
     def reserve(self, prompt: Prompt, known: int) -> bool:
-        """Take blocks for what a prompt has not found in place; False: too few are free."""
+        """Take blocks for the part of a prompt that is not in place; False: too few are free."""
         if not self._capacity:
             return True
         users, in_place, path = self._users, self._known, prompt.path
@@ -135,7 +136,7 @@ class OwnCache:
         if not self._capacity:
             return
         users, in_place, idle = self._users, self._known, self._idle
-        # What it never knew is of no use, such as a partial last block: taken again first.
+        # A block that never became known, such as a partial last one, is taken again first.
         self._free += prompt.reserved
         ended = prompt.reserved
         prompt.reserved = 0
@@ -263,7 +264,7 @@ class SimEngine:
                 return
 
     def _batch(self) -> tuple[Batch, int]:
-        """The prompts of a step, and its tokens: first those under way, then the next in line."""
+        """The prompts of a step, and its tokens: those that have begun first."""
         batch: Batch = []
         going_on, budget = self._going_on, self._step_tokens
         while budget > 0:
@@ -292,22 +293,22 @@ class SimEngine:
         return batch, self._step_tokens - budget
 
     def _take_begun(self) -> Prompt:
-        """The first in line of those that have their blocks. Where nothing is under way, only they
-        can make room for one before them."""
+        """The first in line of those that have their blocks. Where nothing runs, only they can make
+        room for one before them."""
         place = min(place for place in self._back if place[1].has_begun)
         self._back.remove(place)
         heapify(self._back)
         return place[1]
 
     def _offer(self, batch: Batch) -> list[tuple[Tier, Job]]:
-        """Offer the tiers what the step completes; the stores that begin when it ends."""
+        """Offer the tiers the blocks of a step; the stores that begin when it ends."""
         now, size, tiers = self.now, self._size, self.tiers
         jobs: list[tuple[Tier, Job]] = []
         for tier in tiers:
             if tier.due <= now:
                 tier.drain(now)
         if len(batch) > 1:
-            # As engines tell it: first those that are new, then those that go on, then who answers.
+            # As engines report them: new prompts, then those that go on, then those that answer.
             batch = sorted(batch, key=_has_run)
         for prompt, done in batch:
             first, last = prompt.offered, done // size
@@ -363,7 +364,7 @@ class SimEngine:
                 tier.forget(prompt, self.now)
 
     def _answer(self, prompt: Prompt, path: Sequence[int]) -> None:
-        """What the answer filled is in place, and offered, all at its end."""
+        """The blocks of an answer are in place, and offered, all at its end."""
         self._cache.answer(prompt, path)
         prompt.path = (*prompt.path, *path)
         last = prompt.blocks + sum(self.workload.lengths[run] for run in path)

@@ -21,7 +21,7 @@ STAGING = 256 << 20
 STEPS = 2
 """See `tiers/contract/pool_size.py`, as for STAGING."""
 SHARE = 0.5
-"""Of all slots, what the stores under way of a tier beside others may hold."""
+"""Of all slots, those that the stores in flight of a tier beside others may hold."""
 
 
 def simulate(
@@ -34,7 +34,7 @@ def simulate(
 ) -> Report:
     """Serve the requests with the chain on the machine; report on all but the first part.
 
-    `block_tokens`: of a block, for engine and chain alike. `warm`: the fraction of the requests
+    `block_tokens`: of a block, for both engine and chain. `warm`: the fraction of the requests
     that only warms the caches, from 0 to less than 1. Who simulates many chains makes a `Workload`
     once. Raises TraceError for requests that are no trace, SpecError for a tier without a profile.
     """
@@ -121,7 +121,7 @@ def _report(engine: SimEngine, chain: SimChain, machine: Machine) -> Report:
     prompts = workload.tokens[engine.warm :]
     tier_hits = sum(use.hit_tokens for use in uses)
     waits = sorted(served.wait for served in engine.served)
-    # A cache of 0 bytes is that of an engine without a prefix cache, which never lacks room here.
+    # A cache of 0 bytes is that of an engine without a prefix cache, which always has room here.
     block_bytes = machine.kv_bytes_per_token * size
     engine_blocks = machine.engine_cache // block_bytes if machine.engine_cache else math.inf
     return Report(

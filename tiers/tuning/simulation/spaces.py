@@ -15,7 +15,8 @@ Job = tuple[list[Part], int, Sequence[int]]
 
 
 class LruSpace:
-    """Keeps what was used last, of each run the first blocks longest: a prefix goes from its tail.
+    """Keeps the blocks used last, of each run the first ones longest: it evicts a prefix from its
+    tail.
 
     `runs`: how many there are. `capacity`: blocks. `held`: the blocks of each run as a mask; for
     reading. `known`: those and what is on its way, which its owner adds.
@@ -24,8 +25,8 @@ class LruSpace:
     def __init__(self, capacity: float, runs: int) -> None:
         self.capacity = capacity
         self.pins: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
-        """`known` and `held` of those into which blocks are copied from here. What is on its way
-        is being read, and so passed by."""
+        """`known` and `held` of the stores into which blocks are copied from here. Blocks in flight
+        are being read, and so pinned."""
         self.used = 0
         self.claimed = 0
         """Blocks that have their place and are not there yet."""
@@ -200,10 +201,10 @@ class ArcSpace(LruSpace):
             for queue, mine in ((ONCE, blocks & ~back), (AGAIN, back)):
                 if mine:
                     self._append(run, mine, queue)
-                    # What these are of no use without is evicted after them.
-                    for head in path[path.index(run) :: -1]:
-                        if head in self._queues[queue]:
-                            self._queues[queue].move_to_end(head)
+                    # Their predecessors, without which they are of no use, are evicted later.
+                    for before in path[path.index(run) :: -1]:
+                        if before in self._queues[queue]:
+                            self._queues[queue].move_to_end(before)
             self.held[run] |= blocks
         self.used += count
         if self.used > self.capacity:

@@ -1,4 +1,4 @@
-"""Tier: what one tier holds, what it admits, and its link, in time."""
+"""Tier: the blocks of one tier, its rules of admission, and its link, in time."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ class Tier:
         self._tokens = workload.block_tokens
         self._room = settings.room
         """How many more blocks may be in flight into it."""
+        self._is_host = settings.is_host
         self._threshold = settings.store_threshold
         self._has_rules = self._threshold > 1 or settings.budget is not None
         self._uses: dict[int, int] = {}
@@ -143,11 +144,12 @@ class Tier:
         counts.loaded += came
         if came < blocks:
             end = min(late, end) if cost.line is not None else late
-        own = end - turn
         self._loaders[loader] = max(turn, end)
         self._jobs += 1
         cost.began(self._jobs, blocks * self._tokens)
-        ended = _TimedLoad(end, self._jobs, max(0.0, own), came * self._tokens, came == blocks)
+        ended = _TimedLoad(
+            end, self._jobs, max(0.0, end - turn), came * self._tokens, came == blocks
+        )
         self._loads.append(ended)
         return end, came
 
@@ -248,7 +250,7 @@ class Tier:
         if settings.shared_link:
             turns = job[1] * settings.load_seconds
             busy += min(turns, max(0.0, self.load_free - begin))
-        if settings.is_host:
+        if self._is_host:
             self.space.claim(job[1])
         self._store_free = end = begin + busy + settings.store_latency - delay
         self.jobs.append((end, busy, job))
@@ -261,7 +263,7 @@ class Tier:
         while jobs and jobs[0][0] + self.delay <= now:
             end, busy, job = jobs.popleft()
             blocks = job[1]
-            if self.settings.is_host:
+            if self._is_host:
                 self.space.claimed -= blocks
             store(job)
             self._room += blocks
