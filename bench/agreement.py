@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spec.chain import ChainSpec
-from tiers.lab.replay.run import ReplayOptions, replay
+from tiers.lab.replay.replay_trace import ReplayOptions, replay
 from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine

@@ -238,7 +238,7 @@ def _engine(
 
 def _model(scale: Scale, tiny: bool) -> dict[str, Any]:
     if not (scale.smoke or tiny):
-        from tiers.lab.demo.model import obtain
+        from tiers.lab.demo.demo_model import obtain
 
         return {"model": str(obtain())}
     model = scale.folder / "tiny"

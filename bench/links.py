@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, get_args
 
 from bench.traffic import agents
 from spec.chain import ChainSpec, LoadPolicy, LoadWhen
-from tiers.lab.replay.run import replay
+from tiers.lab.replay.replay_trace import replay
 from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import Machine

@@ -39,7 +39,7 @@ KNOW_VLLM = {
     "tiers/engine/vllm_hosted_manager.py": "a part of that: what vLLM's scheduler calls",
     "tiers/engine/vllm_hosted_worker.py": "a part of that: what vLLM's workers call",
     "tiers/engine/plugin.py": "registers the adapter, in a process that is vLLM's own",
-    "tiers/lab/demo/worker.py": "is the user of vLLM in the demo",
+    "tiers/lab/demo/demo_engine.py": "is the user of vLLM in the demo",
 }
 
 

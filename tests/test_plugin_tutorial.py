@@ -17,7 +17,7 @@ from tests.support.plugin_packages import Install, write_package
 from tests.support.replay_chains import MODEL, SLOT, close, measured
 from tests.test_readme import blocks
 from tiers.lab.replay import ReplayEngine, answer
-from tiers.lab.replay.run import replay
+from tiers.lab.replay.replay_trace import replay
 from tiers.traces.trace import TraceRequest
 from tiers.trial import find_lie
 from tiers.tuning.machine import Machine, TierProfile

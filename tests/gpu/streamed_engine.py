@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,12 +62,7 @@ class StreamedWorker(LocalWorker):
             elif act == "save":
                 connector.wait_for_save()
             else:
-                results = connector.get_transfer_results(step.finished_req_ids)
-                output.finished_sending = results.finished_sending
-                output.finished_recving = results.finished_recving
-                output.failed_recving = results.failed_recving
-                output.invalid_block_ids = connector.get_block_ids_with_load_errors()
-                output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+                output = replace(self._take_results(step.finished_req_ids), sums=output.sums)
         connector.clear_connector_metadata()
         return output
 

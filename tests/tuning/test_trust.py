@@ -19,7 +19,7 @@ from tests.lab.replay.worlds import (
     machine,
 )
 from tiers.lab.replay.links import QUANTUM_BYTES
-from tiers.lab.replay.run import replay
+from tiers.lab.replay.replay_trace import replay
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import TierProfile
 from tiers.tuning.report import Report

@@ -11,10 +11,8 @@ import typer
 from tiers.cli.arguments import ChainOption, JsonFile, check_places, refused, write_result
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from tiers.lab.demo.plan import Plan
-    from tiers.lab.demo.worker import Asked
+    from tiers.lab.demo.demo_engine import Answered
+    from tiers.lab.demo.demo_plan import DemoPlan
 
 
 def demo(
@@ -34,47 +32,40 @@ def demo(
     \b
     kvtiers demo --model Qwen/Qwen3-0.6B --chain chain.yaml
     """
+    from contextlib import ExitStack
+    from tempfile import TemporaryDirectory
+
     from rich.console import Console
 
     from spec.errors import SpecError
     from tiers.errors import KVTiersError
+    from tiers.lab.demo import demo_report, run_demo
+    from tiers.lab.demo.demo_plan import make_plan
 
     check_places(json_file=json_file, keep=[chain_file])
     arguments = _engine_arguments(engine_args)
-    try:
-        faults = _demonstrate(Console(highlight=False), chain_file, model, arguments, json_file)
-    except SpecError:
-        raise  # as for any command: status 2
-    except KVTiersError as error:
-        raise refused(error, status=1) from error
-    if faults:
-        raise typer.Exit(1)
-
-
-def _demonstrate(
-    console: Console,
-    chain_file: Path | None,
-    model: str | None,
-    arguments: dict[str, Any],
-    json_file: Path | None,
-) -> dict[str, str]:
-    """Run every phase, show the results, and return what went wrong by phase."""
-    from contextlib import ExitStack
-    from tempfile import TemporaryDirectory
-
-    from tiers.lab.demo import phases
-    from tiers.lab.demo.plan import make_plan
-
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvtiers-demo-")))
-        chain = chain_file or stack.enter_context(phases.embedded_chain(folder))
-        plan = make_plan(chain, folder)
-        asked = _run(plan, model, arguments, folder)
-        faults = _show(console, plan, asked, json_file)
+        try:
+            chain = chain_file or stack.enter_context(run_demo.embedded_chain(folder))
+            plan = make_plan(chain, folder)
+            results = demo_report.summarise(_run(plan, model, arguments, folder))
+        except SpecError:
+            raise  # as for any command: status 2
+        except KVTiersError as error:
+            raise refused(error, status=1) from error
+        write_result(json_file, demo_report.to_json(results))
+        console = Console(highlight=False)
+        console.print(demo_report.table(results))
+        console.print("TTFT: time to first token, median over the prompts, asked one at a time.")
+        for phase, why in plan.skipped.items():
+            console.print(f"{phase} is not shown: {why}.")
+        faults = demo_report.faults(results, plan.serving)
         for phase, fault in faults.items():
             (engine,) = (run for run in plan.runs if phase in run.phases)
-            typer.echo(f"{phases.log_tail(engine, folder)}\n{phase}: {fault}", err=True)
-    return faults
+            typer.echo(f"{run_demo.log_tail(engine, folder)}\n{phase}: {fault}", err=True)
+    if faults:
+        raise typer.Exit(1)
 
 
 def _engine_arguments(text: str) -> dict[str, Any]:
@@ -87,30 +78,18 @@ def _engine_arguments(text: str) -> dict[str, Any]:
     return arguments
 
 
-def _run(plan: Plan, model: str | None, engine_args: dict[str, Any], folder: Path) -> list[Asked]:
+def _run(
+    plan: DemoPlan, model: str | None, engine_args: dict[str, Any], folder: Path
+) -> list[Answered]:
     from tiers.cli.progress import bars
-    from tiers.lab.demo import phases
-    from tiers.lab.demo.model import obtain
+    from tiers.lab.demo import run_demo
+    from tiers.lab.demo.demo_model import obtain
 
     with bars() as progress:
-        bar = progress.add_task("", total=phases.steps(plan) + 1, completed=-1)
+        bar = progress.add_task("", total=run_demo.steps(plan) + 1, completed=-1)
 
-        def step(scene: str) -> None:
-            progress.update(bar, advance=1, description=scene)
+        def step(title: str) -> None:
+            progress.update(bar, advance=1, description=title)
 
         step("the model is fetched and converted, the first time")
-        return phases.run(plan, model or str(obtain()), engine_args, folder, step)
-
-
-def _show(
-    console: Console, plan: Plan, asked: list[Asked], json_file: Path | None
-) -> dict[str, str]:
-    from tiers.lab.demo import report
-
-    results = report.summarise(asked)
-    write_result(json_file, report.to_json(results))
-    console.print(report.table(results))
-    console.print("TTFT: time to first token, median over the prompts, asked one at a time.")
-    for phase, why in plan.skipped.items():
-        console.print(f"{phase} is not shown: {why}.")
-    return report.faults(results, plan.serving)
+        return run_demo.run(plan, model or str(obtain()), engine_args, folder, step)

@@ -132,7 +132,7 @@ def _simulated(asked: _Asked) -> Report:
 def _real(asked: _Asked, speed: float | None, scale: int, folder: Path | None) -> Report:
     from spec.registry import stdout_to_stderr
     from tiers.cli.progress import bars, with_bar
-    from tiers.lab.replay.run import ReplayOptions, replay
+    from tiers.lab.replay.replay_trace import ReplayOptions, replay
 
     trace, machine = asked.trace, asked.machine
     served = list(islice(with_bar(trace), asked.most))

@@ -11,7 +11,7 @@ import typer
 from tiers.cli.arguments import JsonFile, check_places, refused, write_result
 
 if TYPE_CHECKING:
-    from tiers.lab.soak.run import Soak
+    from tiers.lab.soak.soak import Soak
 
 
 def soak(
@@ -63,8 +63,8 @@ def _run(minutes: float, trace: Path | None, every: float, seed: int) -> Soak:
 
     from tiers.lab.replay import ReplayModel
     from tiers.lab.server import Server
-    from tiers.lab.soak.prompts import conversations, from_trace
-    from tiers.lab.soak.run import Soak
+    from tiers.lab.soak.soak import Soak
+    from tiers.lab.soak.soak_prompts import conversations, from_trace
 
     tokens = ReplayModel().block_tokens
     made_up = conversations(random.Random(seed), tokens)

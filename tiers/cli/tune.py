@@ -140,7 +140,7 @@ def _search(
             is_interrupted: Callable[[], bool],
             chain: ChainSpec,
         ) -> Report:
-            from tiers.lab.replay.run import ReplayOptions, replay
+            from tiers.lab.replay.replay_trace import ReplayOptions, replay
 
             def note(count: int) -> None:
                 if is_interrupted():

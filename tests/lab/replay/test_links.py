@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 
 from tests.support.topologies import wait_until
-from tiers.lab.replay.clock import CountedClock
+from tiers.lab.replay.clock import Clock
 from tiers.lab.replay.links import QUANTUM_BYTES, Link
 from tiers.tuning.machine import TierProfile
 
 
 def test_a_load_has_turns_between_the_blocks_of_a_store_that_shares_its_link() -> None:
-    clock = CountedClock()
+    clock = Clock()
     profile = TierProfile(
         load_bandwidth=2 * QUANTUM_BYTES, store_bandwidth=QUANTUM_BYTES, shared_link=True
     )

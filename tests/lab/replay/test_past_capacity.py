@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.lab.replay.worlds import BLOCK_BYTES, SIZE, chain, disk, machine
-from tiers.lab.replay.run import replay
+from tiers.lab.replay.replay_trace import replay
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.machine import TierProfile
 from tiers.tuning.report import Report

@@ -13,9 +13,9 @@ from spec.errors import SpecError
 from spec.offloading import StoreContext, StoreSpec
 from tests.lab.replay.worlds import BLOCK_BYTES, SIZE, chain, chats, cpu, disk, given, machine
 from tiers.disk.slab import slot_bytes
-from tiers.lab.replay.kv import WrongBytes
-from tiers.lab.replay.run import ReplayOptions, replay
+from tiers.lab.replay.replay_trace import ReplayOptions, replay
 from tiers.lab.replay.scaling import CannotReplay
+from tiers.lab.replay.timed_worker import WrongBytes
 from tiers.store import Block, TierStore
 from tiers.testing import MemoryStore
 from tiers.traces.trace import TraceRequest

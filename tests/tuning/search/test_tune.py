@@ -13,7 +13,7 @@ from spec.chain import ChainSpec
 from tests.tuning.known_traffic import BLOCK, BLOCK_TOKENS, loop, once, requests
 from tests.tuning.search.test_search import MB, Media, budget, chosen, hot_and_cold, order, tuned
 from tiers.errors import KVTiersError
-from tiers.lab.replay.run import replay
+from tiers.lab.replay.replay_trace import replay
 from tiers.traces.trace import TraceRequest
 from tiers.tuning.curve import measure
 from tiers.tuning.machine import size_of

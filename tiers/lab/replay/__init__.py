@@ -1,9 +1,9 @@
-"""Small engines that drive connectors as vLLM does.
+"""A small engine that drives connectors as vLLM does.
 
 `ReplayEngine` computes, with a model whose every answer shows its KV: continuous batching, chunked
 prefill, its own prefix cache, preemption, loads beside the steps and recomputation of failed ones,
-over paged torch tensors; workers in this process or in their own. `TraceEngine` (see `run.py`)
-serves a trace and computes by waiting, in the time of a clock.
+over paged torch tensors; workers in this process or in their own. `TimedEngine` is the same engine
+for a trace (see `replay_trace.py`): it computes by waiting, in the time of a clock.
 """
 
 from tiers.lab.replay.engine import ReplayEngine

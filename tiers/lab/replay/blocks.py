@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from tiers.contract.protocols import NULL_BLOCK
@@ -32,9 +32,9 @@ class BlockPool:
         """Blocks that can be taken."""
         return len(self._free)
 
-    def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
+    def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:
         """Blocks of the longest prefix that is still in place."""
-        return [self._cached[one] for one in takewhile(self._cached.__contains__, hashes)]
+        return [self._cached[name] for name in takewhile(self._cached.__contains__, hashes)]
 
     def share(self, blocks: Sequence[int]) -> None:
         """Take a reference on blocks in place."""
@@ -69,8 +69,8 @@ class BlockPool:
             self._forget(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give references back; the tail of a prefix is taken again before its head, and what holds
-        no known prefix before all others, as in vLLM's `free_blocks`."""
+        """Give references back. As in vLLM's `free_blocks`, a prefix's last blocks are taken again
+        before its first, and blocks without a known prefix before all others."""
         for block in reversed(blocks):
             self._refs[block] -= 1
             if self._refs[block] == 0:
@@ -80,8 +80,8 @@ class BlockPool:
 
 
 STATE = 0
-"""Stands for a window where a group's blocks hold the state of a recurrent layer: of a prefix the
-block of its last token alone, which holds what came of all tokens up to it."""
+"""In place of a window: the group's blocks hold states of a recurrent layer. Of a prefix only the
+block of its last token is kept, with the state after all tokens up to it."""
 
 
 def has_null(windows: Sequence[int | None]) -> bool:
@@ -98,8 +98,8 @@ Tables = list[list[int]]
 
 
 class BlockTables:
-    """Block tables over one pool: groups with a window (in tokens) keep what it reaches only, those
-    of STATE the last state."""
+    """Block tables over one pool: a group with a window (in tokens) keeps only blocks that it
+    reaches, one of STATE the last state."""
 
     def __init__(self, pool: BlockPool, block_tokens: int, windows: Sequence[int | None]) -> None:
         self.pool = pool
@@ -119,21 +119,29 @@ class BlockTables:
         return 0 if window is None else max(0, computed - window + 1) // self._size
 
     def _first_new(self, window: int | None, blocks: int, computed: int) -> int:
-        """The first block for which a table of so many blocks needs a place."""
+        """The first block for which a table of `blocks` needs a place."""
         return blocks - 1 if window == STATE else self._first_kept(window, computed)
 
     def find_prefix(self, hashes: Sequence[bytes]) -> Tables:
-        """The longest prefix that is still in place in every group."""
-        for count in range(len(hashes), 0, -1):
+        """The longest prefix that is still in place in every group; without windows, the first
+        try finds it."""
+        longest = len(hashes)
+        for group, window in enumerate(self._windows):
+            if window is None:
+                longest = len(self._in_place(group, hashes[:longest]))
+        for count in range(longest, 0, -1):
             tables = [self._find(group, hashes[:count]) for group in range(len(self._windows))]
             whole = [table for table in tables if table is not None]
             if len(whole) == len(tables):
                 return whole
         return [[] for _ in self._windows]
 
+    def _in_place(self, group: int, hashes: Sequence[bytes]) -> list[int]:
+        return self.pool.find_prefix(_name(block_hash, group) for block_hash in hashes)
+
     def _find(self, group: int, hashes: Sequence[bytes]) -> list[int] | None:
         first = self._first_kept(self._windows[group], len(hashes) * self._size)
-        found = self.pool.find_prefix([_name(one, group) for one in hashes[first:]])
+        found = self._in_place(group, hashes[first:])
         return [NULL_BLOCK] * first + found if first + len(found) == len(hashes) else None
 
     def share(self, tables: Tables) -> None:
@@ -141,15 +149,15 @@ class BlockTables:
         for table in tables:
             self.pool.share(self._real(table))
 
-    def lacking(self, tables: Tables, blocks: int, computed: int) -> int:
-        """Paged blocks that tables of so many blocks lack, with so many tokens computed."""
+    def missing(self, tables: Tables, blocks: int, computed: int) -> int:
+        """Paged blocks that tables need to reach `blocks` each, with `computed` tokens computed."""
         return sum(
             max(0, blocks - max(len(table), self._first_new(window, blocks, computed)))
             for table, window in zip(tables, self._windows, strict=True)
         )
 
     def grow(self, tables: Tables, fresh: Sequence[int], blocks: int, computed: int) -> Tables:
-        """Put the lacking paged blocks in; what each table is longer by."""
+        """Put the missing paged blocks in; returns the blocks added to each table."""
         left = iter(fresh)
         added: Tables = []
         for table, window in zip(tables, self._windows, strict=True):
@@ -161,14 +169,14 @@ class BlockTables:
         return added
 
     def drop_behind(self, tables: Tables, computed: int) -> None:
-        """Give back what no window reaches once so many tokens are computed."""
+        """Give back blocks that no window reaches once `computed` tokens are computed."""
         for table, window in zip(tables, self._windows, strict=True):
             kept = self._first_kept(window, computed)
             self.pool.release(self._real(table[:kept]))
             table[:kept] = [NULL_BLOCK] * kept
 
     def know(self, tables: Tables, hashes: Sequence[bytes], computed: int) -> None:
-        """Note what the tables' full blocks hold."""
+        """Note which prefixes the tables' full blocks hold."""
         full = min(computed // self._size, len(hashes))
         ends_a_block = full * self._size == computed
         for group, (table, window) in enumerate(zip(tables, self._windows, strict=True)):

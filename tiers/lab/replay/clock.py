@@ -1,4 +1,4 @@
-"""The time of a replay, in seconds of its trace: paced by the machine's clock, or counted."""
+"""The time of a replay, in seconds of its trace: counted, or paced by the machine's clock."""
 
 from __future__ import annotations
 
@@ -6,117 +6,34 @@ import heapq
 import itertools
 import threading
 import time
-from typing import Protocol
-
-
-class Clock(Protocol):
-    """What the replay and its links share. The links' threads sleep by it; the driver moves it."""
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether time stands while anything real is done."""
-        ...
-
-    def begin(self) -> None:
-        """Let the trace begin: all that is opened before takes none of its time."""
-        ...
-
-    @property
-    def sleepers(self) -> int:
-        """Threads that sleep now, where time is counted."""
-        ...
-
-    @property
-    def wakes(self) -> int:
-        """Sleeps that were begun or ended so far, where time is counted."""
-        ...
-
-    def now(self) -> float:
-        """Seconds since the trace began."""
-        ...
-
-    def sleep_until(self, moment: float) -> None:
-        """Return at that moment, or at once if it is over. Called by the links' threads."""
-        ...
-
-    def next_wake(self) -> float | None:
-        """When the next of the sleepers wakes, where only `advance` wakes them; else None."""
-        ...
-
-    def advance(self, moment: float, poll: bool) -> None:
-        """Let time pass until that moment. `poll`: return earlier, if threads may have work."""
-        ...
-
-    def stop(self) -> None:
-        """Let every thread that sleeps go on."""
-        ...
-
 
 POLL_SECONDS = 0.0003
 """Of the machine: how often a paced replay looks for transfers that have ended."""
 
 
-class PacedClock:
-    """`speed` seconds of the trace pass in each of the machine's: what takes time takes it."""
-
-    is_counted = False
-
-    def __init__(self, speed: float) -> None:
-        self._speed = speed
-        self._began: float | None = None
-        self._stopped = threading.Event()
-        self.sleepers = self.wakes = 0
-
-    def begin(self) -> None:
-        """Let the trace begin."""
-        self._began = time.monotonic()
-
-    def now(self) -> float:
-        """Seconds since the trace began; zero before."""
-        if self._began is None:
-            return 0.0
-        return (time.monotonic() - self._began) * self._speed
-
-    def sleep_until(self, moment: float) -> None:
-        """Sleep on the machine's clock."""
-        left = (moment - self.now()) / self._speed
-        if left > 0:
-            self._stopped.wait(left)
-
-    def next_wake(self) -> float | None:
-        """Sleepers wake by themselves."""
-        return None
-
-    def advance(self, moment: float, poll: bool) -> None:
-        """Sleep, for a moment at most where threads may have work."""
-        left = max(0.0, (moment - self.now()) / self._speed)
-        time.sleep(min(left, POLL_SECONDS) if poll else left)
-
-    def stop(self) -> None:
-        """Let every thread that sleeps go on."""
-        self._stopped.set()
-
-
-class CountedClock:
-    """Time stands while anything real is done, and passes when all there is to do is to wait.
+class Clock:
+    """Counted time: it stands while anything real is done, and passes when nothing is left to do
+    but to wait. The links' threads sleep by it; the engine moves it.
 
     So nothing takes longer than its links say, however slow this machine is, and a replay takes
     as long as its work alone.
     """
 
     is_counted = True
+    """Whether time stands while anything real is done."""
 
     def __init__(self) -> None:
-        # A sleeper that enters while the driver decides to advance would else be missed.
+        # A sleeper that enters while the engine decides to advance would else be missed.
         self._lock = threading.Lock()
         self._now = 0.0
         self._sleeping: list[tuple[float, int, threading.Event]] = []
         self._numbers = itertools.count()
         self._stopped = False
         self.wakes = 0
+        """Sleeps that were begun or ended by now."""
 
     def begin(self) -> None:
-        """Time stands at the beginning."""
+        """Let the trace begin: all that is opened before takes none of its time."""
 
     @property
     def sleepers(self) -> int:
@@ -128,7 +45,7 @@ class CountedClock:
         return self._now
 
     def sleep_until(self, moment: float) -> None:
-        """Wait until the driver has advanced so far."""
+        """Return at that moment, or at once if it is over. Called by the links' threads."""
         with self._lock:
             if moment <= self._now or self._stopped:
                 return
@@ -138,19 +55,20 @@ class CountedClock:
         woken.wait()
 
     def next_wake(self) -> float | None:
-        """When the first of the sleepers wakes."""
+        """When the next of the sleepers wakes; None: none sleeps, or they wake by themselves."""
         with self._lock:
             return self._sleeping[0][0] if self._sleeping else None
 
     def advance(self, moment: float, poll: bool) -> None:
-        """Move on to that moment and wake whoever sleeps no longer."""
+        """Let time pass until that moment. `poll`: where it is paced, return earlier if threads may
+        have work."""
         with self._lock:
             self._now = max(self._now, moment)
             while self._sleeping and self._sleeping[0][0] <= self._now:
                 self._wake()
 
     def stop(self) -> None:
-        """Wake everybody, from now on at once."""
+        """Wake every sleeper, from now on at once."""
         with self._lock:
             self._stopped = True
             while self._sleeping:
@@ -159,3 +77,36 @@ class CountedClock:
     def _wake(self) -> None:
         heapq.heappop(self._sleeping)[2].set()
         self.wakes += 1
+
+
+class PacedClock(Clock):
+    """`speed` seconds of the trace pass in each of the machine's. Sleepers wake by themselves."""
+
+    is_counted = False
+
+    def __init__(self, speed: float) -> None:
+        super().__init__()
+        self._speed = speed
+        self._began: float | None = None
+        self._stop = threading.Event()
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since the trace began; zero before."""
+        if self._began is None:
+            return 0.0
+        return (time.monotonic() - self._began) * self._speed
+
+    def sleep_until(self, moment: float) -> None:
+        left = (moment - self.now()) / self._speed
+        if left > 0:
+            self._stop.wait(left)
+
+    def advance(self, moment: float, poll: bool) -> None:
+        left = max(0.0, (moment - self.now()) / self._speed)
+        time.sleep(min(left, POLL_SECONDS) if poll else left)
+
+    def stop(self) -> None:
+        self._stop.set()

@@ -19,20 +19,20 @@ from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.contract.block_copier import OpenCopier
 from tiers.contract.engine_info import EngineInfo, LateFacts
 from tiers.contract.protocols import BlockEvent
-from tiers.contract.stats import TierStats
+from tiers.contract.stats import Measures, TierStats
 from tiers.contract.weight_reports import Weights
 from tiers.gpu.copier import open_copier
 from tiers.lab.replay.blocks import BlockPool, has_null
 from tiers.lab.replay.model import VOCABULARY, ReplayModel
-from tiers.lab.replay.requests import ReplayRequest, StepOutput, describe
+from tiers.lab.replay.requests import ReplayRequest, Step, StepOutput, describe
 from tiers.lab.replay.scheduler import ReplayScheduler
 from tiers.lab.replay.worker import LocalWorker, ProcessWorker, Worker
 
 MAX_IDLE_STEPS = 100_000
 SETTLE_SECONDS = 60.0
 IDLE_SECONDS = 0.0005
-"""What a step with nothing to compute leaves to the threads that transfer: without a pause this one
-would keep the interpreter from them for most of the time."""
+"""Pause after a step with nothing to compute: without it this thread would mostly keep the
+interpreter from the threads that transfer."""
 
 
 class ReplayEngine:
@@ -41,8 +41,8 @@ class ReplayEngine:
     `world_size` ranks hold a share of the KV each; with `processes` each runs in its own process,
     so that all that crosses is pickled. `facts` name the model to the namespace, as do
     `late_facts`. With `kv_events` the connector's events gather in `events`. `drops_last`: see
-    `EngineInfo`. `now`: the chain's clock, in seconds. `hosts`: where the scheduler and then
-    each rank say they are. `weights`: what each rank sees of its own. `root`: see `worker_parts`.
+    `EngineInfo`. `now`: the chain's clock, in seconds. `hosts`: those that the scheduler and then
+    each rank report. `weights`: of each rank. `root`: see `worker_parts`.
     """
 
     def __init__(
@@ -67,9 +67,6 @@ class ReplayEngine:
         root: Path = Path("/"),
     ) -> None:
         self.model = model or ReplayModel()
-        self.stats = TierStats()
-        self.steps = 0
-        self.events: list[BlockEvent] = []
         info = replace(
             self.model.engine_info(num_blocks),
             facts=dict(facts or {"model": "replay"}),
@@ -84,30 +81,34 @@ class ReplayEngine:
         )
         open_half = functools.partial(_open_worker, chain, info, open_copier, hosts, weights, root)
         make: Callable[..., Worker] = ProcessWorker if processes else LocalWorker
-        self.workers = [make(self.model, num_blocks, rank, open_half) for rank in range(world_size)]
-        self._open(chain, info, now)
+        workers = [make(self.model, num_blocks, rank, open_half) for rank in range(world_size)]
+        connector = None if chain is None else open_scheduler(chain, info, now)
+        self._assemble(info, workers, connector)
 
-    def _open(self, chain: ChainSpec | None, info: EngineInfo, now: Callable[[], float]) -> None:
-        """Make the scheduler, and the chain's half that it asks, which hears of the workers."""
+    def _assemble(
+        self, info: EngineInfo, workers: Sequence[Worker], connector: MultiScheduler | None
+    ) -> None:
+        """Make an engine of these workers and the chain's other half, which the workers join."""
+        self.stats = TierStats()
+        self.steps = 0
+        self.events: list[BlockEvent] = []
         self.closed = False
-        self.connector: MultiScheduler | None = None
-        if chain is not None:
-            self.connector = open_scheduler(chain, info, now)
-            said = {rank: worker.handshake() for rank, worker in enumerate(self.workers)}
-            self.connector.set_xfer_handshake_metadata(said)
+        self.workers, self.connector = workers, connector
+        if connector is not None:
+            handshakes = {rank: worker.handshake() for rank, worker in enumerate(workers)}
+            connector.set_xfer_handshake_metadata(handshakes)
         has_null_block = has_null(self.model.windows)
         pool = BlockPool(info.num_blocks, info.caches_prefixes, first=int(has_null_block))
         self.num_blocks = pool.num_free
-        self.scheduler = ReplayScheduler(
-            self.connector,
-            pool,
-            self.model.block_tokens,
-            info.step_tokens,
-            self.model.windows,
-            info.drops_last,
-        )
+        self.scheduler = self._open_scheduler(pool, info)
         self._aggregator = _Aggregator(info.world_size)
         self._ids = itertools.count()
+
+    def _open_scheduler(self, pool: BlockPool, info: EngineInfo) -> ReplayScheduler:
+        size, windows = self.model.block_tokens, self.model.windows
+        return ReplayScheduler(
+            self.connector, pool, size, info.step_tokens, windows, info.drops_last
+        )
 
     def add(
         self,
@@ -138,22 +139,36 @@ class ReplayEngine:
 
     def step(self) -> bool:
         """Run one step; False: it had nothing to compute."""
-        step = self.scheduler.schedule()
+        step = self.scheduler.plan()
+        self.begin(step)
+        self.end(step)
+        if self.connector is not None:
+            self.events += self.connector.take_events()
+            self.take_stats()
+        self.steps += 1
+        return bool(step.work)
+
+    def begin(self, step: Step) -> None:
+        """Begin a step on all ranks."""
+        self.scheduler.give_orders(step)
         for worker in self.workers:
             worker.begin(step)
-        outputs = [worker.end() for worker in self.workers]
-        output = self._aggregator.aggregate(outputs)
+
+    def end(self, step: Step) -> None:
+        """End a step: its tokens are computed."""
+        outputs = [worker.end(step) for worker in self.workers]
         sampled = {
             work.request_id: sum(o.sums[work.request_id] for o in outputs) % VOCABULARY
             for work in step.work
             if work.samples
         }
-        self.scheduler.update(step, output, sampled)
-        if self.connector is not None:
-            self.events += self.connector.take_events()
-            self.stats.aggregate(self.connector.get_kv_connector_stats() or TierStats())
-        self.steps += 1
-        return bool(step.work)
+        self.scheduler.update(step, self._aggregator.aggregate(outputs), sampled)
+
+    def take_stats(self) -> Mapping[str, Measures]:
+        """The chain's measures since the last call, which `stats` sums."""
+        stats = (self.connector and self.connector.get_kv_connector_stats()) or TierStats()
+        self.stats.aggregate(stats)
+        return stats.data
 
     def run(self) -> None:
         """Step until every request has ended and every short transfer is over.
@@ -184,7 +199,7 @@ class ReplayEngine:
         return request
 
     def settle(self) -> None:
-        """Step until no transfer is under way, also those that an engine need not wait for."""
+        """Step until no transfer is in flight, also those that an engine need not wait for."""
         deadline = time.monotonic() + SETTLE_SECONDS
         children = self.connector.children if self.connector is not None else ()
         tiers = [child for child in children if isinstance(child, OffloadingScheduler)]
@@ -228,28 +243,25 @@ def _open_worker(
 
 
 class _Aggregator:
-    """What an executor makes of its ranks' outputs: an end counts once all have said it."""
+    """Merges the outputs of ranks, as an executor does: a load ends once all have reported it."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._said: Counter[tuple[str, str]] = Counter()
+        self._reported: Counter[str] = Counter()
 
     def aggregate(self, outputs: list[StepOutput]) -> StepOutput:
         whole = StepOutput(kv_connector_worker_meta=outputs[0].kv_connector_worker_meta)
         for output in outputs:
             whole.invalid_block_ids |= output.invalid_block_ids
             whole.failed_recving |= output.failed_recving
-            whole.finished_recving |= self._ended_everywhere("recv", output.finished_recving)
-            whole.finished_sending |= self._ended_everywhere("send", output.finished_sending)
+            self._reported.update(output.finished_recving)
         for other in outputs[1:]:
             ours, theirs = whole.kv_connector_worker_meta, other.kv_connector_worker_meta
             both = ours is not None and theirs is not None
             whole.kv_connector_worker_meta = ours.aggregate(theirs) if both else ours or theirs
+        whole.finished_recving = {
+            name for name, ranks in self._reported.items() if ranks == self._world_size
+        }
+        for name in whole.finished_recving:
+            del self._reported[name]
         return whole
-
-    def _ended_everywhere(self, what: str, requests: set[str]) -> set[str]:
-        self._said.update((what, request) for request in requests)
-        ended = {r for r in requests if self._said[what, r] == self._world_size}
-        for request in ended:
-            del self._said[what, request]
-        return ended

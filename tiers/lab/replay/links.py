@@ -35,8 +35,8 @@ class Direction:
         self._lock = threading.Lock()
 
     def passes(self, seconds: float, since: float) -> float:
-        """When a transfer of so many seconds is over that is ready at `since`. It waits for all
-        that came before."""
+        """When a transfer of `seconds` is over that is ready at `since`. It waits for all those
+        before."""
         with self._lock:
             moment = self._free_at = max(since, self._free_at) + seconds
             self.busy += seconds
@@ -46,23 +46,6 @@ class Direction:
         """As `passes`; returns at that moment."""
         moment = self.passes(seconds, since)
         self.clock.sleep_until(moment)
-        return moment
-
-
-class Limit:
-    """The chain's own bytes per second, as `RateLimit` has it: a transfer begins at once if those
-    before it have used up their time. Thread-safe."""
-
-    def __init__(self, rate: float) -> None:
-        self._rate = rate
-        self._free_at = 0.0
-        self._lock = threading.Lock()  # two threads could take the same time
-
-    def begins(self, size: float, now: float) -> float:
-        """When a transfer that is ready now may begin."""
-        with self._lock:
-            moment = max(now, self._free_at)
-            self._free_at = moment + size / self._rate
         return moment
 
 
@@ -85,16 +68,15 @@ class Link:
         self.stores = self.loads if profile.shared_link else Direction(clock)
         self._clock = clock
         self._profile = profile
-        self._load_limit = Limit(load_rate) if load_rate else None
-        self._store_limit = Limit(store_rate) if store_rate else None
+        self._limits = Direction(clock), Direction(clock)
+        self._load_rate, self._store_rate = load_rate, store_rate
 
     def load(self, blocks: int, since: float) -> None:
-        """Return when a load of so many blocks, asked for at `since`, is over. The link's loads
-        take turns."""
+        """Return when a load of `blocks`, ready at `since`, is over. A link's loads take turns."""
         if not blocks:
             return
         size, latency = self.block_bytes, self._profile.load_latency
-        since = self._wait_for(self._load_limit, blocks * size, since)
+        since = self._wait_for(self._limits[0], self._load_rate, blocks * size, since)
         if self._profile.concurrency == 1:
             self.loads.move(latency + blocks * self._load_seconds, since)
             return
@@ -104,27 +86,29 @@ class Link:
             since = self.loads.move(turn * self._load_seconds, since)
 
     def store(self, blocks: int, since: float) -> None:
-        """Return when a store of so many blocks is over. Where loads share the link, they have
-        turns between its blocks."""
+        """Return when a store of `blocks` is over. Where loads share the link, they have turns
+        between its blocks."""
         size, latency = self.block_bytes, self._profile.store_latency
-        since = self._wait_for(self._store_limit, blocks * size, since)
+        since = self._wait_for(self._limits[1], self._store_rate, blocks * size, since)
         for turn in self._turns(blocks) if self._profile.shared_link else [blocks]:
             since = self.stores.move(latency + turn * self._store_seconds, since)
             latency = 0.0
 
     def stored_at(self, blocks: int, since: float) -> float:
-        """When a store of so many blocks is over; does not wait."""
+        """When a store of `blocks` is over; does not wait."""
         return self.stores.passes(blocks * self._store_seconds, since)
 
     def _turns(self, blocks: int) -> list[int]:
-        """How many of the blocks a transfer moves in each of its turns."""
+        """The number of blocks that a transfer moves in each of its turns."""
         most = max(1, int(QUANTUM_BYTES // self.block_bytes))
         return [min(most, blocks - start) for start in range(0, blocks, most)]
 
-    def _wait_for(self, limit: Limit | None, size: float, since: float) -> float:
-        if limit is None:
+    def _wait_for(self, limit: Direction, rate: float | None, size: float, since: float) -> float:
+        """Return when a transfer may begin under the chain's own rate: at once if those before it
+        have used up their time, as `RateLimit` has it."""
+        if not rate:
             return since
-        moment = limit.begins(size, since)
+        moment = limit.passes(size / rate, since) - size / rate
         self._clock.sleep_until(moment)
         return moment
 
@@ -194,21 +178,16 @@ class LinkedSpec(StoreSpec):
 
 class LinkedCopier:
     """A copier whose loads from the host pool pass over a link. Gathers take no time; the worker
-    tells late that their blocks are stored."""
+    reports later that their blocks are stored."""
 
     def __init__(self, copier: Copier, link: Link) -> None:
         self._copier = copier
         self._link = link
         self._pool = 0
-        self.payload_bytes, self.layout, self.pin = (
-            copier.payload_bytes,
-            copier.layout,
-            copier.pin,
-        )
 
-    def fence(self) -> object:
-        """As the copier."""
-        return self._copier.fence()
+    def __getattr__(self, name: str) -> Any:
+        """All else is the copier's."""
+        return getattr(self._copier, name)
 
     def gather(self, blocks: Sequence[int], rows: torch.Tensor, slots: Sequence[int]) -> Copy:
         """As the copier; only the host pool is ever gathered into."""
@@ -222,10 +201,6 @@ class LinkedCopier:
         if rows.data_ptr() == self._pool:
             self._link.load(len(slots), self._link.now())
         self._copier.scatter(rows, slots, blocks, after)
-
-    def close(self) -> None:
-        """As the copier."""
-        self._copier.close()
 
 
 def copier_over(link: Link | None) -> OpenCopier:

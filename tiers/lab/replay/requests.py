@@ -1,13 +1,15 @@
-"""The replay engine's requests, and what one step of it runs and brings."""
+"""The replay engine's requests, its steps, and the results of one."""
 
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from tiers.lab.replay.blocks import STATE, Tables, chain_hash
+from tiers.traces.trace import TraceRequest
 
 
 class Status(enum.Enum):
@@ -17,13 +19,20 @@ class Status(enum.Enum):
     LOADING = enum.auto()
     RUNNING = enum.auto()
     ANSWERING = enum.auto()
-    """Where time passes for a whole answer at once."""
+    """Its whole answer takes some time of a clock."""
     FINISHED = enum.auto()
 
 
 @dataclass(eq=False)
 class ReplayRequest:
-    """A request; also the `Request` that connectors see."""
+    """A request; also the `Request` that connectors see.
+
+    `local_tokens`: those found in the engine's own cache; `loaded_tokens`: those to be loaded.
+    `is_computing`: a step in flight computes some of its tokens.
+    """
+
+    answers_at_once: ClassVar[bool] = False
+    """Whether the answer takes some time of a clock, in place of a step for each token."""
 
     request_id: str
     prompt: list[int]
@@ -37,7 +46,9 @@ class ReplayRequest:
     tables: Tables = field(default_factory=list)
     num_computed_tokens: int = 0
     status: Status = Status.WAITING
+    local_tokens: int = 0
     loaded_tokens: int = 0
+    is_computing: bool = False
     has_run: bool = False
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = False
@@ -53,7 +64,7 @@ class ReplayRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """What of them is the prompt."""
+        """Tokens of the prompt alone."""
         return len(self.prompt)
 
     @property
@@ -61,8 +72,12 @@ class ReplayRequest:
         """The answer so far."""
         return self.tokens[len(self.prompt) :]
 
+    def contents(self, start: int, stop: int) -> list[int]:
+        """The tokens from `start` to `stop`, as a worker needs them."""
+        return self.tokens[start:stop]
+
     def hash_blocks(self, unknown: int = 0) -> None:
-        """Extend `block_hashes` to all full blocks but for so many tokens, not known yet."""
+        """Extend `block_hashes` to all full blocks, without the last `unknown` tokens."""
         size = self.block_tokens
         for i in range(len(self.block_hashes), (len(self.tokens) - unknown) // size):
             parent = self.block_hashes[-1] if self.block_hashes else b""
@@ -72,6 +87,65 @@ class ReplayRequest:
     def get_block_ids(self) -> tuple[list[int], ...]:
         """The request's block tables, as connectors ask for them."""
         return tuple(list(table) for table in self.tables)
+
+
+class TracedRequest(ReplayRequest):
+    """A request of a trace, whose tokens are counts alone: `ids` are its full blocks'.
+
+    `arrival`: seconds since the trace began. `answer_ids`: blocks of the answer, where they were
+    recorded; not in `ids` until `answer`. `counts`: the report counts it. `loaded_by`: tokens of
+    each tier; `lost`: those of `loaded_tokens` that did not arrive.
+    """
+
+    answers_at_once = True
+
+    def __init__(self, number: int, request: TraceRequest, block_tokens: int, counts: bool) -> None:
+        salt = request.salt or ""
+        super().__init__(f"request-{number}", [], request.output_length, block_tokens, salt)
+        self.arrival = request.timestamp / 1000
+        self.ids, self.answer_ids = list(request.blocks), list(request.answer_blocks)
+        self.block_hashes = _hashes(self.ids)
+        self.counts = counts
+        self.loaded_by: dict[str, int] = {}
+        self.lost = 0
+        self._prompt_tokens = self._num_tokens = max(1, request.input_length)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and, once it has ended, answer."""
+        return self._num_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt alone."""
+        return self._prompt_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that GPUs compute."""
+        return self.num_tokens - self.local_tokens - self.loaded_tokens + self.lost
+
+    def contents(self, start: int, stop: int) -> list[int]:
+        """The ids of the blocks that the tokens from `start` to `stop` complete."""
+        return self.ids[start // self.block_tokens : stop // self.block_tokens]
+
+    def end_load(self) -> None:
+        """Take the tokens that did not arrive from the tiers: the last of the load."""
+        lost = self.lost = self.local_tokens + self.loaded_tokens - self.num_computed_tokens
+        for tier in reversed(list(self.loaded_by)):
+            taken = min(lost, self.loaded_by[tier])
+            self.loaded_by[tier] -= taken
+            lost -= taken
+
+    def answer(self) -> None:
+        """The answer has ended: its tokens are known."""
+        self.ids += self.answer_ids
+        self.block_hashes += _hashes(self.answer_ids)
+        self._num_tokens += self.max_tokens
+
+
+def _hashes(ids: Sequence[int]) -> list[bytes]:
+    return [hashlib.blake2b(b"%d" % block, digest_size=32).digest() for block in ids]
 
 
 @dataclass(frozen=True)
@@ -95,7 +169,7 @@ class CachedRequests:
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens of one request that a step computes."""
+    """Tokens of one request that a step computes; `tokens`: see `contents` of the request."""
 
     request_id: str
     tokens: list[int]
@@ -113,8 +187,8 @@ class BlockState:
 
 @dataclass
 class Step:
-    """What one step runs: the `SchedulerOutput` of connectors, and the workers' work.
-    `moves_states`: the step leaves nothing in the blocks from which it takes states."""
+    """A step: the `SchedulerOutput` of connectors, and the workers' work. `moves_states`: the step
+    leaves nothing in the blocks from which it takes states."""
 
     scheduled_new_reqs: list[NewRequest] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequests = field(default_factory=CachedRequests)
@@ -128,7 +202,7 @@ class Step:
 
 @dataclass
 class StepOutput:
-    """What the workers made of a step, aggregated over ranks."""
+    """The results of a step, of one rank or of all."""
 
     sums: dict[str, int] = field(default_factory=dict)
     finished_recving: set[str] = field(default_factory=set)
@@ -136,17 +210,6 @@ class StepOutput:
     failed_recving: set[str] = field(default_factory=set)
     invalid_block_ids: set[int] = field(default_factory=set)
     kv_connector_worker_meta: Any = None
-
-
-class Runnable(Protocol):
-    """A request that a step can run."""
-
-    request_id: str
-    has_run: bool
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        """The request's block tables."""
-        ...
 
 
 def describe(requests: Sequence[ReplayRequest]) -> str:
@@ -158,10 +221,10 @@ def describe(requests: Sequence[ReplayRequest]) -> str:
 
 
 def describe_run(
-    request: Runnable, step: Step, added: Tables, start: int, resumed: bool = False
+    request: ReplayRequest, step: Step, added: Tables, start: int, resumed: bool = False
 ) -> None:
-    """Tell a step that it runs a request from its token `start` on, which was given the blocks
-    `added`. `resumed`: it was preempted before."""
+    """Describe to connectors that a step runs a request from its token `start` on, in the blocks
+    `added` besides. `resumed`: it was preempted before."""
     if not request.has_run:
         request.has_run = True
         step.scheduled_new_reqs.append(
@@ -178,9 +241,10 @@ def describe_run(
 
 
 def up_to_a_block(request: ReplayRequest, windows: Sequence[int | None], count: int) -> int:
-    """How many of the next `count` tokens of a request a step computes.
+    """Shorten a step of the next `count` tokens of a request to the end of a block.
 
-    Where there are states, steps of a prompt end where blocks do, one of them at the last full one.
+    Only models with states need it, while they compute a prompt: one step ends with its last full
+    block.
     """
     if STATE not in windows:
         return count
@@ -196,7 +260,7 @@ def up_to_a_block(request: ReplayRequest, windows: Sequence[int | None], count: 
 def hand_over(
     request: ReplayRequest, step: Step, windows: Sequence[int | None], computed: int
 ) -> None:
-    """Tell a step which states it leaves of a request, if it ends at a block's end."""
+    """Describe the states that a step leaves of a request, if it ends at a block's end."""
     blocks, rest = divmod(computed, request.block_tokens)
     if rest or blocks > len(request.block_hashes) or STATE not in windows:
         return

@@ -1,4 +1,4 @@
-"""The replay engine's scheduler: which requests a step runs, and what their ends mean."""
+"""The replay engine's scheduler: it chooses the requests of a step and takes in its results."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tiers.lab.replay.requests import (
     Status,
     Step,
     StepOutput,
+    TracedRequest,
     Work,
     describe_run,
     hand_over,
@@ -20,8 +21,14 @@ from tiers.lab.replay.requests import (
 
 
 class ReplayScheduler:
-    """Decides, as vLLM's scheduler does, and calls the connector where that would. Counts
-    `preemptions`, and as `external_hits` the tokens that requests not preempted were to load."""
+    """Decides, as vLLM's scheduler does, and calls the connector where that would. Several steps
+    may be in flight, each of other requests.
+
+    Counts `preemptions`, and as `external_hits` the tokens that requests not preempted were to
+    load. `whole_prompts`: a request takes all blocks of its prompt when it begins to load or run,
+    so that nobody is preempted. `has_orders`: the connector has orders for the next step, even if
+    that computes nothing.
+    """
 
     def __init__(
         self,
@@ -31,19 +38,23 @@ class ReplayScheduler:
         batch_tokens: int,
         windows: Sequence[int | None] = (None,),
         drops_last: bool = False,
+        whole_prompts: bool = False,
     ) -> None:
         self._drops_last = drops_last
+        self._whole_prompts = whole_prompts
         self.connector = connector
         self.pool = pool
         self._tables = BlockTables(pool, block_tokens, windows)
         self._windows = windows
         self.preemptions = 0
         self.external_hits = 0
+        self.has_orders = False
         self.requests: dict[str, ReplayRequest] = {}
         self._block_tokens = block_tokens
         self._batch_tokens = batch_tokens
         self._waiting: deque[ReplayRequest] = deque()
         self._running: list[ReplayRequest] = []
+        self._answering: list[ReplayRequest] = []
         self._received: set[str] = set()
         self._ended: set[str] = set()
 
@@ -62,12 +73,12 @@ class ReplayScheduler:
 
     # -- a step ------------------------------------------------------------------------------
 
-    def schedule(self) -> Step:
-        """Decide the next step and hand its orders to the connector."""
+    def plan(self) -> Step:
+        """Choose the next step's requests and begin loads."""
         step = Step(moves_states=not self.pool.caches_prefixes)
         budget = self._batch_tokens
         for request in list(self._running):
-            if request in self._running:
+            if request in self._running and not request.is_computing:
                 budget -= self._run(request, step, budget)
         for request in self._waiting:
             self._end_load(request)
@@ -77,6 +88,8 @@ class ReplayScheduler:
             if request.status is Status.LOADING:
                 continue
             if request.num_computed_tokens == 0 and not self._match(request):
+                if self._whole_prompts and self.pool.num_free < self._blocks(request.num_tokens):
+                    break
                 continue
             if request.status is not Status.WAITING:
                 continue
@@ -87,12 +100,23 @@ class ReplayScheduler:
             self._waiting.remove(request)
             self._running.append(request)
             request.status = Status.RUNNING
+        if step.work or self.has_orders:
+            for request in self._answering:
+                describe_run(request, step, [], request.num_tokens)
+        return step
+
+    def give_orders(self, step: Step) -> None:
+        """Let the connector put its orders into a step, which begins."""
         step.finished_req_ids, self._ended = self._ended, set()
         if self.connector is not None:
             step.kv_connector_metadata = self.connector.build_connector_meta(step)
         for work in step.work:
-            self.requests[work.request_id].num_computed_tokens += len(work.tokens)
-        return step
+            request = self.requests[work.request_id]
+            request.num_computed_tokens += step.num_scheduled_tokens[work.request_id]
+            request.is_computing = True
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block_tokens)
 
     def _end_load(self, request: ReplayRequest) -> None:
         if request.request_id not in self._received:
@@ -109,42 +133,47 @@ class ReplayScheduler:
         self.connector.update_state_after_alloc(request, request, 0)
 
     def _match(self, request: ReplayRequest) -> bool:
-        """Find the request's prefix here and in the connector; False: it can't start now."""
+        """Find the request's prefix here and in the connector; False: it can't begin now."""
         limit = (request.num_tokens - 1) // self._block_tokens
         hashes = [] if request.skip_reading_prefix_cache else request.block_hashes[:limit]
         tables = self._tables.find_prefix(hashes)
         if self._drops_last and tables[0]:
             tables = self._tables.find_prefix(hashes[: len(tables[0]) - 1])
         computed = len(tables[0]) * self._block_tokens
-        external: int | None = 0
-        is_async = False
-        if self.connector is not None:
-            external, is_async = self.connector.get_num_new_matched_tokens(request, computed)
+        external = self._ask(request, computed)
         if external is None:
             return False
         assert not (external and request.skip_reading_prefix_cache)
         known = computed + external
-        blocks = known // self._block_tokens
+        blocks = self._blocks(request.num_tokens if self._whole_prompts else known)
         self._tables.share(tables)
-        fresh = self.pool.take(self._tables.lacking(tables, blocks, known))
+        fresh = self.pool.take(self._tables.missing(tables, blocks, known))
         if fresh is None:
             self._tables.release(tables)
             return False
         self._tables.grow(tables, fresh, blocks, known)
         request.tables = tables
         request.num_computed_tokens = known
-        request.loaded_tokens = external
+        request.local_tokens, request.loaded_tokens = computed, external
         if not request.num_preemptions:
             self.external_hits += external
         if self.connector is not None:
             self.connector.update_state_after_alloc(request, request, external)
         if external:
-            assert is_async, "the replay engine loads beside its steps only"
             request.status = Status.LOADING
+            self.has_orders = True
         return True
 
+    def _ask(self, request: ReplayRequest, computed: int) -> int | None:
+        """Tokens that the connector loads behind `computed`; None: ask again."""
+        if self.connector is None:
+            return 0
+        external, is_async = self.connector.get_num_new_matched_tokens(request, computed)
+        assert is_async or not external, "the replay engine loads beside its steps only"
+        return external
+
     def _run(self, request: ReplayRequest, step: Step, budget: int) -> int:
-        """Put a request's next tokens into the step; how many fit."""
+        """Put a request's next tokens into the step; returns their number."""
         start = request.num_computed_tokens
         count = up_to_a_block(request, self._windows, min(request.num_tokens - start, budget))
         if count <= 0:
@@ -152,23 +181,22 @@ class ReplayScheduler:
         if not request.tables:
             request.tables = [[] for _ in self._windows]
         self._tables.drop_behind(request.tables, start)
-        blocks = -(-(start + count) // self._block_tokens)
-        fresh = self._take(request, step, self._tables.lacking(request.tables, blocks, start))
+        blocks = self._blocks(start + count)
+        fresh = self._take(request, step, self._tables.missing(request.tables, blocks, start))
         if fresh is None:
             return 0
         added = self._tables.grow(request.tables, fresh, blocks, start)
-        tokens = request.tokens[start : start + count]
+        tokens = request.contents(start, start + count)
         samples = start + count == request.num_tokens
         tables = request.get_block_ids()
         step.work.append(Work(request.request_id, tokens, start, tables, samples))
         step.num_scheduled_tokens[request.request_id] = count
-        resumed = request.status is not Status.RUNNING
-        describe_run(request, step, added, start, resumed)
+        describe_run(request, step, added, start, resumed=request.status is Status.WAITING)
         hand_over(request, step, self._windows, start + count)
         return count
 
     def _take(self, request: ReplayRequest, step: Step, count: int) -> list[int] | None:
-        """Take blocks for a request, from others that are less far if need be."""
+        """Take blocks for a request, from later requests if need be."""
         while (fresh := self.pool.take(count)) is None:
             if request.status is Status.RUNNING:
                 idle = [r for r in self._running if r.request_id not in step.num_scheduled_tokens]
@@ -197,23 +225,41 @@ class ReplayScheduler:
     # -- ends --------------------------------------------------------------------------------
 
     def update(self, step: Step, output: StepOutput, sampled: dict[str, int]) -> None:
-        """Take in a step's results."""
-        self._recompute(output.invalid_block_ids, output.failed_recving)
+        """Take in a step's results and the ends of transfers."""
+        self.end_step(step, sampled)
+        self.end_transfers(output)
+
+    def end_step(self, step: Step, sampled: dict[str, int]) -> None:
+        """Take in the tokens that a step has computed and sampled."""
         for work in step.work:
             request = self.requests.get(work.request_id)
-            if request is None or request.status is not Status.RUNNING:
+            if request is None or request.status not in (Status.RUNNING, Status.ANSWERING):
                 continue
+            request.is_computing = False
             self._know_blocks(request)
-            if work.samples:
-                request.tokens.append(sampled[work.request_id])
-                ends = len(request.output) == request.max_tokens
-                # The step is on its way that computes the token, when the engine learns of it.
-                request.hash_blocks(unknown=0 if ends else 1)
-                if ends:
-                    self._running.remove(request)
-                    self._finish(request)
+            if not work.samples:
+                continue
+            if request.answers_at_once:
+                self._running.remove(request)
+                self._answering.append(request)
+                request.status = Status.ANSWERING
+                continue
+            request.tokens.append(sampled[work.request_id])
+            ends = len(request.output) == request.max_tokens
+            # When an engine learns of a token, the step that computes it is in flight.
+            request.hash_blocks(unknown=0 if ends else 1)
+            if ends:
+                self._running.remove(request)
+                self._finish(request)
+
+    def end_transfers(self, output: StepOutput) -> None:
+        """Take in the ends of transfers."""
+        if output.invalid_block_ids or output.failed_recving:
+            self._recompute(output.invalid_block_ids, output.failed_recving)
         if self.connector is not None:
             self.connector.update_connector_output(output)
+        # Room that came free is offered to requests that found none, while they answer.
+        self.has_orders |= bool(self._answering)
         for request_id in output.finished_recving:
             request = self.requests[request_id]
             if request.status is Status.LOADING:
@@ -221,8 +267,21 @@ class ReplayScheduler:
             else:
                 assert request.status is Status.FINISHED
                 self._drop(request)
-        for request_id in output.finished_sending:
-            self._drop(self.requests[request_id])
+
+    def answer(self, request: TracedRequest) -> Step | None:
+        """A step that computes a whole answer, which has ended; None: it finds no room."""
+        count = request.max_tokens - 1
+        if self._blocks(request.num_tokens + count) - len(request.tables[0]) > self.pool.num_free:
+            return None
+        request.answer()
+        step = Step()
+        self._run(request, step, count)
+        return step
+
+    def end_answer(self, request: ReplayRequest) -> None:
+        """The answer of a request has ended that was answered at once."""
+        self._answering.remove(request)
+        self._finish(request)
 
     def _recompute(self, invalid: set[int], failed: set[str]) -> None:
         assert not (invalid and self._windows != (None,)), "what precedes a block is not enough"
@@ -254,11 +313,11 @@ class ReplayScheduler:
 
     def _finish(self, request: ReplayRequest, keep_blocks: bool = False) -> None:
         request.status = Status.FINISHED
-        saving = False
         if self.connector is not None:
-            saving, _ = self.connector.request_finished_all_groups(request, request.get_block_ids())
+            self.connector.request_finished_all_groups(request, request.get_block_ids())
         self._ended.add(request.request_id)
-        if not saving and not keep_blocks:
+        self.has_orders = True
+        if not keep_blocks:
             self._drop(request)
 
     def _drop(self, request: ReplayRequest) -> None:

@@ -21,7 +21,7 @@ OpenConnector = Callable[[int], WorkerConnector | None]
 
 
 class LocalWorker:
-    """One rank, in this process: `begin` keeps the step, `end` runs it."""
+    """One rank, in this process."""
 
     def __init__(
         self, model: ReplayModel, num_blocks: int, rank: int, open_connector: OpenConnector
@@ -34,14 +34,14 @@ class LocalWorker:
             self.connector.register_kv_caches(self.kv)
 
     def handshake(self) -> Any:
-        """What this rank's connector says of itself."""
+        """The report of this rank's connector about itself."""
         return self.connector.get_handshake_metadata() if self.connector is not None else None
 
     def begin(self, step: Step) -> None:
-        self._step = step
+        """All is done at the end."""
 
-    def end(self) -> StepOutput:
-        return self.execute(self._step)
+    def end(self, step: Step) -> StepOutput:
+        return self.execute(step)
 
     def execute(self, step: Step) -> StepOutput:
         """Run a step, with the connector's members called in vLLM's order."""
@@ -49,19 +49,28 @@ class LocalWorker:
             return StepOutput(sums=self._forward(step))
         self.connector.handle_preemptions(step.kv_connector_metadata)
         self.connector.bind_connector_metadata(step.kv_connector_metadata)
-        output = StepOutput(sums=self._forward(step))
+        sums = self._forward(step)
         self.connector.start_load_kv(None)
         if step.work:
             # Without, some versions of vLLM don't, and connectors must not depend on it.
             self.connector.wait_for_save()
-        results = self.connector.get_transfer_results(step.finished_req_ids)
-        output.finished_sending = results.finished_sending
-        output.finished_recving = results.finished_recving
-        output.failed_recving = results.failed_recving
-        output.invalid_block_ids = self.connector.get_block_ids_with_load_errors()
-        output.kv_connector_worker_meta = self.connector.build_connector_worker_meta()
+        output = self._take_results(step.finished_req_ids)
+        output.sums = sums
         self.connector.clear_connector_metadata()
         return output
+
+    def _take_results(self, finished: set[str]) -> StepOutput:
+        """The ends of transfers since the last call; `finished`: requests that have ended."""
+        assert self.connector is not None
+        results = self.connector.get_transfer_results(finished)
+        return StepOutput(
+            {},
+            results.finished_recving,
+            results.finished_sending,
+            results.failed_recving,
+            self.connector.get_block_ids_with_load_errors(),
+            self.connector.build_connector_worker_meta(),
+        )
 
     def _forward(self, step: Step) -> dict[str, int]:
         computed = {work.request_id: self._compute(work, step.moves_states) for work in step.work}
@@ -111,7 +120,7 @@ class LocalWorker:
         return total
 
     def _index(self, table: list[int], positions: range) -> torch.Tensor:
-        """Where these tokens are among all that the paged KV has room for."""
+        """The places of these tokens in the paged KV."""
         where = torch.tensor(list(positions), dtype=torch.int64)
         size = self._model.block_tokens
         return torch.tensor(table)[where // size] * size + where % size
@@ -144,8 +153,8 @@ class ProcessWorker:
         """Send the step."""
         self._pipe.send(step)
 
-    def end(self) -> StepOutput:
-        """Receive what was made of it. Raises RuntimeError with the rank's own traceback."""
+    def end(self, step: Step) -> StepOutput:
+        """Receive its results. Raises RuntimeError with the rank's own traceback."""
         output = self._receive()
         assert isinstance(output, StepOutput)
         return output

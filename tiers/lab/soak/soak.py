@@ -19,13 +19,12 @@ from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.requests import ReplayRequest
 from tiers.lab.server import Server
-from tiers.lab.soak.faults import Fault, all_faults
-from tiers.lab.soak.sabotage import Sabotaged
+from tiers.lab.soak.soak_faults import Sabotaged, SoakFault, all_faults
 
 MODEL = ReplayModel()
 SLOT = 4096
 AT_ONCE = 12
-"""Requests under way."""
+"""Requests in flight."""
 MAX_WAIT = 0.5
 STUCK_SECONDS = 30.0
 """A request that takes longer is stuck: for tiers it waits `MAX_WAIT`, and it computes in one."""
@@ -36,11 +35,11 @@ ABORTED = 0.03
 
 
 @dataclass
-class Report:
-    """What came of it. All but the first two should be zero; memory should stay about the same.
+class SoakReport:
+    """The results. All but the first two should be zero; memory should stay about the same.
 
     `wrong_blocks`: answers that show a wrong block. `leaked_slots`: slots and paged blocks in use
-    when nothing is under way. The last two are measured between the end of the first engine and
+    when nothing is in flight. The last two are measured between the end of the first engine and
     that of the last, in descriptors and bytes.
     """
 
@@ -62,7 +61,7 @@ class Report:
 class _Chance:
     """Injects a fault every `every` seconds or so, and heals it some time later."""
 
-    def __init__(self, faults: list[Fault], every: float, rng: random.Random) -> None:
+    def __init__(self, faults: list[SoakFault], every: float, rng: random.Random) -> None:
         self.counts: Counter[str] = Counter()
         self._faults = faults
         self._every = every
@@ -95,14 +94,14 @@ class _Chance:
         self._open.clear()
 
 
-class _Asked(NamedTuple):
+class _InFlight(NamedTuple):
     request: ReplayRequest
     prompt: list[int]
     since: float
 
 
 class Soak:
-    """Runs for some time; `say` is told how it goes, now and then."""
+    """Runs for some time; `say` prints the counts, now and then."""
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class Soak:
         seed: int,
         say: Callable[[str], None],
     ) -> None:
-        self.report = Report()
+        self.report = SoakReport()
         self._prompts = prompts
         self._random = random.Random(seed)
         self._say = say
@@ -142,8 +141,8 @@ class Soak:
         faults = all_faults(server, folder / "disk", sabotaged.mood, self._random)
         self.chance = _Chance(faults, every, self._random)
 
-    def run(self, seconds: float) -> Report:
-        """Soak for so long."""
+    def run(self, seconds: float) -> SoakReport:
+        """Soak for this time."""
         end = time.monotonic() + seconds
         baseline: tuple[int, int] | None = None
         while baseline is None or time.monotonic() < end:
@@ -161,39 +160,39 @@ class Soak:
             self._chain, MODEL, num_blocks=400, batch_tokens=1024, prefix_caching=False
         )
         end = time.monotonic() + seconds
-        asked: list[_Asked] = []
-        while asked or time.monotonic() < end:
-            while len(asked) < AT_ONCE and time.monotonic() < end:
+        in_flight: list[_InFlight] = []
+        while in_flight or time.monotonic() < end:
+            while len(in_flight) < AT_ONCE and time.monotonic() < end:
                 prompt = next(self._prompts)
                 request = engine.add(prompt, self._random.randrange(1, 6))
-                asked.append(_Asked(request, prompt, time.monotonic()))
+                in_flight.append(_InFlight(request, prompt, time.monotonic()))
             self.chance.act()
             if not engine.step():
                 time.sleep(0.0005)
-            asked = [one for one in asked if not self._is_over(engine, one)]
+            in_flight = [a for a in in_flight if not self._is_over(engine, a)]
             engine.stats.reset()
         self.report.faults = self.chance.counts.total()
         self.chance.heal_all()
         self._close(engine)
 
-    def _is_over(self, engine: ReplayEngine, one: _Asked) -> bool:
+    def _is_over(self, engine: ReplayEngine, asked: _InFlight) -> bool:
         """Whether the request has ended, or is ended: given up, or stuck."""
-        if one.request.request_id not in engine.scheduler.requests:
+        if asked.request.request_id not in engine.scheduler.requests:
             self.report.requests += 1
-            right = answer(MODEL, one.prompt, one.request.max_tokens)
-            self.report.wrong_blocks += one.request.output != right
+            right = answer(MODEL, asked.prompt, asked.request.max_tokens)
+            self.report.wrong_blocks += asked.request.output != right
             return True
-        waited = time.monotonic() - one.since
+        waited = time.monotonic() - asked.since
         if waited > STUCK_SECONDS:
             self.report.stuck_requests += 1
         elif self._random.random() > ABORTED / 50:
             return False
-        engine.scheduler.abort(one.request.request_id)
+        engine.scheduler.abort(asked.request.request_id)
         self.report.requests += 1
         return True
 
     def _close(self, engine: ReplayEngine) -> None:
-        """Let transfers end and see what is left."""
+        """Let transfers end and count leaks."""
         try:
             engine.settle()
         except RuntimeError:

@@ -1,11 +1,12 @@
-"""Which engines run on which chain, and what each phase shows."""
+"""The demo's plan: its prompts, the engines that answer them, and the phases of each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -20,7 +21,7 @@ SCENES = {
     "disk": "restarted",
     "remote": "other replica",
 }
-"""The phases in order, and what happened before each.
+"""The phases in order, and the event before each.
 
 In `cpu` the engine's own cache has evicted the prefix; in `remote` the disk path is fresh too.
 """
@@ -49,17 +50,17 @@ class EngineRun:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The engines in order. `serving`: for each phase after cold, the names of the tiers that
-    must serve it. `skipped`: for each phase left out, why."""
+class DemoPlan:
+    """The engines in order. `serving`: the names of the tiers that must serve each phase after
+    cold. `skipped`: the reason for each phase that is left out."""
 
     runs: tuple[EngineRun, ...]
     serving: Mapping[str, frozenset[str]]
     skipped: Mapping[str, str]
 
 
-def make_plan(chain: Path, folder: Path) -> Plan:
-    """Plan the demo of a chain's file; what the replica needs is written into `folder`. Raises what
+def make_plan(chain: Path, folder: Path) -> DemoPlan:
+    """Plan the demo of a chain's file; the replica's chain is written into `folder`. Raises what
     `load_chain` raises, and NothingToShow."""
     spec = load_chain(chain)
     types = [tier.type for tier in spec.tiers]
@@ -78,7 +79,7 @@ def make_plan(chain: Path, folder: Path) -> Plan:
         phase: frozenset(tier.tier_name for tier in spec.tiers if tier.type == served_by)
         for phase, served_by in shown.items()
     }
-    return Plan(tuple(runs), serving, skipped)
+    return DemoPlan(tuple(runs), serving, skipped)
 
 
 def _why_not(served_by: str, emptied: Sequence[str], types: Sequence[str]) -> str:
@@ -103,7 +104,7 @@ def default_chain(folder: Path, redis_url: str) -> Path:
 
 
 def replica_chain(chain: Path, folder: Path) -> Path:
-    """Write what another replica would use: `chain` with every disk tier in a fresh folder."""
+    """Write another replica's chain: `chain` with every disk tier in a fresh folder."""
     document: Any = read_yaml(chain.read_text(encoding="utf-8-sig")).data
     for number, tier in enumerate(document["tiers"]):
         if tier["type"] == "disk":
@@ -111,3 +112,28 @@ def replica_chain(chain: Path, folder: Path) -> Path:
     path = folder / "replica.yaml"
     path.write_text(yaml.safe_dump(document, sort_keys=False))
     return path
+
+
+class Conversation(NamedTuple):
+    """A prompt: a document, earlier questions with their answers, and a question, as messages
+    `{"role": ..., "content": ...}`, oldest first."""
+
+    title: str
+    messages: list[dict[str, str]]
+
+
+def load_prompts() -> tuple[Conversation, list[Conversation]]:
+    """A short conversation to warm up, and those to measure, of several hundred tokens each."""
+    source = resources.files("tiers.lab.demo") / "conversations.yaml"
+    loaded = yaml.safe_load(source.read_text(encoding="utf-8"))
+    return _conversation(loaded["warm_up"]), list(map(_conversation, loaded["conversations"]))
+
+
+def _conversation(entry: dict[str, Any]) -> Conversation:
+    texts = [text for turn in entry["turns"] for text in (turn["user"], turn["assistant"])]
+    first, *others = [*texts, entry["question"]]
+    messages = [
+        {"role": "assistant" if number % 2 else "user", "content": text}
+        for number, text in enumerate([f"{entry['document']}\n{first}", *others])
+    ]
+    return Conversation(entry["title"], messages)

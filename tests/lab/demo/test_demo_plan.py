@@ -1,4 +1,4 @@
-"""Which phases a chain can show, and what the replica shares with the first engine."""
+"""The phases that a chain can show, what the replica shares with the first engine, and prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import yaml
 
 from spec.load import load_chain
 from tiers.disk.spec import DiskSpec
-from tiers.lab.demo.plan import default_chain, make_plan
+from tiers.lab.demo.demo_plan import default_chain, load_prompts, make_plan
 
 CPU = {"type": "cpu", "capacity": "1GiB"}
 REDIS = {"type": "redis", "url": "redis://127.0.0.1:1/0", "ttl": "1h"}
@@ -57,3 +57,17 @@ def test_tiers_of_one_type_serve_a_phase_together(tmp_path: Path) -> None:
     spare = disk(tmp_path / "spare", name="spare")
     plan = make_plan(write(tmp_path, disk(tmp_path, name="nvme"), spare), tmp_path)
     assert plan.serving == {"disk": {"nvme", "spare"}}
+
+
+def test_conversations_are_long_multi_turn_chats_that_end_with_a_question() -> None:
+    for conversation in load_prompts()[1]:
+        roles = [message["role"] for message in conversation.messages]
+        assert roles == ["user", "assistant", "user"]
+        assert len(conversation.messages[0]["content"].split()) > 500
+        assert conversation.messages[-1]["content"].endswith("?")
+
+
+def test_no_two_conversations_share_a_beginning() -> None:
+    warm_up, measured = load_prompts()
+    beginnings = {c.messages[0]["content"][:20] for c in [*measured, warm_up]}
+    assert len(beginnings) == len(measured) + 1

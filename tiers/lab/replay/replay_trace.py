@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
 from spec.chain import ChainSpec
-from spec.offloading import HostSpec
+from spec.offloading import HostSpec, OffloadingSpec
 from tiers.connector.assembly import open_worker, scheduler_parts
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.observers import GhostWatcher, open_ghosts
 from tiers.contract.engine_info import EngineInfo
-from tiers.lab.replay.clock import Clock, CountedClock, PacedClock
-from tiers.lab.replay.kv import PagedKV
-from tiers.lab.replay.links import Link, copier_over
-from tiers.lab.replay.measures import Mark, report_of
+from tiers.lab.replay.clock import Clock, PacedClock
+from tiers.lab.replay.links import copier_over
+from tiers.lab.replay.requests import TracedRequest
 from tiers.lab.replay.scaling import CannotReplay, Places, Scale, linked, scaled
-from tiers.lab.replay.trace_engine import TraceEngine
-from tiers.lab.replay.trace_requests import TracedRequest
-from tiers.lab.replay.trace_worker import TraceWorker
+from tiers.lab.replay.timed_engine import Mark, TimedEngine
+from tiers.lab.replay.timed_worker import TimedWorker, TraceModel
 from tiers.lab.server import Server
 from tiers.traces.trace import TraceRequest
-from tiers.tuning.machine import Machine
-from tiers.tuning.report import Report
+from tiers.tuning.machine import Machine, size_of
+from tiers.tuning.report import DAY, GhostUse, Report, TierUse, quantile, stretches
 
+GHOST_SECONDS = 60.0
+"""Ghosts may count so long at the end: they look at a million blocks in a second."""
+DROPPED = ("store_dropped_no_slot", "store_dropped_inflight", "store_dropped_budget")
+"""Counters of blocks that a tier missed and its rules admitted."""
 WORD = 8
 
 
@@ -62,9 +64,14 @@ def replay(
     CannotReplay, NoServer.
     """
     trace = list(requests)
-    with _opened(trace, block_tokens, chain, machine, options) as (driver, ghosts):
-        mark = driver.run(trace, int(len(trace) * warm), options.progress)
-        return report_of(driver.engine, chain, machine, (mark, driver.mark()), ghosts)
+    warmed = int(len(trace) * warm)
+    with _opened(trace, block_tokens, chain, machine, options) as (engine, ghosts):
+        traced = (
+            TracedRequest(number, request, block_tokens, counts=number >= warmed)
+            for number, request in enumerate(trace)
+        )
+        start = engine.serve(traced, warmed, options.progress)
+        return _report(engine, chain, (start, engine.mark()), ghosts)
 
 
 @contextmanager
@@ -74,8 +81,8 @@ def _opened(
     chain: ChainSpec,
     machine: Machine,
     options: ReplayOptions,
-) -> Iterator[tuple[Driver, tuple[GhostWatcher, ...]]]:
-    """Make all that a replay runs on, and end it in any case."""
+) -> Iterator[tuple[TimedEngine, tuple[GhostWatcher, ...]]]:
+    """Open a replay's engine, and close it in any case."""
     words = max(1, options.bytes_per_token * block_tokens // WORD)
     scale = Scale(machine.kv_bytes_per_token * block_tokens, words * WORD)
     num_blocks = _paged_blocks(trace, block_tokens, machine, scale)
@@ -85,9 +92,8 @@ def _opened(
     with ExitStack() as stack:
         places = _places(stack, options)
         small = scaled(chain, machine, info, scale, places)
-        clock: Clock = CountedClock() if options.speed is None else PacedClock(options.speed)
+        clock = Clock() if options.speed is None else PacedClock(options.speed)
         behind, links = linked(small, machine, scale, clock)
-        kv = _paged_kv(num_blocks, words)
         parts = scheduler_parts(behind, info, clock.now)
         states = parts.settings.requests
         assert states is not None, "tiers share them"
@@ -95,30 +101,17 @@ def _opened(
         ghosts = open_ghosts(chain, states, lambda: scale.real_bytes, lambda: 0.0)
         observers = (*parts.settings.observers, *ghosts)
         settings = replace(parts.settings, observers=observers)
-        scheduler = MultiScheduler(*parts._replace(settings=settings))
-        stack.callback(scheduler.shutdown)
-        hosts = _host_links(chain, links)
+        connector = MultiScheduler(*parts._replace(settings=settings))
+        stack.callback(connector.shutdown)
+        tiers = enumerate(chain.tiers)
+        hosts = {place: links[t.tier_name] for place, t in tiers if isinstance(t, HostSpec)}
         copier = copier_over(next(iter(hosts.values()), None))
         half = open_worker(behind, info, copier, now=clock.now)
         stack.callback(half.shutdown)
         stack.callback(clock.stop)
-        half.register_kv_caches(kv.tensors)
-        scheduler.set_xfer_handshake_metadata({0: half.get_handshake_metadata()})
-        worker = TraceWorker(half, clock, hosts)
-        engine = TraceEngine(
-            scheduler, states, worker, kv, num_blocks, block_tokens, machine, clock
-        )
-        yield Driver(engine, worker, clock, links), ghosts
-
-
-def _paged_kv(num_blocks: int, words: int) -> PagedKV:
-    try:
-        return PagedKV(num_blocks, words)
-    except RuntimeError as error:  # torch has no other class for this
-        raise CannotReplay(
-            f"there is no memory for the engine's cache of {num_blocks} blocks of {words * WORD} "
-            "bytes: take fewer bytes of KV a token, with --scale"
-        ) from error
+        model = TraceModel(1, words, block_tokens)
+        worker = TimedWorker(model, num_blocks, half, clock, hosts)
+        yield TimedEngine(model, info, connector, states, worker, machine, clock, links), ghosts
 
 
 def _places(stack: ExitStack, options: ReplayOptions) -> Places:
@@ -154,56 +147,66 @@ def _paged_blocks(
     return blocks
 
 
-def _host_links(chain: ChainSpec, links: dict[str, Link]) -> dict[int, Link]:
-    """The links of tiers in host memory, by the tiers' places."""
-    places = enumerate(chain.tiers)
-    return {place: links[tier.tier_name] for place, tier in places if isinstance(tier, HostSpec)}
+def _report(
+    engine: TimedEngine,
+    chain: ChainSpec,
+    marks: tuple[Mark, Mark],
+    ghosts: Sequence[GhostWatcher],
+) -> Report:
+    """The engine's outcome, and the use of its tiers between two marks."""
+    machine, outcome = engine.machine, engine.outcome
+    seconds = max(marks[1].now - marks[0].now, 1e-9)
+    waits = sorted(one.wait for one in outcome.served)
+    return Report(
+        requests=outcome.requests,
+        seconds=seconds,
+        gpu_load=outcome.busy / seconds / machine.gpus,
+        tiers=tuple(_use(engine, tier, marks, seconds) for tier in chain.tiers),
+        prompt_tokens=outcome.prompt_tokens,
+        engine_hit_tokens=outcome.local_tokens,
+        computed_tokens=outcome.computed_tokens,
+        ttft_mean=sum(waits) / len(waits) if waits else 0.0,
+        ttft_p50=quantile(waits, 0.5),
+        ttft_p99=quantile(waits, 0.99),
+        prefill_seconds_saved=sum(outcome.tier_tokens.values()) / machine.prefill_rate,
+        stretches=stretches(outcome.served),
+        ghosts=tuple(use for watcher in ghosts for use in _ghosts(watcher)),
+    )
 
 
-class Driver:
-    """Lets the trace's requests arrive and its time pass."""
+def _ghosts(watcher: GhostWatcher) -> Iterator[GhostUse]:
+    """Their estimates, once all requests are counted."""
+    watcher.close(GHOST_SECONDS)
+    for name, measures in watcher.take_measures().items():
+        values = (measures[f"ghost_{part}"] for part in ("hit_ratio", "hit_error", "store_ratio"))
+        yield GhostUse(name, *values)
 
-    def __init__(
-        self, engine: TraceEngine, worker: TraceWorker, clock: Clock, links: dict[str, Link]
-    ) -> None:
-        self.engine = engine
-        self._worker = worker
-        self._clock = clock
-        self._links = links
 
-    def run(self, trace: list[TraceRequest], warm: int, progress: Callable[[int], None]) -> Mark:
-        """Serve them all; what had been done when the first came that counts."""
-        engine, clock = self.engine, self._clock
-        clock.begin()
-        mark = self.mark()
-        for number, one in enumerate(trace):
-            request = TracedRequest.of(number, one, counts=number >= warm)
-            self._pass_until(request.arrival)
-            if number == warm:
-                mark = self.mark()
-            engine.add(request)
-            progress(number)
-        self._pass_until(None)
-        return replace(mark, ended=clock.now())
+def _use(
+    engine: TimedEngine, tier: OffloadingSpec, marks: tuple[Mark, Mark], seconds: float
+) -> TierUse:
+    name, machine = tier.tier_name, engine.machine
+    profile = machine.profile(name, tier.type)
+    size = engine.model.block_tokens * machine.kv_bytes_per_token * profile.stored_share
 
-    def mark(self) -> Mark:
-        """What has been done by now."""
-        self.engine.take_stats()
-        ways = {name: (link.loads.busy, link.stores.busy) for name, link in self._links.items()}
-        stats = {tier: dict(measures) for tier, measures in self.engine.stats.data.items()}
-        return Mark(self._clock.now(), 0.0, ways, stats)
+    def grown(counter: str) -> int:
+        counts = [mark.stats.get(name, {}).get(counter, 0.0) for mark in marks]
+        start, end = (count if isinstance(count, int | float) else 0.0 for count in counts)
+        return int(end - start)
 
-    def _pass_until(self, arrival: float | None) -> None:
-        """Do all that is to be done until then; None: until no request is left."""
-        engine, worker, clock = self.engine, self._worker, self._clock
-        while True:
-            worker.settle(engine.take)
-            while engine.turn():
-                worker.settle(engine.take)
-            if clock.now() >= arrival if arrival is not None else not engine.busy:
-                return
-            events = [engine.next_event(), clock.next_wake(), worker.next_end(), arrival]
-            moments = [moment for moment in events if moment is not None]
-            if not moments and not worker.busy:
-                raise CannotReplay("the engine is stuck: nothing is in flight")
-            clock.advance(min(moments, default=clock.now()), poll=worker.busy)
+    stored, dropped = grown("stored_blocks"), sum(map(grown, DROPPED))
+    loads, stores = (marks[1].links[name][i] - marks[0].links[name][i] for i in (0, 1))
+    a_day = stored * size / seconds * DAY
+    return TierUse(
+        name=name,
+        hit_tokens=engine.outcome.tier_tokens[name],
+        load_busy=loads / seconds,
+        store_busy=stores / seconds,
+        loaded_bytes=int(grown("loaded_blocks") * size),
+        stored_bytes=int(stored * size),
+        written_bytes_per_day=a_day,
+        offered_blocks=stored + dropped,
+        dropped_blocks=dropped,
+        life_years=profile.life_years(a_day, getattr(tier, "write_budget", None)),
+        price_per_month=profile.price(size_of(tier)),
+    )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from tiers.lab.demo import report
-from tiers.lab.demo.worker import Asked
+from tiers.lab.demo import demo_report as report
+from tiers.lab.demo.demo_engine import Answered
 
 SERVING = {"disk": frozenset({"nvme", "spare"})}
 
 
-def asked(phase: str, ttft: float, answer: list[int], **by_tier: int) -> Asked:
-    return Asked(
+def asked(phase: str, ttft: float, answer: list[int], **by_tier: int) -> Answered:
+    return Answered(
         phase=phase,
         prompt_tokens=100,
         local_tokens=0,

@@ -1,4 +1,4 @@
-"""What the demo shows at its end: a table, a JSON document, and what went wrong."""
+"""The demo's results: a table, a JSON document, and faults."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
-from tiers.lab.demo.plan import SCENES
-from tiers.lab.demo.worker import Asked
+from tiers.lab.demo.demo_engine import Answered
+from tiers.lab.demo.demo_plan import SCENES
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class PhaseResult:
     identical: bool
 
 
-def summarise(asked: Sequence[Asked]) -> list[PhaseResult]:
+def summarise(answered: Sequence[Answered]) -> list[PhaseResult]:
     """Sum up the measured requests by phase; the first phase is cold."""
-    phases = [(name, list(group)) for name, group in groupby(asked, lambda a: a["phase"])]
+    phases = [(name, list(group)) for name, group in groupby(answered, lambda a: a["phase"])]
     (_, cold), *_ = phases
     return [_summarise(name, requests, cold) for name, requests in phases]
 
 
-def _summarise(name: str, requests: list[Asked], cold: list[Asked]) -> PhaseResult:
+def _summarise(name: str, requests: list[Answered], cold: list[Answered]) -> PhaseResult:
     by_tier: Counter[str] = Counter()
     for request in requests:
         by_tier.update(request["by_tier"])
@@ -53,8 +53,8 @@ def _summarise(name: str, requests: list[Asked], cold: list[Asked]) -> PhaseResu
 
 
 def faults(results: Sequence[PhaseResult], serving: Mapping[str, frozenset[str]]) -> dict[str, str]:
-    """What went wrong, in one line for each phase its tiers did not serve or that changed a token.
-    `serving`: see `Plan`."""
+    """A line for each phase that its tiers did not serve, or that changed a token.
+    `serving`: see `DemoPlan`."""
     found = {}
     for result in results:
         tiers = serving.get(result.name, frozenset())

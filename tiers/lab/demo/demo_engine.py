@@ -1,9 +1,9 @@
-"""One engine of the demo, in a process of its own: `python -m tiers.lab.demo.worker`.
+"""One engine of the demo, in a process of its own: `python -m tiers.lab.demo.demo_engine`.
 
-Reads a `Job` as JSON from standard input and writes one JSON event per line to standard output:
-`ready` once the engine is warm, `asked` for each measured prompt, `closed` when the engine is
-shut down and its tiers have stored what they were given. Whatever else the engine prints goes
-to standard error.
+Reads an `EngineJob` as JSON from standard input and writes JSON events to standard output, one a
+line: `ready` once the engine is warm, `answered` for each measured prompt, `closed` when the engine
+is shut down and its tiers have stored the blocks that they took. All other output of the engine
+is on standard error.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SHUTDOWN_SECONDS = 60
 """How long the engine may take to shut down; its tiers use it to finish their stores."""
 
 
-class Job(TypedDict):
-    """What an engine is to do.
+class EngineJob(TypedDict):
+    """The work of one engine.
 
     `engine_args`: of `vllm.LLM`. `salt`: part of every block's key, so that a run never meets
     blocks of another. Every phase asks all `conversations`, each a list of chat messages.
@@ -34,7 +34,7 @@ class Job(TypedDict):
     phases: list[str]
 
 
-class Asked(TypedDict):
+class Answered(TypedDict):
     """One measured request. `by_tier`: prompt tokens loaded from each tier; `local_tokens`: those
     found in the engine's own cache; `ttft_s`: seconds to the first token; `tokens`: the answer."""
 
@@ -46,10 +46,10 @@ class Asked(TypedDict):
     tokens: list[int]
 
 
-class Engine:
+class DemoEngine:
     """A vLLM engine that answers one chat at a time, greedily."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: EngineJob) -> None:
         from vllm import LLM, SamplingParams
 
         self._llm = LLM(**job["engine_args"], disable_log_stats=False)
@@ -57,13 +57,13 @@ class Engine:
         self._sampling = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"])
         self._salt = job["salt"]
 
-    def ask(self, phase: str, messages: list[dict[str, str]]) -> Asked:
+    def ask(self, phase: str, messages: list[dict[str, str]]) -> Answered:
         """Answer one chat, with nothing else going on."""
         prompt = {"prompt_token_ids": self._tokenize(messages), "cache_salt": self._salt}
         before = self._loaded()
         (output,) = self._llm.generate([prompt], self._sampling, use_tqdm=False)
         by_tier = dict(self._loaded() - before)
-        return Asked(
+        return Answered(
             phase=phase,
             prompt_tokens=len(output.prompt_token_ids),
             local_tokens=output.num_cached_tokens - sum(by_tier.values()),
@@ -93,21 +93,21 @@ class Engine:
         return loaded
 
 
-def work(job: Job, events: IO[str]) -> None:
+def work(job: EngineJob, events: IO[str]) -> None:
     """Run one engine through its phases."""
 
-    def tell(event: str, **fields: Any) -> None:
+    def report(event: str, **fields: Any) -> None:
         events.write(json.dumps({"event": event, **fields}) + "\n")
         events.flush()
 
-    engine = Engine(job)
+    engine = DemoEngine(job)
     engine.ask("warm-up", job["warm_up"])
-    tell("ready")
+    report("ready")
     for phase in job["phases"]:
         for messages in job["conversations"]:
-            tell("asked", **engine.ask(phase, messages))
+            report("answered", **engine.ask(phase, messages))
     engine.close()
-    tell("closed")
+    report("closed")
 
 
 def main() -> None:

@@ -1,0 +1,21 @@
+"""An engine that fails ends the demo with the end of its log, and nothing stays behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tiers.lab.demo import run_demo
+from tiers.lab.demo.demo_plan import DemoPlan, EngineRun
+
+
+@pytest.mark.vllm
+def test_an_engine_that_fails_to_start_says_why(tmp_path: Path) -> None:
+    chain = tmp_path / "chain.yaml"
+    plan = DemoPlan((EngineRun("first engine", chain, ("cold",)),), {}, {})
+    shown: list[str] = []
+    with pytest.raises(run_demo.EngineFailed, match="no-such-model"):
+        run_demo.run(plan, str(tmp_path / "no-such-model"), {}, tmp_path, shown.append)
+    assert shown == ["first engine starts"]
+    assert len(shown) < run_demo.steps(plan)

@@ -1,0 +1,242 @@
+"""The engine of a replay: it decides as vLLM's scheduler does, and computes by waiting."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.connector.policy.request_state import RequestTable
+from tiers.contract.engine_info import EngineInfo
+from tiers.contract.stats import Measures
+from tiers.lab.replay.blocks import BlockPool
+from tiers.lab.replay.clock import Clock
+from tiers.lab.replay.engine import ReplayEngine
+from tiers.lab.replay.links import Link
+from tiers.lab.replay.requests import ReplayRequest, Status, Step, StepOutput, TracedRequest
+from tiers.lab.replay.scaling import CannotReplay
+from tiers.lab.replay.scheduler import ReplayScheduler
+from tiers.lab.replay.timed_worker import TURN, TimedWorker, TraceModel
+from tiers.tuning.machine import Machine
+from tiers.tuning.report import Served
+
+LOOK_SECONDS = 5.0
+"""Of the machine: how long the counted time stands for a look-up at most."""
+
+
+@dataclass
+class Outcome:
+    """Results of the requests that count. Tokens by their source; `served`: in the order in which
+    prompts ended; `busy`: seconds of all GPUs together."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    local_tokens: int = 0
+    computed_tokens: int = 0
+    tier_tokens: Counter[str] = field(default_factory=Counter)
+    served: list[Served] = field(default_factory=list)
+    busy: float = 0.0
+
+    def count(self, request: TracedRequest, moment: float) -> None:
+        """The prompt of a request that counts has ended."""
+        self.requests += 1
+        self.prompt_tokens += request.num_tokens
+        self.local_tokens += request.local_tokens
+        self.computed_tokens += request.computed_tokens
+        self.tier_tokens.update(request.loaded_by)
+        loaded = sum(request.loaded_by.values())
+        self.served.append(Served(moment - request.arrival, request.computed_tokens, loaded))
+
+
+class Mark(NamedTuple):
+    """Counts at a moment. `links`: seconds of loads and of stores by tier. `stats`: the chain's."""
+
+    now: float
+    links: Mapping[str, tuple[float, float]]
+    stats: Mapping[str, Measures]
+
+
+class GpuStep(NamedTuple):
+    """A step on a GPU, until the moment `ends`."""
+
+    step: Step
+    began: float
+    ends: float
+
+
+class TimedScheduler(ReplayScheduler):
+    """Serves requests of a trace, with a real chain, in the time of a clock."""
+
+    def __init__(self, engine: TimedEngine, pool: BlockPool, states: RequestTable) -> None:
+        size, machine = engine.model.block_tokens, engine.machine
+        super().__init__(engine.connector, pool, size, machine.step_tokens, whole_prompts=True)
+        self._engine = engine
+        self._states = states
+
+    def _ask(self, request: ReplayRequest, computed: int) -> int | None:
+        """As the scheduler; where time is counted it stands while stores look."""
+        limit = time.monotonic() + LOOK_SECONDS
+        external = super()._ask(request, computed)
+        while external is None and self._engine.clock.is_counted:
+            if time.monotonic() > limit or not self._states.of(request).wait_budget.is_looking:
+                break
+            time.sleep(TURN)
+            external = super()._ask(request, computed)
+        return external
+
+    def _match(self, request: ReplayRequest) -> bool:
+        """As the scheduler, and note the tokens that each tier is to load."""
+        assert isinstance(request, TracedRequest)
+        begins = super()._match(request)
+        if begins:
+            request.lost, request.loaded_by = 0, {}
+        if request.status is Status.LOADING:
+            for tier, measures in self._engine.take_stats().items():
+                hits = measures.get("hit_tokens")
+                if isinstance(hits, int | float) and hits:
+                    request.loaded_by[tier] = int(hits)
+        return begins
+
+
+class TimedEngine(ReplayEngine):
+    """Serves the requests of a trace with the two halves of a chain, in the time of `clock`.
+
+    The GPUs share scheduler and KV, and each computes a step of its own; with one GPU nothing
+    happens within a step. Answers end after their time and compute nothing, but for one step where
+    their blocks were recorded. `links`: of all tiers, by name.
+    """
+
+    def __init__(
+        self,
+        model: TraceModel,
+        info: EngineInfo,
+        connector: MultiScheduler,
+        states: RequestTable,
+        worker: TimedWorker,
+        machine: Machine,
+        clock: Clock,
+        links: Mapping[str, Link],
+    ) -> None:
+        self.model = model
+        self.outcome = Outcome()
+        self.machine, self.clock = machine, clock
+        self._states, self._worker, self._links = states, worker, links
+        self._gpu_steps: list[GpuStep] = []
+        self._answers: list[tuple[float, TracedRequest]] = []
+        self._assemble(info, [worker], connector)
+
+    def _open_scheduler(self, pool: BlockPool, info: EngineInfo) -> ReplayScheduler:
+        return TimedScheduler(self, pool, self._states)
+
+    def serve(
+        self, requests: Iterable[TracedRequest], warm: int, progress: Callable[[int], None]
+    ) -> Mark:
+        """Serve them all; returns the counts when the first came that is no longer `warm`."""
+        self.clock.begin()
+        mark = self.mark()
+        for number, request in enumerate(requests):
+            self._pass_until(request.arrival)
+            if number == warm:
+                mark = self.mark()
+            self.scheduler.add(request)
+            progress(number)
+        self._pass_until(None)
+        return mark
+
+    def mark(self) -> Mark:
+        """Counts by now."""
+        self.take_stats()
+        busy = {name: (link.loads.busy, link.stores.busy) for name, link in self._links.items()}
+        stats = {tier: dict(measures) for tier, measures in self.stats.data.items()}
+        return Mark(self.clock.now(), busy, stats)
+
+    def _pass_until(self, arrival: float | None) -> None:
+        """Let time pass until then; None: until no request is left."""
+        worker, clock = self._worker, self.clock
+        while True:
+            worker.settle(self._take)
+            while self._turn():
+                worker.settle(self._take)
+            if clock.now() >= arrival if arrival is not None else not self.scheduler.requests:
+                return
+            ends = [step.ends for step in self._gpu_steps] + [end for end, _ in self._answers]
+            moments = [*ends, clock.next_wake(), worker.next_end(), arrival]
+            known = [moment for moment in moments if moment is not None]
+            if not known and not worker.busy:
+                raise CannotReplay("the engine is stuck: nothing is in flight")
+            clock.advance(min(known, default=clock.now()), poll=worker.busy)
+
+    def _turn(self) -> bool:
+        """Do all that can be done at this moment; False: there was nothing."""
+        now = self.clock.now()
+        worked = self._end_gpu_step(now) | self._end_answers(now)
+        while len(self._gpu_steps) < self.machine.gpus:
+            step = self.scheduler.plan()
+            if not step.work and not self.scheduler.has_orders:
+                break
+            worked = True
+            self._begin_gpu_step(step, now)
+        return worked
+
+    def _begin_gpu_step(self, step: Step, now: float) -> None:
+        """Begin a step, on a GPU if it computes anything."""
+        self.scheduler.has_orders = False
+        self.begin(step)
+        if not step.work:
+            self.end(step)
+            return
+        tokens = sum(step.num_scheduled_tokens.values())
+        seconds = tokens / self.machine.prefill_rate + self.machine.step_overhead
+        if self._request(step.work[0].request_id).counts:
+            self.outcome.busy += seconds
+        self._gpu_steps.append(GpuStep(step, now, now + seconds))
+
+    def end(self, step: Step) -> None:
+        """End a step; the ends of transfers are taken in at other moments, too."""
+        self._worker.end(step)
+        self.scheduler.end_step(step, {})
+
+    def _end_gpu_step(self, now: float) -> bool:
+        """End the step that is over first. Its requests go on before others end."""
+        first = min(self._gpu_steps, key=lambda step: step.ends, default=None)
+        if first is None or first.ends > now:
+            return False
+        self._gpu_steps.remove(first)
+        step, began, ends = first
+        self.end(step)
+        assert self.connector is not None
+        self.connector.computed(sum(step.num_scheduled_tokens.values()), ends - began)
+        for work in step.work:
+            if work.samples:
+                request = self._request(work.request_id)
+                seconds = request.max_tokens * self.machine.decode_seconds_per_token
+                self._answers.append((ends + seconds, request))
+                if request.counts:
+                    self.outcome.count(request, ends)
+        return True
+
+    def _end_answers(self, now: float) -> bool:
+        over = [request for end, request in self._answers if end <= now]
+        self._answers = [pair for pair in self._answers if pair[0] > now]
+        for request in over:
+            if request.answer_ids and (step := self.scheduler.answer(request)):
+                self.begin(step)
+                self.end(step)
+            self.scheduler.end_answer(request)
+        return bool(over)
+
+    def _take(self, output: StepOutput) -> None:
+        """Take in the ends of transfers; every loaded byte must be right."""
+        self.scheduler.end_transfers(output)
+        for request_id in output.finished_recving:
+            request = self._request(request_id)
+            self._worker.verify(request)
+            request.end_load()
+
+    def _request(self, request_id: str) -> TracedRequest:
+        request = self.scheduler.requests[request_id]
+        assert isinstance(request, TracedRequest)
+        return request

@@ -1,0 +1,141 @@
+"""The soak's faults: a server killed, hung and emptied, files damaged, a disk tier that is slow,
+hangs, fails, is full or boasts."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from signal import SIGCONT, SIGSTOP
+from typing import Any, ClassVar, NamedTuple
+
+import redis
+from pydantic import PrivateAttr
+
+from spec.offloading import StoreContext, StoreSpec
+from tiers.errors import TierFull
+from tiers.lab.server import Server
+from tiers.store import TierStore
+from tiers.testing import Faults, FaultyStore, Pace, SlowStore
+
+IO_VERBS = ("has", "put", "get", "drop", "clear")
+"""The verbs that reach the device; `peek` and `touch` answer from memory."""
+
+
+class Mood:
+    """The behaviour of a tier's stores; all of them share it."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.pace = Pace()
+        self.faults = Faults()
+        self._random = rng
+
+    def turn(self, kind: str) -> None:
+        """Be `slow`, `hanging`, `failing`, `full` or `boastful`; an empty kind ends all that."""
+        self.pace.delay = self._slow if kind == "slow" else lambda verb, num_bytes: 0.0
+        self.faults.heal()
+        if kind == "hanging":
+            self.pace.hang(*IO_VERBS)
+        else:
+            self.pace.resume()
+        if kind == "failing":
+            self.faults.fail(*IO_VERBS, error=OSError(5, "Input/output error"), chance=0.7)
+        elif kind == "full":
+            self.faults.fail("put", error=TierFull("no space"))
+        elif kind == "boastful":
+            self.faults.invented = 1.0
+
+    def _slow(self, verb: str, num_bytes: int) -> float:
+        return self._random.random() * 0.1 if verb in IO_VERBS else 0.0
+
+
+class Sabotaged(StoreSpec):
+    """A tier, `inner`, whose stores behave as `mood` says, in both halves of an engine."""
+
+    verifies: ClassVar[bool] = True
+    is_prompt: ClassVar[bool] = True
+
+    inner: StoreSpec
+    _mood: Mood = PrivateAttr(default_factory=lambda: Mood(random.Random(0)))
+
+    @property
+    def mood(self) -> Mood:
+        """The behaviour of its stores."""
+        return self._mood
+
+    def open(self, site: StoreContext) -> TierStore:
+        return FaultyStore(SlowStore(self.inner.open(site), self._mood.pace), self._mood.faults)
+
+
+class SoakFault(NamedTuple):
+    """Something that breaks, and its cure; None: it stays broken."""
+
+    name: str
+    inject: Callable[[], None]
+    heal: Callable[[], None] | None
+
+
+def all_faults(server: Server, folder: Path, mood: Mood, rng: random.Random) -> list[SoakFault]:
+    """The faults of a chain with this disk tier's folder and mood, and this server."""
+    moods = ("slow", "hanging", "failing", "full", "boastful")
+    return [
+        SoakFault("redis killed", server.kill, server.start),
+        SoakFault("redis hung", partial(server.send, SIGSTOP), partial(server.send, SIGCONT)),
+        SoakFault("redis emptied", lambda: _meddle(server, _empty, rng), None),
+        SoakFault("redis values damaged", lambda: _meddle(server, _damage, rng), None),
+        SoakFault("redis values replaced", lambda: _meddle(server, _replace, rng), None),
+        SoakFault("slab bytes damaged", lambda: _damage_slabs(folder, rng), None),
+        SoakFault("slab file cut", lambda: _cut_slabs(folder), None),
+        *(
+            SoakFault(f"disk {kind}", partial(mood.turn, kind), partial(mood.turn, ""))
+            for kind in moods
+        ),
+    ]
+
+
+def _meddle(server: Server, how: Callable[..., None], rng: random.Random) -> None:
+    client = server.client(timeout=0.5)
+    try:
+        how(client, rng)
+    except redis.RedisError:
+        pass  # another fault has it down or hung
+    finally:
+        client.close()
+
+
+def _empty(client: Any, _: object) -> None:
+    client.flushall()
+
+
+def _some(client: Any, rng: random.Random) -> list[bytes]:
+    keys = client.keys("*")
+    return rng.sample(keys, len(keys) // 4)
+
+
+def _damage(client: Any, rng: random.Random) -> None:
+    for key in _some(client, rng):
+        client.setrange(key, rng.randrange(900), rng.randbytes(3))
+
+
+def _replace(client: Any, rng: random.Random) -> None:
+    keys = _some(client, rng)
+    for key, other in zip(keys, reversed(keys), strict=True):
+        value = client.get(other)
+        if value is not None:
+            client.set(key, value)
+
+
+def _damage_slabs(folder: Path, rng: random.Random) -> None:
+    for slab in folder.glob("slab-*.dat"):
+        with slab.open("r+b") as file:
+            size = os.fstat(file.fileno()).st_size
+            for _ in range(50 if size else 0):
+                file.seek(rng.randrange(size))
+                file.write(rng.randbytes(2))
+
+
+def _cut_slabs(folder: Path) -> None:
+    for slab in folder.glob("slab-*.dat"):
+        os.truncate(slab, slab.stat().st_size // 2)
