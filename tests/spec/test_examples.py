@@ -13,7 +13,7 @@ import spec
 from spec.load import load_chain
 from tests.support.replay_chains import MODEL, SLOT, close, drive, measured
 from tests.support.topologies import cluster
-from tiers.cli.validate import validate
+from tiers.cli.chain import validate
 from tiers.connector.policy import request_state
 from tiers.lab.replay import ReplayEngine
 

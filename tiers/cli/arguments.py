@@ -1,22 +1,28 @@
-"""Arguments that several commands take, and how they end without a result."""
+"""Arguments, results, refusals and progress bars that commands share."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from tiers.traces.trace import Trace, TraceRequest, TraceSummary
+    from tiers.tuning.machine import Machine
 
 DASH = Path("-")
 """Standard input or output, in place of a file."""
 STDIN = Path("/dev/stdin")
 _RESULT: ContextVar[TextIO | None] = ContextVar("result", default=None)
-"""Standard output, where it is kept for the result."""
+"""Standard output, where only the result is written there."""
 
 
 def _or_stdin(file: Path | None) -> Path | None:
@@ -32,7 +38,7 @@ ChainFile = Annotated[
         callback=_or_stdin,
     ),
 ]
-"""The path of a chain; whether it can be read is for `load_chain` to say."""
+"""The path of a chain; `load_chain` refuses one that can't be read."""
 
 CHAIN = typer.Option(
     "--chain", metavar="FILE", help="A chain's YAML; - is standard input.", callback=_or_stdin
@@ -46,7 +52,7 @@ TraceFile = Annotated[
         metavar="TRACE", help="A trace: a file, or a folder of files.", show_default=False
     ),
 ]
-"""The path of a trace; what is wrong with it is for `open_trace` to say."""
+"""The path of a trace; `open_trace` refuses what is no trace."""
 
 SkipBadLines = Annotated[
     bool, typer.Option("--skip-bad-lines", help="Count bad lines of the trace and go on.")
@@ -61,7 +67,7 @@ Conversations = Annotated[
 
 
 def _to_stdout(context: typer.Context, file: Path | None) -> Path | None:
-    """Keep standard output for the result alone where it goes there: what is told besides goes to
+    """Keep standard output for the result alone, if it is written there: all other output is on
     standard error until the command ends."""
     if file == DASH and not context.resilient_parsing:
         _RESULT.set(sys.stdout)
@@ -95,7 +101,7 @@ def write_result(file: Path | None, content: object) -> None:
 
 
 def refused(why: object, status: int = 2) -> typer.Exit:
-    """Print why there is no result, and return the exit with that status."""
+    """Print the reason for having no result, and return the exit with that status."""
     typer.echo(str(why), err=True)
     return typer.Exit(status)
 
@@ -103,8 +109,8 @@ def refused(why: object, status: int = 2) -> typer.Exit:
 def check_places(
     *files: Path | None, json_file: Path | None = None, keep: Sequence[Path | None] = ()
 ) -> None:
-    """Refuse, before the work is done, files that can't be written, and those that would take the
-    place of another result or of what is read (`keep`). Only `json_file` may be standard output."""
+    """Refuse, before the work is done, files that can't be written, and those that would replace
+    another result or an input (`keep`). Only `json_file` may be standard output."""
     taken = {one.resolve() for one in keep if one is not None}
     for file in (*files, None if json_file == DASH else json_file):
         if file is None:
@@ -122,7 +128,7 @@ def check_places(
 
 
 def check_plot(picture: Path | None) -> None:
-    """Refuse to draw a picture without what draws it, before the work is done."""
+    """Refuse to draw a picture without matplotlib, before the work is done."""
     from importlib.util import find_spec
 
     if picture is not None and find_spec("matplotlib") is None:
@@ -133,3 +139,51 @@ def check_folder(folder: Path | None) -> None:
     """Refuse a folder to work in that is none, before the work is done."""
     if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise refused(f"{folder}: it is no folder that can be written to; make it, or name another")
+
+
+def bars(auto_refresh: bool = True) -> Progress:
+    """A place for bars on a terminal, which vanish when their work is done. `auto_refresh`: by a
+    thread of its own, which a process that forks must not have."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    return Progress(
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        auto_refresh=auto_refresh,
+    )
+
+
+def with_bar(trace: Trace) -> Iterator[TraceRequest]:
+    """The trace's requests, with a bar until all are read."""
+    with bars() as progress:
+        bar = progress.add_task("the trace is read", total=trace.file_bytes)
+        for number, request in enumerate(trace):
+            if number % 256 == 0:
+                progress.update(bar, completed=trace.summary.bytes_read)
+            yield request
+
+
+def say_skipped(summary: TraceSummary) -> None:
+    """Print the lines that the reader left out or mended, with examples."""
+    for what, count in summary.skipped.items():
+        typer.echo(f"{count} {what}", err=True)
+    for note in summary.notes:
+        typer.echo(f"  {note}", err=True)
+
+
+def say_other_model(trace: Trace, machine: Machine) -> None:
+    """Print that the machine's tokens have another size than those of the recorded engine."""
+    recorded = trace.header.kv_bytes_per_token
+    if recorded is not None and recorded != machine.kv_bytes_per_token:
+        typer.echo(
+            f"the profile says {machine.kv_bytes_per_token:,} KV bytes a token, and the engine "
+            f"that recorded the trace had {recorded:,}: unless it is meant for another model, "
+            "correct kv_bytes_per_token",
+            err=True,
+        )

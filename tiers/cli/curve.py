@@ -15,6 +15,8 @@ from tiers.cli.arguments import (
     TraceFile,
     check_places,
     refused,
+    say_skipped,
+    with_bar,
     write_result,
 )
 
@@ -66,7 +68,6 @@ def _measured(
     trace: Trace, chain_file: Path | None, token_bytes: int | None, largest: str | None
 ) -> CurveReport:
     from spec.load import load_chain
-    from tiers.cli.progress import say_skipped, with_bar
     from tiers.tuning.curve import measure
     from tiers.tuning.curve_report import CurveReport, marks_of
 

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tiers.cli.arguments import ChainOption, JsonFile, check_places, refused, write_result
+from tiers.cli.arguments import (
+    ChainOption,
+    JsonFile,
+    bars,
+    check_places,
+    refused,
+    write_result,
+)
 
 if TYPE_CHECKING:
     from tiers.lab.demo.demo_engine import Answered
@@ -81,7 +88,6 @@ def _engine_arguments(text: str) -> dict[str, Any]:
 def _run(
     plan: DemoPlan, model: str | None, engine_args: dict[str, Any], folder: Path
 ) -> list[Answered]:
-    from tiers.cli.progress import bars
     from tiers.lab.demo import run_demo
     from tiers.lab.demo.demo_model import obtain
 

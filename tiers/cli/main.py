@@ -1,7 +1,7 @@
-"""`kvtiers`: the commands, each a function in a module of its own.
+"""`kvtiers`: the commands, each a function.
 
 To add one, write `tiers/cli/<command>.py` with a function of that name and list it in `COMMANDS`.
-The module is imported for `kvtiers --help`, so it imports what it needs inside the function.
+The module is imported for `kvtiers --help`, so its function imports all that is heavy.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ import typer
 
 from spec.errors import SpecError
 from tiers.cli.bench import bench
-from tiers.cli.config import config
+from tiers.cli.chain import config, schema, validate
 from tiers.cli.curve import curve
 from tiers.cli.demo import demo
 from tiers.cli.explain import explain
 from tiers.cli.replay import replay
-from tiers.cli.schema import schema
 from tiers.cli.soak import soak
 from tiers.cli.tune import tune
-from tiers.cli.validate import validate
 from tiers.errors import KVTiersError, TraceError
 
 COMMANDS = (validate, config, schema, explain, demo, bench, soak, curve, replay, tune)
@@ -58,8 +56,8 @@ def kvtiers(
 
 
 def main() -> None:
-    """Run the command line; a chain or trace that can't be used ends any command with status 2, and
-    what can't be read or written with status 1."""
+    """Run the command line. Any command ends with status 2 for a chain or trace that can't be used,
+    and with status 1 for a file that can't be read or written."""
     stdout: Any = None if sys.stdout is None else _UntilUnread(sys.stdout)  # None: it is closed
     try:
         with redirect_stdout(stdout):
@@ -71,13 +69,14 @@ def main() -> None:
         typer.echo(str(error), err=True)
         sys.exit(1)
     except OSError as error:
-        _stopped(error)
+        where = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"{where}the command was stopped: {error.strerror or error}", err=True)
         sys.exit(1)
 
 
 class _UntilUnread:
-    """Standard output whose reader may leave, as `head -1` does: then nothing more is told, and
-    the command goes on with what it writes to files."""
+    """Standard output whose reader may leave, as `head -1` does: then nothing more is printed, and
+    the command still writes its files."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -102,9 +101,3 @@ class _UntilUnread:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self._stream.fileno())
         os.close(null)
-
-
-def _stopped(error: OSError) -> None:
-    """Tell what could not be read or written."""
-    where = f"{error.filename}: " if error.filename else ""
-    typer.echo(f"{where}the command was stopped: {error.strerror or error}", err=True)

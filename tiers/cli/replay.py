@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,15 +14,19 @@ from tiers.cli.arguments import (
     JsonFile,
     SkipBadLines,
     TraceFile,
+    bars,
     check_folder,
     check_places,
     refused,
+    say_other_model,
+    say_skipped,
+    with_bar,
     write_result,
 )
 
 if TYPE_CHECKING:
     from spec.chain import ChainSpec
-    from tiers.traces.trace import Trace
+    from tiers.traces.trace import TraceRequest
     from tiers.tuning.machine import Machine
     from tiers.tuning.report import Report
 
@@ -56,16 +60,6 @@ Folder = Annotated[
 ]
 
 
-class _Asked(NamedTuple):
-    """What is replayed on what. `warm`: the part that only warms. `most`: requests; None: all."""
-
-    trace: Trace
-    chain: ChainSpec
-    machine: Machine
-    warm: float
-    most: int | None
-
-
 def replay(
     trace: TraceFile,
     chain_file: Annotated[Path, CHAIN],
@@ -97,52 +91,47 @@ def replay(
     from tiers.traces.open_trace import open_trace
     from tiers.tuning.machine import load_machine
     from tiers.tuning.report import table
+    from tiers.tuning.simulation import simulate as run_simulation
 
     try:
         opened = open_trace(trace, skip_bad_lines, conversations)
-        asked = _Asked(opened, load_chain(chain_file), load_machine(profile), warm, requests)
-        report = _simulated(asked) if simulate else _real(asked, speed, scale, folder)
+        size, served = opened.header.block_tokens, islice(with_bar(opened), requests)
+        chain, machine = load_chain(chain_file), load_machine(profile)
+        if simulate:
+            report = run_simulation(served, size, chain, machine, warm=warm)
+        else:
+            report = _real(list(served), size, chain, machine, warm, speed, scale, folder)
     except KVTiersError as error:
         raise refused(error) from None
-    _say_left_out(asked, simulate)
+    say_skipped(opened.summary)
+    say_other_model(opened, machine)
+    if chain.tenants:
+        typer.echo("rules of tenants are not replayed: a trace has no names of tenants", err=True)
+    if simulate and chain.ghosts:
+        typer.echo("ghosts are not simulated: --real has them, and curve is exact", err=True)
     typer.echo(table(report))
     write_result(json_file, report.to_json())
 
 
-def _say_left_out(asked: _Asked, simulate: bool) -> None:
-    from tiers.cli.progress import say_other_model, say_skipped
-
-    say_skipped(asked.trace.summary)
-    say_other_model(asked.trace, asked.machine)
-    if asked.chain.tenants:
-        typer.echo("rules of tenants are not replayed: a trace has no names of tenants", err=True)
-    if simulate and asked.chain.ghosts:
-        typer.echo("ghosts are not simulated: --real has them, and curve is exact", err=True)
-
-
-def _simulated(asked: _Asked) -> Report:
-    from tiers.cli.progress import with_bar
-    from tiers.tuning.simulation import simulate
-
-    served = islice(with_bar(asked.trace), asked.most)
-    size = asked.trace.header.block_tokens
-    return simulate(served, size, asked.chain, asked.machine, warm=asked.warm)
-
-
-def _real(asked: _Asked, speed: float | None, scale: int, folder: Path | None) -> Report:
+def _real(
+    requests: list[TraceRequest],
+    block_tokens: int,
+    chain: ChainSpec,
+    machine: Machine,
+    warm: float,
+    speed: float | None,
+    scale: int,
+    folder: Path | None,
+) -> Report:
     from spec.registry import stdout_to_stderr
-    from tiers.cli.progress import bars, with_bar
     from tiers.lab.replay.replay_trace import ReplayOptions, replay
 
-    trace, machine = asked.trace, asked.machine
-    served = list(islice(with_bar(trace), asked.most))
     with stdout_to_stderr(), bars() as bar:  # stores may print
-        task = bar.add_task("requests are served", total=len(served))
+        task = bar.add_task("requests are served", total=len(requests))
         options = ReplayOptions(
             speed, scale, folder, lambda count: bar.update(task, completed=count)
         )
-        size = trace.header.block_tokens
-        report = replay(served, size, asked.chain, machine, warm=asked.warm, options=options)
+        report = replay(requests, block_tokens, chain, machine, warm=warm, options=options)
     typer.echo(
         f"real connectors and stores, with {scale} bytes of KV a token in place of "
         f"{machine.kv_bytes_per_token}, and tiers of as many blocks"

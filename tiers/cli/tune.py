@@ -16,8 +16,11 @@ from tiers.cli.arguments import (
     JsonFile,
     SkipBadLines,
     TraceFile,
+    bars,
     check_places,
     refused,
+    say_other_model,
+    say_skipped,
     write_result,
 )
 
@@ -121,7 +124,6 @@ def _search(
     real: bool,
 ) -> Tuned:
     from spec.registry import stdout_to_stderr
-    from tiers.cli.progress import bars, say_other_model
     from tiers.tuning.search.tune import TuneOptions
     from tiers.tuning.search.tune import tune as run
 
@@ -168,7 +170,6 @@ def _search(
 
 def _read(trace: Trace, block_tokens: int | None = None) -> list[TraceRequest]:
     """A trace's requests. Raises TraceError for too few, or other blocks than `block_tokens`."""
-    from tiers.cli.progress import say_skipped
     from tiers.errors import TraceError
 
     requests = list(trace)

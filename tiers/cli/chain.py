@@ -1,4 +1,4 @@
-"""`kvtiers validate`: a chain as it was understood, or what is wrong with it."""
+"""`kvtiers validate`, `config` and `schema`: commands about the YAML of a chain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spec.errors import SpecError, one_line
-from tiers.cli.arguments import ChainFile
+from tiers.cli.arguments import ChainFile, refused
 
 if TYPE_CHECKING:
     from spec.chain import ChainSpec
@@ -122,3 +122,35 @@ def _print_rich(rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*map(Text, row))
     Console().print(table)
+
+
+def config(file: ChainFile) -> None:
+    """Print the JSON that makes vLLM use a chain.
+
+    It is the value of --kv-transfer-config; the chain is checked first.
+
+    \b
+    vllm serve MODEL --kv-transfer-config "$(kvtiers config chain.yaml)"
+    """
+    from spec.load import load_chain
+    from tiers.engine.plugin import transfer_config
+
+    load_chain(file)
+    # /dev/stdin may stand for a file here, and for nothing in vLLM's processes.
+    if not file.is_file() or file.absolute().parts[1] in ("dev", "proc"):
+        raise refused(f"{file}: found no file; vLLM opens it again, so write the chain to a file")
+    typer.echo(json.dumps(transfer_config(file), separators=(",", ":")))
+
+
+def schema() -> None:
+    """Print the JSON Schema of a chain's YAML.
+
+    Tiers are of the types installed here; those of a broken package are named and left out.
+
+    \b
+    kvtiers schema > chain.schema.json
+    """
+    from spec.schema import chain_schema
+
+    found = chain_schema(lambda problem: typer.echo(problem, err=True))
+    typer.echo(json.dumps(found, indent=2))
