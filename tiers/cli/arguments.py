@@ -111,7 +111,7 @@ def check_places(
 ) -> None:
     """Refuse, before the work is done, files that can't be written, and those that would replace
     another result or an input (`keep`). Only `json_file` may be standard output."""
-    taken = {one.resolve() for one in keep if one is not None}
+    taken = {file.resolve() for file in keep if file is not None}
     for file in (*files, None if json_file == DASH else json_file):
         if file is None:
             continue

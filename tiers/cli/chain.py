@@ -83,9 +83,9 @@ def _masked(value: Any) -> Any:
     from spec.fields import mask_secrets
 
     if isinstance(value, dict):
-        return {key: _masked(one) for key, one in value.items()}
+        return {key: _masked(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_masked(one) for one in value]
+        return [_masked(item) for item in value]
     return mask_secrets(value) if isinstance(value, str) else value
 
 
@@ -99,7 +99,7 @@ def _chain_settings(chain: ChainSpec) -> str:
 
 def _text(value: object) -> str:
     if isinstance(value, dict):
-        return f"({', '.join(f'{key} {_text(one)}' for key, one in value.items())})"
+        return f"({', '.join(f'{key} {_text(item)}' for key, item in value.items())})"
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

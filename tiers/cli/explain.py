@@ -51,15 +51,15 @@ def explain(
         raise refused("give one of: --chain, --folder")
     folder = folder or (FOLDER if chain_file is None else _folder_of(chain_file))
     try:
-        told = ask(folder, question, lambda problem: typer.echo(problem, err=True))
+        accounts = ask(folder, question, lambda problem: typer.echo(problem, err=True))
     except NoAnswer as error:
         raise refused(error, status=1) from None
-    if not told:
+    if not accounts:
         raise refused(
             f"no such request is known in {folder}; the oldest ones are dropped", status=1
         )
-    for one in told:
-        for line in _told(one, as_json):
+    for account in accounts:
+        for line in _lines(account, as_json):
             typer.echo(line)
 
 
@@ -73,15 +73,15 @@ def _folder_of(chain_file: Path) -> Path:
     return chain.explain.folder
 
 
-def _told(one: dict[str, Any], as_json: bool) -> list[str]:
+def _lines(account: dict[str, Any], as_json: bool) -> list[str]:
     """The lines of one request."""
     from tiers.explain.accounts import lines
 
     try:
-        return [json.dumps(one)] if as_json else [*lines(one)]
+        return [json.dumps(account)] if as_json else [*lines(account)]
     except (KeyError, TypeError, AttributeError):
         raise refused(
-            f"engine {one['engine']}: its answer is another version's; ask with the kvtiers of "
+            f"engine {account['engine']}: its answer is another version's; ask with the kvtiers of "
             "that engine, or write --json",
             status=1,
         ) from None

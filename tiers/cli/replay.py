@@ -1,4 +1,4 @@
-"""`kvtiers replay`: what a chain would do with the traffic of a trace."""
+"""`kvtiers replay`: a trace over a chain, simulated or real."""
 
 from __future__ import annotations
 

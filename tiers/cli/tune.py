@@ -106,7 +106,7 @@ def tune(
     except KVTiersError as error:
         raise refused(error) from None
     names = [one_line(path.name) for path in (trace, judge) if path is not None]
-    _tell(found, names, present, out, json_file)
+    _print_result(found, names, present, out, json_file)
     if found.is_cut_off:
         raise typer.Exit(INTERRUPTED)
     if found.broken:
@@ -205,7 +205,7 @@ def _as_far_as(found: Tuned) -> str:
     return ", as far as so little traffic tells" if too_little(found) else ""
 
 
-def _tell(
+def _print_result(
     found: Tuned,
     traces: Sequence[str],
     present: ChainSpec | None,

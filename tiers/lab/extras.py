@@ -1,4 +1,4 @@
-"""What a command needs beside kvtiers itself, said before it is missed."""
+"""Packages that a command needs beside kvtiers itself, checked before they are used."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Server:
         raise NoServer(f"{self._command!r} does not start")
 
     def limit(self, blocks: int, payload_bytes: int) -> None:
-        """Give it room for so many blocks; it must be empty."""
+        """Give it room for `blocks`; it must be empty."""
         with self.client() as client:
             before, record = _used(client), bytes(HEADER_BYTES + payload_bytes)
             for number in range(PROBES):

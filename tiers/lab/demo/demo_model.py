@@ -82,9 +82,9 @@ def convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     loaded = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)
     # Tied to the embeddings, and so in no file.
-    lacks = set(model.load_state_dict(loaded["tensors"], strict=False).missing_keys)
-    if not lacks <= {"lm_head.weight"}:
-        raise ModelError(f"the GGUF file has no {', '.join(sorted(lacks))}")
+    missing = set(model.load_state_dict(loaded["tensors"], strict=False).missing_keys)
+    if not missing <= {"lm_head.weight"}:
+        raise ModelError(f"the GGUF file has no {', '.join(sorted(missing))}")
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.save_pretrained(folder)

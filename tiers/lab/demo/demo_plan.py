@@ -83,7 +83,7 @@ def make_plan(chain: Path, folder: Path) -> DemoPlan:
 
 
 def _why_not(served_by: str, emptied: Sequence[str], types: Sequence[str]) -> str:
-    first = next((one for one in types if one not in emptied), None)
+    first = next((type_ for type_ in types if type_ not in emptied), None)
     if served_by not in types:
         return f"the chain has no {served_by} tier"
     if first != served_by:

@@ -18,7 +18,7 @@ from tiers.store import Block, StoreWrapper, TierStore
 from tiers.tuning.machine import TierProfile
 
 QUANTUM_BYTES = 64 << 20
-"""Of the trace: what a transfer moves before another one has its turn on the link."""
+"""Of the trace: bytes that a transfer moves before another has its turn on the link."""
 
 
 class Direction:
@@ -50,8 +50,8 @@ class Direction:
 
 
 class Link:
-    """What lies between the engine and one tier, as `profile` says; `load_rate` and `store_rate`
-    are the chain's. `block_bytes`: of the trace, for each block."""
+    """The way between the engine and one tier, as `profile` describes it; `load_rate` and
+    `store_rate` are the chain's. `block_bytes`: of the trace, for each block."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Link:
 
 
 class LinkedStore(StoreWrapper):
-    """A store whose transfers pass over a link. What it answers from memory takes no time."""
+    """A store whose transfers pass over a link. Answers from memory take no time."""
 
     def __init__(self, store: TierStore, link: Link) -> None:
         super().__init__(store)
@@ -145,7 +145,7 @@ class LinkedSpec(StoreSpec):
 
     @classmethod
     def over(cls, inner: StoreSpec, link: Link) -> LinkedSpec:
-        """Put a tier behind a link; what the link does of its settings is left to it."""
+        """Put a tier behind a link, which keeps its rates."""
         admission = {
             name: getattr(inner, name)
             for name in ("store_threshold", "max_inflight", "write_budget", "encryption")
@@ -197,14 +197,14 @@ class LinkedCopier:
     def scatter(
         self, rows: torch.Tensor, slots: Sequence[int], blocks: Sequence[int], after: object
     ) -> None:
-        """As the copier, after what the link takes."""
+        """As the copier, after the link's time."""
         if rows.data_ptr() == self._pool:
             self._link.load(len(slots), self._link.now())
         self._copier.scatter(rows, slots, blocks, after)
 
 
 def copier_over(link: Link | None) -> OpenCopier:
-    """What opens copiers behind a link; None: without."""
+    """Opens copiers behind a link; None: without."""
 
     def open_linked(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Any:
         copier = open_copier(kv_caches, num_blocks)

@@ -30,7 +30,7 @@ class ReplayModel:
     Models of different `weights` have different KV, and so answers, for the same tokens.
     `windows`: of each KV cache group, STATE for one of recurrent layers. A group has `layers`
     layers, and all groups share the tensors.
-    `forward_seconds`: what computing a token takes beside what it takes here. `replicated`: all
+    `forward_seconds`: added to the time that computing a token takes here. `replicated`: all
     ranks have the same KV. `device`: where the tensors are, as PyTorch names it.
     """
 
@@ -49,7 +49,7 @@ class ReplayModel:
         return self.layers * self.block_tokens * self.width * 8
 
     def engine_info(self, num_blocks: int) -> EngineInfo:
-        """What a connector must know of an engine that serves this model."""
+        """A connector's facts about an engine that serves this model."""
         size = self.block_tokens
         groups = tuple(
             KVGroup(size, size, is_state=True) if window == STATE else KVGroup(size, window)
@@ -95,7 +95,7 @@ def kv_of(model: ReplayModel, token_states: Sequence[int], layer: int, rank: int
 def answer(
     model: ReplayModel, prompt: Sequence[int], max_tokens: int, world_size: int = 1
 ) -> list[int]:
-    """What the model answers, computed without an engine: what every engine must answer."""
+    """The model's answer, computed without an engine: every engine must give it."""
     tokens = list(prompt)
     past: list[int] = []
     sums = [0] * len(model.windows)

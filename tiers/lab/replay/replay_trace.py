@@ -38,7 +38,8 @@ class ReplayOptions:
 
     `speed`: seconds of the trace in one of the machine's; None: time is counted, not waited for, so
     that only the profiles' times count. `bytes_per_token`: the scale. `folder`: where disk tiers
-    keep their blocks meanwhile; None: a temporary folder. `progress` is told of each request.
+    keep their blocks meanwhile; None: a temporary folder. `progress` is called with the number of
+    each request.
     """
 
     speed: float | None = None
@@ -60,8 +61,8 @@ def replay(
 
     Tiers have as many blocks as the chain says, of `bytes_per_token` a token, in folders and
     servers of the replay's own, behind links as fast as `machine` says. Every loaded block is
-    compared with what was stored. Raises WrongBytes, SpecError for a tier without a profile,
-    CannotReplay, NoServer.
+    compared with the bytes that were stored. Raises WrongBytes, SpecError for a tier without a
+    profile, CannotReplay, NoServer.
     """
     trace = list(requests)
     warmed = int(len(trace) * warm)
@@ -156,7 +157,7 @@ def _report(
     """The engine's outcome, and the use of its tiers between two marks."""
     machine, outcome = engine.machine, engine.outcome
     seconds = max(marks[1].now - marks[0].now, 1e-9)
-    waits = sorted(one.wait for one in outcome.served)
+    waits = sorted(served.wait for served in outcome.served)
     return Report(
         requests=outcome.requests,
         seconds=seconds,

@@ -20,7 +20,7 @@ from tiers.remote.spec import RedisSpec
 from tiers.tuning.machine import Machine
 
 NO_DEADLINE = 600.0
-"""Seconds of the machine that a verb may take: what the trace's time makes of it says nothing."""
+"""Seconds of the machine that a verb may take; the trace's time has no deadline."""
 
 
 class Scale(NamedTuple):
@@ -30,7 +30,7 @@ class Scale(NamedTuple):
     payload_bytes: int
 
     def blocks(self, size: float, stored_share: float = 1.0) -> int:
-        """How many blocks so many bytes of the trace's world hold."""
+        """The number of blocks in `size` bytes of the trace's world."""
         return int(size // (self.real_bytes * stored_share))
 
 
@@ -44,9 +44,8 @@ class CannotReplay(KVTiersError):
 
 
 class Places(NamedTuple):
-    """Where the replay's tiers keep their blocks. `redis`: starts a server for so many blocks
-    (None: without limit) of so many bytes, which listens on the `SOCKET` of the folder that this
-    returns."""
+    """Places of the replay's tiers. `redis`: starts a server for a number of blocks (None: without
+    limit), of some bytes each; it listens on the `SOCKET` of the folder that this returns."""
 
     folder: Path
     redis: Callable[[int | None, int], Path]

@@ -63,7 +63,7 @@ class TraceModel(ReplayModel):
     def kv_of(self, ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """The words of the blocks of these ids."""
         # Ids that a trace may have are hashes of 64 bits; the products wrap.
-        numbers = np.array([one & MASK for one in ids], dtype=np.uint64).astype(np.int64)
+        numbers = np.array([block & MASK for block in ids], dtype=np.uint64).astype(np.int64)
         return (numbers * 1_000_003)[:, None] + np.arange(self.width, dtype=np.int64)
 
 

@@ -29,7 +29,7 @@ MAX_WAIT = 0.5
 STUCK_SECONDS = 30.0
 """A request that takes longer is stuck: for tiers it waits `MAX_WAIT`, and it computes in one."""
 ENGINE_SECONDS = 20.0
-"""How long an engine runs before it is restarted over what the tiers hold."""
+"""An engine runs for this time before it is restarted over the same tiers."""
 ABORTED = 0.03
 """Part of the requests that are given up in the middle."""
 

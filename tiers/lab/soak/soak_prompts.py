@@ -1,4 +1,4 @@
-"""What the soak asks: prompts of a trace, or conversations of its own."""
+"""The soak's prompts: those of a trace, or conversations of its own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ MAX_BLOCKS = 120
 def from_trace(path: Path, block_tokens: int) -> Iterator[list[int]]:
     """A trace's prompts, over and over, a few tokens for each of its blocks. Raises TraceError."""
     prompts = [
-        [(7 * block + i) % 50_000 for block in one.blocks[:MAX_BLOCKS] for i in range(block_tokens)]
+        [
+            (7 * block + i) % 50_000
+            for block in request.blocks[:MAX_BLOCKS]
+            for i in range(block_tokens)
+        ]
         + [1]
-        for one in open_trace(path)
+        for request in open_trace(path)
     ]
     if not prompts:
         raise TraceError(f"{path}: it has no requests")
