@@ -79,7 +79,7 @@ def answering(tmp_path: Path) -> Iterator[Callable[[str, bytes], None]]:
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (b"[1]\n", "it says: [1]"),
+        (b"[1]\n", "it answers: [1]"),
         (b"\xff\n", "can't decode byte 0xff"),
         (b"[" * 100_000, "recursion"),
         (b'{"request": "a"}\n', "engine a: its answer is another version's; ask with the kvtiers"),

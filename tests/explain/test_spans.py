@@ -94,7 +94,7 @@ def test_no_span_where_the_engine_does_not_trace(tmp_path: Path) -> None:
         chain_of(cpu(), explain={"folder": str(tmp_path / "explain")}).explain, ["cpu"], 4
     )
     assert made is not None
-    assert made._tell is None
+    assert made._when_ended is None
     made.close()
 
 

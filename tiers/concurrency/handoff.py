@@ -16,7 +16,7 @@ class Handoff(Generic[T]):
     """
 
     def __init__(self, items: int, weight: int) -> None:
-        """At most so many items; nothing is added to so much weight or more."""
+        """`items`, `weight`: bounds; nothing is added from either on."""
         self._items = items
         self._weight = weight
         self._queue: deque[tuple[T, int]] = deque()

@@ -12,20 +12,20 @@ from tiers.contract.engine_info import EngineInfo
 from tiers.host.slot_memory import slots_within
 
 STAGING = 256 << 20
-"""Bytes, over all ranks, for blocks on their way, where the chain does not say and a step of the
+"""Bytes, over all ranks, for blocks in flight, where the chain does not say and a step of the
 engine needs no more."""
 STEPS = 2
 """Steps of whose blocks every one has a slot: what one step stores finds room while what the step
-before it stored is still on its way."""
+before it stored is still in flight."""
 
 
 @dataclass(frozen=True)
 class PoolSize:
     """The size of a chain's host pool.
 
-    `capacity`: of its host tiers, in bytes over all ranks. `staging`: the same, for blocks on their
-    way; None: as many as `step_blocks`, the blocks that one step completes, ask for. `hosts`: the
-    names of the host tiers and the capacity of each.
+    `capacity`: of its host tiers, in bytes over all ranks. `staging`: the same, for blocks in
+    flight; None: as many as `step_blocks`, the blocks that one step completes, ask for. `hosts`:
+    the names of the host tiers and the capacity of each.
     """
 
     capacity: int
@@ -58,5 +58,5 @@ class PoolSize:
         """How many slots each rank has, for blocks of so many bytes; fewer for larger blocks."""
         staging = STAGING if self.staging is None else self.staging
         slots = slots_within(self.capacity + staging, payload_bytes, self.world_size)
-        # A block on its way that a host tier keeps has one slot for both.
+        # A block in flight that a host tier keeps has one slot for both.
         return max(slots, STEPS * self.step_blocks) if self.staging is None else slots

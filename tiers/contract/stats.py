@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from spec.fields import format_size
 
@@ -168,12 +167,7 @@ class TierStats:
         )
 
     def reset(self) -> None:
-        """Begin a new interval."""
         self.data = {}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data that any serialiser takes."""
-        return self.data
 
     def __getitem__(self, tier: str) -> Measures:
         return self.data[tier]

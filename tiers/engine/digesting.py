@@ -26,7 +26,7 @@ PIECE = 32 << 20
 
 
 class _Job:
-    """A medium to digest, for so many requests (`wanted`); `left`: bytes to go."""
+    """A medium to digest, for `wanted` requests; `left`: bytes to go."""
 
     def __init__(self, item: Any) -> None:
         self.item = item
@@ -148,7 +148,7 @@ def feed(digest: Any, value: Any) -> int:
 
 
 class _Piece(NamedTuple):
-    """Bytes to digest. `is_first`: of a tensor; `is_large`: so many that it takes time."""
+    """Bytes to digest. `is_first`: of a tensor; `is_large`: digesting them takes time."""
 
     data: bytes | memoryview
     is_first: bool = False

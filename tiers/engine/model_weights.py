@@ -32,14 +32,14 @@ WORD = torch.int16
 """As long as most weights are, so that each lies at a whole one."""
 
 
-def before_calls(owner: Any, name: str, tell: Callable[[], object]) -> bool:
-    """Call `tell` before each call of an object's member; False: it has no such member."""
+def before_calls(owner: Any, name: str, notify: Callable[[], object]) -> bool:
+    """Call `notify` before each call of an object's member; False: it has no such member."""
     call: Callable[..., Any] | None = getattr(owner, name, None)
     if call is None:
         return False
 
     def telling(*args: Any, **kwargs: Any) -> Any:
-        tell()
+        notify()
         return call(*args, **kwargs)
 
     setattr(owner, name, telling)

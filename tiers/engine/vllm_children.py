@@ -153,5 +153,5 @@ def all_support_sleep(parent: KVTransferConfig) -> bool:
 def _transfers(extra_config: Mapping[str, Any], **inherited: Any) -> Iterator[KVTransferConfig]:
     """What the entries of `connectors` say, and what they inherit where they don't."""
     for entry in extra_config.get("connectors", []):
-        said = {key: value for key, value in entry.items() if key != "name"}
-        yield KVTransferConfig(**{**inherited, **said})
+        fields = {key: value for key, value in entry.items() if key != "name"}
+        yield KVTransferConfig(**{**inherited, **fields})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def describe(request: Any, first: int, size: int, blocks: int) -> Origin:
-    """Tell of a request's blocks what vLLM's own events tell: see `Describe`."""
+    """Describe a request's blocks as vLLM's own events do: see `Describe`."""
     adapter = request.lora_request
     return Origin(
         request.all_token_ids[first : first + size * blocks],
@@ -30,7 +30,7 @@ def describe(request: Any, first: int, size: int, blocks: int) -> Origin:
 
 
 def _extra_keys(request: Any, first: int, size: int, blocks: int) -> list[Any] | None:
-    """What each block's hash depends on beside tokens. Routers must tell blocks apart by it: two
+    """What each block's hash depends on beside tokens. Routers must distinguish blocks by it: two
     images have the same tokens."""
     names = ("lora_request", "cache_salt", "mm_features", "prompt_embeds")
     if all(getattr(request, name, None) in (None, "", []) for name in names):
@@ -47,14 +47,14 @@ def _extra_keys(request: Any, first: int, size: int, blocks: int) -> list[Any] |
 
 
 class GroupKind(NamedTuple):
-    """A KV cache group's kind of attention and window, as vLLM's events tell them."""
+    """A KV cache group's kind of attention and window, as in vLLM's events."""
 
     name: str | None = None
     window: int | None = None
 
 
 def group_kinds(kv_cache_config: KVCacheConfig) -> list[GroupKind]:
-    """The kinds of a model's KV cache groups; of older engines, which tell none, unknown ones."""
+    """The kinds of a model's KV cache groups; unknown ones of older engines."""
     kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
     window = getattr(kv_cache_interface, "get_kv_cache_spec_sliding_window", None)
     if kind is None or window is None:
@@ -73,7 +73,7 @@ class AsVllm:
         self._is_cleared = False
 
     def all_cleared(self) -> None:
-        """Tell next that nothing is held any more. What the engine itself still has is of other
+        """Announce next that nothing is held any more. What the engine itself still has is of other
         weights, and nobody should be sent there for it."""
         self._is_cleared = True
 
@@ -87,17 +87,17 @@ class AsVllm:
 
     def _event(self, event: BlockEvent) -> KVCacheEvent:
         settings, origin = self._settings, event.origin
-        said: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "block_hashes": [_hash(one) for one in event.hashes],
             "medium": event.medium,
             "group_idx": event.group,
         }
         if settings.locality:
-            said["locality"] = "LOCAL" if event.is_local else "REMOTE"
+            fields["locality"] = "LOCAL" if event.is_local else "REMOTE"
         if settings.ownership:
-            said["ownership"] = event.tier
+            fields["ownership"] = event.tier
         if not event.stored:
-            return _made(BlockRemoved, **said)
+            return _made(BlockRemoved, **fields)
         kind = self._kinds[event.group]
         return _made(
             BlockStored,
@@ -110,7 +110,7 @@ class AsVllm:
             session_id=origin.session,
             kv_cache_spec_kind=kind.name,
             kv_cache_spec_sliding_window=kind.window,
-            **said,
+            **fields,
         )
 
 

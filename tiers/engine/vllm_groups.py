@@ -26,7 +26,7 @@ REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 
 Others must manage all layers as one group, which is their default."""
 HANDS_OVER_STATES = (release_of(vllm_version) or NEWEST) >= (0, 32)
-"""Whether this vLLM is known to tell where the states of recurrent layers are."""
+"""Whether this vLLM is known to show where the states of recurrent layers are."""
 STATES_ON_V2 = (
     "vLLM's Model Runner V2 may overwrite states that are still being read: start vLLM with "
     "VLLM_USE_V2_MODEL_RUNNER=0"
@@ -84,7 +84,7 @@ def _refuse_drafts_in_pipelines(vllm_config: VllmConfig) -> None:
 
 def _has_mixed_precision(kv_cache_config: KVCacheConfig) -> bool:
     mixed = getattr(kv_cache_config, "has_mixed_precision_kv_cache", None)
-    # Older engines do not tell it from states, which they zero as well.
+    # Older engines do not distinguish it from states, which they zero as well.
     return bool(
         getattr(kv_cache_config, "needs_kv_cache_zeroing", False) if mixed is None else mixed
     )

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @dataclass
 class MultiKVConnectorStats(KVConnectorStats):  # type: ignore[misc]
     """Stats of an interval by name: a tier's measures, or another connector's own stats object,
-    whose class `makers` tell how to find. A tier of a child is `child/tier`."""
+    whose class is found by `makers`. A tier of a child is `child/tier`."""
 
     data: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, dict[str, Any]] = field(default_factory=dict)

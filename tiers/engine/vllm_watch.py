@@ -1,6 +1,5 @@
-"""What a vLLM engine does without telling its connectors: it resets its own prefix cache, changes
-its weights, loads adapters and, before 0.33, sleeps. kvtiers finds the objects that do so, and
-wraps their members."""
+"""A vLLM engine resets its own prefix cache, changes its weights, loads adapters and, before 0.33,
+sleeps, and announces none of it to its connectors. kvtiers wraps the objects that do so."""
 
 from __future__ import annotations
 
@@ -53,14 +52,14 @@ def this_worker() -> Any:
     return caller(WorkerBase)
 
 
-def before_resets(cache: Any, tell: Callable[[], object]) -> None:
-    """Call `tell` before each reset of the engine's prefix cache, whether that succeeds or not.
+def before_resets(cache: Any, notify: Callable[[], object]) -> None:
+    """Call `notify` before each reset of the engine's prefix cache, whether that succeeds or not.
 
     Training loops change weights in place and reset that cache alone, which by default does not
     reach connectors. `cache`: what the engine hands to connectors, its cache manager or, in vLLM
     before 0.30, its block pool; or its scheduler.
     """
-    if not before_calls(cache, "reset_prefix_cache", tell):
+    if not before_calls(cache, "reset_prefix_cache", notify):
         logger.warning(
             "this vLLM does not show when it resets its prefix cache: after a change of weights, "
             "reset with reset_connector=True"
@@ -74,7 +73,7 @@ def tells_sleep() -> bool:
 
 def copies_in_step(vllm_config: VllmConfig, told: bool) -> bool:
     """Return whether what a step copies must be queued on the device when the step ends: an engine
-    that sleeps, and by which nobody is `told`, waits for its device alone."""
+    that sleeps, and does not announce it, waits for its device alone."""
     return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)) and not told
 
 

@@ -33,7 +33,7 @@ REASONS = {
 }
 """Why a tier served or did not, and what the words mean."""
 PARTS = ("queue", "load", "check", "copy")
-Told = Mapping[str, Any]
+Account = Mapping[str, Any]
 
 
 class Accounts:
@@ -45,7 +45,7 @@ class Accounts:
 
     def of(self, notes: RequestNotes) -> dict[str, Any]:
         """What came of a request, as JSON takes it."""
-        attempts = [self._attempt(one, None) for one in list(notes.attempts)]
+        attempts = [self._attempt(attempt, None) for attempt in list(notes.attempts)]
         pending = notes.pending
         if pending is not None:
             attempts.append(self._attempt(pending, time.perf_counter()))
@@ -59,50 +59,50 @@ class Accounts:
             "attempts_left_out": notes.left_out,
             "external_hits": {"engine": notes.external, "tiers": hits},
             "holds": sum(hits.values()) == notes.external
-            and all(one["holds"] is not False for one in attempts),
+            and all(attempt["holds"] is not False for attempt in attempts),
         }
 
-    def _attempt(self, one: Attempt, now: float | None) -> dict[str, Any]:
-        sources = self._sources(one)
+    def _attempt(self, attempt: Attempt, now: float | None) -> dict[str, Any]:
+        sources = self._sources(attempt)
         return {
-            "preempted": one.preempted,
-            "asked": one.asks,
+            "preempted": attempt.preempted,
+            "asked": attempt.asks,
             **sources,
-            "tiers": [self._tier(child, one) for child in range(len(self._names))],
-            "milliseconds": _times(one, now),
-            **({"waited_for": one.waits_for} if one.waits_for else {}),
+            "tiers": [self._tier(child, attempt) for child in range(len(self._names))],
+            "milliseconds": _times(attempt, now),
+            **({"waited_for": attempt.waits_for} if attempt.waits_for else {}),
         }
 
     # -- tokens ------------------------------------------------------------------------------
 
-    def _sources(self, one: Attempt) -> dict[str, Any]:
+    def _sources(self, attempt: Attempt) -> dict[str, Any]:
         """Where the tokens came from; `holds`: whether that is what the engine ran with.
 
         Only a request that has run shows what it had: before that `computed` is not known.
         """
         size = self._block_tokens
-        foreign = one.choice.child if one.choice is not None and not one.parts else None
+        foreign = attempt.choice.child if attempt.choice is not None and not attempt.parts else None
         tiers = {
             self._names[part.child]: None if part.usable is None else part.usable * size
-            for part in sorted(one.parts, key=lambda part: part.child)
+            for part in sorted(attempt.parts, key=lambda part: part.child)
         }
         loaded = sum(tokens or 0 for tokens in tiers.values())
-        cached, computed, again, elsewhere, holds = one.cached, None, 0, 0, None
-        if one.started is not None:
+        cached, computed, again, elsewhere, holds = attempt.cached, None, 0, 0, None
+        if attempt.started is not None:
             # The engine computes a prompt's last token again, whatever it has.
-            again = int(one.started == one.tokens - 1 == cached + loaded - 1)
-            more = one.started + again - cached - loaded
-            if foreign is not None and one.external:
+            again = int(attempt.started == attempt.tokens - 1 == cached + loaded - 1)
+            more = attempt.started + again - cached - loaded
+            if foreign is not None and attempt.external:
                 tiers[self._names[foreign]] = more = max(0, more)
                 loaded += more
             elif more > 0:
                 elsewhere = more
-            elif not one.external:
+            elif not attempt.external:
                 cached += more  # it took less of its own cache than it had asked for
-            computed = one.tokens - cached - loaded - elsewhere
-            holds = cached + loaded + elsewhere == one.started + again
+            computed = attempt.tokens - cached - loaded - elsewhere
+            holds = cached + loaded + elsewhere == attempt.started + again
         return {
-            "tokens": one.tokens,
+            "tokens": attempt.tokens,
             "own_cache": cached,
             "loaded": tiers,
             "elsewhere": elsewhere,
@@ -113,61 +113,64 @@ class Accounts:
 
     # -- tiers -------------------------------------------------------------------------------
 
-    def _tier(self, child: int, one: Attempt) -> dict[str, Any]:
-        told: dict[str, Any] = {"tier": self._names[child]}
-        answer = next((a for a in one.answers if a.child == child), None)
-        part = next((p for p in list(one.parts) if p.child == child), None)
+    def _tier(self, child: int, attempt: Attempt) -> dict[str, Any]:
+        account: dict[str, Any] = {"tier": self._names[child]}
+        answer = next((a for a in attempt.answers if a.child == child), None)
+        part = next((p for p in list(attempt.parts) if p.child == child), None)
         if answer is not None:
-            told |= {"asked_blocks": answer.asked, "held_blocks": answer.held}
-            told |= {"miss": answer.miss, "lookup_ms": _ms(answer.times.answer)}
-            told["notice_ms"] = _ms(answer.times.notice)
-        if child in one.foreign:
-            told["said_tokens"] = one.foreign[child]
+            account |= {"asked_blocks": answer.asked, "held_blocks": answer.held}
+            account |= {"miss": answer.miss, "lookup_ms": _ms(answer.times.answer)}
+            account["notice_ms"] = _ms(answer.times.notice)
+        if child in attempt.foreign:
+            account["said_tokens"] = attempt.foreign[child]
         if part is not None:
-            told |= self._part(part, one)
+            account |= self._part(part)
         else:
-            told["why"] = self._why(child, one, answer)
-            told["tokens"] = 0
-            if one.choice is not None and one.choice.child == child and one.external:
-                told |= {"why": "served", "tokens": self._sources(one)["loaded"].get(told["tier"])}
-        return told
+            account["why"] = self._why(child, attempt, answer)
+            account["tokens"] = 0
+            if attempt.choice is not None and attempt.choice.child == child and attempt.external:
+                account |= {
+                    "why": "served",
+                    "tokens": self._sources(attempt)["loaded"].get(account["tier"]),
+                }
+        return account
 
-    def _part(self, part: LoadPart, one: Attempt) -> dict[str, Any]:
-        told: dict[str, Any] = {
+    def _part(self, part: LoadPart) -> dict[str, Any]:
+        account: dict[str, Any] = {
             "why": "served" if part.usable == part.blocks else "loading",
             "tokens": None if part.usable is None else part.usable * self._block_tokens,
             "blocks": [[r.start, r.stop] for r in part.ranges],
         }
         if part.seconds is not None:
-            told["wait_ms"] = _ms(part.seconds)
-            told |= {f"{name}_ms": _ms(s) for name, s in part.times._asdict().items()}
+            account["wait_ms"] = _ms(part.seconds)
+            account |= {f"{name}_ms": _ms(s) for name, s in part.times._asdict().items()}
         if part.failed is not None:
-            told |= {"why": "lost" if part.lost else "load_failed", "failed": part.failed}
-            told["lost"] = part.lost
+            account |= {"why": "lost" if part.lost else "load_failed", "failed": part.failed}
+            account["lost"] = part.lost
         elif part.usable is not None and part.usable < part.blocks:
-            told["why"] = "earlier"
-        return told
+            account["why"] = "earlier"
+        return account
 
-    def _why(self, child: int, one: Attempt, answer: TierAnswer | None) -> str:
-        """Why a child that loads nothing does not."""
+    def _why(self, child: int, attempt: Attempt, answer: TierAnswer | None) -> str:
+        """Why a child loads nothing: a word of `REASONS`."""
         name = self._names[child]
-        if one.spent:
+        if attempt.spent:
             return "budget"
-        if one.limits is not None and not one.limits.may_load(name):
+        if attempt.limits is not None and not attempt.limits.may_load(name):
             return "limit"
         if answer is not None and answer.why:
             return answer.why
         if answer is not None and not answer.held:
             return "miss"
-        choice = one.choice
+        choice = attempt.choice
         if choice is None:
             return "loading"
         if child in choice.passed:
             return "computing"
-        if choice.tokens and not one.external:
+        if choice.tokens and not attempt.external:
             return "elsewhere"
-        if child in one.foreign:
-            return "above" if one.foreign[child] else "miss"
+        if child in attempt.foreign:
+            return "above" if attempt.foreign[child] else "miss"
         if answer is None:
             return "not_asked" if choice.tokens else "nothing"
         if choice.tokens:
@@ -184,17 +187,19 @@ def _state(notes: RequestNotes) -> str:
     return "loading" if last.started is None and last.external else "running"
 
 
-def _times(one: Attempt, now: float | None) -> dict[str, float | None]:
+def _times(attempt: Attempt, now: float | None) -> dict[str, float | None]:
     """What the request waited, by the scheduler's clock."""
-    began = one.allocated if now is None else now
-    looked = one.looked_for
+    began = attempt.allocated if now is None else now
+    looked = attempt.looked_for
     return {
         "lookup": _ms(looked.waited - looked.notice),
         "notice": _ms(looked.notice),
-        "other_load": _ms(one.joined_for),
-        "until_begun": None if began is None else _ms(began - one.asked),
-        "load": None if one.external and one.loaded_at is None else _ms(one.loaded_for),
-        "until_run": None if one.started_at is None else _ms(one.started_at - one.asked),
+        "other_load": _ms(attempt.joined_for),
+        "until_begun": None if began is None else _ms(began - attempt.asked),
+        "load": None if attempt.external and attempt.loaded_at is None else _ms(attempt.loaded_for),
+        "until_run": None
+        if attempt.started_at is None
+        else _ms(attempt.started_at - attempt.asked),
     }
 
 
@@ -202,57 +207,57 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
-def lines(told: Told) -> Iterator[str]:
-    """The lines that tell of one request."""
-    name = one_line(str(told["request"]))
-    yield f"request {name}: {told['state']}, {told['prompt_tokens']} prompt tokens"
-    attempts = told["attempts"]
+def lines(account: Account) -> Iterator[str]:
+    """The lines of one request's account."""
+    name = one_line(str(account["request"]))
+    yield f"request {name}: {account['state']}, {account['prompt_tokens']} prompt tokens"
+    attempts = account["attempts"]
     for number, attempt in enumerate(attempts, 1):
         if len(attempts) > 1:
             again = ", after a preemption" if attempt["preempted"] else ""
-            yield f"  attempt {number} of {len(attempts) + told['attempts_left_out']}{again}"
+            yield f"  attempt {number} of {len(attempts) + account['attempts_left_out']}{again}"
         yield from _attempt(attempt)
-    if not told["holds"]:
+    if not account["holds"]:
         yield "  THE COUNTS DO NOT AGREE with what the engine ran; please report this as a bug"
 
 
-def _attempt(one: Told) -> Iterator[str]:
-    yield f"  {_sources(one)}"
-    for tier in one["tiers"]:
+def _attempt(attempt: Account) -> Iterator[str]:
+    yield f"  {_sources(attempt)}"
+    for tier in attempt["tiers"]:
         yield f"    {one_line(str(tier['tier']))}: {_tier(tier)}"
-    times = {name.replace("_", " "): ms for name, ms in one["milliseconds"].items() if ms}
+    times = {name.replace("_", " "): ms for name, ms in attempt["milliseconds"].items() if ms}
     if times:
         yield "    ms: " + ", ".join(f"{name} {ms:g}" for name, ms in times.items())
-    if "waited_for" in one:
-        yield f"    waited for the load of request {one_line(str(one['waited_for']))}"
+    if "waited_for" in attempt:
+        yield f"    waited for the load of request {one_line(str(attempt['waited_for']))}"
 
 
-def _sources(one: Told) -> str:
-    parts = [(one["own_cache"], "own cache")]
-    parts += [(tokens, one_line(str(name))) for name, tokens in one["loaded"].items()]
-    if one["elsewhere"]:
-        parts.append((one["elsewhere"], "elsewhere (another connector, or part of a block)"))
-    parts.append((one["computed"], "computed"))
-    said = " + ".join(f"{'not known' if n is None else n} {name}" for n, name in parts)
-    again = " (and the last one again)" if one["computed_again"] else ""
-    return f"{one['tokens']} tokens = {said}{again}"
+def _sources(attempt: Account) -> str:
+    parts = [(attempt["own_cache"], "own cache")]
+    parts += [(tokens, one_line(str(name))) for name, tokens in attempt["loaded"].items()]
+    if attempt["elsewhere"]:
+        parts.append((attempt["elsewhere"], "elsewhere (another connector, or part of a block)"))
+    parts.append((attempt["computed"], "computed"))
+    text = " + ".join(f"{'not known' if n is None else n} {name}" for n, name in parts)
+    again = " (and the last one again)" if attempt["computed_again"] else ""
+    return f"{attempt['tokens']} tokens = {text}{again}"
 
 
-def _tier(tier: Told) -> str:
+def _tier(tier: Account) -> str:
     why = REASONS[tier["why"]]
     if tier["why"] == "miss" and tier.get("miss") is not None:
         why = f"it does not have block {tier['miss']}"
     elif tier.get("failed") is not None:
         why = f"{why}: block {tier['failed']}"
-    said = f"{'?' if tier['tokens'] is None else tier['tokens']} tokens, {why}"
+    text = f"{'?' if tier['tokens'] is None else tier['tokens']} tokens, {why}"
     if "asked_blocks" in tier:
-        said += f"; held {tier['held_blocks']} of {tier['asked_blocks']} blocks asked for"
+        text += f"; held {tier['held_blocks']} of {tier['asked_blocks']} blocks asked for"
         if tier["why"] != "miss" and tier["miss"] is not None:
-            said += f", not block {tier['miss']}"
+            text += f", not block {tier['miss']}"
         if tier["notice_ms"]:
             took, notice = tier["lookup_ms"], tier["notice_ms"]
-            said += f"; answered in {took:g} ms, which the engine took {notice:g} ms later"
+            text += f"; answered in {took:g} ms, which the engine took {notice:g} ms later"
     if "wait_ms" in tier:
         parts = ", ".join(f"{name} {tier[f'{name}_ms']:g}" for name in PARTS)
-        said += f"; {tier['wait_ms']:g} ms ({parts})"
-    return said
+        text += f"; {tier['wait_ms']:g} ms ({parts})"
+    return text

@@ -22,22 +22,22 @@ class NoAnswer(KVTiersError):
 
 
 def ask(
-    folder: Path, question: dict[str, Any], say: Callable[[str], None] = lambda problem: None
+    folder: Path, question: dict[str, Any], warn: Callable[[str], None] = lambda problem: None
 ) -> list[dict[str, Any]]:
-    """What the engines of a folder tell, each with the `engine` that told it; `say` is called with
-    why another did not. Raises NoAnswer where none did."""
+    """Ask the engines of a folder; return their accounts, each with its `engine`. `warn` is called
+    with the reason why one did not answer. Raises NoAnswer where none did."""
     sockets = [folder] if folder.is_socket() else sorted(folder.glob("*.sock"))
     if not sockets:
         raise NoAnswer(
             f"no engine listens in {folder}. Give the folder that the chain names under explain, "
             "on the engine's host and as its user."
         )
-    told: list[dict[str, Any]] = []
+    accounts: list[dict[str, Any]] = []
     gone: list[str] = []
     problems: list[str] = []
     for path in sockets:
         try:
-            told += [{"engine": path.stem, **one} for one in _ask(path, question)]
+            accounts += [{"engine": path.stem, **account} for account in _ask(path, question)]
         except ConnectionRefusedError:
             gone.append(f"{path}: its engine is gone")
         except (OSError, ValueError, RecursionError) as error:
@@ -45,8 +45,8 @@ def ask(
     if len(problems) + len(gone) == len(sockets):
         raise NoAnswer("no engine answered. " + "; ".join([*problems, *gone]))
     for problem in problems:
-        say(problem)
-    return told
+        warn(problem)
+    return accounts
 
 
 def _ask(path: Path, question: dict[str, Any]) -> list[dict[str, Any]]:
@@ -60,8 +60,8 @@ def _ask(path: Path, question: dict[str, Any]) -> list[dict[str, Any]]:
             answer += part
             if len(answer) > MAX_ANSWER or time.monotonic() > until:
                 raise ValueError("its answer is too long, or too slow")
-    told = [json.loads(line) for line in answer.splitlines()]
-    for one in told:
-        if not isinstance(one, dict) or "error" in one:
-            raise ValueError(f"it says: {one}")
-    return told
+    accounts = [json.loads(line) for line in answer.splitlines()]
+    for account in accounts:
+        if not isinstance(account, dict) or "error" in account:
+            raise ValueError(f"it answers: {account}")
+    return accounts

@@ -154,8 +154,8 @@ class ExplainQuestion(BaseModel):
     def choose(self, known: list[RequestNotes]) -> list[RequestNotes]:
         """Which of all known requests, oldest first, it asks for."""
         if self.request is not None:
-            same = [one for one in known if one.request_id == self.request]
-            begin = [one for one in known if one.request_id.startswith(self.request)]
+            same = [notes for notes in known if notes.request_id == self.request]
+            begin = [notes for notes in known if notes.request_id.startswith(self.request)]
             return (same or begin)[-MAX_ANSWERS:]
         if self.slowest is not None:
             return sorted(known, key=waited, reverse=True)[: self.slowest]
@@ -164,7 +164,7 @@ class ExplainQuestion(BaseModel):
 
 def waited(notes: RequestNotes) -> float:
     """Seconds that a request waited for tiers: for lookups, for its own loads and for others'."""
-    return sum(one.waited for one in list(notes.attempts))
+    return sum(notes.waited for notes in list(notes.attempts))
 
 
 def answers(explanations: Explanations) -> Callable[[bytes], bytes]:
@@ -184,14 +184,14 @@ def answers(explanations: Explanations) -> Callable[[bytes], bytes]:
     return answer
 
 
-def _lines(told: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(json.dumps(one).encode() + b"\n" for one in told)
+def _lines(accounts: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(notes).encode() + b"\n" for notes in accounts)
 
 
 def open_explanations(
     spec: ExplainSpec | None, names: Sequence[str], block_tokens: int
 ) -> Explanations | None:
-    """What tells why requests of a chain of these tiers are served as they are; None: nothing does.
+    """Open what explains how requests of a chain of these tiers are served; None: nothing does.
 
     A folder that can't be used is one line in the log: the engine serves without.
     """
@@ -199,8 +199,8 @@ def open_explanations(
         return None
     tracer = engine_tracer()
     spans = None if tracer is None else Spans(tracer, Accounts(names, block_tokens), block_tokens)
-    tell = None if spans is None else spans.ended
-    explanations = Explanations(names, block_tokens, spec.requests, spec.memory, tell)
+    ended = None if spans is None else spans.ended
+    explanations = Explanations(names, block_tokens, spec.requests, spec.memory, ended)
     if spans is not None:
         explanations.on_close(spans.close)
     try:

@@ -32,13 +32,13 @@ class Explanations:
         max_bytes: int = MAX_BYTES,
         ended: Callable[[RequestNotes], None] | None = None,
     ) -> None:
-        """`names`: of the children. `ended` is told of each request that has ended, and must
-        return at once."""
+        """`names`: of the children. `ended` is called for each request that has ended, and
+        must return at once."""
         self.names = tuple(names)
         self.block_tokens = block_tokens
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._tell = ended
+        self._when_ended = ended
         self._in_flight: dict[str, RequestNotes] = {}
         self._begun: dict[str, Attempt] = {}
         self._ended: deque[RequestNotes] = deque()
@@ -121,8 +121,8 @@ class Explanations:
         self._bytes += notes.bytes
         while len(self._ended) > self._max_requests or self._bytes > self._max_bytes:
             self._bytes -= self._ended.popleft().bytes
-        if self._tell is not None:
-            self._tell(notes)
+        if self._when_ended is not None:
+            self._when_ended(notes)
 
     def on_close(self, call: Callable[[], None]) -> None:
         """Call this when the engine shuts down."""

@@ -66,29 +66,29 @@ class Spans:
                 self._span(self._waiting.popleft())
 
     def _span(self, notes: RequestNotes) -> None:
-        told = attributes(self._accounts.of(notes), self._block_tokens)
+        account = attributes(self._accounts.of(notes), self._block_tokens)
         began, ended = notes.began, notes.ended_at or notes.began
         span = self._tracer.start_span(
-            NAME, context=_context(notes.trace), start_time=_ns(began), attributes=told
+            NAME, context=_context(notes.trace), start_time=_ns(began), attributes=account
         )
         span.end(end_time=_ns(ended))
 
 
-def attributes(told: Mapping[str, Any], block_tokens: int) -> dict[str, Attribute]:
-    """What a span tells of a request, summed over the times that it began.
+def attributes(account: Mapping[str, Any], block_tokens: int) -> dict[str, Attribute]:
+    """The attributes of a request's span, summed over the times that it began.
 
     Blocks missed are the whole ones that it computed. What is not known counts as nothing.
     """
     hits: dict[str, int] = {}
     missed, seconds = 0, 0.0
-    for attempt in told["attempts"]:
+    for attempt in account["attempts"]:
         for tier, tokens in attempt["loaded"].items():
             if tokens:
                 hits[tier] = hits.get(tier, 0) + tokens // block_tokens
         missed += (attempt["computed"] or 0) // block_tokens
         seconds += (attempt["milliseconds"]["load"] or 0.0) / 1000
     return {
-        "kv_cache.request_id": told["request"],
+        "kv_cache.request_id": account["request"],
         "kv_cache.tier_hit": sorted(hits) or ["none"],
         "kv_cache.blocks_hit": sum(hits.values()),
         **{f"kv_cache.blocks_hit.{tier}": blocks for tier, blocks in hits.items()},

@@ -163,7 +163,7 @@ class CudaCopier:
             return numbers.to(self._device, non_blocking=True)
 
     def close(self) -> None:
-        """Finish the gathers under way, of which nobody may have waited for the last: the memory of
+        """Finish the gathers in flight, of which nobody may have waited for the last: the memory of
         their slots goes away."""
         self._thread.shutdown(wait=True)
         with suppress(RuntimeError):  # a device that has failed copies no more

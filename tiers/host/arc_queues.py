@@ -83,7 +83,7 @@ class Arc(Generic[Key]):
         return was_once
 
     def next(self, once: int, again: int) -> int:
-        """The queue that evicts next, of so many blocks each, not both empty."""
+        """The queue that evicts next, by their numbers of blocks, which are not both 0."""
         return ONCE if once and (once > self._share or not again) else AGAIN
 
     def until_next(self, once: int, again: int) -> int:

@@ -111,8 +111,8 @@ class Slots(Protocol):
         self, evict_one: Callable[[], bool], idle: Callable[[int], None] | None = None
     ) -> None:
         """Register `evict_one`, which is called when no slot is free: it gives up one resident
-        block and returns True, or returns False. `idle` is told each slot that has one reference
-        left: if that is the tier's own, its block may be evicted now."""
+        block and returns True, or returns False. `idle` is called with each slot that has one
+        reference left: if that is the tier's own, its block may be evicted now."""
 
     def key(self, slot: int) -> bytes | None:
         """Return the key of the block that the slot holds, or None."""
@@ -142,7 +142,7 @@ class Residency(Protocol):
     - It holds exactly one reference on the slot of each block that it keeps: `admit` takes it by
       `pool.retain`; eviction, `discard` and `clear` give it back by `pool.release`.
     - It evicts only slots with `pool.references(slot) == 1`, and keeps `max_slots` at most.
-    - It tells `on_evict`, if set, the key of each block that it evicts for room, and of no other.
+    - It calls `on_evict`, if set, with the key of each block that it evicts for room, and no other.
 
     The head of a prefix must outlive its tail, which is useless without it. Blocks of a prefix are
     admitted head last, and touched head first.
@@ -170,15 +170,15 @@ class Residency(Protocol):
         """Stop keeping this block; unknown keys are ignored."""
 
     def clear(self) -> list[bytes]:
-        """Stop keeping all blocks; return their keys. `on_evict` is not told."""
+        """Stop keeping all blocks; return their keys. `on_evict` is not called."""
 
     def __len__(self) -> int: ...
 
 
 @runtime_checkable
 class Demotes(Protocol):
-    """Capability: a host tier can be told what is to go next."""
+    """Capability: a host tier can be told what to evict next."""
 
     def demote(self, keys: Sequence[bytes]) -> int:
-        """Let these blocks be the next to go, the last of them first, unless they are used again;
-        return how many were not yet."""
+        """Evict these blocks next, the last of them first, unless they are used again; return how
+        many were not next yet."""

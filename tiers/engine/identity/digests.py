@@ -141,12 +141,12 @@ def _kept(entry: Path, stamp: Stamp) -> str | None:
     except OSError:
         return None
     try:
-        told = json.loads(os.read(file, ENTRY_BYTES))
+        entry_fields = json.loads(os.read(file, ENTRY_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     finally:
         os.close(file)
-    match told:
+    match entry_fields:
         case [list(theirs), str(digest)] if theirs == list(stamp) and _DIGEST.fullmatch(digest):
             return digest
     return None

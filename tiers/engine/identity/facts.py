@@ -69,7 +69,7 @@ def _keyed(name: str, config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _unknown(name: str, config: Any) -> Iterator[tuple[str, str]]:
-    """Yield the fields that the table lacks: the engine is newer, or modified."""
+    """Yield the fields that the table does not have: the engine is newer, or modified."""
     for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
         value = text_of(getattr(config, field.name, None))
         if field.name not in FIELDS[name].known and value != _default(field):
@@ -160,9 +160,13 @@ def _device(vllm_config: Any, layers: list[Any]) -> str:
         return f"{kind} {torch.cuda.get_device_capability()} {torch.version.hip or ''}"
     if kind != "cpu":
         return f"{kind} {platform.machine()}"
-    # AMX is a fact of its own only if some layer does not tell which instructions it uses.
-    told = [layer for layer in layers if hasattr(layer, "get_attn_backend")]
-    amx = "" if all(hasattr(layer, "isa") for layer in told) else torch.cpu._is_amx_tile_supported()
+    # AMX is a fact of its own only if some layer does not show which instructions it uses.
+    attention = [layer for layer in layers if hasattr(layer, "get_attn_backend")]
+    amx = (
+        ""
+        if all(hasattr(layer, "isa") for layer in attention)
+        else torch.cpu._is_amx_tile_supported()
+    )
     return f"{kind} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {amx}"
 
 
@@ -185,11 +189,11 @@ def unseen_facts(model_config: Any) -> dict[str, str]:
 def generation_facts(model_config: Any) -> dict[str, str]:
     """Return what the generation config says of more than sampling."""
     read = getattr(model_config, "try_get_generation_config", dict)
-    said: Mapping[str, Any] = {
+    generation: Mapping[str, Any] = {
         **read(),
         **(getattr(model_config, "override_generation_config", None) or {}),
     }
-    decides = {key: value for key, value in said.items() if key not in SAMPLING_KEYS}
+    decides = {key: value for key, value in generation.items() if key not in SAMPLING_KEYS}
     return {"generation": text_of(decides)} if decides else {}
 
 
