@@ -39,6 +39,7 @@ OTHERS = {
     "scheduler/admission.py::Tenants._kept": "tenants",
     "worker/host_slots.py::HostSlots._refused": "tiers",
     "worker/offloading_worker.py::OffloadingWorker._measures": "measures",
+    "worker/offloading_worker.py::OffloadingWorker._totals": "measures",
 }
 """Other maps with such keys, and what those are."""
 
