@@ -28,7 +28,7 @@ from tests.support.replay_chains import (
 from tests.test_readme import blocks
 from tiers.connector.policy.request_params import MAX_TTL
 from tiers.connector.scheduler import tier_hints
-from tiers.connector.scheduler.tier_manager import LookupPace
+from tiers.connector.scheduler.lookups import LookupPace
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.slab import slot_bytes
 from tiers.lab.replay import ReplayEngine, answer

@@ -39,20 +39,20 @@ class Plan(Protocol):
         """Tokens of each tier that loads; empty where another connector of the engine does."""
         ...
 
-    def behind(self: P, head: P) -> P:
-        """The plan of which `head` loads the first blocks."""
+    def behind(self: P, first: P) -> P:
+        """The plan of which `first` loads the first blocks."""
         ...
 
 
 Propose = Callable[[Collection[int], int | None], P | None]
-"""A policy's plan without some of the tiers, of so many blocks at most; None: it has none."""
+"""A policy's plan without some of the tiers, of a number of blocks at most; None: it has none."""
 Share = Callable[[Mapping[int, LinkCost], Callable[[int], int]], P]
 """The plan in which tiers of these paces share a prefix; see `tiers.loading.shares.share`."""
 
 
 class Wish(NamedTuple):
-    """What a request asks for: at most so many `blocks`, within `left` seconds, while so many
-    `others` wait to begin."""
+    """What a request asks for: at most `blocks`, within `left` seconds, while `others` wait to
+    begin."""
 
     blocks: int
     left: float = math.inf
@@ -233,12 +233,12 @@ class Comparison:
             least = meter.seconds(LEAST_TOKENS) / 10
             if meter.is_loading or not self._probes.is_due(tier, least):
                 continue
-            head = self._probe(propose, wish, tier)
-            if head is None:
+            probe = self._probe(propose, wish, tier)
+            if probe is None:
                 continue
-            seconds = meter.seconds(head.tokens)
+            seconds = meter.seconds(probe.tokens)
             if self._probes.is_due(tier, max(seconds - found.load, seconds / 10)):
-                plan = head if found.plan is None else found.plan.behind(head)
+                plan = probe if found.plan is None else found.plan.behind(probe)
                 left = tuple(passed for passed in found.passed if passed != tier)
                 load = max(found.load, seconds)
                 return found._replace(plan=plan, load=load, probed=tier, passed=left)
@@ -252,14 +252,14 @@ class Comparison:
         if each is not None and self.meters[tier].seconds(length * self._size) > whole * each:
             self._probes.shorten(tier)  # too much for one request
             length = self._probes.least
-        head = propose(others, length)
-        return head if head is not None and head.parts else None
+        probe = propose(others, length)
+        return probe if probe is not None and probe.parts else None
 
 
 KEEP = 0.7
 """Weight of all earlier steps when one is measured."""
 IN_FLIGHT = 64
-"""Steps kept that have not ended; no engine prepares so many."""
+"""Steps kept that have not ended; no engine prepares as many."""
 MIN_TOKENS = 64
 """Of a step that is measured: one that mostly decodes has fewer prompt tokens."""
 
@@ -288,7 +288,7 @@ class PrefillRate:
         return self._seconds / self._tokens if self._tokens else None
 
     def step_begins(self, tokens: int) -> int | None:
-        """Note that a step will compute so many tokens of prompts; its number, if it is to be
+        """Note that a step will compute `tokens` of prompts; its number, if it is to be
         measured."""
         if tokens < MIN_TOKENS:
             return None
@@ -299,7 +299,7 @@ class PrefillRate:
         return self._number
 
     def step_ended(self, number: int | None) -> bool:
-        """Take note that a step's results are here; whether they tell how fast the engine is."""
+        """Note that a step's results are here; whether they measure the engine."""
         now, before = self._now(), self._last_end
         self._last_end = now
         if number is None or number not in self._steps:
@@ -308,7 +308,7 @@ class PrefillRate:
         return self.measured(tokens, now - max(scheduled, before))
 
     def measured(self, tokens: int, seconds: float) -> bool:
-        """Take in a step that computed so many tokens; whether it counts."""
+        """Take in a step that computed `tokens`; whether it counts."""
         if tokens < MIN_TOKENS:
             return False
         self._tokens = KEEP * self._tokens + tokens
@@ -319,7 +319,7 @@ class PrefillRate:
 SHARE = 0.01
 """Part of the requests' time that probes of one tier may cost."""
 LONGEST = 16
-"""Doublings of a probe's length, at most: no prompt has so many blocks."""
+"""Doublings of a probe's length, at most: no prompt has as many blocks."""
 
 
 class Exploration:
@@ -327,7 +327,7 @@ class Exploration:
 
     Each request that skips the tier adds a part of its duration (`SHARE`) to the tier's probe
     budget; the tier is probed once the budget covers the probe. Probes double in length until the
-    tier is used again, since few blocks say little of its bandwidth.
+    tier is used again, since few blocks hardly measure its bandwidth.
     """
 
     def __init__(self, least: int) -> None:
@@ -349,7 +349,6 @@ class Exploration:
         return cost <= self._earned.get(tier, 0.0)
 
     def made(self, tier: int) -> None:
-        """A request probes."""
         self._made[tier] = min(LONGEST, self._made.get(tier, 0) + 1)
         self._earned.pop(tier, None)
 

@@ -1,4 +1,4 @@
-"""LoadCost: how soon a tier would have loaded so much, from how long its loads took."""
+"""LoadCost: how long a load from a tier would take, from how long its loads took."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_DOUBT = 10
 """Failed loads in a row beyond which a tier is not doubted more: it then counts as a thousand
 times slower than measured."""
 LEAST_SECONDS = 1e-9
-"""For a block, where a fit says that it costs nothing."""
+"""For a block, where a fit has no cost."""
 
 
 @dataclass
@@ -32,8 +32,8 @@ class _Load:
 class LoadCost:
     """One tier's loads, in tokens: ranks and KV cache groups then need no counting apart.
 
-    A sample is what the slowest rank's load took, from its own first byte to its last: neither its
-    wait for other loads, which is estimated from what is under way, nor the engine's steps, which
+    A sample is what the slowest rank's load took, from its first byte to its last: neither its wait
+    for other loads, which is estimated from those in flight, nor the engine's steps, which
     a long prefill of another request would else charge to the tier. A tier counts as twice as slow
     with each failed load in a row. Used by one thread alone; `now` gives seconds, never going back.
     """
@@ -48,7 +48,6 @@ class LoadCost:
         """Loads in a row that did not bring all they should."""
 
     def began(self, job_id: int, tokens: int) -> None:
-        """A load was ordered."""
         self._loads[job_id] = _Load(tokens, bool(self._loads))
         self._queued += tokens
 
@@ -67,7 +66,7 @@ class LoadCost:
     def ended(
         self, job_id: int, seconds: float, whole: bool, arrived: int = 0, late: bool = False
     ) -> None:
-        """A load has ended on all ranks, after so many seconds of its own. `arrived`: tokens, of
+        """A load has ended on all ranks, after `seconds` of its own. `arrived`: tokens, of
         one that did not bring all it should; `late`: since its time was over, or it was not wanted
         any more, which took no time.
 
@@ -108,26 +107,25 @@ class LoadCost:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a load is under way."""
         return bool(self._loads)
 
     def seconds(self, tokens: int) -> float:
-        """How long a load of so many tokens would take if it were ordered now.
+        """How long a load of `tokens` would take if it were ordered now.
 
-        No less than the oldest load under way has taken so far: a tier that hangs, or that has
+        No less than the oldest load in flight has taken so far: a tier that hangs, or that has
         just become slow, keeps only those waiting who came before that could be seen. A tier that
         was never measured is taken to need no time, so that somebody loads from it.
         """
         line = self._pace.line
         if line is None:
             return self._oldest()
-        own = line.seconds(tokens) * self._doubt
-        return max(self._ahead(line) + own, self._overdue(line))
+        alone = line.seconds(tokens) * self._doubt
+        return max(self._ahead(line) + alone, self._overdue(line))
 
     def pace(self, tokens: int) -> LinkCost | None:
-        """How soon the tier delivers blocks of so many tokens; None: not measured yet.
+        """How soon the tier delivers blocks of `tokens`; None: not measured yet.
 
-        Where the oldest load has taken longer than all that is under way should, one after the
+        Where the oldest load has taken longer than all in flight should, one after the
         other, the tier hangs or has become slow: then it is ready no sooner than that load took so
         far.
         """
@@ -139,7 +137,7 @@ class LoadCost:
         return LinkCost(ready + line.fixed * self._doubt, each * self._doubt)
 
     def _ahead(self, line: LinearFit) -> float:
-        """Seconds until the tier turns to a load that is ordered now: each before it costs its own
+        """Seconds until the tier turns to a load that is ordered now: each before it costs its
         fixed time, and those that run are half done, in the mean."""
         running = [load.tokens for load in islice(self._loads.values(), ABREAST)]
         loads = len(self._loads) - len(running) / 2
@@ -157,7 +155,7 @@ class LoadCost:
         return 1 << min(self.failures, MOST_DOUBT)
 
     def _oldest(self) -> float:
-        """Seconds that the oldest load under way has taken so far. Asked for each request that
+        """Seconds that the oldest load in flight has taken so far. Asked for each request that
         waits, in every step: loads are kept in the order in which they were ordered."""
         oldest = next(iter(self._loads.values()), None)
         return 0.0 if oldest is None else max(0.0, self._stepped - oldest.began)
@@ -176,7 +174,6 @@ class LinearFit(NamedTuple):
     each: float
 
     def seconds(self, amount: float) -> float:
-        """Seconds for `amount`."""
         return self.fixed + amount * self.each
 
 

@@ -1,6 +1,6 @@
 """How tiers share the blocks of a prefix, so that the last of them comes soonest.
 
-The rule of the load policy `stitched`, for the chain and for its simulation alike. Tiers are known
+The rule of the load policy `stitched`, for the chain and for its simulation. Tiers are known
 by their places in the chain.
 """
 
@@ -63,8 +63,8 @@ def share(
 def fill(paces: Mapping[int, LinkCost], count: int) -> dict[int, int]:
     """How many of `count` blocks each tier loads, so that all are there soonest.
 
-    Those that begin first are filled up to a level, as with water; what rounding leaves goes one
-    by one to whoever would deliver it first.
+    Those that begin first are filled up to a level, as with water; what rounding leaves is
+    given, one by one, to whoever would deliver it first.
     """
     if len(paces) == 1:
         return dict.fromkeys(paces, count)
@@ -74,8 +74,8 @@ def fill(paces: Mapping[int, LinkCost], count: int) -> dict[int, int]:
         if busy and level <= pace.ready:
             break
         busy.append(pace)
-        rate = sum(1 / one.each for one in busy)
-        level = (count + sum(one.ready / one.each for one in busy)) / rate
+        rate = sum(1 / link.each for link in busy)
+        level = (count + sum(link.ready / link.each for link in busy)) / rate
     shares = {
         tier: max(0, min(count, int((level - pace.ready) / pace.each)))
         for tier, pace in paces.items()
@@ -90,5 +90,5 @@ def fill(paces: Mapping[int, LinkCost], count: int) -> dict[int, int]:
 
 
 def _next(pace: LinkCost, blocks: int) -> float:
-    """When a tier that loads so many blocks would deliver one more."""
+    """When a tier that loads `blocks` would deliver one more."""
     return pace.ready + (blocks + 1) * pace.each

@@ -17,8 +17,8 @@ from spec.registry import tier_class
 from tiers.connector.hosted import backing_store
 from tiers.connector.hosted.hosted_tier import PROMOTION_DEADLINE, Answer, HostedTier
 from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
+from tiers.connector.scheduler.lookups import LookupPace
 from tiers.connector.scheduler.store_manager import StoreManager
-from tiers.connector.scheduler.tier_manager import LookupPace
 from tiers.contract.messages import WorkerHandshake
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.slab import slot_bytes

@@ -17,10 +17,9 @@ from tests.support.kept import kept
 from tests.support.lookups import IndexedNames
 from tiers.connector.assembly import open_scheduler
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
-from tiers.connector.scheduler.lookups import Changes, Lookup
+from tiers.connector.scheduler.lookups import Changes, Lookup, LookupPace
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.store_uses import StoreUses
-from tiers.connector.scheduler.tier_manager import LookupPace
 from tiers.contract.block_groups import GROUP_BYTES
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation, space_of

@@ -16,8 +16,8 @@ C = TypeVar("C", bound=Connector)
 class MultiConnector(Connector, Generic[C]):
     """Several connectors, in load-priority order, behind the contract of one.
 
-    A child that raises never keeps the others from being called; what it raised goes on to the
-    engine afterwards, since only the engine can tell what an unfinished load means.
+    A child that raises never keeps the others from being called; its error is raised
+    afterwards, since only the engine knows what an unfinished load means.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class MultiConnector(Connector, Generic[C]):
         if not stats:
             return None
         total = TierStats()
-        for one in stats:
-            total.aggregate(one)
+        for counted in stats:
+            total.aggregate(counted)
         return total
 
     def stats_by_child(self) -> dict[str, Any]:
@@ -62,9 +62,9 @@ class MultiConnector(Connector, Generic[C]):
 def _call_all(call: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
     called = 0
     try:
-        for one in arguments:
+        for of_child in arguments:
             called += 1
-            call(*one)
+            call(*of_child)
     finally:
         # What a call raises within `finally` keeps the error before as its context.
         if called < len(arguments):
@@ -86,7 +86,7 @@ class MultiConnectorMetadata:
 
     `extra_async_saves`: requests that more than one child is saving, and how many more. `step`: the
     number under which the scheduler measures how long the step takes; None: it does not. `weights`:
-    what it says of looks at them.
+    orders for looks at the weights.
     """
 
     metadata: tuple[Any, ...]
@@ -119,10 +119,10 @@ class MultiWorkerMetadata:
 
 @dataclass(frozen=True)
 class MultiHandshakeMetadata:
-    """What the children of one worker say of themselves.
+    """The handshakes of one worker's children.
 
-    `chain` names what they agree on: an engine's own MultiConnector gives the words of its first
-    child to all of them, so whoever does not agree must not listen.
+    `chain`: an engine's own MultiConnector gives the handshake of its first child to all of them,
+    so the children of another chain must ignore it.
     """
 
     metadata: tuple[Any, ...]

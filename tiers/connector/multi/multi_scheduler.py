@@ -23,7 +23,7 @@ from tiers.connector.policy.block_loader import BlockLoader, SharedLoad
 from tiers.connector.policy.choice import NO_LOAD, PENDING, Choice, clip, tokens_of_each
 from tiers.connector.policy.chooser import Chooser, LookupLatency
 from tiers.connector.policy.load_sharing import LoadSharing
-from tiers.connector.policy.request_state import RequestState, RequestTable
+from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.connector import SchedulerConnector
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation
@@ -53,7 +53,7 @@ class MultiSettings:
     `requests`: those of the chain, which its tiers use, too. None: the children are connectors of
     the engine, with blocks of `block_tokens`. `loads_always`: also what is computed sooner. `now`:
     seconds, never going back. `observers`: hear of every request.
-    `explainer`: told why each request is served as it is.
+    `explainer`: notes why each request is served as it is.
     """
 
     load_policy: LoadPolicy = "first"
@@ -69,7 +69,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     """Loads from the children that the load policy chooses; stores to all."""
 
     limits_requests = True
-    """It applies what a request says of itself (see `limits`), also as a child of another."""
+    """It applies the limits that a request sets itself, also as a child of another."""
 
     def __init__(
         self,
@@ -119,26 +119,24 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
 
     @property
     def is_lost(self) -> bool:
-        """Whether all tiers are."""
         return all(getattr(child, "is_lost", True) for child in self.children)
-
-    def _is_marked(self, request: Request) -> bool:
-        """Whether a request's media are digested, or not waited for."""
-        if self.is_lost:
-            self._requests.engine.media.give_up(request, late=False)
-        return self._requests.is_marked(request, wait=self.is_up)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         notes = self._explainer.asked(request, num_computed_tokens)
-        # Also one that nobody may load anything for: whoever begins it asks for its marks, and the
-        # engine would wait for them.
-        if not self._is_marked(request):
+        if self.is_lost:
+            self._requests.engine.media.give_up(request, late=False)
+        # Wait even if nothing may be loaded: beginning needs the marks.
+        if not self._requests.is_marked(request, wait=self.is_up):
             return None, False
         request_state = self._requests.of(request)
-        choice = self._without_asking(request_state)
-        if choice is None:
+        if self._sharing is not None and self._sharing.waits(request_state):
+            choice = PENDING
+        elif request_state.wait_budget.left() <= 0:
+            choice = NO_LOAD
+            notes.gives_up()
+        else:
             choice = self._chooser.choose(request_state, num_computed_tokens, notes)
             if choice.tokens is None:
                 request_state.wait_budget.looks()
@@ -148,20 +146,11 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
                     request_state, num_computed_tokens, choice.tokens
                 ):
                     choice = PENDING
-                    notes.joins(
-                        request_state.awaits.request.request_id if request_state.awaits else ""
-                    )
-        elif choice is NO_LOAD:
-            notes.gives_up()
+                    loader = request_state.awaits
+                    notes.joins(loader.request.request_id if loader else "")
         request_state.choice = choice._replace(computed=num_computed_tokens)
         request_state.is_undecided = True
         return choice.tokens, choice.is_async
-
-    def _without_asking(self, request_state: RequestState) -> Choice | None:
-        """The choice for a request for which no child is asked now; None: they are asked."""
-        if self._sharing is not None and self._sharing.waits(request_state):
-            return PENDING
-        return NO_LOAD if request_state.wait_budget.left() <= 0 else None
 
     def update_state_after_alloc(
         self, request: Request, blocks: Blocks, num_external_tokens: int
@@ -194,7 +183,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
                 child.update_state_after_alloc(request, blocks, tokens)
 
     def disable_store(self, request: Request) -> None:
-        """None of our own children stores it; others have no such member."""
+        """None of our children stores it; others have no such member."""
         self._requests.of(request).may_store = False
 
         def disable_store(child: SchedulerConnector) -> None:
@@ -230,7 +219,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         return MultiConnectorMetadata(metadata, saves, number, self._agreement.orders(metadata))
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """The engine has computed a prompt's tokens, and says itself how long that took."""
+        """The engine has computed a prompt's tokens, and reports how long that took."""
         if self._prefill.measured(tokens, seconds):
             self._note_prefill_rate()
 
@@ -240,7 +229,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
                 loader.note(prefill_tokens_per_second=1 / each)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
-        """Show each child its own metadata only; the output is as it was afterwards."""
+        """Show each child its metadata only, and restore the output."""
         whole = connector_output.kv_connector_worker_meta
         if self._prefill.step_ended(getattr(whole, "step", None)):
             self._note_prefill_rate()
@@ -262,8 +251,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Begin the next generation: workers saw that the weights are others, of which the engine
-        said nothing."""
+        """Begin the next generation: workers saw that the weights are others, and the engine
+        did not report it."""
         self._changes.log(
             "the weights changed, and the engine's prefix cache was not reset. This engine loads "
             "nothing again that it stored before, and no other finds what it stores from now on. "
@@ -273,7 +262,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self.for_each(lambda child: child.weights_changed())
 
     def has_pending_push_work(self) -> bool:
-        """Also while ranks wait for each other's word on the weights."""
+        """Also while ranks wait for each other's report on the weights."""
         pending = any(child.has_pending_push_work() for child in self.children)
         return self._agreement.waits or pending
 
@@ -290,7 +279,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         return False not in answers
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
-        """Tell every child; the request's blocks stay while any of them is saving it."""
+        """The request's blocks stay while any child is saving it."""
         return self._finish(request, lambda child: child.request_finished(request, block_ids))
 
     def request_finished_all_groups(
@@ -304,11 +293,13 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             request, lambda child: child.request_finished_all_groups(request, block_ids)
         )
 
-    def _finish(self, request: Request, tell: Callable[[SchedulerConnector], Finished]) -> Finished:
-        """Tell every child, also when one raises, and forget the request in any case."""
+    def _finish(
+        self, request: Request, finish: Callable[[SchedulerConnector], Finished]
+    ) -> Finished:
+        """Finish in every child, also when one raises, and forget the request in any case."""
         answers: list[Finished] = []
         try:
-            self.for_each(lambda child: answers.append(tell(child)))
+            self.for_each(lambda child: answers.append(finish(child)))
             merged: dict[str, Any] | None = None
             for params in (params for _, params in answers if params is not None):
                 merged = merge_parameters(merged or {}, params)
@@ -328,12 +319,12 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         return saving > 0, merged
 
     def stats_by_child(self) -> dict[str, Any]:
-        """As of any connector; what is known of requests and observers add theirs."""
+        """As of any connector; the table of requests and the observers add theirs."""
         stats = super().stats_by_child()
         measured = [self._requests.take_measures()]
         measured += [observer.take_measures() for observer in self._observers]
-        for one in measured:
-            for name, measures in one.items():
+        for by_tier in measured:
+            for name, measures in by_tier.items():
                 stats.setdefault(name, TierStats()).add(name, **measures)
         return stats
 
@@ -352,22 +343,22 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         return any(taken)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
-        for child, said in zip(self.children, self._said_to_each(metadata), strict=True):
-            child.set_xfer_handshake_metadata(said)
+        for child, shakes in zip(self.children, self._handshakes_of_each(metadata), strict=True):
+            child.set_xfer_handshake_metadata(shakes)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
-        for child, said in zip(self.children, self._said_to_each(metadata), strict=True):
-            child.set_xfer_handshake_metadata_pp_aware(said)
+        for child, shakes in zip(self.children, self._handshakes_of_each(metadata), strict=True):
+            child.set_xfer_handshake_metadata_pp_aware(shakes)
 
-    def _said_to_each(self, metadata: Mapping[Any, Any]) -> Iterator[dict[Any, Any]]:
+    def _handshakes_of_each(self, metadata: Mapping[Any, Any]) -> Iterator[dict[Any, Any]]:
         ours = {
             worker: whole.metadata
             for worker, whole in metadata.items()
             if isinstance(whole, MultiHandshakeMetadata) and whole.chain == self._chain
         }
         for index in range(len(self.children)):
-            # A child to which nobody said anything is told so, as an engine would.
-            yield {worker: said[index] for worker, said in ours.items() if said[index] is not None}
+            # A child without any handshake is called too, as an engine would.
+            yield {worker: each[index] for worker, each in ours.items() if each[index] is not None}
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self.for_each(lambda child: child.bind_kv_cache_manager(kv_cache_manager))
@@ -416,11 +407,11 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
 
 
 class WeightAgreement:
-    """Numbers the looks of steps that store, and tells each rank what all of them saw.
+    """Numbers the looks of steps that store, and reports to each rank what all of them saw.
 
     What a rank stores may be found by others only when every rank saw its weights unchanged: a
     stage of a pipeline computes with what the stage before has made of new weights. One rank alone
-    needs nobody's word. Used by the scheduler's thread alone.
+    needs no other's report. Used by the scheduler's thread alone.
     """
 
     def __init__(self, ranks: int, generation: Generation) -> None:
@@ -431,10 +422,10 @@ class WeightAgreement:
         self._verdicts: dict[int, bool] = {}
 
     def orders(self, metadata: Sequence[Any]) -> WeightOrders:
-        """What a step with these orders of the tiers says of looks."""
+        """The orders for looks of a step with these orders of the tiers."""
         if self._ranks == 1:
             return WeightOrders()
-        tiers = [one for one in metadata if isinstance(one, OffloadingConnectorMetadata)]
+        tiers = [tier for tier in metadata if isinstance(tier, OffloadingConnectorMetadata)]
         number = None
         if any(tier.reqs_to_store for tier in tiers):
             number = next(self._numbers)
@@ -443,7 +434,7 @@ class WeightAgreement:
         return WeightOrders(number, verdicts)
 
     def heard(self, report: WeightReport | None) -> bool:
-        """Take in what ranks saw; whether the weights of the current generation are others now."""
+        """Take in a report of ranks; whether the current generation's weights have changed."""
         if report is None:
             return False
         for number, seen in report.seen.items():
@@ -457,5 +448,5 @@ class WeightAgreement:
 
     @property
     def waits(self) -> bool:
-        """Whether ranks wait for what only a step can tell them."""
+        """Whether ranks wait for a report that only a step brings."""
         return bool(self._seen or self._verdicts)

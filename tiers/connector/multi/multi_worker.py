@@ -21,7 +21,7 @@ from tiers.contract.weight_reports import Watch
 
 
 class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
-    """Calls every child, with its own orders; a request's transfer ends when its last child has
+    """Calls every child, with its orders; a request's transfer ends when its last child has
     ended."""
 
     def __init__(
@@ -32,7 +32,7 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         watch: Watch | None = None,
     ) -> None:
         """`names` and `chain`: see `MultiConnector`. `watch`: that of the children's weights; None:
-        they keep no blocks of their own."""
+        they keep no blocks."""
         MultiConnector.__init__(self, children, names, chain)
         self._watch = watch or Watch()
         self._hears_layers = any(map(_hears_layers, self.children))
@@ -68,10 +68,10 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         return next(iter(contexts.values()), None)
 
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
-        said = tuple(child.get_handshake_metadata() for child in self.children)
-        if all(one is None for one in said):
+        shakes = tuple(child.get_handshake_metadata() for child in self.children)
+        if all(shake is None for shake in shakes):
             return None
-        return MultiHandshakeMetadata(said, self._chain)
+        return MultiHandshakeMetadata(shakes, self._chain)
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -156,15 +156,15 @@ def _hears_layers(child: WorkerConnector) -> bool:
     """Whether a child does anything in the members that an engine calls once a layer. No tier of
     ours does, and a step of 80 layers would call each of them 160 times."""
     does_nothing = (WorkerConnector.wait_for_layer_load, WorkerConnector.save_kv_layer)
-    # The child's own, not its class's: it may hand them on to another, or have got them later.
-    own = (getattr(child, one.__name__, None) for one in does_nothing)
-    return any(getattr(call, "__func__", None) not in does_nothing for call in own)
+    # Check the instance: it may delegate or be patched.
+    calls = (getattr(child, member.__name__, None) for member in does_nothing)
+    return any(getattr(call, "__func__", None) not in does_nothing for call in calls)
 
 
 def _more_loads(orders: Iterable[Any]) -> dict[str, int]:
     """Requests that more than one tier begins to load, and how many more."""
-    tiers = [one for one in orders if isinstance(one, OffloadingConnectorMetadata)]
-    loading = Counter(job.request_id for one in tiers for job in one.reqs_to_load)
+    tiers = [tier for tier in orders if isinstance(tier, OffloadingConnectorMetadata)]
+    loading = Counter(job.request_id for tier in tiers for job in tier.reqs_to_load)
     return {request_id: jobs - 1 for request_id, jobs in loading.items() if jobs > 1}
 
 
@@ -179,7 +179,7 @@ def _last(more: dict[str, int], ended: set[str]) -> set[str]:
 
 
 def _transfer_results(child: WorkerConnector, finished_req_ids: set[str]) -> TransferResults:
-    """What one child says; a connector of vLLM before 0.30 knows `get_finished` alone."""
+    """The results of one child; a connector of vLLM before 0.30 has `get_finished` alone."""
     if hasattr(child, "get_transfer_results"):
         return child.get_transfer_results(finished_req_ids)
     sent, received = child.get_finished(finished_req_ids)

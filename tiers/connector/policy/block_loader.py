@@ -31,7 +31,7 @@ class BlockLoader(Explained, Protocol):
         """
 
     def version(self, request_state: RequestState) -> int | None:
-        """What `coverage` says of a request is the same while this is; None: it is not known."""
+        """`coverage` of a request is the same while this is; None: it is not known."""
 
     def load_blocks(
         self, request_state: RequestState, ranges: Sequence[range], shared: SharedLoad
@@ -40,13 +40,13 @@ class BlockLoader(Explained, Protocol):
 
 
 class SharedLoad:
-    """What of a load the engine can use: the blocks before the first that failed in any tier.
+    """The part of a load that the engine can use: blocks before the first that failed in any tier.
 
     That is known when the last tier has ended. Used by the scheduler's thread alone.
     """
 
     def __init__(self, tiers: int, notes: Attempt = UNNOTED) -> None:
-        """`notes`: told what came of it."""
+        """`notes`: hear of its outcome."""
         self.notes = notes
         self._left = tiers
         self._failed: list[int] = []
@@ -55,7 +55,7 @@ class SharedLoad:
     def end(
         self, blocks: Sequence[int], failed: Iterable[int], count: Callable[[int], None]
     ) -> bool:
-        """One tier has ended its `blocks`; `count` is told, once, how many are of use. Whether
+        """One tier has ended its `blocks`; `count` is called, once, with those of use. Whether
         it was the last."""
         self._parts.append((blocks, count))
         self._failed += failed

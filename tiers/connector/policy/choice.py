@@ -1,4 +1,4 @@
-"""Which tier serves which block? The load policy decides, over what each tier says it has."""
+"""Which tier serves which block? The load policy decides, over what each tier has."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
 
     `tokens` None: a child is still looking, ask again. `child` None: nobody serves, or several
     do, each its `shares`. `probed`: the child that loads only to be measured. `passed`: children
-    that have tokens which are computed, or loaded from others, since that is faster. `seconds`:
+    skipped because computing, or loading from others, is faster. `seconds`:
     until the end of the prompt, where that is estimated. `within`: seconds after which the load is
     ended. `computed`: tokens that precede those of the choice.
     """
@@ -170,7 +170,7 @@ def _owners(answers: Mapping[int, Sequence[int]], least: int, count: int) -> lis
     owners = [NOT_OWNED] * count
     for child, held in reversed([*answers.items()]):
         pairs = zip(owners, held[:count], strict=True)
-        owners = [child if much >= least else one for one, much in pairs]
+        owners = [child if much >= least else owner for owner, much in pairs]
     return owners
 
 
@@ -195,10 +195,10 @@ def clip(shares: Shares, count: int) -> Shares:
     return {child: ranges for child, ranges in clipped.items() if ranges}
 
 
-def behind(shares: Shares, head: Shares) -> Shares:
-    """The shares of a prefix of which `head` has the first blocks; either begins where it does."""
-    stop = max(ranges[-1].stop for ranges in head.values())
-    merged = {child: list(ranges) for child, ranges in head.items()}
+def behind(shares: Shares, first: Shares) -> Shares:
+    """The shares of a prefix of which `first` has the first blocks; either begins where it does."""
+    stop = max(ranges[-1].stop for ranges in first.values())
+    merged = {child: list(ranges) for child, ranges in first.items()}
     for child, ranges in shares.items():
         rest = [range(max(r.start, stop), r.stop) for r in ranges if r.stop > stop]
         if rest:

@@ -43,7 +43,7 @@ class _Question(NamedTuple):
     have nothing. `but`: children that may not load.
     """
 
-    state: RequestState
+    request_state: RequestState
     computed: int
     loadable: int
     asked: dict[int, tuple[int | None, bool]]
@@ -64,10 +64,9 @@ class _Plan(NamedTuple):
     def tokens(self) -> int:
         return self.choice.tokens or 0
 
-    def behind(self, head: _Plan) -> _Plan:
-        """The plan of which `head` loads the first blocks."""
-        shares = behind(self.choice.shares or {}, head.choice.shares or {})
-        tokens = max(self.tokens, head.tokens)
+    def behind(self, first: _Plan) -> _Plan:
+        shares = behind(self.choice.shares or {}, first.choice.shares or {})
+        tokens = max(self.tokens, first.tokens)
         choice = Choice(None, tokens, True, shares)
         return _Plan(choice, tokens_of_each(choice, tokens, self.size), self.size)
 
@@ -104,9 +103,9 @@ class Chooser:
         self._block_tokens = requests.engine.block_tokens
         self._window = requests.groups.window
         self._dropped = int(requests.engine.drops_last)
-        self._loaders = {i: one for i, one in enumerate(children) if isinstance(one, BlockLoader)}
+        self._loaders = {i: c for i, c in enumerate(children) if isinstance(c, BlockLoader)}
         self._waiting = 0
-        # The engine's own connectors; ours, and chains of ours, know what they failed to load.
+        # Connectors of the engine; ours, and chains of ours, know what they failed to load.
         self._foreign = {
             index: child
             for index, child in enumerate(children)
@@ -116,7 +115,6 @@ class Chooser:
     # -- requests ----------------------------------------------------------------------------
 
     def arrived(self) -> None:
-        """One more request waits to begin."""
         self._waiting += 1
 
     def gone(self, request_state: RequestState | None) -> None:
@@ -129,9 +127,9 @@ class Chooser:
     def choose(
         self, request_state: RequestState, num_computed_tokens: int, notes: Attempt = UNNOTED
     ) -> Choice:
-        """Who loads what of the tokens beyond the computed ones; `notes` is told why.
+        """Who loads what of the tokens beyond the computed ones; `notes` hear why.
 
-        Each of the engine's own connectors is asked before a request begins, whoever serves. Some
+        Each connector of the engine is asked before a request begins, whoever serves. Some
         reset their state of the request in this call; without it they would store from blocks that
         the engine has freed.
         """
@@ -166,7 +164,7 @@ class Chooser:
         return _Question(request_state, num_computed_tokens, loadable, {}, notes, set(), waits)
 
     def _versions(self, request_state: RequestState, computed: int) -> Hashable:
-        """What our tiers have of a request is the same while this is; None: it may not be."""
+        """Our tiers' coverage of a request is the same while this is; None: it may not be."""
         versions = [loader.version(request_state) for loader in self._loaders.values()]
         known = None not in versions
         loadable = self._requests.loadable(request_state)
@@ -187,8 +185,8 @@ class Chooser:
     def loads(self, request_state: RequestState, child: int) -> None:
         """A child begins to load a request beside the steps.
 
-        If that leaves the request nothing, it is chosen for again without having run. One of the
-        engine's own connectors that is told of no failure would say the same again, for ever.
+        If that leaves the request nothing, it is chosen for again without having run. A connector
+        of the engine, which learns of no failure, would report the same tokens for ever.
         """
         if child in self._foreign:
             request_state.foreign_loader = child
@@ -197,7 +195,7 @@ class Chooser:
 
     def _compared(self, question: _Question, planned: Choice) -> Choice:
         """What is `planned`, as far as it comes in time and sooner than computing."""
-        comparison, request_state = self._comparison, question.state
+        comparison, request_state = self._comparison, question.request_state
         if not comparison.meters:
             return planned
         question = question._replace(waits=False)
@@ -224,7 +222,7 @@ class Chooser:
     def _propose(
         self, question: _Question, choice: Choice, but: Collection[int], blocks: int | None
     ) -> _Plan | None:
-        """The policy's plan without some children, for so many blocks at most; `choice`: with all
+        """The policy's plan without some children, for at most `blocks`; `choice`: with all
         of them, for all."""
         if blocks is not None:
             loadable = min(question.loadable, blocks * self._block_tokens)
@@ -299,9 +297,9 @@ class Chooser:
 
     def _may_load(self, index: int, question: _Question) -> bool:
         name, child = self._children[index]
-        # A chain within this one knows its own tiers.
+        # A chain within this one limits its tiers itself.
         limits_itself = getattr(child, "limits_requests", False)
-        request_state = question.state
+        request_state = question.request_state
         if index in question.but or index in request_state.failed:
             return False
         return limits_itself or request_state.limits.may_load(name)
@@ -316,7 +314,7 @@ class Chooser:
             return (None, False) if looking else (tokens, tokens > 0)
         if index in question.asked:
             return question.asked[index]
-        request_state = question.state
+        request_state = question.request_state
         _, child = self._children[index]
         answer = child.get_num_new_matched_tokens(request_state.request, question.computed)
         question.notes.reported(index, answer[0])
@@ -331,19 +329,19 @@ class Chooser:
 
     def _held(self, index: int, question: _Question, blocks: range) -> Sequence[int] | None:
         """A tier is asked once, however often the policy plans."""
-        held = question.state.held.get((index, blocks.start), ())
+        held = question.request_state.held.get((index, blocks.start), ())
         if len(held) >= len(blocks):
             return held if len(held) == len(blocks) else held[: len(blocks)]
         if index in question.looking:
             return None
         coverage = question.notes.watch(
-            index, partial(self._loaders[index].coverage, question.state)
+            index, partial(self._loaders[index].coverage, question.request_state)
         )
         found = coverage(blocks)
         if found is None:
             question.looking.add(index)
         else:
-            question.state.held[index, blocks.start] = found
+            question.request_state.held[index, blocks.start] = found
         return found
 
     def _tokens(self, found: Stitch, blocks: range) -> int:

@@ -1,11 +1,11 @@
 """Who waits for another's load? Of concurrent requests of one prefix all but one.
 
-The second waits for the first one's load and then finds the prefix in the engine's own cache. What
+The second waits for the first one's load and then finds the prefix in the engine's cache. What
 a request waits for is a load in flight, never a request that waits itself, and a load needs
 nothing that a waiting request holds: it has its paged blocks. So nobody waits in a circle. The load
 ends within the time that its request may wait, fails or is given up; and the wait is charged to
-the waiting request, which goes on by itself when its own time is over. Nor does anybody wait for a
-load with limits of its own, or for requests that come, load and are aborted one after the other.
+the waiting request, which continues alone when its time is over. Nor does anybody wait for a
+load with other limits, or for requests that come, load and are aborted one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LoadSharing:
     """The loads in flight of a chain, and who waits for which; used by the scheduler's thread.
 
     `RequestState.load` has the blocks that a request loads, by the engine's hashes, each of which
-    says all before it; `RequestState.awaits` the request whose load it waits for. Costs the same
+    covers all before it; `RequestState.awaits` the request whose load it waits for. Costs the same
     for each request, however many load or wait.
     """
 
@@ -70,7 +70,7 @@ class LoadSharing:
         shared = self._shared(request, range(start, stop), loader.load)
         if not shared or 2 * shared < max(tokens // self._size, len(loader.load)):
             return False
-        # Whoever is said to load here does, and does not wait for another.
+        # Whoever loads does not wait for another.
         self.ends(request_state)
         request_state.awaits = loader
         request_state.wait_budget.loads()
@@ -89,7 +89,6 @@ class LoadSharing:
         return max(0, shared - self._dropped)
 
     def begins(self, request_state: RequestState, computed: int, tokens: int) -> None:
-        """A request loads these tokens."""
         blocks = range(computed // self._size, (computed + tokens) // self._size)
         self.ends(request_state)
         step, hashes = self._step, request_state.request.block_hashes

@@ -21,7 +21,7 @@ HINTS = "hints"
 VERSION = "1"
 """Of our actions, where an engine's envelope names one for each."""
 MAX_TTL = 86_400.0
-"""Seconds: a day. Who still wants the blocks then says so again."""
+"""Seconds: a day. A client that still wants the blocks then repeats its hint."""
 MAX_ACTIONS = 16
 """Actions that are read of one request; a longer list is nobody's plan."""
 INSTEAD = {"prefetch": "send the prompt with max_tokens 1, which loads and promotes its blocks"}
@@ -44,14 +44,14 @@ class Retain(_Action):
 
 
 class Demote(_Action):
-    """Let the prompt's blocks be the next to go, and retain them no more."""
+    """Let the prompt's blocks be evicted next, and retain them no more."""
 
 
 ACTIONS: Mapping[str, type[_Action]] = {"retain": Retain, "demote": Demote}
 
 
 class Hints(NamedTuple):
-    """What one request says; the default is nothing. `retain` counts where both are said."""
+    """The hints of one request; the default is none. `retain` counts where both are given."""
 
     retain: Retain | None = None
     demote: Demote | None = None
@@ -124,8 +124,8 @@ def _read(action: object, payload: object, version: object) -> dict[str, Any] | 
 
 def _problems(error: ValidationError, name: str) -> str:
     return "; ".join(
-        f"{'.'.join(map(str, (name, *one['loc'])))}: {one['msg']}"
-        for one in error.errors(include_url=False)
+        f"{'.'.join(map(str, (name, *problem['loc'])))}: {problem['msg']}"
+        for problem in error.errors(include_url=False)
     )
 
 

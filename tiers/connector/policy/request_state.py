@@ -36,7 +36,7 @@ class RequestState:
     """What a chain knows of one request until that has finished.
 
     `mark`, `media`: see `EngineInfo`. `may_store`: whether its blocks may be stored; `prompt_only`:
-    without those of its answer. `hints`: what it says of its prompt's blocks. `keys`: of all parts
+    without those of its answer. `hints`: on its prompt's blocks. `keys`: of all parts
     of its full blocks, as far as they are made, block by block. `tables`: its blocks in the paged
     KV, per KV cache group. `computed`: tokens computed once every scheduled step has run; 0 while
     it may be loading. `is_outdated`: a reset came after some of its blocks were computed.
@@ -92,7 +92,7 @@ class Scheduled(NamedTuple):
     recurrent layers that the step leaves, and their paged blocks.
     """
 
-    state: RequestState
+    request_state: RequestState
     before: int
     after: int
     complete: int
@@ -111,8 +111,8 @@ class EngineStep(NamedTuple):
     def prompt_tokens(self) -> int:
         """Tokens of prompts that it computes."""
         return sum(
-            min(max(one.state.prompt_tokens - one.before, 0), one.after - one.before)
-            for one in self.scheduled
+            min(max(run.request_state.prompt_tokens - run.before, 0), run.after - run.before)
+            for run in self.scheduled
         )
 
 
@@ -129,7 +129,7 @@ class RequestTable:
         prompt_only: bool = False,
     ) -> None:
         """`generation`: of the keys. `now`: seconds, never going back. `max_wait`: seconds that a
-        request may wait for all tiers. `prompt_only`: of requests that don't say, only the prompts
+        request may wait for all tiers. `prompt_only`: of requests without a limit, only the prompts
         are stored."""
         self.engine = engine
         self.generation = generation or Generation()
@@ -155,7 +155,6 @@ class RequestTable:
         return len(self._states)
 
     def get(self, request: Request) -> RequestState | None:
-        """The state of a request that is known."""
         return self._states.get(request.request_id)
 
     def is_marked(self, request: Request, wait: bool) -> bool:
@@ -171,7 +170,6 @@ class RequestTable:
         return self.ready(request)
 
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:
-        """See `RequestObserver`."""
         now = {"hints_ignored": self._hints.ignored, "media_timeouts": self._media_late}
         more = {name: now[name] - before for name, before in self._counted.items()}
         self._counted = now
@@ -321,13 +319,13 @@ class RequestTable:
         request_state.computed = after
         self.step.overwritten.update(self.groups.written(request_state.tables, before))
         if self._computed_since is not None:
-            self._tell_older(request_state, before, begins=is_new or is_resumed)
+            self._note_older(request_state, before, begins=is_new or is_resumed)
         complete = self._complete(request_state, after)
         self.step.scheduled.append(
             Scheduled(request_state, before, after, complete, is_new, states)
         )
 
-    def _tell_older(self, request_state: RequestState, before: int, begins: bool) -> None:
+    def _note_older(self, request_state: RequestState, before: int, begins: bool) -> None:
         """Note what a step computes since the weights changed, and a request that begins with
         blocks of which some may be older."""
         assert self._computed_since is not None, "the engine's own cache was reset"
@@ -428,11 +426,9 @@ class WaitBudget:
 
     @property
     def is_looking(self) -> bool:
-        """Whether an answer is missing."""
         return self._looking is not None
 
     def found(self) -> None:
-        """The lookup has ended."""
         if self._looking is not None:
             self._left -= min(self._now() - self._looking, self._lookup_seconds)
             self._looking = None
@@ -444,7 +440,6 @@ class WaitBudget:
 
     @property
     def is_loading(self) -> bool:
-        """Whether that load is in flight."""
         return self._loading is not None
 
     def loaded(self) -> None:

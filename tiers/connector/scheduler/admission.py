@@ -33,7 +33,7 @@ class StoreRate:
         self._blocks = self._seconds = 0.0
 
     def ended(self, blocks: int, seconds: float) -> None:
-        """A job has stored so many blocks, in so many seconds on the slowest rank."""
+        """A job has stored `blocks`, in `seconds` on the slowest rank."""
         left = 0.5 ** (seconds / HALF_LIFE)
         # A job that took very long counts no more than the time that is remembered.
         counts = (1 - left) * HALF_LIFE / math.log(2) / seconds if seconds else 1.0
@@ -81,7 +81,7 @@ class Admission:
         self._since = now()
 
     def most_inflight(self, block_bytes: int, slots: int) -> int:
-        """How many blocks may be on their way into the tier, of a pool of so many slots.
+        """How many blocks may be in flight into the tier, of a pool of `slots`.
 
         What lies longer than `QUEUE_SECONDS` comes late and holds memory that others could use. A
         tier that has stored nothing yet may have as much as `staging` is made for.
@@ -98,8 +98,8 @@ class Admission:
         return min(most, max(1, int(stored)))
 
     def refuses(self, key: bytes, size: int) -> str | None:
-        """Ask for a block of `size` bytes that the tier lacks: once per request, and again where it
-        was admitted and found no room."""
+        """Ask for a block of `size` bytes that the tier misses: once per request, and again where
+        it was admitted and found no room."""
         if not self._is_touched_enough(key):
             return "store_deferred"
         return None if self._can_pay(size) else "store_dropped_budget"
@@ -122,7 +122,7 @@ class Admission:
         return self._left >= size
 
     def stores(self, key: bytes, size: int) -> None:
-        """The block is on its way; when it goes again, it has to be asked for anew."""
+        """The block is in flight; once it is evicted, it has to be asked for anew."""
         self._counts.pop(key, None)
         self._left -= size
 
@@ -130,7 +130,7 @@ class Admission:
 WINDOW = 60.0
 """Seconds over which what a tier takes is compared with what it is offered."""
 AGAIN = 3600.0
-"""Seconds after which it is said again."""
+"""Seconds after which it is logged again."""
 FEWEST = 16
 """Blocks lost in that time that are not worth a line."""
 INTENDED = ("store_deferred", "store_dropped_down")
@@ -152,7 +152,7 @@ class AcceptanceMonitor:
         self._lost: Counter[str] = Counter()
 
     def offered(self, taken: int, refused: Mapping[str, int]) -> None:
-        """So many new blocks were taken, and so many refused, by the names of their counters."""
+        """`taken` new blocks, and others `refused`, by the names of their counters."""
         lost = {name: count for name, count in refused.items() if name not in INTENDED}
         if self._since is None:
             self._since = self._now()
@@ -165,11 +165,11 @@ class AcceptanceMonitor:
         self._lost.subtract(reasons)
 
     def failed(self, blocks: int) -> None:
-        """The tier did not store so many blocks that it had taken."""
+        """The tier did not store `blocks` that it had taken."""
         self._lost["store_failures"] += blocks
 
     def look(self) -> None:
-        """Say so, when the time is over, if the tier took under half."""
+        """Log it, when the time is over, if the tier took under half."""
         now = self._now()
         if self._since is None or now < self._since + WINDOW:
             return
@@ -224,7 +224,7 @@ class PinBounds(NamedTuple):
     """How many blocks may be retained for all tenants together, and for one of them."""
 
     all: int
-    one: int
+    per_tenant: int
 
 
 class Tenants:
@@ -248,11 +248,11 @@ class Tenants:
     def retained(self, tenant: str, max_blocks: int) -> PinBounds:
         """How much of a tier's `max_blocks` hints may retain, in all and for a tenant."""
         rule, part = self._rules.get(tenant), self._max_retained
-        own = part / 2 if rule is None or rule.max_retained is None else rule.max_retained
-        return PinBounds(int(part * max_blocks), int(own * max_blocks))
+        share = part / 2 if rule is None or rule.max_retained is None else rule.max_retained
+        return PinBounds(int(part * max_blocks), int(share * max_blocks))
 
     def kept(self, tenant: str, keys: Iterable[bytes], block_bytes: int) -> list[bytes]:
-        """The tier has taken these blocks; those of the tenant that must go for it, the oldest."""
+        """The tier has taken these blocks; the tenant's oldest, which must be dropped for them."""
         rule = self._rules.get(tenant)
         if rule is None or rule.quota is None:
             return []

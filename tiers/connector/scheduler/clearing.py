@@ -16,8 +16,8 @@ from tiers.store import Clear, TierStore, capability
 
 
 class Clearing:
-    """What one engine gives up of a store. Asked by the scheduler's thread, done on its own, so
-    that no lookup waits for it.
+    """Blocks that one engine drops from a store. Asked by the scheduler's thread, done on another,
+    so that no lookup waits for it.
 
     Of a generation that is over it drops the blocks of this engine: nobody else makes their keys.
     Those without a generation stay: replicas, and this engine after a restart, have the same keys.
@@ -46,7 +46,7 @@ class Clearing:
         self._thread = io_executor(1, "clear")
 
     def stored(self, key: bytes, generation: bytes) -> None:
-        """Note what is to go with its generation."""
+        """Note a block that is dropped with its generation."""
         if generation and capability(self._store, Clear) is None:
             self._stored.append(key)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiers.connector.scheduler.lookups import Changes, Lookup
-from tiers.connector.scheduler.tier_manager import DOWN, LookupPace, TierManager
+from tiers.connector.scheduler.lookups import Changes, Lookup, LookupPace
+from tiers.connector.scheduler.tier_manager import DOWN, TierManager
 from tiers.host.slots import Demotes, Residency, SlotPool
 from tiers.wrappers.guard import Health
 from tiers.wrappers.guarded_residency import health_of
@@ -15,7 +15,7 @@ LOOK_BACK = 64
 
 
 class HostManager(TierManager):
-    """A tier whose blocks stay in the host pool, each put before its head as it came."""
+    """A tier whose blocks stay in the host pool, each evicted before its predecessor."""
 
     completes_on_gather = True
 
@@ -25,7 +25,7 @@ class HostManager(TierManager):
         pool: SlotPool,
         on_evict: Callable[[bytes], None] | None = None,
     ) -> None:
-        """`on_evict` is told the key of each block that is evicted."""
+        """`on_evict` is called with the key of each block that is evicted."""
         self._residency = residency
         self._pool = pool
         self._changes = Changes()
@@ -61,7 +61,7 @@ class HostManager(TierManager):
         return [slot is not None for slot in slots]
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Take a reference on each resident slot, so that eviction passes it by."""
+        """Take a reference on each resident slot, so that it is not evicted."""
         slots = self._residency.touch(keys)
         for slot in slots:
             if slot is not None:
@@ -81,15 +81,15 @@ class HostManager(TierManager):
 
     def predecessors(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
         """Look back, a little, from each that does not follow another."""
-        heads: dict[bytes, bytes] = {}
-        head, last = None, -1
+        found: dict[bytes, bytes] = {}
+        predecessor, last = None, -1
         for number in numbers:
             if number > last + 1:
-                head = self._nearest(prefix, number)
-            if head is not None:
-                heads[prefix[number]] = head
+                predecessor = self._nearest(prefix, number)
+            if predecessor is not None:
+                found[prefix[number]] = predecessor
             last = number
-        return heads
+        return found
 
     def _nearest(self, prefix: Sequence[bytes], before: int) -> bytes | None:
         for index in range(before - 1, max(-1, before - 1 - LOOK_BACK), -1):
@@ -97,9 +97,11 @@ class HostManager(TierManager):
                 return prefix[index]
         return None
 
-    def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
+    def complete_store(self, key: bytes, slot: int, stored: bool, before: bytes | None) -> bool:
         if stored:
-            self._residency.admit(key, slot, None if head is None else self._residency.find(head))
+            self._residency.admit(
+                key, slot, None if before is None else self._residency.find(before)
+            )
         held = self._residency.find(key) is not None
         self._changes.note(key, held)
         return held
@@ -135,7 +137,7 @@ class HostManager(TierManager):
             self.discard(key)
 
     def reset(self) -> list[bytes]:
-        """Stop keeping all blocks; the slot of one that is being loaded goes when that ends."""
+        """Stop keeping all blocks; the slot of one that is being loaded is freed when that ends."""
         self._changes.forget()
         self.unpin([*self._pinned])
         return self._residency.clear()

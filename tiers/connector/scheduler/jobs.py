@@ -72,7 +72,6 @@ class Jobs:
         return next(self._ids)
 
     def begin(self, pending: PendingLoad | PendingStore) -> None:
-        """A job was ordered."""
         if isinstance(pending, PendingLoad):
             self._loading[pending.job.job_id] = pending
             self._blocks_loading += len(pending.job.items)
@@ -98,7 +97,6 @@ class Jobs:
 
     @property
     def any_loading(self) -> bool:
-        """Whether there is a load."""
         return bool(self._loading)
 
     def gauges(self, block_bytes: int) -> dict[str, float]:

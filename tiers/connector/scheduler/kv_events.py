@@ -1,4 +1,4 @@
-"""KVEvents: tells the engine which blocks a tier comes to hold, and which it loses."""
+"""KVEvents: reports to the engine which blocks a tier comes to hold, and which it loses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KVEvents:
     """One tier's events, for an engine that takes any; used by the scheduler's thread alone."""
 
     def __init__(self, place: Place, requests: RequestTable, describes: bool = True) -> None:
-        """`describes`: whether events tell the origin of blocks, too."""
+        """`describes`: whether events have the origin of blocks, too."""
         self._evictions = 0
         self._place = place
         self._describes = describes
@@ -44,19 +44,19 @@ class KVEvents:
         self._events: list[BlockEvent] = []
 
     def keep_in(self, inventory: Inventory | None) -> None:
-        """Keep what is told from now on there, and tell what is due there; close the one before."""
+        """Keep announcements there from now on, and make those due there; close the one before."""
         if self._inventory is not None:
             self._inventory.close()
         self._inventory = inventory
 
     def stored(self, key: bytes, number: int) -> None:
         """The tier holds this block now, which has this number among its request's keys; the blocks
-        of a job are told together."""
+        of a job are announced together."""
         if self._wanted:
             self._newly_held[key] = number
 
     def announce_stored(self, request_state: RequestState) -> None:
-        """A job of this request has ended: tell its blocks, parents before children, since some
+        """A job of this request has ended: announce its blocks, parents before children, since some
         routers ignore a block whose parent they do not know."""
         held, self._newly_held = self._newly_held, {}
         if not held:
@@ -96,7 +96,7 @@ class KVEvents:
         self._events.append(replace(event, parent=run.parent, origin=run.origin) if held else event)
 
     def evicted(self, key: bytes) -> None:
-        """The tier gave a block up for room."""
+        """The tier evicted a block."""
         self._evictions += 1
         # It may have come with the very job that is being ended: then nobody has heard of it.
         if self._wanted and self._newly_held.pop(key, None) is None:
@@ -106,7 +106,7 @@ class KVEvents:
         """These blocks turned out to be gone."""
         if not self._wanted or (self._inventory is not None and self._inventory.withdraws):
             return
-        # Keys of before a reset are of no interest: the engine itself says that all is cleared.
+        # Keys of before a reset are of no interest: the engine itself reports that all is cleared.
         requests = self._requests
         hashes: dict[int, list[bytes]] = {}
         for key in keys:
@@ -119,7 +119,7 @@ class KVEvents:
 
     def take_measures(self) -> dict[str, float]:
         """How many blocks were evicted since the last call, and how many are not kept of those
-        that were told (see `contract.stats`)."""
+        that were announced (see `contract.stats`)."""
         dropped = self._inventory.dropped if self._inventory is not None else self._dropped
         counted = {"evictions": self._evictions, "events_not_kept": dropped - self._dropped}
         self._evictions, self._dropped = 0, dropped
@@ -127,7 +127,7 @@ class KVEvents:
 
     @property
     def is_announcing(self) -> bool:
-        """Whether steps are needed to tell what the tier held before this engine started."""
+        """Whether steps are needed to announce blocks held before this engine started."""
         return self._inventory is not None and self._inventory.is_announcing
 
     def take(self) -> list[BlockEvent]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -54,7 +55,6 @@ class Changes:
 
     @property
     def count(self) -> int:
-        """How many changes there were so far."""
         return self._first + len(self._log)
 
     def since(self, count: int) -> Sequence[tuple[bytes, bool]] | None:
@@ -119,7 +119,7 @@ class Lookup:
 
     A request that waits for room is asked about in every step. So what a tier in memory answers is
     kept, and corrected by what changes: a step costs as much as it changes, however long the prompt
-    is. `version` tells other answers apart. `checked`: when some were last compared with the tier.
+    is. `version` changes with the answers. `checked`: when some were last compared with the tier.
     `asked`: the question to a store behind a network, whose answer is good `until` then.
     """
 
@@ -135,7 +135,6 @@ class Lookup:
         self._numbers: dict[bytes, int] = {}
 
     def renew(self) -> None:
-        """Forget all answers."""
         self.cancel()
         self.timer.forget()
         self.asked, self.until, self._is_noted = None, math.inf, False
@@ -223,6 +222,59 @@ class Lookup:
             self.asked = None
 
 
+class LookupPace:
+    """Names that an index may be asked for now; used by the scheduler's thread.
+
+    A name costs that thread 0.2 to 0.4 us, and its block another microsecond, so that a long prompt
+    would hold up all requests that decode. It is looked up over several steps instead, while it
+    waits for its turn; and so is what a hint is about. A short question costs a step little, and is
+    not held back by those of others.
+    """
+
+    OF_A_BLOCK = 3
+    """So many names cost what else a block does: its key, and the question to the tiers above."""
+    AT_ONCE = 16_384
+    """Names of a step, at most: about 5 ms."""
+    A_SECOND = 1_600_000.0
+    """For each second that is not spent on such a question: half of the thread's time or less, so
+    that an idle engine answers about as soon."""
+    FEW = 4096
+    """Names of a question that is never held back."""
+
+    def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`ranks`: names of a block. `clock`: of the machine, since it is its time that is spent,
+        in seconds."""
+        self._names = ranks + self.OF_A_BLOCK
+        self._clock = clock
+        self._left, self._at = float(self.AT_ONCE), clock()
+
+    def is_short(self, blocks: int) -> bool:
+        """Whether a question about `blocks` is never held back."""
+        return blocks * self._names <= self.FEW
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the last look-up used all that was left."""
+        return self._left <= 0
+
+    def take(self, blocks: int) -> int:
+        """How many of `blocks` are looked up now."""
+        now = self._clock()
+        self._left = min(self._left + (now - self._at) * self.A_SECOND, self.AT_ONCE)
+        self._at = now
+        if not self.is_short(blocks):
+            # Not a few names for each that waits: a call costs as much as a hundred.
+            may = int(self._left) if self._left >= self.FEW else 0
+            blocks = min(blocks, may // self._names)
+        self._left -= blocks * self._names
+        return blocks
+
+    def took(self) -> None:
+        """Those were looked up. The time that took allows for nothing: each of many long prompts
+        that wait would otherwise be given as much as the first, all in one step."""
+        self._at = self._clock()
+
+
 class _KeyQuestion(NamedTuple):
     """Keys that a store is to be asked for, and the answer."""
 
@@ -242,7 +294,7 @@ class LookupQueue:
     interpreter's lock. What nobody waits for any more is never asked, and what would wait in vain
     is refused at once, which costs next to nothing. So past the store's capacity each answer still
     serves a request. How many questions may wait depends on the queue. One that was empty of late
-    holds a burst, which is worth waiting for. One that has been standing makes all wait alike and
+    holds a burst, which is worth waiting for. One that has been standing makes all wait as long and
     answers no more of them, so it takes what is answered soon. The rule is that of CoDel (Nichols
     and Jacobson, 2012) as servers use it (Maurer, "Fail at Scale", 2015), but for the end that is
     cut.
@@ -299,7 +351,7 @@ class LookupQueue:
         """Wait for an answer, if any is in flight: the step has nothing to compute."""
         with self._lock:
             self._note_free(self._now())
-            asked = [one.answer for some in (*self._calls, self._waiting) for one in some]
+            asked = [question.answer for some in (*self._calls, self._waiting) for question in some]
         wait_a_moment(asked)
 
     def gives_up(self, asked: AskedKeys) -> bool:
@@ -346,17 +398,17 @@ class LookupQueue:
         if not call:
             return
         try:
-            held = self._look([key for one in call for key in one.keys])
+            held = self._look([key for question in call for key in question.keys])
         except BaseException as error:  # noqa: BLE001 - raised where the answer is asked for
-            for one in call:
-                one.answer.set_exception(error)
+            for question in call:
+                question.answer.set_exception(error)
             now = self._clock()
         else:
             start, now = 0, self._clock()
-            for one in call:
-                one.answer.at = now
-                one.answer.set_result(held[start : start + len(one.keys)])
-                start += len(one.keys)
+            for question in call:
+                question.answer.at = now
+                question.answer.set_result(held[start : start + len(question.keys)])
+                start += len(question.keys)
         with self._lock:
             self._calls.remove(call)
             self._note_free(now)
@@ -371,10 +423,10 @@ class LookupQueue:
             self._note_free(self._clock())
             share, keys = self._share(), 0
             while self._waiting and (not call or (len(call) < share and keys < self.TOGETHER)):
-                one = self._waiting.popleft()
-                if one.answer.set_running_or_notify_cancel():
-                    call.append(one)
-                    keys += len(one.keys)
+                question = self._waiting.popleft()
+                if question.answer.set_running_or_notify_cancel():
+                    call.append(question)
+                    keys += len(question.keys)
             if call:
                 self._calls.append(call)
             self._note_free(self._noted)

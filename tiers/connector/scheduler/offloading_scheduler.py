@@ -112,7 +112,6 @@ class OffloadingScheduler(SchedulerConnector):
 
     @property
     def pool(self) -> SlotPool:
-        """The slots of the chain; none until the tier is open."""
         return self._tier.open.pool
 
     @property
@@ -150,7 +149,6 @@ class OffloadingScheduler(SchedulerConnector):
         return tuple(range(len(self._requests.engine.kv_groups)))
 
     def note(self, **measures: float | list[float]) -> None:
-        """Add to the tier's measures."""
         self._tier.count(**measures)
 
     def get_kv_connector_stats(self) -> TierStats | None:
@@ -184,7 +182,6 @@ class OffloadingScheduler(SchedulerConnector):
         return (bool(self._jobs) and ends_soon) or has_news
 
     def lookup_times(self, request: Request) -> LookupTimes:
-        """See `Explained`."""
         if (request_state := self._requests.get(request)) is None:
             return NO_LOOKUP_TIMES
         return self._tier.request(request_state).lookup.timer.times
@@ -245,7 +242,7 @@ class OffloadingScheduler(SchedulerConnector):
         return [*levels, *[MISSING] * (len(blocks) - len(asked))] if asked != blocks else levels
 
     def version(self, request_state: RequestState) -> int | None:
-        """What `coverage` says of a request is the same while this is; None: it is not known."""
+        """`coverage` of a request is the same while this is; None: it is not known."""
         tier_request = self._tier.request(request_state)
         if not self._tier.reads or tier_request.recompute:
             return DOWN
@@ -306,7 +303,7 @@ class OffloadingScheduler(SchedulerConnector):
         """
         lookup = tier_request.lookup
         lookup.cancel()
-        if not getattr(tier_request.state.request, "num_preemptions", 0):
+        if not getattr(tier_request.request_state.request, "num_preemptions", 0):
             is_lookup = tier_request.answered and not tier_request.looked_up
             is_hit = bool(blocks) and not tier_request.hit
             if is_lookup or blocks:
@@ -342,7 +339,7 @@ class OffloadingScheduler(SchedulerConnector):
         if failed and self._requests.engine.all_or_nothing_loads:
             failed.add(0)
         if load.shared.end(load.blocks, failed, self._count_loaded):
-            tier_request.state.wait_budget.loaded()
+            tier_request.request_state.wait_budget.loaded()
 
     def _count_loaded(self, blocks: int) -> None:
         self.note(loaded_tokens=self._tokens(blocks))
@@ -387,7 +384,7 @@ class OffloadingScheduler(SchedulerConnector):
 
     def reset_cache(self) -> bool:
         """Never again find what was stored so far; stores in flight end unfindable too. Or go on
-        with all of it, where the operator says that weights don't change.
+        with all of it, where the operator configured that weights don't change.
 
         False: loads of before are still in flight, whose requests may use what they bring.
         """
@@ -399,7 +396,7 @@ class OffloadingScheduler(SchedulerConnector):
         return not self._jobs.any_loading
 
     def weights_changed(self) -> None:
-        """Begin the next generation, whatever the operator says of resets."""
+        """Begin the next generation, whatever `on_reset` is."""
         self._stores.drop_last_offers()
         self._hints.forget()
         self._tier.kv_events.lost(self.manager.reset())
@@ -408,7 +405,7 @@ class OffloadingScheduler(SchedulerConnector):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
-        """Drop what is kept for a request; its transfers in flight end on their own.
+        """Drop what is kept for a request; its transfers in flight end later.
 
         `block_ids`: the blocks that it has yet, of each KV cache group. Never holds them back: the
         fence on reuse protects stores in flight.

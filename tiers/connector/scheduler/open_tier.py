@@ -33,16 +33,16 @@ from tiers.wrappers.opening import log_name, open_guarded
 logger = logging.getLogger(__name__)
 
 OnEvict = Callable[[bytes], None]
-"""Is told the key of each block that a tier evicts, if the tier knows."""
+"""Called with the key of each block that a tier evicts, if the tier knows."""
 OpenManager = Callable[[Sequence[WorkerHandshake], bool, OnEvict], "OpenTier"]
 """`TierOpener.open` for one tier."""
 
 
 class OpenTier(NamedTuple):
     """An open tier. `pool`: the chain's slots. `block_bytes`: of a block, over all ranks that store
-    a part of it. `slot_bytes`: of its slots in the pool, over all ranks. `inventory`: keeps what
-    events tell of it; None: the engine takes none. `one_writer`: several ranks have the same part,
-    which one stores. `max_blocks`: that it has room for; 0: it has no bound that is known here."""
+    a part of it. `slot_bytes`: of its slots in the pool, over all ranks. `inventory`: of what
+    was announced; None: the engine takes no events. `one_writer`: several ranks have the same part,
+    which one stores. `max_blocks`: that it has room for; 0: no bound is known here."""
 
     manager: TierManager
     pool: SlotPool
@@ -97,7 +97,17 @@ class TierOpener:
         inventory: Inventory | None = None
         one_writer = False
         if isinstance(tier, HostSpec):
-            manager: TierManager = self._host_manager(tier, payload, pool, handshakes, on_evict)
+            if shortages := [shake.shortage for shake in handshakes if shake.shortage]:
+                raise TierUnusable(shortages[0])
+            slots = slots_within(tier.capacity, payload, len(handshakes))
+            if slots == 0:
+                raise TierUnusable(
+                    f"capacity {format_size(tier.capacity)} over {len(handshakes)} rank(s) is less "
+                    f"than one block of {format_size(payload)}"
+                )
+            residency = open_residency(tier, pool, slots)
+            self._announcer.host(tier, slots)
+            manager: TierManager = HostManager(residency, pool, on_evict)
         elif isinstance(tier, StoreSpec):
             manager = store = self._store_manager(tier, payload, handshakes, in_step)
             inventory = self._inventory(tier, store, handshakes[0].namespace)
@@ -122,26 +132,6 @@ class TierOpener:
         self.slot_bytes = slot_stride(payload_bytes) * ranks
         self._announcer.chain(payload_bytes, ranks, self._pool.num_slots)
         return self._pool
-
-    def _host_manager(
-        self,
-        tier: HostSpec,
-        payload: int,
-        pool: SlotPool,
-        handshakes: Sequence[WorkerHandshake],
-        on_evict: OnEvict,
-    ) -> HostManager:
-        if shortages := [handshake.shortage for handshake in handshakes if handshake.shortage]:
-            raise TierUnusable(shortages[0])
-        slots = slots_within(tier.capacity, payload, len(handshakes))
-        if slots == 0:
-            raise TierUnusable(
-                f"capacity {format_size(tier.capacity)} over {len(handshakes)} rank(s) is less "
-                f"than one block of {format_size(payload)}"
-            )
-        residency = open_residency(tier, pool, slots)
-        self._announcer.host(tier, slots)
-        return HostManager(residency, pool, on_evict)
 
     def _store_manager(
         self,
@@ -238,17 +228,17 @@ class Announcer:
 
     def host(self, tier: HostSpec, slots: int) -> None:
         """A host tier, which begins empty, may keep `slots` blocks."""
-        self._say(tier, [f"capacity {format_size(tier.capacity)}", f"room for {slots} blocks"])
+        self._log(tier, [f"capacity {format_size(tier.capacity)}", f"room for {slots} blocks"])
 
     def store(self, tier: StoreSpec, store: TierStore) -> None:
         """A store has opened. Called on the thread that opened it, since the store is asked."""
         try:
-            self._say(tier, _facts(store))
-        except Exception as error:  # noqa: BLE001 - a plugin's: what it can't tell ends nothing
-            self._say(tier, [f"it can't tell what it holds: {describe_error(error)}"])
+            self._log(tier, _facts(store))
+        except Exception as error:  # noqa: BLE001 - a plugin's: a failure ends nothing
+            self._log(tier, [f"it can't tell what it holds: {describe_error(error)}"])
 
-    def _say(self, tier: OffloadingSpec, facts: list[str]) -> None:
-        place = 1 + [one.tier_name for one in self._chain.tiers].index(tier.tier_name)
+    def _log(self, tier: OffloadingSpec, facts: list[str]) -> None:
+        place = 1 + [spec.tier_name for spec in self._chain.tiers].index(tier.tier_name)
         logger.info(
             "tier %r is open, load priority %d of %d: %s",
             log_name(tier),

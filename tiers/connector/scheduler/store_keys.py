@@ -26,7 +26,6 @@ class RankKeys:
         self._generation = generation
 
     def __len__(self) -> int:
-        """Names of a block."""
         return len(self._namespaces)
 
     def _spaces(self) -> list[bytes]:
@@ -52,8 +51,8 @@ class RankKeys:
         return _everywhere(self._store.has, self._spaces_of(tag if is_own else b""), keys)
 
     def peek(self, index: LocalIndex, keys: Sequence[bytes]) -> list[bool]:
-        """Look up in the store's index which blocks it holds. What it lacks of the first rank is
-        not asked of the others: a prompt that is not there costs the same however many there are.
+        """Look up in the store's index which blocks it holds. Misses of the first rank are not
+        asked of the others: a prompt that is not there costs the same however many there are.
         """
         first, *others = self._spaces()
         held = index.peek([first + key for key in keys])
@@ -98,18 +97,15 @@ class RecentKeys:
             self._turn()
 
     def known(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of these keys are remembered."""
         self._age()
         young, old = self._young, self._old
         return [key in young or key in old for key in keys]
 
     def discard(self, key: bytes) -> None:
-        """Forget a key."""
         self._young.pop(key, None)
         self._old.pop(key, None)
 
     def clear(self) -> None:
-        """Forget all."""
         self._young, self._old = {}, {}
 
     def _age(self) -> None:
@@ -138,7 +134,7 @@ class VisibilityCheck:
     STORED = 4096
     """Blocks remembered."""
     MISSED = 32
-    """So many lookups of stored blocks, all in vain, are no accident."""
+    """Lookups of stored blocks that, all in vain, are no accident."""
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
@@ -157,7 +153,6 @@ class VisibilityCheck:
             self._stored.pop(key, None)
 
     def reset(self) -> None:
-        """All blocks are known to be gone."""
         if self._stored is not None:
             self._stored = {}
 

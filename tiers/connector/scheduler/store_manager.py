@@ -14,10 +14,10 @@ from tiers.concurrency.executors import widen_affinity
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.policy.request_state import LOOKUP_SECONDS
 from tiers.connector.scheduler.clearing import Clearing
-from tiers.connector.scheduler.lookups import AskedKeys, Changes, Lookup, LookupQueue
+from tiers.connector.scheduler.lookups import AskedKeys, Changes, Lookup, LookupPace, LookupQueue
 from tiers.connector.scheduler.store_keys import RankKeys, RecentKeys, VisibilityCheck
 from tiers.connector.scheduler.store_uses import StoreUses
-from tiers.connector.scheduler.tier_manager import DOWN, LookupPace, TierManager
+from tiers.connector.scheduler.tier_manager import DOWN, TierManager
 from tiers.contract.generation import Generation
 from tiers.store import LocalIndex, Measured, TierStore, Usage, Warns, capability
 from tiers.wrappers.guard import HEALTHY, Guarded, Health
@@ -31,8 +31,8 @@ PART = 0.01
 
 
 class StoreWatch:
-    """Looks at one store on a thread of its own, in the scheduler's process alone: an engine that
-    has nothing to do hears of trouble, too, and hears it once."""
+    """Looks at one store on another thread, in the scheduler's process alone: an engine that has
+    nothing to do reports trouble, too, and reports it once."""
 
     def __init__(self, store: Guarded) -> None:
         self.usage = Usage(0, 0, None)
@@ -63,10 +63,10 @@ class StoreWatch:
             self.usage = measured.usage()
 
     def _hear(self) -> None:
-        """Tell once what keeps the store from what its settings ask for, and when that is over."""
+        """Log once what keeps the store from what its settings ask for, and when that is over."""
         warns = capability(self._store, Warns)
         if warns is None:
-            return  # or not open now, of which whoever opens it tells
+            return  # or not open now, which whoever opens it reports
         warning = warns.warning()
         if warning and not self._warned:
             self._log.log("tier %r: %s", self._store.tier_name, warning)
@@ -215,7 +215,7 @@ class StoreManager(TierManager):
 
     def holds(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Ask the store, on the caller's thread, which keys it holds, all of this generation or all
-        of none; None: it can't say now."""
+        of none; None: it can't answer now."""
         failed = self._failures()
         held = self._parts.has_of_either(keys)
         return held if self.health().reads_up and self._failures() == failed else None
@@ -224,7 +224,7 @@ class StoreManager(TierManager):
         return self._store.failures.total if isinstance(self._store, Guarded) else 0
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Stores keep their blocks elsewhere; one that goes before it is read is a miss."""
+        """Stores keep their blocks elsewhere; one that is evicted before it is read is a miss."""
         self._recent.add(keys)
         return [None] * len(keys)
 
@@ -260,7 +260,7 @@ class StoreManager(TierManager):
     def renew_pins(self, blocks: int, max_blocks: int) -> None:
         self._uses.renew_pins(blocks, max_blocks)
 
-    def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
+    def complete_store(self, key: bytes, slot: int, stored: bool, before: bytes | None) -> bool:
         if stored:
             self._changes.note(key, held=True)
             self._recent.add((key,))
@@ -269,7 +269,7 @@ class StoreManager(TierManager):
         return stored
 
     def touch_prefix(self, keys: Sequence[bytes]) -> None:
-        """Touch them all: to the store what came with the last step counts as used last."""
+        """Touch them all: a store takes what came with the last step to be used last."""
         self._uses.note(keys, at_once=self._index is not None)
 
     def discard(self, key: bytes) -> None:
@@ -303,7 +303,7 @@ class StoreManager(TierManager):
         self._queue.wait_a_moment()
 
     def health(self) -> Health:
-        """What its guard says of reads; writes are the workers'."""
+        """The guard's health for reads; writes are the workers'."""
         if not isinstance(self._store, Guarded):
             return HEALTHY
         found = self._store.health

@@ -14,7 +14,7 @@ evicts what was used longest ago has seven eighths of it to give before them."""
 
 
 class StoreUses:
-    """Uses of blocks that a store was told of, or will be; used by the scheduler's thread alone."""
+    """Uses of blocks that are reported to a store; used by the scheduler's thread alone."""
 
     USES, USES_AT_ONCE = 51_200.0, 1024.0
     """Rate of an index's recency updates, in names a second, and their burst: all of a prompt of
@@ -28,7 +28,7 @@ class StoreUses:
         threads: Executor,
         clock: Callable[[], float],
     ) -> None:
-        """`names`: what the store calls some keys, `ranks` names each. `threads`: tell a store that
+        """`names`: of keys in the store, `ranks` for each. `threads`: report to a store that
         takes its time."""
         self._store = store
         self._names = names
@@ -37,7 +37,7 @@ class StoreUses:
         self._clock = clock
         self._touching: Future[None] | None = None
         self._waiting: deque[bytes] = deque(maxlen=1 << 17)
-        self._may_tell, self._told_at = self.USES_AT_ONCE, clock()
+        self._allowance, self._reported_at = self.USES_AT_ONCE, clock()
         self._found_touch: Touch | None = None
         self._pinned: dict[bytes, None] = {}
         self._lap: list[bytes] = []
@@ -56,25 +56,25 @@ class StoreUses:
         if not (keys or self._waiting) or (touch := self.touch) is None:
             return
         if at_once:
-            self._waiting.extend(reversed(keys))  # the head last, so that it is the last to go
-            self._tell(touch)
+            self._waiting.extend(reversed(keys))  # the first last, so that it is evicted last
+            self._report(touch)
         elif self._touching is None or self._touching.done():
             # One at a time: what is used while a store takes its time is used again, or matters
             # little.
             self._touching = self._threads.submit(touch.touch, self._names(keys))
 
-    def _tell(self, touch: Touch) -> None:
-        """Tell an index what was used, as much as may be now; the rest follows in later steps."""
+    def _report(self, touch: Touch) -> None:
+        """Report uses to an index, as many as may be now; the rest follows in later steps."""
         now = self._clock()
-        may_tell = self._may_tell + (now - self._told_at) * self.USES
-        self._may_tell, self._told_at = min(self.USES_AT_ONCE, may_tell), now
-        count = min(len(self._waiting), int(self._may_tell) // self._ranks)
+        allowance = self._allowance + (now - self._reported_at) * self.USES
+        self._allowance, self._reported_at = min(self.USES_AT_ONCE, allowance), now
+        count = min(len(self._waiting), int(self._allowance) // self._ranks)
         if count:
-            self._may_tell -= count * self._ranks
+            self._allowance -= count * self._ranks
             touch.touch(self._names([self._waiting.popleft() for _ in range(count)][::-1]))
 
     def clear(self) -> None:
-        """Forget those it is yet to tell: there are other keys from now on."""
+        """Forget those yet to be reported: there are other keys from now on."""
         self._waiting.clear()
 
     def pin(self, keys: Sequence[bytes]) -> None:
@@ -82,7 +82,6 @@ class StoreUses:
         self._pinned |= dict.fromkeys(keys)
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        """Touch these no more."""
         for key in keys:
             self._pinned.pop(key, None)
 

@@ -54,7 +54,7 @@ class StoreOrder:
 
 @dataclass(eq=False)
 class TierRequest:
-    """What one tier keeps of a request; `state` is what the whole chain knows of it.
+    """What one tier keeps of a request; `request_state` is what the whole chain knows of it.
 
     `offered`: leading blocks that were offered for storing. `refused`: which keys of those found no
     room, and why (a counter's name). `cut`: why a block was refused for good, so that none behind
@@ -64,7 +64,7 @@ class TierRequest:
     which its blocks were stored. `lookup`: the answers of the tier.
     """
 
-    state: RequestState
+    request_state: RequestState
     offered: int = 0
     refused: dict[int, str] = field(default_factory=dict)
     cut: str | None = None
@@ -126,7 +126,6 @@ class Tier:
     # -- whether it works --------------------------------------------------------------------
 
     def opened(self, opened: OpenTier) -> None:
-        """The tier is open."""
         self.open, self._is_open = opened, True
         self.kv_events.keep_in(opened.inventory)
 
@@ -138,7 +137,6 @@ class Tier:
         self.ended()
 
     def ended(self) -> None:
-        """The tier is used no more."""
         self._has_failed = True
 
     def update(self, workers: Mapping[int, Health]) -> None:
@@ -162,22 +160,24 @@ class Tier:
 
     @property
     def writes(self) -> bool:
-        """Whether every worker may store."""
         return all(worker.writes for worker in self._workers.values())
 
     def gauges(self) -> dict[str, float]:
         """The health that `stats` report of it, as this process and the workers find it."""
         here = self.open.manager.health()
         each = [here, *self._workers.values()] if self.usable else [FAILED]
-        reads, writes = all(one.reads_up for one in each), all(one.writes_up for one in each)
+        reads, writes = (
+            all(health.reads_up for health in each),
+            all(health.writes_up for health in each),
+        )
         if self._has_failed:
             state = "refused"
-        elif not self._is_open or any(one.opening for one in each):
+        elif not self._is_open or any(health.opening for health in each):
             state = "opening"
         elif not reads and not writes:
             state = "down"
         else:
-            is_whole = reads and writes and not any(one.is_short for one in each)
+            is_whole = reads and writes and not any(health.is_short for health in each)
             state = "open" if is_whole else "degraded"
         return {
             STATE: float(STATES.index(state)),

@@ -23,7 +23,7 @@ little time would have others wait."""
 class _WaitingHint(NamedTuple):
     """A request's hint that is yet to be obeyed for these keys. `since`: its time counts from."""
 
-    state: RequestState
+    request_state: RequestState
     keys: Sequence[bytes]
     since: float
 
@@ -58,14 +58,13 @@ class TierHints:
         """Blocks of these numbers among a request's keys have come into the tier."""
         if self._retained:
             self._tier.open.manager.renew_pins(len(numbers), self._tier.open.max_blocks)
-        if tier_request.state.hints is not NO_HINTS:
-            end, keys = self._prompt_end(tier_request), tier_request.state.keys
+        if tier_request.request_state.hints is not NO_HINTS:
+            end, keys = self._prompt_end(tier_request), tier_request.request_state.keys
             self._take(tier_request, [keys[number] for number in sorted(numbers) if number < end])
 
     def ended(self, tier_request: TierRequest) -> None:
-        """A request has ended."""
-        if tier_request.state.hints is not NO_HINTS:
-            keys = self._tier.requests.keys(tier_request.state)
+        if tier_request.request_state.hints is not NO_HINTS:
+            keys = self._tier.requests.keys(tier_request.request_state)
             self._take(tier_request, keys[: self._prompt_end(tier_request)])
 
     def forget(self) -> None:
@@ -77,7 +76,7 @@ class TierHints:
     def _prompt_end(self, tier_request: TierRequest) -> int:
         """The number behind those of the prompt's full blocks."""
         requests = self._tier.requests
-        tokens = tier_request.state.request.num_prompt_tokens
+        tokens = tier_request.request_state.request.num_prompt_tokens
         return tokens // requests.engine.block_tokens * len(requests.groups)
 
     def _take(self, tier_request: TierRequest, keys: Sequence[bytes]) -> None:
@@ -85,10 +84,10 @@ class TierHints:
         if not keys:
             return
         if self._blocks_waiting + len(keys) > MOST_WAITING:
-            retains = tier_request.state.hints.retain is not None
+            retains = tier_request.request_state.hints.retain is not None
             self._tier.count(**{"retain_refused" if retains else "demote_refused": len(keys)})
             return
-        self._waiting.append(_WaitingHint(tier_request.state, keys, self._now()))
+        self._waiting.append(_WaitingHint(tier_request.request_state, keys, self._now()))
         self._blocks_waiting += len(keys)
         pace = self._tier.open.manager.pace
         if pace.is_short(self._blocks_waiting) and not pace.is_spent:
@@ -111,7 +110,7 @@ class TierHints:
         pace.took()
 
     def _obey(self, hint: _WaitingHint, keys: Sequence[bytes]) -> None:
-        request_state = hint.state
+        request_state = hint.request_state
         tier, hints, manager = self._tier, request_state.hints, self._tier.open.manager
         if request_state.is_outdated:
             return
@@ -154,7 +153,7 @@ class PinnedBlocks:
         from now, or as long as they are retained already. Returns those that are retained."""
         until = math.ceil(self._now() + ttl)
         before = [key for key in keys if key in self._until]
-        room = min(bounds.all - len(self), bounds.one - self._counts[tenant])
+        room = min(bounds.all - len(self), bounds.per_tenant - self._counts[tenant])
         new = [key for key in dict.fromkeys(keys) if key not in self._until][: max(0, room)]
         for key in new:
             self._tenants[key] = tenant
@@ -185,7 +184,6 @@ class PinnedBlocks:
         return found
 
     def remove_all(self) -> list[bytes]:
-        """Retain nothing any more; returns what was."""
         return self.remove([*self._until])
 
     def take_ended(self, most: int) -> list[bytes]:

@@ -1,71 +1,17 @@
-"""A tier as the scheduler sees it: what it holds, and what goes in and out."""
+"""A tier as the scheduler sees it: what it holds, and what moves in and out."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.lookups import Lookup, LookupPace
 from tiers.store import Usage
 from tiers.wrappers.guard import HEALTHY, Health
 
 NOTHING_USED = Usage(0, 0, None)
 
 DOWN = -1
-"""The version of what a tier says that may not be looked up: it has nothing."""
-
-
-class LookupPace:
-    """Names that an index may be asked for now; used by the scheduler's thread.
-
-    A name costs that thread 0.2 to 0.4 us, and its block another microsecond, so that a long prompt
-    would hold up all requests that decode. It is looked up over several steps instead, while it
-    waits for its turn; and so is what a hint is about. A short question costs a step little, and is
-    not held back by those of others.
-    """
-
-    OF_A_BLOCK = 3
-    """So many names cost what else a block does: its key, and the question to the tiers above."""
-    AT_ONCE = 16_384
-    """Names of a step, at most: about 5 ms."""
-    A_SECOND = 1_600_000.0
-    """For each second that is not spent on such a question: half of the thread's time or less, so
-    that an idle engine answers about as soon."""
-    FEW = 4096
-    """Names of a question that is never held back."""
-
-    def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`ranks`: names of a block. `clock`: of the machine, since it is its time that is spent,
-        in seconds."""
-        self._names = ranks + self.OF_A_BLOCK
-        self._clock = clock
-        self._left, self._at = float(self.AT_ONCE), clock()
-
-    def is_short(self, blocks: int) -> bool:
-        """Whether a question of so many blocks is never held back."""
-        return blocks * self._names <= self.FEW
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether nothing was left when something was last looked up."""
-        return self._left <= 0
-
-    def take(self, blocks: int) -> int:
-        """How many of so many blocks are looked up now."""
-        now = self._clock()
-        self._left = min(self._left + (now - self._at) * self.A_SECOND, self.AT_ONCE)
-        self._at = now
-        if not self.is_short(blocks):
-            # Not a few names for each that waits: a call costs as much as a hundred.
-            may = int(self._left) if self._left >= self.FEW else 0
-            blocks = min(blocks, may // self._names)
-        self._left -= blocks * self._names
-        return blocks
-
-    def took(self) -> None:
-        """Those were looked up. The time that took allows for nothing: each of many long prompts
-        that wait would otherwise be given as much as the first, all in one step."""
-        self._at = self._clock()
+"""The version of a tier's coverage that may not be looked up: it covers nothing."""
 
 
 class TierManager:
@@ -91,7 +37,7 @@ class TierManager:
         return [False] * len(asked)
 
     def version(self, lookup: Lookup, keys: Sequence[bytes]) -> int | None:
-        """What `coverage` says of a request is the same while this is; None: it is not known."""
+        """`coverage` of a request is the same while this is; None: it is not known."""
         return 0
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int | None]:
@@ -107,18 +53,18 @@ class TierManager:
 
     def predecessors(self, prefix: Sequence[bytes], numbers: Sequence[int]) -> dict[bytes, bytes]:
         """For a request's keys, `prefix`, of these numbers, in order: the nearest block before each
-        that the tier keeps. Empty where the tier itself decides what goes."""
+        that the tier keeps. Empty where the tier itself decides what is evicted."""
         return {}
 
-    def complete_store(self, key: bytes, slot: int, stored: bool, head: bytes | None) -> bool:
+    def complete_store(self, key: bytes, slot: int, stored: bool, before: bytes | None) -> bool:
         """Note how storing a block ended; the slot is still referenced. Whether it is held now.
 
-        `head`: what `heads` said of it; the block is the first of the two to go.
+        `before`: its predecessor (see `predecessors`); the block is evicted before it.
         """
         return False
 
     def touch_prefix(self, keys: Sequence[bytes]) -> None:
-        """A prefix was stored in several steps: let its head be the last to go."""
+        """A prefix was stored in several steps: have its first block evicted last."""
 
     def pinnable(self, keys: Sequence[bytes]) -> list[bytes]:
         """Those of these blocks that the tier has and can pin for a hint."""
@@ -134,7 +80,7 @@ class TierManager:
         """The tier stored some `blocks`, and has room for `max_blocks`."""
 
     def demote(self, keys: Sequence[bytes]) -> int:
-        """Let these blocks be the next to go, the last of them first, unless they are used again;
+        """Let these blocks be evicted next, the last of them first, unless they are used again;
         return how many were not yet."""
         return 0
 
@@ -170,7 +116,7 @@ class TierManager:
         return NOTHING_USED
 
     def evicted(self) -> int:
-        """Blocks evicted so far that this process was not told of one by one."""
+        """Blocks evicted so far that were not reported to this process one by one."""
         return 0
 
     def slots_kept(self) -> int:

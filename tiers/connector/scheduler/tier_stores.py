@@ -51,7 +51,7 @@ NO_OFFERS = Offers((), (), ())
 
 def new_offers(requests: RequestTable, tier_request: TierRequest, scheduled: Scheduled) -> Offers:
     """All parts of the blocks that are complete and were not offered yet."""
-    request_state, before, last = scheduled.state, scheduled.before, scheduled.complete
+    request_state, before, last = scheduled.request_state, scheduled.before, scheduled.complete
     first = tier_request.offered
     if last <= first:  # most steps of an answer complete no block
         return NO_OFFERS
@@ -64,7 +64,7 @@ def new_offers(requests: RequestTable, tier_request: TierRequest, scheduled: Sch
         return Offers(range(first, last), keys[first:last], table[first:last])
     size = len(requests.groups)
     offers = _kept(requests, request_state, range(first * size, last * size), before)
-    left = [one for one in scheduled.states if first * size <= one[0] < last * size]
+    left = [state for state in scheduled.states if first * size <= state[0] < last * size]
     if not left:
         return offers
     of_states = [(number, keys[number], paged) for number, paged in left]
@@ -128,7 +128,7 @@ class TierStores:
         new = [self._new(scheduled) for scheduled in step.scheduled]
         # The tier is asked once for all requests, and not at all where no block is complete.
         misses = self._misses([key for _, _, offers in new for key in offers.keys])
-        jobs = [job for one in new if (job := self._offer(*one, misses)) is not None]
+        jobs = [job for offer in new if (job := self._offer(*offer, misses)) is not None]
         jobs += self._offer_last(step.overwritten)
         reading = self._reading
         readers = sorted({reading[block] for block in step.overwritten & reading.keys()})
@@ -139,13 +139,13 @@ class TierStores:
         return jobs, readers
 
     def _may_store(self, tier_request: TierRequest) -> bool:
-        if not self._tier.usable or not tier_request.state.stores:
+        if not self._tier.usable or not tier_request.request_state.stores:
             return False
-        return self._tier.tenants.may_keep(tenant_of(tier_request.state.request))
+        return self._tier.tenants.may_keep(tenant_of(tier_request.request_state.request))
 
     def _new(self, scheduled: Scheduled) -> tuple[Scheduled, TierRequest, Offers]:
         """What the step completes of a request: full blocks of known tokens."""
-        tier_request, requests = self._tier.request(scheduled.state), self._tier.requests
+        tier_request, requests = self._tier.request(scheduled.request_state), self._tier.requests
         if scheduled.is_new and not self._promote:
             tier_request.offered = scheduled.before // requests.engine.block_tokens
         if scheduled.complete <= tier_request.offered or not self._may_store(tier_request):
@@ -192,7 +192,7 @@ class TierStores:
             tier_request.cut = next((why for why in reasons if why != NOT_YET), None)
 
     def _offer_again(self, tier_request: TierRequest, scheduled: Scheduled) -> dict[int, StoreItem]:
-        """Offer what had no room before, head first, while the request runs and has the blocks."""
+        """Offer what had no room before, first blocks first, while the request has the blocks."""
         requests, waiting = self._tier.requests, tier_request.refused
         most = min(self._retries, self._room())
         if most <= 0:
@@ -200,7 +200,7 @@ class TierStores:
         # After a preemption it may not have got as far again.
         last = scheduled.complete * len(requests.groups)
         numbers = [number for number in islice(waiting, most) if number < last]
-        offers = _kept(requests, tier_request.state, numbers, scheduled.before)
+        offers = _kept(requests, tier_request.request_state, numbers, scheduled.before)
         for number in set(numbers) - set(offers.numbers):
             del waiting[number]  # the engine has given it away
         self._retries -= len(offers.keys)
@@ -232,12 +232,12 @@ class TierStores:
         if not items:
             return None
         tier_request.order.in_flight += 1
-        # In several batches its head, which is stored first, would be evicted first.
+        # Split in batches, the first block is stored, and evicted, first.
         tier, requests = self._tier.open, self._tier.requests
         writers = 1 if tier.one_writer else requests.engine.world_size
         whole = tier_request.offered * len(requests.groups)
         at_once = len(items) == whole <= batch_blocks(max(1, tier.block_bytes // writers))
-        request_state, tag = tier_request.state, requests.generation.tag
+        request_state, tag = tier_request.request_state, requests.generation.tag
         adapter = request_state.mark.adapter
         job = StoreJob(self._jobs.next_id(), list(items.values()), tag, adapter)
         tenant = tenant_of(request_state.request)
@@ -289,14 +289,6 @@ class TierStores:
         most = self._admission.most_inflight(tier.block_bytes, tier.pool.num_slots)
         return most - self.slots_pinned
 
-    def _release(self, job_id: int, item: StoreItem) -> None:
-        """Give the slot and the paged block of an item back."""
-        self._keys.discard(item.key)
-        self._tier.open.pool.release(item.slot)
-        self.slots_pinned -= 1
-        if item.source is not None and self._reading.get(item.source) == job_id:
-            del self._reading[item.source]
-
     # -- ends --------------------------------------------------------------------------------
 
     def ended(self, store: PendingStore) -> None:
@@ -306,10 +298,10 @@ class TierStores:
         failed = store.result.failed
         self._admission.acceptance.failed(len(failed))
         self._admission.rate.ended(len(job.items) - len(failed), store.result.seconds)
-        predecessors = manager.predecessors(tier_request.state.keys, store.numbers)
+        predecessors = manager.predecessors(tier_request.request_state.keys, store.numbers)
         kept: list[bytes] = []
         numbers: list[int] = []
-        # The first last, so that it counts as used last: a prefix's head must outlive its tail.
+        # The first last, so that it counts as used last: predecessors must outlive their tail.
         for index in reversed(range(len(job.items))):
             item, number = job.items[index], store.numbers[index]
             if generation.owns(item.key):
@@ -321,8 +313,12 @@ class TierStores:
                     numbers.append(number)
             elif job.generation:  # blocks without one stay: others may use them
                 manager.drop([item.key], job.generation)
-            self._release(job.job_id, item)
-        tier.kv_events.announce_stored(tier_request.state)
+            self._keys.discard(item.key)
+            tier.open.pool.release(item.slot)
+            self.slots_pinned -= 1
+            if item.source is not None and self._reading.get(item.source) == job.job_id:
+                del self._reading[item.source]
+        tier.kv_events.announce_stored(tier_request.request_state)
         self._hints.stored(tier_request, numbers)
         beyond = tier.tenants.kept(store.tenant, kept, tier.open.block_bytes)
         if beyond:
@@ -332,16 +328,16 @@ class TierStores:
         self._touch_prefix(tier_request)
 
     def _touch_prefix(self, tier_request: TierRequest) -> None:
-        """Have the tail evicted before the head, of a prefix that was stored in steps."""
+        """Have the tail evicted first, of a prefix that was stored in steps."""
         keys = tier_request.offered * len(self._tier.requests.groups)
         if tier_request.order.touch_due(keys):
-            self._tier.open.manager.touch_prefix(tier_request.state.keys[:keys])
+            self._tier.open.manager.touch_prefix(tier_request.request_state.keys[:keys])
 
     def request_finished(self, tier_request: TierRequest, tables: Sequence[list[int]]) -> None:
         """Keep what the request leaves to offer for the next step."""
         requests = self._tier.requests
         self._hints.ended(tier_request)
-        last = requests.ended(tier_request.state, tables)
+        last = requests.ended(tier_request.request_state, tables)
         offers = NO_OFFERS
         if self._may_store(tier_request):
             offers = new_offers(requests, tier_request, last)

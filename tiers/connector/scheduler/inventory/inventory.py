@@ -1,11 +1,11 @@
-"""Inventory: keeps what a tier was announced to hold, and notices what it holds no more.
+"""Inventory: keeps what a tier was announced to hold, and notices evictions.
 
-A thread of its own does all of it: the scheduler hands it what it tells, and takes from it, in each
-step, a few announcements that have become due. Nothing here waits for the scheduler or makes it
-wait; what has no room is counted, and only what a router knows is the poorer for it.
+A thread does all of it: the scheduler hands it announcements, and takes from it, in each step, a
+few that have become due. Nothing here waits for the scheduler or makes it wait. Overflow is
+counted; routers miss those blocks.
 
 What may lie in no file, or finds none that can be written, is remembered in memory: what the tier
-evicts of it is told as well, and only the next engine does not announce it.
+evicts of it is announced as well, and only the next engine does not announce it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Remembered:
 
 
 Holds = Callable[[Sequence[bytes]], list[bool] | None]
-"""Says which keys of one generation the tier holds; None: it can't say now. Called by the
+"""Which keys of one generation the tier holds; None: it can't answer now. Called by the
 inventory's thread."""
 
 PAUSE = 0.05
@@ -89,7 +89,7 @@ AUDIT_RATE = 5_000.0
 AUDIT_EVERY = 10.0
 """Seconds between two rounds, at least."""
 CLOSE_SECONDS = 2.0
-"""How long the end of an engine waits for what it told last to be kept."""
+"""How long the end of an engine waits for its last announcements to be kept."""
 RETRY_SECONDS = 10.0
 """After a file has failed."""
 STUCK_SECONDS = 1.0
@@ -97,7 +97,7 @@ STUCK_SECONDS = 1.0
 
 
 class Due(NamedTuple):
-    """What a step shall tell: that these blocks are `held`, or that they are not, but for those
+    """An announcement for a step: that these blocks are `held`, or that they are not, but for those
     that were stored again meanwhile (`but`)."""
 
     run: Run
@@ -117,9 +117,9 @@ class Inventory:
         rate: float,
     ) -> None:
         """`folder`: of the journal; None: nothing may lie in files. `elsewhere`: what other tiers
-        of the same medium hold: events do not tell them apart; None: there are none, which it says
-        without I/O when asked for no keys. `rate`: blocks a second that are announced again at
-        most."""
+        of the same medium hold: events do not distinguish them; None: there are none, which it
+        answers without I/O when asked for no keys. `rate`: blocks a second that are announced
+        again at most."""
         self._elsewhere = elsewhere
         self.dropped = 0
         """Blocks so far that were not kept as they should: they are not announced again."""
@@ -130,7 +130,7 @@ class Inventory:
         self._audits = RateLimit(AUDIT_RATE)
         self._noted: Handoff[tuple[Run, bool]] = Handoff(items=1 << 16, weight=1 << 20)
         self._due: Handoff[Due] = Handoff(items=1 << 16, weight=4 * PER_STEP)
-        self._told: set[bytes] = set()
+        self._announced: set[bytes] = set()
         self._stop = threading.Event()
         self._adopting = folder is not None
         self._moved = time.monotonic()
@@ -142,7 +142,7 @@ class Inventory:
         self._unseen = 0
         self._retry_at = -math.inf
         self._missing: FileNotFoundError | None = None
-        self._said = ""
+        self._logged = ""
         what = "times what is announced could not be kept"
         self._failures = RepeatedLog(logger, f"tier {tier!r}", what)
         self._ended = in_background(self._run, "inventory")
@@ -150,15 +150,15 @@ class Inventory:
     # -- the scheduler's thread ----------------------------------------------------------------
 
     def note(self, run: Run, lasts: bool = True) -> None:
-        """Keep what has just been told. `lasts`: whether the next engine finds it, too."""
+        """Keep an announcement. `lasts`: whether the next engine finds it, too."""
         is_kept = not self._ended.done() and self._noted.give((run, lasts), len(run.keys))
         if is_kept:
-            self._told.update(run.keys)
+            self._announced.update(run.keys)
         else:
             self.dropped += len(run.keys)
 
     def take(self) -> Iterator[Due]:
-        """What this step shall tell."""
+        """The announcements of this step."""
         blocks = 0
         while blocks < PER_STEP and (due := self._due.take()) is not None:
             blocks += len(due.run.keys)
@@ -167,7 +167,7 @@ class Inventory:
 
     @property
     def is_announcing(self) -> bool:
-        """Whether there is, or soon will be, something to tell that was held before this start."""
+        """Whether blocks held before this start are, or soon will be, to be announced."""
         if self._ended.done():
             return False
         # What is due waits for a step, however long the engine took to come to its first.
@@ -226,13 +226,13 @@ class Inventory:
         """A file failed, as where a disk is full for a while: what comes is remembered, until
         another journal takes over what was kept."""
         self._missing = None
-        self._say(error)
+        self._log(error)
         self._close_journal()
         self._retry_at = time.monotonic() + RETRY_SECONDS
 
-    def _say(self, error: OSError) -> None:
-        if str(error) != self._said:
-            self._said = str(error)
+    def _log(self, error: OSError) -> None:
+        if str(error) != self._logged:
+            self._logged = str(error)
             self._failures.log(
                 "tier %r: what is announced can't be kept in %s (%s): it is not announced again "
                 "after a restart",
@@ -248,7 +248,7 @@ class Inventory:
             try:
                 journal.close()
             except OSError as error:
-                self._say(error)
+                self._log(error)
 
     def _write(self) -> None:
         while (noted := self._noted.take()) is not None:
@@ -259,14 +259,14 @@ class Inventory:
         should_last = lasts and self._folder is not None
         try:
             if should_last and self._journal is not None and not self._journal.append([run]):
-                self._said = ""
+                self._logged = ""
                 return
         except OSError:
             self._remember(run, should_last)
             raise
         self._remember(run, should_last)
         if should_last and self._missing is not None:
-            self._say(self._missing)
+            self._log(self._missing)
 
     def _remember(self, run: Run, should_last: bool) -> None:
         is_kept = self._remembered.add(run)
@@ -293,7 +293,7 @@ class Inventory:
             yield from part.held(self._ask(part.keys))
 
     def _ask(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys the tier holds; waits until it can say."""
+        """Which keys the tier holds; waits until it can answer."""
         while (held := self._holds(keys)) is None:
             if self._stop.wait(10 * PAUSE):
                 return [True] * len(keys)  # nobody knows: the next engine asks again
@@ -312,25 +312,22 @@ class Inventory:
         """Look through one file, or a part of what is remembered, for what the tier holds no
         more."""
         if self._due:
-            return  # what was found before must be told before, while `but` is up to date
+            return  # what was found before is announced before, while `but` is up to date
         if not self._round and not self._unseen:
             if time.monotonic() < self._audited + AUDIT_EVERY:
                 return
             self._audited = time.monotonic()
-            self._begin_round()
-        # What is stored from now on may be looked for before it is, and be told before its loss.
-        but = self._told = set[bytes]()
+            if self._journal is not None:
+                self._journal.rotate()
+                self._round, self._before = self._journal.closed()[::-1], None
+            self._unseen = self._remembered.rotate()
+        # What is stored from now on may be looked for before it is, and announced before its loss.
+        but = self._announced = set[bytes]()
         for run in self._look_through():
             self._give(Due(run, held=False, but=but))
 
-    def _begin_round(self) -> None:
-        if self._journal is not None:
-            self._journal.rotate()
-            self._round, self._before = self._journal.closed()[::-1], None
-        self._unseen = self._remembered.rotate()
-
     def _look_through(self) -> list[Run]:
-        """What is to be told of the next part of a round."""
+        """Losses in the next part of a round."""
         if self._journal is not None and self._round:
             return self._look_through_file(self._journal, self._round.pop())
         if not self._unseen:
@@ -363,12 +360,7 @@ class Inventory:
                 self._audits.take(len(part.keys))
                 held = self._ask(part.keys)
                 kept += part.held(held)
-                lost += self._nowhere(part, held)
+                if not all(held):
+                    other = self._elsewhere(part.keys) or [False] * len(held)
+                    lost += part.held([not a and not b for a, b in zip(held, other, strict=True)])
         return kept, lost
-
-    def _nowhere(self, run: Run, held: Sequence[bool]) -> Iterator[Run]:
-        """Those that are neither held here nor in another tier of the same medium."""
-        if all(held):
-            return iter(())
-        other = self._elsewhere(run.keys) or [False] * len(held)
-        return run.held([not here and not there for here, there in zip(held, other, strict=True)])

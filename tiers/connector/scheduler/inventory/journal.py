@@ -1,4 +1,4 @@
-"""Journal: files that say what one engine has announced of a tier's blocks.
+"""Journal: files of what one engine has announced of a tier's blocks.
 
 FOLDER/<namespace>/<engine>/     0700, everything in it 0600
   lock                           locked while that engine lives
@@ -127,7 +127,6 @@ class Journal:
         return before
 
     def close(self) -> None:
-        """Leave the files to the next engine."""
         self.rotate()
         for lock in self._locks:
             release(lock)
@@ -155,7 +154,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 def _new(folder: Path) -> tuple[Path, int]:
-    """A folder of an engine's own, and its lock."""
+    """A new folder of an engine, and its lock."""
     while True:
         mine = folder / secrets.token_hex(8)
         mine.mkdir(mode=0o700)
@@ -207,11 +206,9 @@ class Run(NamedTuple):
 
     @property
     def hashes(self) -> tuple[bytes, ...]:
-        """The engine's hashes."""
         return tuple(key[: self.hash_bytes] for key in self.keys)
 
     def held(self, held: Sequence[bool]) -> Iterator[Run]:
-        """The parts of this run that are held."""
         begin = 0
         for end in range(len(held) + 1):
             if end < len(held) and held[end]:
@@ -221,7 +218,6 @@ class Run(NamedTuple):
             begin = end + 1
 
     def part(self, begin: int, end: int) -> Run:
-        """The blocks of these numbers."""
         if end - begin == len(self.keys):
             return self
         origin, size = self.origin, self.block_tokens
@@ -242,7 +238,7 @@ def pack(run: Run) -> bytes:
     if len(sizes) != 1:
         raise ValueError("keys of several lengths")
     origin = run.origin
-    said = [
+    facts = [
         run.group,
         run.block_tokens,
         (run.parent or b"").hex(),
@@ -250,7 +246,7 @@ def pack(run: Run) -> bytes:
         origin.lora_name,
         origin.extra_keys,
     ]
-    head = json.dumps(said).encode()
+    head = json.dumps(facts).encode()
     body = b"".join(
         [
             _HEAD.pack(sizes.pop(), run.hash_bytes, len(run.keys), len(head)),
@@ -280,8 +276,8 @@ def unpack(data: bytes) -> Iterator[Run]:
 def _run(body: bytes) -> Run:
     key_bytes, hash_bytes, count, head_bytes = _HEAD.unpack_from(body)
     start = _HEAD.size
-    said: list[Any] = json.loads(body[start : start + head_bytes])
-    group, block_tokens, parent, lora_id, lora_name, extra_keys = said
+    facts: list[Any] = json.loads(body[start : start + head_bytes])
+    group, block_tokens, parent, lora_id, lora_name, extra_keys = facts
     start += head_bytes
     end = start + count * key_bytes
     keys = [body[i : i + key_bytes] for i in range(start, end, key_bytes)]
