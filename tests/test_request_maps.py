@@ -28,10 +28,10 @@ MESSAGES = ("contract/messages.py", "multi/multi_connector.py")
 OTHERS = {
     "contract/stats.py::TierStats.data": "tiers",
     "multi/multi_scheduler.py::MultiScheduler._loaders": "children",
+    "scheduler/jobs.py::Jobs._counts": "kinds of jobs",
     "policy/chooser.py::Chooser._foreign": "children",
     "policy/chooser.py::Chooser._loaders": "children",
     "policy/request_state.py::RequestState.tiers": "tiers",
-    "policy/request_state.py::RequestTable._counted": "counters",
     "scheduler/admission.py::AcceptanceMonitor._lost": "counters",
     "scheduler/tier_hints.py::PinnedBlocks._counts": "tenants",
     "scheduler/tier_hints.py::PinnedBlocks._ending[until]": "blocks",

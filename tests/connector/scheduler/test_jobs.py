@@ -25,7 +25,7 @@ class Unlooked(dict[int, Any]):
 def test_gauges_say_what_is_under_way_and_go_through_nothing() -> None:
     rng = random.Random(3)
     jobs = Jobs(2)
-    jobs._loading, jobs._storing = Unlooked(), Unlooked()
+    jobs._in_flight = Unlooked()
     tier_request = TierRequest(cast(RequestState, FakeRequest()))
     in_flight: dict[int, tuple[str, int, int]] = {}
     for _ in range(300):

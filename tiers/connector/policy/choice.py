@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from tiers.contract.block_groups import (
@@ -119,12 +120,7 @@ def shared(
     stretches = _stretches(levels, range(tail), NO_WINDOW)
     stretches += _stretches(levels, range(tail, count), COMPLETE if window else NO_WINDOW)
     pieces, _ = share(stretches, paces, last)
-    shares: Shares = {}
-    block = blocks.start
-    for child, run in groupby(pieces, key=lambda piece: piece[0]):
-        stop = block + sum(length for _, length in run)
-        shares.setdefault(child, []).append(range(block, stop))
-        block = stop
+    shares = _shares(pieces, blocks.start)
     return Stitch(shares, blocks.start + count, looking and count < len(blocks))
 
 
@@ -175,12 +171,17 @@ def _owners(answers: Mapping[int, Sequence[int]], least: int, count: int) -> lis
 
 
 def _runs(owners: list[int], block: int) -> Shares:
-    shares: Shares = {}
     if owners and owners.count(owners[0]) == len(owners):  # by far most often
         return {owners[0]: [range(block, block + len(owners))]}
-    for owner, run in groupby(owners):
-        stop = block + len(list(run))
-        shares.setdefault(owner, []).append(range(block, stop))
+    return _shares(((owner, len(list(run))) for owner, run in groupby(owners)), block)
+
+
+def _shares(pieces: Iterable[tuple[int, int]], block: int) -> Shares:
+    """Pieces of a prefix that begins with this block, as shares."""
+    shares: Shares = {}
+    for child, run in groupby(pieces, key=itemgetter(0)):
+        stop = block + sum(length for _, length in run)
+        shares.setdefault(child, []).append(range(block, stop))
         block = stop
     return shares
 

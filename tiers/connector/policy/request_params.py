@@ -68,7 +68,7 @@ class HintReader:
 
     def __init__(self) -> None:
         self.ignored = 0
-        """Hints, so far."""
+        """Hints, since they were last counted."""
         self._log = RepeatedLog(logger, "chain", "hints were ignored")
 
     def read(self, request: Request) -> Hints:

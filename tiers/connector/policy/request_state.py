@@ -138,7 +138,6 @@ class RequestTable:
         """The step whose orders are being made."""
         self._hints = HintReader()
         self._media_late = 0
-        self._counted = {"hints_ignored": 0, "media_timeouts": 0}
         self._now = now
         self._max_wait = max_wait
         self._prompt_only = prompt_only
@@ -170,9 +169,8 @@ class RequestTable:
         return self.ready(request)
 
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:
-        now = {"hints_ignored": self._hints.ignored, "media_timeouts": self._media_late}
-        more = {name: now[name] - before for name, before in self._counted.items()}
-        self._counted = now
+        more = {"hints_ignored": self._hints.ignored, "media_timeouts": self._media_late}
+        self._hints.ignored = self._media_late = 0
         return {CHAIN: more} if any(more.values()) else {}
 
     def _wait_budget(self) -> WaitBudget:

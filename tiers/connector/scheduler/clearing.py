@@ -86,13 +86,11 @@ class Clearing:
             left -= count
             some = [self._dropping.popleft() for _ in repeat(None, count)]
             for generation, keys in groupby(some, key=itemgetter(0)):
-                self._drop(generation, [key for _, key in keys])
+                spaces = [space_of(namespace, generation) for namespace in self._namespaces]
+                dropped = [key for _, key in keys]
+                self._store.drop([space + key for space in spaces for key in dropped])
             if self._is_closing.wait(self.PAUSE):
                 return
-
-    def _drop(self, generation: bytes, keys: Sequence[bytes]) -> None:
-        spaces = [space_of(namespace, generation) for namespace in self._namespaces]
-        self._store.drop([space + key for space in spaces for key in keys])
 
     def _clear_space(self, store: Clear, space: bytes) -> None:
         while store.clear(space) and not self._is_closing.wait(self.PAUSE):

@@ -59,51 +59,49 @@ class Jobs:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._ids = itertools.count()
-        self._loading: dict[int, PendingLoad] = {}
-        self._storing: dict[int, PendingStore] = {}
+        self._in_flight: dict[int, PendingLoad | PendingStore] = {}
         # Counted up and down: thousands may be in flight, and every step reports how much.
-        self._blocks_loading = self._blocks_storing = 0
+        self._counts = {PendingLoad: [0, 0], PendingStore: [0, 0]}
+        """Jobs and blocks of each kind."""
 
     def __len__(self) -> int:
-        return len(self._loading) + len(self._storing)
+        return len(self._in_flight)
 
     def next_id(self) -> int:
         """The number of a new job, of either kind."""
         return next(self._ids)
 
     def begin(self, pending: PendingLoad | PendingStore) -> None:
-        if isinstance(pending, PendingLoad):
-            self._loading[pending.job.job_id] = pending
-            self._blocks_loading += len(pending.job.items)
-        else:
-            self._storing[pending.job.job_id] = pending
-            self._blocks_storing += len(pending.job.items)
+        self._in_flight[pending.job.job_id] = pending
+        self._count(pending, 1)
+
+    def _count(self, pending: PendingLoad | PendingStore, sign: int) -> None:
+        counts = self._counts[type(pending)]
+        counts[0] += sign
+        counts[1] += sign * len(pending.job.items)
 
     def end(self, job_id: int, result: JobResult) -> PendingLoad | PendingStore | None:
         """Take in the `result` of some ranks; returns the job if these were the last of them."""
-        pending = self._storing.get(job_id) or self._loading.get(job_id)
+        pending = self._in_flight.get(job_id)
         if pending is None:
             return None
         pending.result.fold(result)
         if pending.result.ranks < self._ranks:
             return None
-        if isinstance(pending, PendingLoad):
-            del self._loading[job_id]
-            self._blocks_loading -= len(pending.job.items)
-        else:
-            del self._storing[job_id]
-            self._blocks_storing -= len(pending.job.items)
+        del self._in_flight[job_id]
+        self._count(pending, -1)
         return pending
 
     @property
     def any_loading(self) -> bool:
-        return bool(self._loading)
+        return self._counts[PendingLoad][0] > 0
 
     def gauges(self, block_bytes: int) -> dict[str, float]:
         """Counts and bytes of loads and stores in flight, over all ranks (see `stats`)."""
+        (loads, loading), (stores, storing) = self._counts.values()
         return {
-            "loading_jobs": float(len(self._loading)),
-            "loading_bytes": float(self._blocks_loading * block_bytes),
-            "storing_jobs": float(len(self._storing)),
-            "storing_bytes": float(self._blocks_storing * block_bytes),
+            "loading_jobs": float(loads),
+            "loading_bytes": float(loading * block_bytes),
+            "storing_jobs": float(stores),
+            "storing_bytes": float(storing * block_bytes),
         }

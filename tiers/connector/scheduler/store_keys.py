@@ -41,14 +41,11 @@ class RankKeys:
         return [space + key for key in keys for space in spaces]
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask the store which blocks it holds; on the caller's thread."""
-        return _everywhere(self._store.has, self._spaces(), keys)
-
-    def has_of_either(self, keys: Sequence[bytes]) -> list[bool]:
-        """The same of keys that are all of this generation, or all of none."""
+        """Ask the store which blocks it holds, all of this generation or all of none; on the
+        caller's thread."""
         tag = self._generation.tag  # once: a reset may come at any time, on another thread
-        is_own = bool(keys) and keys[0].endswith(tag)
-        return _everywhere(self._store.has, self._spaces_of(tag if is_own else b""), keys)
+        is_ours = bool(keys) and keys[0].endswith(tag)
+        return _everywhere(self._store.has, self._spaces_of(tag if is_ours else b""), keys)
 
     def peek(self, index: LocalIndex, keys: Sequence[bytes]) -> list[bool]:
         """Look up in the store's index which blocks it holds. Misses of the first rank are not

@@ -217,7 +217,7 @@ class StoreManager(TierManager):
         """Ask the store, on the caller's thread, which keys it holds, all of this generation or all
         of none; None: it can't answer now."""
         failed = self._failures()
-        held = self._parts.has_of_either(keys)
+        held = self._parts.has(keys)
         return held if self.health().reads_up and self._failures() == failed else None
 
     def _failures(self) -> int:
