@@ -101,24 +101,6 @@ def bench(
         }
         _bench_tiers(chain_file, save, block_tokens, facts, live or ())
         return
-    _run(
-        suites,
-        json_file,
-        plot,
-        compare,
-        folder,
-        {"rounds": rounds, "smoke": smoke, "blocks": blocks},
-    )
-
-
-def _run(
-    suites: list[str],
-    json_file: Path | None,
-    plot: Path | None,
-    compare: Path | None,
-    folder: Path | None,
-    scale: dict[str, Any],
-) -> None:
     import sys
     from tempfile import TemporaryDirectory
 
@@ -143,7 +125,7 @@ def _run(
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise refused(f"--compare {compare}: no result of kvtiers bench --json: {error}") from error
     with TemporaryDirectory(prefix="kvtiers-bench-", dir=folder) as made:
-        whole = main.Scale(folder=Path(made), **scale)
+        whole = main.Scale(smoke, Path(made), rounds, blocks)
         each_suite = None if json_file == DASH else json_file
         rows = main.run(wanted, whole, lambda line: typer.echo(line, err=True), each_suite)
     main.show(rows, plot, before)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tiers.cli.arguments import JsonFile, check_places, refused, write_result
-
-if TYPE_CHECKING:
-    from tiers.lab.soak.soak import Soak
 
 
 def soak(
@@ -35,16 +32,35 @@ def soak(
     kvtiers soak --minutes 60 --seed 7
     """
     import logging
+    import random
     from dataclasses import asdict
+    from socket import socket
+    from tempfile import TemporaryDirectory
 
     from tiers.errors import KVTiersError
+    from tiers.lab.replay import ReplayModel
+    from tiers.lab.server import Server
+    from tiers.lab.soak.soak import Soak
+    from tiers.lab.soak.soak_prompts import conversations, from_trace
 
     check_places(json_file=json_file, keep=[trace])
     # The soak prints the faults that it injects; of the tiers' log only errors are news.
     logging.getLogger("tiers").setLevel(logging.ERROR)
     typer.echo(f"prompts: {trace or 'conversations made up; name a trace with --trace'}")
+    tokens = ReplayModel().block_tokens
     try:
-        run = _run(minutes, trace, every, seed)
+        made_up = conversations(random.Random(seed), tokens)
+        prompts = made_up if trace is None else from_trace(trace, tokens)
+        with TemporaryDirectory(prefix="kvtiers-soak-") as name:
+            with socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = int(probe.getsockname()[1])
+            server = Server(Path(name), {"maxmemory": "16mb"}, port)
+            try:
+                run = Soak(prompts, server, Path(name), every, seed, typer.echo)
+                run.run(minutes * 60)
+            finally:
+                server.kill()
     except KVTiersError as error:
         raise refused(error, status=1) from error
     typer.echo(", ".join(f"{name}: {count}" for name, count in run.chance.counts.most_common()))
@@ -53,30 +69,3 @@ def soak(
     write_result(json_file, report)
     if not run.report.is_clean():
         raise typer.Exit(1)
-
-
-def _run(minutes: float, trace: Path | None, every: float, seed: int) -> Soak:
-    """Run a soak with a server of its own, to the end."""
-    import random
-    from socket import socket
-    from tempfile import TemporaryDirectory
-
-    from tiers.lab.replay import ReplayModel
-    from tiers.lab.server import Server
-    from tiers.lab.soak.soak import Soak
-    from tiers.lab.soak.soak_prompts import conversations, from_trace
-
-    tokens = ReplayModel().block_tokens
-    made_up = conversations(random.Random(seed), tokens)
-    prompts = made_up if trace is None else from_trace(trace, tokens)
-    with TemporaryDirectory(prefix="kvtiers-soak-") as name:
-        with socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        server = Server(Path(name), {"maxmemory": "16mb"}, port)
-        try:
-            run = Soak(prompts, server, Path(name), every, seed, typer.echo)
-            run.run(minutes * 60)
-        finally:
-            server.kill()
-    return run

@@ -103,6 +103,21 @@ def test_wrong_bytes_are_loud() -> None:
         replay(chats(3, 40), SIZE, chain(lying), machine(engine_cache=60 * BLOCK_BYTES))
 
 
+class Losing(MemoryStore):
+    """Holds every block until it is asked for it."""
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        return [False] * len(blocks)
+
+
+def test_tokens_that_do_not_arrive_are_computed_and_no_tiers() -> None:
+    losing = type(given()).model_validate({"type": "given"}).over(Losing())
+    on = machine(engine_cache=60 * BLOCK_BYTES)
+    report = replay(chats(3, 40), SIZE, chain(losing), on)
+    assert report.hit_tokens == {"given": 0}
+    assert report.computed_tokens == report.prompt_tokens - report.engine_hit_tokens
+
+
 def test_nothing_is_done_in_the_operators_places(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     tiers = chain(disk(400) | {"path": str(mine)})
