@@ -36,8 +36,8 @@ KNOW_VLLM = {
     "tiers/engine/vllm_stats.py": "a part of it: stats and metrics",
     "tiers/engine/vllm_watch.py": "a part of it: resets, weights, adapters and sleep",
     "tiers/engine/vllm_offloading.py": "our tiers under a connector of vLLM's own",
-    "tiers/engine/vllm_hosted_manager.py": "a part of that: what vLLM's scheduler calls",
-    "tiers/engine/vllm_hosted_worker.py": "a part of that: what vLLM's workers call",
+    "tiers/engine/vllm_secondary_tier.py": "a part of that: a store as a tier of vLLM's",
+    "tiers/engine/vllm_hosting.py": "a part of that: whose KV it is",
     "tiers/engine/plugin.py": "registers the adapter, in a process that is vLLM's own",
     "tiers/lab/demo/demo_engine.py": "is the user of vLLM in the demo",
 }
@@ -92,13 +92,6 @@ ROOMS: dict[str, set[str]] = {
         "concurrency",
         "loading",
     },
-    "connector/hosted": {
-        "contract",
-        "connector/scheduler",
-        "wrappers",
-        "host",
-        "concurrency",
-    },
     "connector": {
         "contract",
         "connector/policy",
@@ -118,7 +111,6 @@ ROOMS: dict[str, set[str]] = {
         "connector/scheduler",
         "connector/worker",
         "connector/multi",
-        "connector/hosted",
         "gpu",
         "wrappers",
         "host",

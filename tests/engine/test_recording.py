@@ -16,7 +16,6 @@ from tests.support.clock import Clock
 from tests.support.replay_chains import MODEL, Marked, chain_of, cpu, drive
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.marks import MediaMark, MediaMarks
-from tiers.engine.hosted_chain import hosted_tiers
 from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
@@ -195,23 +194,3 @@ def test_a_folder_that_can_t_be_used_stops_nothing(tmp_path: Path) -> None:
     with recording(tmp_path / "file") as engine:
         drive(engine, 1)
     assert (tmp_path / "file").read_text() == "no folder"
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"record": {"path": "/nowhere"}},
-        {"explain": {"folder": "/nowhere"}},
-        {"events": {"ownership": True}},
-        {"tenants": {"a": {}}},
-        {"max_wait": "1s"},
-    ],
-    ids=lambda setting: next(iter(setting)),
-)
-def test_vllms_own_connector_is_asked_for_nothing_that_it_does_not_do(
-    setting: dict[str, Any],
-) -> None:
-    (key,) = setting
-    with pytest.raises(ValueError, match=f"the chain has {key}, which vLLM's"):
-        hosted_tiers(chain_of(cpu(), **setting))
-    assert hosted_tiers(chain_of(cpu(), record=None, tenants={}))

@@ -40,16 +40,15 @@ def of_ours(classes: tuple[type, ...]) -> dict[str, Any]:
 def classes() -> dict[str, tuple[type, ...]]:
     """Our classes for each of vLLM's that it derives from."""
     from tiers.engine import vllm, vllm_offloading, vllm_stats
-    from tiers.engine.vllm_hosted_manager import HostedManager
-    from tiers.engine.vllm_hosted_worker import HostedWorker
 
     return {
         "KVConnectorBase_V1": tuple(vllm.HALVES.values()),
         "KVConnectorStats": (vllm_stats.MultiKVConnectorStats,),
         "KVConnectorPromMetrics": (vllm_stats.KVTiersPromMetrics,),
-        "OffloadingManager": (HostedManager,),
-        "OffloadingWorker": (HostedWorker,),
-        "OffloadingSpec": (vllm_offloading.KVTiersOffloadingSpec,),
+        "TieringOffloadingManager": (vllm_offloading.HostedManager,),
+        "OffloadingWorker": (vllm_offloading.CpuPlatformWorker,),
+        "TieringOffloadingSpec": (vllm_offloading.KVTiersOffloadingSpec,),
+        "SecondaryTierManager": (vllm_offloading.KVTiersStore,),
     }
 
 
@@ -120,6 +119,7 @@ def test_what_we_wrap_is_there_and_is_all(path: Path) -> None:
 
     wrapped = json.loads(path.read_text())["wrapped"]
     assert wrapped.pop("LRUCacheWorkerLoRAManager") == {"add_adapter": ["lora_request"]}
+    assert wrapped.pop("EngineCore") == {"collective_rpc": ["method", "timeout", "args", "kwargs"]}
     worker = wrapped.pop("Worker").keys()
     assert worker - CHANGES_NOTHING.keys() <= {*DOORS}, "may change weights, and is not counted"
     assert {*DOORS} - worker <= {"reset_weights"}, "vLLM before 0.32 has no such one"

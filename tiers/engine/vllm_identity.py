@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,19 +32,22 @@ _alone: dict[tuple[int, str], str] = {}
 inherits its parent's."""
 
 
-def late_facts(vllm_config: VllmConfig, salt: str) -> LateFacts:
+def late_facts(
+    vllm_config: VllmConfig, salt: str, layers: Callable[[], Mapping[str, str]] | None = None
+) -> LateFacts:
     """Return the facts of a worker's layers, and later those of its weights. KV of weights without
-    an identity is not shared, unless the operator has named them by the chain's `salt`."""
+    an identity is not shared, unless the operator has named them by the chain's `salt`. `layers`
+    returns the facts of the layers where the caller is no worker."""
     key = os.getpid(), str(vllm_config.instance_id)
     alone = _alone.setdefault(key, f"alone: {secrets.token_hex(16)}")
     return LateFacts(
-        partial(_of_layers, vllm_config, this_worker()),
+        layers or partial(layer_facts, vllm_config, this_worker()),
         partial(_weights, vllm_config, salt, alone),
         {"weights": alone},
     )
 
 
-def _of_layers(vllm_config: Any, worker: Any) -> Mapping[str, str]:
+def layer_facts(vllm_config: Any, worker: Any) -> Mapping[str, str]:
     """Return the facts of a worker's layers and of its model as it was made."""
     config = vllm_config.model_config
     made = unseen_facts(config) if worker is None else made_facts(worker.get_model())

@@ -60,8 +60,7 @@ class SlotMemory:
     With `touch` the system provides all of it now, not at first use. Huge pages, where it has any,
     halve what that takes (0.38 s per GiB instead of 0.73, measured in a virtual machine).
     What is pinned is provided in steps, before each of which `check` hears its bytes and may raise.
-    With `file`, a descriptor of the caller's, it is the start of that file, shared with others;
-    else a forked child has none of it.
+    A forked child has none of it.
     Owner of the bytes until `close`; views handed out must not outlive it.
     """
 
@@ -71,20 +70,16 @@ class SlotMemory:
         payload_bytes: int,
         pin: bool,
         touch: bool = False,
-        file: int | None = None,
         check: Callable[[int], None] = lambda size: None,
     ) -> None:
         self.payload_bytes = payload_bytes
         stride = slot_stride(payload_bytes)
         length = max(1, num_slots) * stride
-        if file is None:
-            self._map = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # After a fork a slot's next write would go to a new page, while a device still copies
-            # the old one; or, with newer kernels, the fork itself copies all that is pinned.
-            self._map.madvise(mmap.MADV_DONTFORK)
-            _prefer_huge_pages(self._map, touch)
-        else:
-            self._map = mmap.mmap(file, length, mmap.MAP_SHARED)
+        self._map = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # After a fork a slot's next write would go to a new page, while a device still copies the
+        # old one; or, with newer kernels, the fork itself copies all that is pinned.
+        self._map.madvise(mmap.MADV_DONTFORK)
+        _prefer_huge_pages(self._map, touch)
         flat = torch.frombuffer(self._map, dtype=torch.uint8)
         self.rows = flat.view(-1, stride)[:num_slots]
         """All slots: uint8, shape (num_slots, slot_stride); a payload and then padding."""

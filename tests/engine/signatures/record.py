@@ -23,9 +23,10 @@ BASES = {
     "KVConnectorBase_V1": "vllm.distributed.kv_transfer.kv_connector.v1.base",
     "KVConnectorStats": "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
     "KVConnectorPromMetrics": "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
-    "OffloadingManager": "vllm.v1.kv_offload.base",
+    "TieringOffloadingManager": "vllm.v1.kv_offload.tiering.manager",
     "OffloadingWorker": "vllm.v1.kv_offload.base",
-    "OffloadingSpec": "vllm.v1.kv_offload.base",
+    "TieringOffloadingSpec": "vllm.v1.kv_offload.tiering.spec",
+    "SecondaryTierManager": "vllm.v1.kv_offload.tiering.base",
 }
 """Classes of vLLM's that ours derive from, and where they are."""
 WRAPPED = {
@@ -34,6 +35,7 @@ WRAPPED = {
     "KVCacheManager": ("vllm.v1.core.kv_cache_manager", "reset_prefix_cache"),
     "BlockPool": ("vllm.v1.core.block_pool", "reset_prefix_cache"),
     "Scheduler": ("vllm.v1.core.sched.scheduler", "reset_prefix_cache"),
+    "EngineCore": ("vllm.v1.engine.core", "collective_rpc"),
 }
 """Classes of which we wrap members to see weights and resets, and which members may be those."""
 

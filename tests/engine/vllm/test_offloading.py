@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +10,9 @@ from typing import Any
 
 import pytest
 
+from spec.load import load_chain
 from tests.engine.vllm.tiny_vllm import GEMMA, Run, documents, hosted
 from tests.engine.vllm.vllm_chains import IN_PROCESS, ONE_BY_ONE, disk
-from tests.support.clock import wait_for
-from tiers.connector.hosted.hosted_tier import HostedTier
-from tiers.connector.hosted.shared_slots import attach_region, create_region, stamp
-from tiers.contract.messages import WorkerHandshake
-from tiers.contract.weight_reports import Weights
-from tiers.cpu.spec import CpuSpec
 
 pytestmark = pytest.mark.vllm
 
@@ -52,11 +47,7 @@ def test_disk_serves_a_restarted_engine_and_damage_is_a_miss(
     assert again.tokens == answers
     assert again.cached == ALL
 
-    for slab in (tmp_path / "disk").glob("**/slab-*"):
-        with slab.open("r+b") as file:
-            for position in range(5096, slab.stat().st_size, 500_000):
-                file.seek(position)
-                file.write(b"wrong KV")
+    overwrite(tmp_path / "disk")
     damaged = run_vllm(ONE_BY_ONE, kv_transfer_config=here, **IN_PROCESS)
     assert damaged.tokens == answers
     assert 0 < sum(tokens for (tokens,) in damaged.cached) < 4 * 18 * 32
@@ -97,95 +88,6 @@ def test_a_model_with_windows_has_a_block_of_each_group(
     assert (first.cached, again.cached) == ([[0]] * 2, [[18 * 32]] * 2)
 
 
-def test_events_are_what_vllm_publishes(tmp_path: Path) -> None:
-    """Of blocks that came to host memory and to the store, and that went for others."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
-        OffloadingEventsTracker,
-    )
-    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, ReqContext, make_offload_key
-
-    from tiers.engine.vllm_hosted_manager import HostedManager
-
-    handshake = WorkerHandshake(0, b"rank-0----------", 4096)
-    worker = create_region("engine", handshake, 2, pin=False, folder=tmp_path)
-    region = attach_region("engine", 0, tmp_path)
-    tier = HostedTier([region], CpuSpec(capacity=1).residency, events=True)
-    manager = HostedManager(tier, None)
-    hashes = [bytes([number]) * 32 for number in range(3)]
-    for number, block in enumerate(hashes):
-        context = ReqContext(f"request-{number}")
-        keys = [make_offload_key(block, 0)]
-        spec = manager.prepare_store(keys, context).store_spec
-        worker.end(spec.slots, [stamp(key) for key in spec.keys])
-        manager.complete_store(set(keys), context)
-    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
-    told = [
-        (type(one).__name__, one.medium, one.block_hashes[0])
-        for one in tracker.take_events(manager.take_events())
-    ]
-    first, second, third = map(maybe_convert_block_hash, hashes)
-    assert told == [
-        ("BlockStored", "CPU", first),
-        ("BlockStored", "CPU", second),
-        ("BlockRemoved", "CPU", first),
-        ("BlockStored", "CPU", third),
-    ]
-    manager.shutdown()
-    worker.close()
-
-
-@pytest.mark.parametrize("use", ["stored", "loaded", "touched"])
-def test_a_prefix_of_several_groups_is_evicted_from_its_tail(tmp_path: Path, use: str) -> None:
-    """vLLM names all blocks of a group, and then of the next: the second group's went first, and
-    none of the prefix was of use."""
-    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
-
-    from tiers.engine.vllm_hosted_manager import HostedManager
-
-    if not hasattr(ReqContext, "get_offload_key_position"):
-        pytest.skip("vLLM 0.32 and later say where blocks are")
-    worker = create_region(
-        "engine", WorkerHandshake(0, b"rank-0----------", 4096), 16, pin=False, folder=tmp_path
-    )
-    tier = HostedTier([attach_region("engine", 0, tmp_path)], CpuSpec(capacity=1).residency)
-    manager = HostedManager(tier, None)
-
-    def prompt(name: str, first: int, count: int) -> tuple[list[Any], Any]:
-        context = ReqContext(name)
-        hashes = [bytes([number]) * 32 for number in range(first, first + count)]
-        keys = [make_offload_key(block, group) for group in range(2) for block in hashes]
-        for place, key in enumerate(keys):
-            context.set_offload_key_position(key, place % count * 32 + 32)
-        return keys, context
-
-    def store(name: str, first: int, count: int) -> None:
-        keys, context = prompt(name, first, count)
-        output = manager.prepare_store(keys, context)
-        assert output.keys_to_store == keys == [key[:36] for key in output.store_spec.keys]
-        worker.end(output.store_spec.slots, [stamp(key) for key in output.store_spec.keys])
-        manager.complete_store(set(keys), context)
-        manager.on_request_finished(context)
-
-    store("one", 0, 8)
-    keys, context = prompt("again", 0, 8)
-    if use == "loaded":
-        assert all(manager.lookup(key, context) == LookupResult.HIT for key in keys)
-        spec = manager.prepare_load(keys, context)
-        assert spec.slots == tier.pool.find_all(keys)
-        worker.end(spec.slots)
-        manager.complete_load(set(keys), context)
-    elif use == "touched":
-        manager.touch(keys, context)
-    manager.on_request_finished(context)
-    store("other", 8, 4)
-    keys, context = prompt("last", 0, 8)
-    hits = [manager.lookup(key, context) == LookupResult.HIT for key in keys]
-    assert hits == [*([True] * 4), *([False] * 4)] * 2
-    manager.shutdown()
-    worker.close()
-
-
 @pytest.mark.parametrize(
     ("chain", "prompt_only"), [({}, True), ({"store": "all"}, False), ({"store": "prompt"}, True)]
 )
@@ -200,11 +102,18 @@ def test_the_chain_decides_whether_answers_are_stored(
 
 def config_of(transfer: dict[str, Any]) -> Any:
     """As vLLM gives it to a spec."""
-    return SimpleNamespace(
-        extra_config=transfer["kv_connector_extra_config"],
-        enable_kv_cache_events=True,
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+    unused: Any = None
+    return OffloadingConfig(
         groups=(),
+        worker_kv_bytes_per_block=4096,
+        enable_kv_cache_events=True,
+        extra_config=transfer["kv_connector_extra_config"],
+        engine_id="engine",
+        model=unused,
         cache=SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=1),
+        parallel=SimpleNamespace(world_size=1),
     )
 
 
@@ -230,70 +139,134 @@ def test_early_loads_and_runner_v2_are_refused_for_models_with_states(
     monkeypatch: pytest.MonkeyPatch, says: str
 ) -> None:
     """vLLM would read states before they are there. Qwen3.5 with images says `is_hybrid` alone."""
-    from tiers.engine import vllm_offloading
+    from tiers.engine.vllm_hosting import refuse_engine
 
-    def facts(budget: int, **model: Any) -> Any:
-        monkeypatch.setattr(vllm_offloading, "get_current_vllm_config", lambda: engine_of(**model))
-        transfer = hosted(CPU)
-        transfer["kv_connector_extra_config"]["sync_load_budget_bytes"] = budget
-        return vllm_offloading.KVTiersOffloadingSpec(config_of(transfer))._facts([])
-
-    monkeypatch.setattr(vllm_offloading, "config_facts", lambda *_: {})
+    early = {"sync_load_budget_bytes": 1 << 20}
+    states = engine_of(**{says: True})
     with pytest.raises(ValueError, match=r"org/model has recurrent layers.*Leave that key out"):
-        facts(1 << 20, **{says: True})
-    assert facts(0, **{says: True}) and facts(1 << 20)
+        refuse_engine(states, early, False)
+    refuse_engine(states, {}, False)
+    refuse_engine(engine_of(), early, False)
     monkeypatch.setattr(Engine, "use_v2_model_runner", True)
     with pytest.raises(ValueError, match=r"recurrent layers of org/model: .* Model Runner V2"):
-        facts(0, **{says: True})
-    assert facts(1 << 20)
+        refuse_engine(states, {}, False)
+    refuse_engine(engine_of(), early, False)
+    lora = engine_of()
+    lora.lora_config = SimpleNamespace()
+    with pytest.raises(ValueError, match="with LoRA, use KVTiersConnector"):
+        refuse_engine(lora, {}, False)
 
 
-class HangingCopier:
-    """Copies to paged KV when it is allowed to."""
+def settings_of(*tiers: dict[str, Any], **chain: Any) -> dict[str, Any]:
+    """What vLLM's own spec is given for a chain, with blocks of 1 MiB."""
+    from tiers.engine.vllm_offloading import vllm_settings
 
-    payload_bytes = 4096
-
-    def __init__(self) -> None:
-        self.begun: list[list[int]] = []
-        self.may_end = threading.Event()
-
-    def fence(self) -> None:
-        """Nothing is queued."""
-
-    def scatter(self, rows: Any, slots: list[int], blocks: list[int], after: object) -> None:
-        self.begun.append(blocks)
-        assert blocks == [0] or self.may_end.wait(60)
-
-    def close(self) -> None:
-        """Nothing is open."""
+    written = hosted(*tiers, **{"staging": None, **chain})["kv_connector_extra_config"]["chain"]
+    return vllm_settings(load_chain(written), 1 << 20)
 
 
-def test_expedited_loads_do_not_wait_for_others(tmp_path: Path) -> None:
-    """The engine's step waits for them, while more loads than are copied at once are under way."""
-    from vllm.v1.kv_offload.base import GPULoadStoreSpec
-
-    from tiers.engine.vllm_hosted_worker import COPIERS, HostedWorker, SlotsSpec
-
-    copier: Any = HangingCopier()
-    handshake = WorkerHandshake(0, b"", copier.payload_bytes)
-    worker = HostedWorker(create_region("engine", handshake, 9, False, folder=tmp_path), [copier])
-
-    def load(block: int, expedited: bool) -> None:
-        paged = GPULoadStoreSpec([block], group_sizes=[1], block_indices=[0])
-        worker.submit_load(block, SlotsSpec([block], []), paged, expedited=expedited)
-
-    for block in range(1, 2 * COPIERS + 1):
-        load(block, expedited=False)
-    wait_for(lambda: len(copier.begun) == COPIERS)
-    load(0, expedited=True)
-    worker.wait({0})
-    assert [result.job_id for result in worker.get_finished()] == [0]
-    copier.may_end.set()
-    worker.wait(set(range(1, 2 * COPIERS + 1)))
-    worker.shutdown()
+def test_a_chain_becomes_host_memory_and_a_tier_for_each_store(tmp_path: Path) -> None:
+    redis = {"type": "redis", "url": "redis://127.0.0.1:1"}
+    arc = {**CPU, "eviction": "arc"}
+    settings = settings_of(arc, disk(tmp_path), redis)
+    assert settings["cpu_bytes_to_use"] == 64 << 20
+    assert settings["eviction_policy"] == "arc"
+    stores = [tier.pop("store").type for tier in settings["secondary_tiers"]]
+    assert stores == ["disk", "redis"]
+    assert settings["secondary_tiers"][0] == {
+        "type": "KVTiersStore",
+        "module_path": "tiers.engine.vllm_offloading",
+    }
+    alone = settings_of(disk(tmp_path))
+    assert alone["cpu_bytes_to_use"] == 1 << 30, "a long prompt fits"
+    assert settings_of(disk(tmp_path), staging="3MiB")["cpu_bytes_to_use"] == 3 << 20
 
 
-def test_a_page_is_as_long_as_its_layers_say_and_not_its_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chain", "match"),
+    [
+        ({"tiers": [CPU, {**CPU, "name": "more"}]}, "at most one cpu tier"),
+        ({"tenants": {"a": {}}}, "the chain has tenants, which vLLM's"),
+        ({"record": {"path": "/nowhere"}}, "the chain has record, which vLLM's"),
+        ({"explain": {"folder": "/nowhere"}}, "the chain has explain, which vLLM's"),
+        ({"events": {"ownership": True}}, "the chain has events, which vLLM's"),
+        ({"max_wait": "1s"}, "the chain has max_wait, which vLLM's"),
+        ({"on_reset": "keep"}, "on_reset: keep"),
+        ({"tiers": [{**CPU, "store_threshold": 2}]}, "'cpu' has store_threshold"),
+    ],
+)
+def test_what_vllm_does_not_obey_is_refused(chain: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        settings_of(CPU, **chain)
+    assert settings_of(CPU, record=None, tenants={})
+
+
+def test_a_key_of_vllms_that_the_chain_decides_is_refused() -> None:
+    from tiers.engine.vllm_offloading import KVTiersOffloadingSpec
+
+    transfer = hosted(CPU)
+    transfer["kv_connector_extra_config"]["secondary_tiers"] = [{"type": "fs"}]
+    with pytest.raises(ValueError, match="has secondary_tiers, which the chain decides"):
+        KVTiersOffloadingSpec(config_of(transfer))
+
+
+def test_host_memory_without_room_for_a_block_is_refused() -> None:
+    from tiers.engine.vllm_offloading import KVTiersOffloadingSpec
+    from tiers.errors import TierUnusable
+
+    with pytest.raises(TierUnusable, match="less than one block"):
+        KVTiersOffloadingSpec(config_of(hosted({**CPU, "capacity": "1KiB"})))
+
+
+@pytest.mark.faults
+@pytest.mark.fault
+def test_a_chain_of_stores_serves_past_a_damaged_one(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], server: Any, tmp_path: Path
+) -> None:
+    """Each block is stored in all of them, and the first that has it whole serves it."""
+    redis = {"type": "redis", "url": server.url}
+    both = hosted(disk(tmp_path / "disk"), redis)
+    run_vllm(ONE_BY_ONE, kv_transfer_config=both, **IN_PROCESS)
+    overwrite(tmp_path / "disk")
+    again = run_vllm(ONE_BY_ONE * 2, kv_transfer_config=both, **IN_PROCESS)
+    assert again.tokens == answers * 2
+    assert again.cached[4:] == ALL
+    (file,) = set(re.findall(r"/dev/shm/vllm_offload_\S+\.mmap", again.log))
+    assert not Path(file).exists()
+
+
+def test_a_store_of_ours_under_vllms_own_spec(
+    run_vllm: Callable[..., Run], answers: list[list[list[int]]], tmp_path: Path
+) -> None:
+    """Beside vLLM's own tiers: by one entry of `secondary_tiers`."""
+    transfer = hosted()
+    transfer["kv_connector_extra_config"] = {
+        "spec_name": "OffloadingOnCpu",
+        "spec_module_path": "tests.engine.vllm.own_offloading",
+        "cpu_bytes_to_use": 3 << 20,
+        "secondary_tiers": [
+            {
+                "type": "KVTiersStore",
+                "module_path": "tiers.engine.vllm_offloading",
+                "store": disk(tmp_path),
+            }
+        ],
+    }
+    run_vllm(ONE_BY_ONE, kv_transfer_config=transfer, **IN_PROCESS)
+    again = run_vllm(ONE_BY_ONE, kv_transfer_config=transfer, **IN_PROCESS)
+    assert (again.tokens, again.cached) == (answers, ALL)
+
+
+def overwrite(folder: Path) -> None:
+    """Damage the blocks of a disk here and there."""
+    for slab in folder.glob("**/slab-*"):
+        with slab.open("r+b") as file:
+            for position in range(5096, slab.stat().st_size, 500_000):
+                file.seek(position)
+                file.write(b"wrong KV")
+
+
+def test_a_page_is_as_long_as_its_layers_report(tmp_path: Path) -> None:
     """States in pages that are padded to the length of attention's: the rest is another's."""
     import torch
     from vllm.v1.kv_offload.base import (
@@ -302,96 +275,28 @@ def test_a_page_is_as_long_as_its_layers_say_and_not_its_tensor(tmp_path: Path) 
         CanonicalKVCacheTensor,
         GPULoadStoreSpec,
     )
+    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-    from tiers.engine.vllm_hosted_worker import HostedWorker, SlotsSpec
-    from tiers.engine.vllm_offloading import copiers_of
+    from tiers.engine.vllm_offloading import CpuPlatformWorker
 
     tensor = torch.arange(4, dtype=torch.int8).repeat_interleave(4096).reshape(4, 4096).clone()
     refs = [[CanonicalKVCacheRef(0, 4096)], [CanonicalKVCacheRef(0, 2560)]]
-    copiers = copiers_of(CanonicalKVCaches([CanonicalKVCacheTensor(tensor, 4096)], refs))
-    assert [copier.payload_bytes for copier in copiers] == [4096, 2560]
-
-    handshake = WorkerHandshake(0, b"", 4096)
-    worker = HostedWorker(create_region("engine", handshake, 2, False, folder=tmp_path), copiers)
+    region: Any = SimpleNamespace(
+        create_next_worker_view=lambda size: torch.zeros(2, size, dtype=torch.int8),
+        cleanup=lambda: None,
+    )
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, 4096)], refs)
+    worker = CpuPlatformWorker(caches, region)
 
     def paged(*blocks: int) -> Any:
         return GPULoadStoreSpec(list(blocks), group_sizes=[1, 1], block_indices=[0, 0])
 
-    slots = SlotsSpec([0, 1], [b"attention", b"state"])
-    worker.submit_store(0, paged(1, 2), slots)
-    worker.wait({0})
-    worker.submit_load(1, slots, paged(0, 3))
-    worker.wait({1})
-    assert all(result.success for result in worker.get_finished())
+    worker.submit_store(0, paged(1, 2), CPULoadStoreSpec([0, 1]))
+    worker.submit_load(1, CPULoadStoreSpec([0, 1]), paged(0, 3))
+    assert [(one.job_id, one.transfer_size) for one in worker.get_finished()] == [
+        (0, 4096 + 2560),
+        (1, 4096 + 2560),
+    ]
     assert tensor[0].tolist() == [1] * 4096
     assert tensor[3].tolist() == [2] * 2560 + [3] * 1536
-    worker.shutdown()
-
-
-def test_a_store_is_refused_whose_engine_takes_new_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its facts name those that it starts with, and nothing says when it has others."""
-    from tiers.engine import vllm_offloading
-
-    engine = engine_of()
-    engine.weight_transfer_config = SimpleNamespace(backend="nccl")
-    monkeypatch.setattr(vllm_offloading, "get_current_vllm_config", lambda: engine)
-    monkeypatch.setattr(vllm_offloading, "config_facts", lambda *_: {})
-    alone = vllm_offloading.KVTiersOffloadingSpec(config_of(hosted(CPU)))
-    assert alone._facts([])
-    spec = vllm_offloading.KVTiersOffloadingSpec(config_of(hosted(CPU, disk(tmp_path))))
-    with pytest.raises(ValueError, match="weight_transfer_config"):
-        spec._facts([])
-
-
-def test_a_block_that_other_weights_computed_is_not_held(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    import torch
-    from vllm.v1.kv_offload.base import GPULoadStoreSpec
-
-    from tiers.connector.hosted.shared_slots import stamp
-    from tiers.engine.vllm_hosted_worker import HostedWorker, SlotsSpec
-    from tiers.gpu.copier import open_copier
-
-    class Shown(Weights):
-        weights = b"old"
-
-        def look(self, part: int) -> Any:
-            looked, shown = Weights(), self.weights
-            vars(looked)["seen"] = lambda: shown
-            return looked
-
-    copier = open_copier({"layer": torch.zeros(4, 4096, dtype=torch.int8)}, 4)
-    handshake = WorkerHandshake(0, b"", 4096)
-    region = create_region("engine", handshake, 4, False, folder=tmp_path)
-    shown = Shown()
-    worker = HostedWorker(region, [copier], shown)
-
-    def store(slot: int, generation: bytes = b"") -> bool:
-        paged = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
-        worker.submit_store(slot, paged, SlotsSpec([slot], [stamp(b"key")], generation))
-        worker.wait({slot})
-        assert [result.success for result in worker.get_finished()] == [True], "vLLM asserts it"
-        return region.holds(slot, stamp(b"key"))
-
-    assert store(0) and not region.has_ended(b"")
-    shown.weights = b"new"
-    assert not store(1) and region.has_ended(b"")
-    assert store(2, b"next") and not region.has_ended(b"next")
-    assert not store(3), "an order from before the reset"
-
-    def load(slot: int) -> None:
-        paged = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
-        worker.submit_load(slot, SlotsSpec([slot], [], b"next"), paged)
-        worker.wait({slot})
-        assert [result.success for result in worker.get_finished()] == [True], "vLLM asserts it"
-
-    load(2)
-    assert not region.has_ended(b"next") and not caplog.records
-    shown.weights = b"newer"
-    load(2)
-    assert region.has_ended(b"next"), "where nothing is stored a load tells"
-    assert "is served KV of the old ones" in caplog.text
     worker.shutdown()

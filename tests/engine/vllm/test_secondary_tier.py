@@ -1,0 +1,427 @@
+"""KVTiersStore under vLLM's own manager of tiers: what it loads is what was stored, or a miss."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from spec.offloading import StoreContext, StoreSpec
+from spec.registry import make_tier
+from tests.support.clock import wait_for
+from tiers.store import Block, TierStore
+from tiers.testing import MemoryStore
+
+pytestmark = pytest.mark.vllm
+
+ROW = 2 * 4096
+BLOCKS = [bytes([number]) * 32 for number in range(1, 21)]
+
+
+class Gate(MemoryStore):
+    """A store in memory that answers no `get` and no `put` while `is_open` is not set, and fails
+    while `fails` is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self.fails = False
+        self.sizes: list[int] = []
+
+    def _pass(self, blocks: Sequence[Block]) -> None:
+        self.sizes.append(len(blocks))
+        assert self.is_open.wait(60) and not self.fails
+
+    def get(self, blocks: Sequence[Block]) -> list[bool]:
+        self._pass(blocks)
+        return super().get(blocks)
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        self._pass(blocks)
+        return super().put(blocks)
+
+
+class GateSpec(StoreSpec):
+    def open(self, site: StoreContext) -> TierStore:
+        return GATES[-1]
+
+
+GATES: list[Gate] = []
+
+
+class Engine:
+    """vLLM's manager over `rows` rows of host memory, and its connector's calls."""
+
+    def __init__(self, store: StoreSpec, rows: int = 8, is_known: bool = True) -> None:
+        from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+        from vllm.v1.kv_offload.tiering.manager import (
+            CPUPrimaryTierOffloadingManager,
+            TieringOffloadingManager,
+        )
+
+        from tiers.engine.vllm_offloading import HostedManager, KVTiersStore
+
+        hosting: Any = SimpleNamespace(is_outdated=False, is_known=is_known)
+        self.hosting = hosting
+        self.hosting.namespace = lambda seconds=0: bytes(16) if self.hosting.is_known else b""
+        name = f"kvtiers-test-{os.getpid()}-{next(NUMBERS)}"
+        primary = CPUPrimaryTierOffloadingManager(
+            rows, SharedOffloadRegion(name, rows, None, ROW, ROW), "lru", None, True
+        )
+        self.rows = primary.get_kv_memoryview().cast("B")
+        spec: Any = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
+        view = primary.get_kv_memoryview()
+        self.tier = KVTiersStore(spec, view, "KVTiersStore", store=store, engine=hosting)
+        self.manager = HostedManager(TieringOffloadingManager(primary, [self.tier]), hosting)
+        self.contexts: dict[str, Any] = {}
+
+    def context(self, request: str) -> Any:
+        from vllm.v1.kv_offload.base import ReqContext
+
+        if request not in self.contexts:
+            self.contexts[request] = ReqContext(request)
+            self.manager.on_new_request(self.contexts[request])
+        return self.contexts[request]
+
+    def step(self, started: Sequence[str] = ()) -> None:
+        """End a step in which these requests began to run."""
+        self.manager.on_schedule_end(SimpleNamespace(new_req_ids=started))
+
+    def lookup(self, block: bytes, request: str) -> str:
+        return str(self.manager.lookup(key(block), self.context(request)).name)
+
+    def settle(self) -> None:
+        """Step until no transfer is in flight."""
+
+        def is_done() -> bool:
+            self.step()
+            return not self.manager.has_pending_work()
+
+        wait_for(is_done)
+
+    def store(self, blocks: Sequence[bytes], request: str = "stores") -> int:
+        """Store what vLLM's host memory has not; return how many."""
+        context = self.context(request)
+        output = self.manager.prepare_store([key(block) for block in blocks], context)
+        assert output is not None
+        for stored, row in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
+            self.rows[row * ROW : (row + 1) * ROW] = content(stored)
+        if output.keys_to_store:
+            self.manager.complete_store(set(output.keys_to_store), context)
+        return len(output.keys_to_store)
+
+    def ask(self, request: str, blocks: Sequence[bytes]) -> list[str]:
+        """Look blocks up, once a step, until the manager knows."""
+        answers: list[str] = []
+
+        def is_known() -> bool:
+            answers[:] = [self.lookup(block, request) for block in blocks]
+            self.step()
+            return not {"RETRY", "HIT_PENDING"} & {*answers}
+
+        wait_for(is_known)
+        return answers
+
+    def hits(self, request: str, blocks: Sequence[bytes]) -> list[bytes]:
+        """The blocks that can be loaded; they are, and are what was stored."""
+        answers = zip(blocks, self.ask(request, blocks), strict=True)
+        found = [block for block, answer in answers if answer == "HIT"]
+        keys, context = [key(block) for block in found], self.context(request)
+        rows = self.manager.prepare_load(keys, context).block_ids
+        for one, row in zip(keys, rows, strict=True):
+            assert bytes(self.rows[row * ROW : (row + 1) * ROW]) == content(one)
+        self.manager.complete_load(keys, context)
+        return found
+
+    def finish(self, request: str) -> None:
+        self.manager.on_request_finished(self.contexts.pop(request))
+
+
+NUMBERS = itertools.count()
+
+
+def key(block: bytes) -> Any:
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    return make_offload_key(block, 0)
+
+
+def content(name: bytes) -> bytes:
+    return (name * (ROW // len(name) + 1))[:ROW]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def made(store: StoreSpec, **more: Any) -> Engine:
+        engines.append(Engine(store, **more))
+        return engines[-1]
+
+    yield made
+    for engine in engines:
+        engine.rows.release()
+        engine.manager.shutdown()
+
+
+@pytest.fixture
+def gate() -> Gate:
+    GATES.append(Gate())
+    return GATES[-1]
+
+
+def spec_of(**settings: Any) -> Any:
+    return make_tier(settings["type"], cast("Mapping[object, object]", settings))
+
+
+def disk(folder: Path, capacity: str = "8MiB") -> Any:
+    return spec_of(type="disk", path=str(folder), capacity=capacity)
+
+
+GATED = GateSpec(type="gate")
+
+
+def test_what_host_memory_has_evicted_comes_back(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """And what another engine has stored, as far as host memory has room for it."""
+    engine = make(disk(tmp_path))
+    for start in range(0, 16, 4):
+        assert engine.store(BLOCKS[start : start + 4], f"stores {start}") == 4
+        engine.settle()
+        engine.finish(f"stores {start}")
+    assert engine.hits("a", BLOCKS[:4]) == BLOCKS[:4]
+    again = make(disk(tmp_path))
+    assert again.hits("b", [BLOCKS[0], BLOCKS[19], BLOCKS[1]]) == [BLOCKS[0], BLOCKS[1]]
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3])
+def test_more_than_host_memory_holds_is_a_miss_and_no_wait(
+    make: Callable[..., Engine], tmp_path: Path, requests: int
+) -> None:
+    """vLLM evicts what one lookup was promised for what the next is: each would ask for ever."""
+    engine = make(disk(tmp_path), rows=40)
+    engine.store(BLOCKS)
+    engine.settle()
+    few = make(disk(tmp_path), rows=8)
+    rng, waiting = random.Random(requests), [f"request {number}" for number in range(requests)]
+    rounds = 0
+    while waiting:
+        rounds += 1
+        assert rounds < 5_000, "they wait for each other"
+        for request in waiting[:]:
+            answers = [few.lookup(block, request) for block in BLOCKS]
+            if not {"RETRY", "HIT_PENDING"} & {*answers}:
+                assert answers.count("HIT") >= 4 or requests > 1
+                waiting.remove(request)
+        few.step()
+        time.sleep(0.001)
+        rng.shuffle(waiting)
+    few.step(started=["request 0"])
+    assert few.hits("request 0", BLOCKS[:2]) == BLOCKS[:2], "as after a preemption"
+
+
+def test_damage_on_disk_is_a_miss(make: Callable[..., Engine], tmp_path: Path) -> None:
+    first = make(disk(tmp_path))
+    first.store(BLOCKS[:3])
+    first.settle()
+    (slab,) = tmp_path.glob("**/slab-*")
+    at = slab.read_bytes().index(content(key(BLOCKS[1])))
+    with slab.open("r+b") as file:
+        file.seek(at + 100)
+        file.write(b"?")
+    again = make(disk(tmp_path))
+    list(again.manager.take_events())
+    assert again.hits("a", BLOCKS[:3]) == [BLOCKS[0], BLOCKS[2]]
+    events = list(again.manager.take_events())
+    (event,) = [one for one in events if one.removed and one.medium.name == "STORAGE"]
+    assert event.keys == [key(BLOCKS[1])]
+
+
+def test_a_killed_server_is_a_miss(make: Callable[..., Engine], server: Any) -> None:
+    redis = spec_of(type="redis", url=server.url, timeout="500ms")
+    engine = make(redis)
+    engine.store(BLOCKS[:4])
+    engine.settle()
+    assert make(redis).hits("a", BLOCKS[:5]) == BLOCKS[:4]
+    server.kill()
+    late = make(redis)
+    assert late.hits("b", BLOCKS[:5]) == []
+    late.store(BLOCKS[:4])
+    assert late.hits("c", BLOCKS[:5]) == BLOCKS[:4], "host memory serves on"
+
+
+def test_a_failing_store_is_a_miss(make: Callable[..., Engine], gate: Gate) -> None:
+    engine = make(GATED, rows=4)
+    engine.store(BLOCKS[:2])
+    engine.settle()
+    engine.store(BLOCKS[2:6], "other")
+    gate.fails = True
+    assert engine.ask("a", BLOCKS[:2]) == ["MISS", "MISS"]
+
+
+@pytest.mark.fault
+def test_a_load_that_hangs_is_a_miss_and_leaves_its_row_alone(
+    make: Callable[..., Engine], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiers.engine import vllm_secondary_tier
+
+    engine = make(GATED, rows=4)
+    for start in range(0, 6, 2):
+        engine.store(BLOCKS[start : start + 2])
+        engine.settle()
+    monkeypatch.setattr(vllm_secondary_tier, "LOAD_SECONDS", 0.05)
+    gate.is_open.clear()
+    assert engine.ask("a", BLOCKS[:1]) == ["MISS"]
+    assert engine.store(BLOCKS[6:10], "third") == 4
+    monkeypatch.undo()
+    gate.is_open.set()
+    engine.settle()
+    time.sleep(0.1)
+    assert engine.hits("b", BLOCKS[6:10]) == BLOCKS[6:10], "the late load has not written to them"
+    assert engine.hits("b", BLOCKS[:1]) == BLOCKS[:1], "others may load it"
+
+
+@pytest.mark.fault
+def test_a_store_that_hangs_gives_its_rows_back(
+    make: Callable[..., Engine], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiers.engine import vllm_secondary_tier
+
+    monkeypatch.setattr(vllm_secondary_tier, "STORE_SECONDS", 0.05)
+    monkeypatch.setattr(vllm_secondary_tier, "DRAIN_SECONDS", 0.05)
+    engine = make(GATED, rows=8)
+    gate.is_open.clear()
+    engine.store(BLOCKS[:4])
+    engine.settle()
+    engine.manager.primary_tier.reset_cache()
+    engine.rows[:] = bytes(len(engine.rows))
+    gate.is_open.set()
+    wait_for(lambda: len(gate.blocks) == 4)
+    assert engine.hits("a", BLOCKS[:4]) == BLOCKS[:4], "as they were when they were stored"
+
+
+def test_stores_leave_half_of_the_rows_to_loads(make: Callable[..., Engine], gate: Gate) -> None:
+    engine = make(GATED, rows=8)
+    gate.is_open.clear()
+    engine.store(BLOCKS[:3], "one")
+    engine.store(BLOCKS[3:8], "two")
+    gate.is_open.set()
+    engine.settle()
+    assert len(gate.blocks) == 4
+
+
+def test_a_reset_waits_for_no_store_and_nothing_older_is_found(
+    make: Callable[..., Engine], gate: Gate, tmp_path: Path
+) -> None:
+    engine = make(GATED)
+    engine.store(BLOCKS[:2])
+    engine.settle()
+    gate.is_open.clear()
+    engine.store(BLOCKS[2:4], "running")
+    engine.manager.reset_cache()
+    assert engine.store(BLOCKS[2:4], "running") == 0, "it was computed before the reset"
+    gate.is_open.set()
+    assert engine.hits("new", BLOCKS[:4]) == []
+    assert engine.store(BLOCKS[:4], "new") == 4
+    engine.settle()
+    assert engine.hits("newer", BLOCKS[:4]) == BLOCKS[:4]
+
+
+def test_an_engine_that_is_outdated_serves_and_keeps_nothing_until_a_reset(
+    make: Callable[..., Engine], gate: Gate
+) -> None:
+    engine = make(GATED)
+    engine.store(BLOCKS[:2])
+    engine.settle()
+    engine.hosting.is_outdated = True
+    assert engine.hits("a", BLOCKS[:2]) == []
+    assert engine.tier.lookup(key(BLOCKS[0]), engine.context("a")).name == "MISS"
+    assert engine.store(BLOCKS[2:4], "a") == 0
+    engine.manager.reset_cache()
+    assert not engine.hosting.is_outdated
+    assert engine.hits("b", BLOCKS[:4]) == []
+
+
+def test_a_store_joins_once_the_weights_are_identified(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    first = make(disk(tmp_path))
+    first.store(BLOCKS[:2])
+    first.settle()
+    late = make(disk(tmp_path), is_known=False)
+    assert late.hits("a", BLOCKS[:2]) == []
+    late.hosting.is_known = True
+
+    def has_joined() -> bool:
+        late.step()
+        return late.tier._store is not None
+
+    wait_for(has_joined)
+    assert late.hits("a", BLOCKS[:2]) == BLOCKS[:2]
+
+
+def test_a_prefix_that_came_in_steps_is_evicted_from_its_tail(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """The disk has room for eight of them."""
+    from tiers.disk.slab import slot_bytes
+
+    capacity = str(8 * slot_bytes(ROW))
+    engine = make(disk(tmp_path, capacity))
+    for at in range(6):
+        engine.store(BLOCKS[at : at + 1], "prefix")
+        engine.settle()
+    engine.finish("prefix")
+    engine.store(BLOCKS[10:14], "other")
+    engine.settle()
+    fresh = make(disk(tmp_path, capacity))
+    assert fresh.hits("a", BLOCKS[:6]) == BLOCKS[:4]
+
+
+@pytest.mark.parametrize("verb", ["put", "get"])
+def test_batches_are_bounded(make: Callable[..., Engine], gate: Gate, verb: str) -> None:
+    engine = make(GATED, rows=300)
+    names = [bytes([number]) * 32 for number in range(150)]
+    engine.store(names)
+    engine.settle()
+    if verb == "get":
+        gate.sizes.clear()
+        engine.manager.primary_tier.reset_cache()
+        assert len(engine.hits("a", names)) == 150
+    assert gate.sizes == [64, 64, 22]
+
+
+def test_events_and_metrics_have_vllms_names(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = make(spec_of(type="disk", name="nvme", path=str(tmp_path), capacity="8MiB"))
+    assert engine.tier.tier_type == "nvme"
+    engine.store(BLOCKS[:2])
+    engine.settle()
+    told = [(e.medium.name, len(e.keys), e.removed) for e in engine.manager.take_events()]
+    assert told == [("CPU", 2, False), ("STORAGE", 2, False)]
+    engine.manager.primary_tier.reset_cache()
+    assert engine.hits("a", BLOCKS[:2]) == BLOCKS[:2]
+    if hasattr(engine.manager, "get_load_source"):
+        assert engine.manager.get_load_source(key(BLOCKS[0]), engine.context("a")).value == "disk"
+
+
+@pytest.mark.parametrize(
+    "store", [{"type": "cpu", "capacity": "1MiB"}, {"type": "disk", "store_threshold": 2}]
+)
+def test_what_vllm_does_not_obey_is_refused(store: dict[str, Any], tmp_path: Path) -> None:
+    from tiers.engine.vllm_offloading import KVTiersStore
+
+    if store["type"] == "disk":
+        store = {**store, "path": str(tmp_path), "capacity": "8MiB"}
+    unused: Any = None
+    with pytest.raises(ValueError, match=r"is no store|store_threshold, which vLLM's"):
+        KVTiersStore(unused, unused, "KVTiersStore", store=store)

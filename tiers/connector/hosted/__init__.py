@@ -1,1 +1,0 @@
-"""A tier under vLLM's own OffloadingConnector."""

@@ -1,0 +1,147 @@
+"""Whose KV does vLLM's OffloadingConnector hold? HostingEngine identifies it, and sees it change.
+
+All of it is asked in the scheduler's process: of the workers by vLLM's own calls to them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm import __version__ as vllm_version
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.engine.core import EngineCore
+
+from tiers.block import namespace
+from tiers.contract.engine_info import MOMENT
+from tiers.engine.content_marks import refuse_unmarked_media
+from tiers.engine.identity.facts import config_facts
+from tiers.engine.model_weights import ModelWeights
+from tiers.engine.vllm_groups import STATES_ON_V2, refuse_model
+from tiers.engine.vllm_identity import late_facts, layer_facts
+from tiers.engine.vllm_watch import before_resets, caller
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_offload.base import OffloadingSpec
+
+logger = logging.getLogger(__name__)
+
+
+class HostingEngine:
+    """The engine whose scheduler is making an offloading spec's manager.
+
+    `is_outdated`: what is stored may be of other weights than the engine has. Until vLLM resets its
+    connector as well, nothing is to be served or kept. Used by the scheduler's thread.
+    """
+
+    def __init__(self, spec: OffloadingSpec, salt: str, trust_client_ids: bool) -> None:
+        """Raises ValueError for an engine whose KV can't be identified."""
+        core, scheduler = caller(EngineCore), caller(SchedulerInterface)
+        if core is None or scheduler is None:
+            raise ValueError("this vLLM does not show its engine: use KVTiersConnector")
+        self.is_outdated = False
+        self._executor = core.model_executor
+        config = core.vllm_config
+        refuse_engine(config, spec.extra_config, trust_client_ids)
+        self._facts = {
+            **config_facts(config, vllm_version),
+            "salt": salt,
+            "host": "vllm-tiering",
+            "layout": str(getattr(spec.config, "kv_cache_layout", None)),
+            "rows": repr(_row_facts(spec)),
+            "groups": repr([(g.tokens_per_block, g.layer_names) for g in spec.config.groups]),
+        }
+        self._late = late_facts(config, salt, self._layers)
+        self._namespace = b""
+        if not self.namespace(MOMENT):
+            logger.info(
+                "the model's weights are being identified, beside the engine's work. Until that is "
+                "done, nothing is stored in, or loaded from, a store"
+            )
+        before_resets(scheduler, self._outdate)
+        self._watch_calls(core)
+
+    def namespace(self, seconds: float = 0.0) -> bytes:
+        """Return the namespace of all blocks; empty if it is unknown after `seconds`."""
+        if not self._namespace and (late := self._late.known(seconds)) is not None:
+            self._namespace = namespace({**self._facts, **late}, rank=0, world_size=1)
+        return self._namespace
+
+    def _layers(self) -> Mapping[str, str]:
+        return {"layers": json.dumps(self._executor.collective_rpc(facts_of_worker))}
+
+    def _watch_calls(self, core: Any) -> None:
+        """Compare the weights after each call that a client makes to the workers."""
+        call = core.collective_rpc
+        seen = self._executor.collective_rpc(weights_of_worker)
+
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            answer = call(*args, **kwargs)
+            before, seen = seen, self._executor.collective_rpc(weights_of_worker)
+            if before != seen:
+                self._outdate()
+            return answer
+
+        core.collective_rpc = calling
+
+    def _outdate(self) -> None:
+        self.is_outdated = True
+        logger.info(
+            "the engine's prefix cache is reset, or its weights have changed: the hosted tiers "
+            "serve and keep nothing from now on, but after a reset with reset_connector=True"
+        )
+
+
+def facts_of_worker(worker: Any) -> dict[str, str]:
+    """On a worker: return the facts of its layers, and the shapes of its paged KV."""
+    worker = getattr(worker, "worker", worker)
+    caches = getattr(worker.model_runner, "kv_caches", ())
+    pages = [(tuple(c.shape), c.stride(), str(c.dtype)) for c in caches if hasattr(c, "stride")]
+    return {**layer_facts(worker.vllm_config, worker), "pages": repr(pages)}
+
+
+def weights_of_worker(worker: Any) -> list[bytes]:
+    """On a worker: return what differs once its weights have changed."""
+    worker = getattr(worker, "worker", worker)
+    weights = vars(worker).setdefault("kvtiers_weights", None) or ModelWeights(worker)
+    worker.kvtiers_weights = weights
+    return [weights.look(part).seen() for part in range(weights.parts)]
+
+
+def _row_facts(spec: OffloadingSpec) -> list[Any]:
+    """Return what a row of vLLM's host memory consists of."""
+    config, parallel = spec.config, spec.config.parallel
+    ranks = [getattr(parallel, f"{axis}_size", 1) for axis in ("tp", "pp", "pcp", "dcp", "world")]
+    copies = spec.replicated_layout, getattr(config, "canonical_layout", False)
+    return [config.worker_kv_bytes_per_block, spec.blocks_per_chunk, ranks, copies]
+
+
+def refuse_engine(
+    vllm_config: VllmConfig, extra_config: Mapping[str, Any], trust_client_ids: bool
+) -> None:
+    """Raise ValueError for an engine whose KV vLLM's OffloadingConnector mistakes for other KV."""
+    refuse_model(vllm_config)
+    refuse_unmarked_media(vllm_config, trust_client_ids)
+    if vllm_config.lora_config is not None:
+        raise ValueError(
+            "vLLM's OffloadingConnector does not distinguish two adapters of one name: with LoRA, "
+            "use KVTiersConnector"
+        )
+    model = vllm_config.model_config
+    # Of some models with images, such as Qwen3.5, vLLM reports the second alone.
+    if not (model.has_inner_state or model.is_hybrid):
+        return
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        raise ValueError(
+            f"kvtiers can't serve the recurrent layers of {model.model}: {STATES_ON_V2}."
+        )
+    if extra_config.get("sync_load_budget_bytes"):
+        raise ValueError(
+            f"{model.model} has recurrent layers: with sync_load_budget_bytes vLLM reads their "
+            "states before it loads them, and answers wrongly. Leave that key out of "
+            "kv_connector_extra_config."
+        )

@@ -1,0 +1,430 @@
+"""KVTiersStore: a store of ours as a secondary tier of vLLM's own offloading.
+
+vLLM has the blocks of all ranks as rows of host memory. A row is one record here. It asks the store
+for one block at a time, and waits without a limit for what it was promised, so that a load which
+takes too long is reported as failed here, and no thread touches its row from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from spec.errors import describe_error
+from spec.offloading import StoreContext, StoreSpec
+from spec.registry import make_tier
+from tiers.concurrency.executors import io_executor
+from tiers.connector.scheduler.lookups import Lookup
+from tiers.connector.scheduler.store_manager import StoreManager
+from tiers.connector.scheduler.tier_manager import TierManager
+from tiers.contract.generation import Generation, space_of
+from tiers.engine.vllm_hosting import HostingEngine
+from tiers.errors import TierUnusable
+from tiers.host.slot_memory import SlotMemory
+from tiers.store import Block, LocalIndex, batch_blocks, capability
+from tiers.wrappers.guard import Guarded
+from tiers.wrappers.opening import log_name, open_guarded
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext, ScheduleEndContext
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+logger = logging.getLogger(__name__)
+
+READERS = 2
+"""Loads that are read at once."""
+LOAD_SECONDS = 5.0
+"""Seconds after which a block that is still being loaded is a miss."""
+STORE_SECONDS = 10.0
+"""Seconds after which a row that still waits to be stored is given back to vLLM."""
+DRAIN_SECONDS = 10.0
+"""Seconds for stores in flight to end when the engine shuts down."""
+_HAS_BYTES = "transfer_bytes" in {one.name for one in fields(JobResult)}
+"""Whether this vLLM takes the bytes of a transfer, as 0.31 and later do."""
+
+
+class RowJob:
+    """A transfer between rows of vLLM's host memory and the store: the pairs of a key and its row,
+    in order. `arrived`: keys of blocks that are where they should be."""
+
+    def __init__(self, job: TransferJob, pairs: Sequence[tuple[bytes, int]], tag: bytes) -> None:
+        """`tag`: the generation of the keys."""
+        self.job = job
+        self.pairs = pairs
+        self.tag = tag
+        self.arrived: set[bytes] = set()
+        self.began = time.monotonic()
+        self.future: Future[None] = Future()
+        self._is_over = False
+        self._lock = threading.Lock()
+
+    def copy(self, source: memoryview, target: memoryview) -> bool:
+        """Copy one row; return whether the job still has it."""
+        with self._lock:
+            if not self._is_over:
+                np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+            return not self._is_over
+
+    def end(self) -> None:
+        """Touch no row any more: vLLM uses them for others. Waits for the copy of one row."""
+        with self._lock:
+            self._is_over = True
+        self.future.cancel()
+
+
+@dataclass
+class TierLookups:
+    """The answers of the store for one request, by key. `wanted`: keys to ask for at the end of the
+    step. `asked`: keys in flight. `promised`: hits that the request has not run with yet, and
+    whether each was loaded. `stored`: in the order of the prompt. `is_stale`: its blocks are
+    from before a reset."""
+
+    held: set[bytes] = field(default_factory=set)
+    missed: set[bytes] = field(default_factory=set)
+    wanted: dict[bytes, None] = field(default_factory=dict)
+    asked: list[bytes] = field(default_factory=list)
+    promised: dict[bytes, bool] = field(default_factory=dict)
+    lookup: Lookup = field(default_factory=Lookup)
+    stored: dict[bytes, int] = field(default_factory=dict)
+    jobs: int = 0
+    is_stale: bool = False
+
+
+class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
+    """Looks up, loads and stores rows in one store. vLLM calls every member from one thread at a
+    time, and none of them waits for the store but `shutdown`."""
+
+    medium = Medium.STORAGE
+    cache_hit_source: Any
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        store: Mapping[str, Any] | StoreSpec,
+        salt: str = "",
+        trust_client_ids: bool = False,
+        locality: str | None = None,
+        engine: HostingEngine | None = None,
+    ) -> None:
+        """`store`: the settings of one tier of a chain. `salt`, `trust_client_ids`: as in a chain.
+        Raises ValueError for an engine or a store that can't be served."""
+        spec = (
+            store
+            if isinstance(store, StoreSpec)
+            else make_tier(store["type"], cast("Mapping[object, object]", store))
+        )
+        if not isinstance(spec, StoreSpec):
+            raise ValueError(f"{spec.type} is no store: give vLLM's cpu_bytes_to_use instead")
+        refuse_settings(spec)
+        more = (
+            {}
+            if backpressure_detector is None
+            else {"backpressure_detector": backpressure_detector}
+        )
+        super().__init__(offloading_spec, primary_kv_view, spec.tier_name, **more)
+        self.locality = None if locality is None else Locality(locality)
+        if hasattr(self, "cache_hit_source"):  # vLLM 0.32 and later
+            self.cache_hit_source = type(self.cache_hit_source)(spec.hit_source)
+        self._spec = spec
+        self._engine = engine or HostingEngine(offloading_spec, salt, trust_client_ids)
+        self._row_bytes = int(cast(Any, primary_kv_view.strides)[0])
+        self._rows = primary_kv_view.cast("B")
+        self._half = max(1, len(primary_kv_view) // 2)
+        self._has_events = offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[OffloadingEvent] = []
+        self._generation = Generation()
+        self._requests: dict[str, TierLookups] = {}
+        self._jobs: dict[int, RowJob] = {}
+        self._store: Guarded | None = None
+        self._manager = TierManager()
+        self._opening: Future[Guarded | None] | None = None
+        self._opener = io_executor(1, "open")
+        self._reader = io_executor(READERS, "fetch")
+        self._writer = io_executor(1, "store")
+        self._scratch = threading.local()
+        self._join()
+        if self._opening is not None:
+            wait([self._opening])
+            self._join()
+
+    def _join(self) -> None:
+        """Open the store in the background once the namespace is known, then use it."""
+        if self._opening is None:
+            if self._engine.namespace():
+                self._opening = self._opener.submit(self._open)
+        elif self._store is None and self._opening.done():
+            self._store = self._opening.result()
+            if self._store is not None:
+                namespaces = [self._engine.namespace()]
+                self._manager = StoreManager(self._store, namespaces, self._generation)
+
+    def _open(self) -> Guarded | None:
+        try:
+            return open_guarded(self._spec, StoreContext(self._row_bytes))
+        except TierUnusable as error:
+            name = log_name(self._spec)
+            logger.error("tier %r is unusable; host memory serves alone: %s", name, error)
+            return None
+
+    # -- loading -----------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._requests[req_context.req_id] = TierLookups()
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Answer from memory, or look the block up behind this step with all that it asked for."""
+        request = self._requests.get(req_context.req_id)
+        if request is None or self._store is None or self._engine.is_outdated:
+            return LookupResult.MISS
+        name = self._generation.key(key)
+        if name in request.held:
+            return self._promise(request, name)
+        if name in request.missed:
+            return LookupResult.MISS
+        if name not in request.asked and name not in request.wanted:
+            if capability(self._store, LocalIndex) is not None:
+                # By itself: the answers to what the request has asked for may be half there.
+                known = self._manager.coverage(Lookup(), [name], range(1))
+                if known is not None:
+                    (request.held if known[0] else request.missed).add(name)
+                    return self._promise(request, name) if known[0] else LookupResult.MISS
+            request.wanted[name] = None
+        return LookupResult.RETRY
+
+    def _promise(self, request: TierLookups, name: bytes) -> LookupResult:
+        """Promise a block that the store holds, each once and no more than fit in half of the rows,
+        until the request runs: vLLM evicts what it was promised for what it is promised next."""
+        promised = request.promised
+        if promised.get(name, len(promised) >= self._half):
+            return LookupResult.MISS
+        promised[name] = False
+        return LookupResult.HIT
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._join()
+        for request_id in context.new_req_ids:
+            if request_id in self._requests:
+                self._requests[request_id].promised.clear()
+        for request in self._requests.values():
+            if request.wanted or request.asked:
+                self._ask(request)
+
+    def _ask(self, request: TierLookups) -> None:
+        if not request.asked:
+            request.asked, request.wanted = list(request.wanted), {}
+        answers = self._manager.coverage(request.lookup, request.asked, range(len(request.asked)))
+        if answers is None:
+            return
+        for name, is_held in zip(request.asked, answers, strict=True):
+            (request.held if is_held else request.missed).add(name)
+        request.asked, request.lookup = [], Lookup()  # the next question is about other keys
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        pairs = self._pairs(job_metadata)
+        if request := self._requests.get(job_metadata.req_context.req_id):
+            request.promised.update((name, True) for name, _ in pairs)
+        self._begin(job_metadata, pairs, self._reader.submit, self._load)
+
+    def _load(self, job: RowJob, store: Guarded) -> None:
+        for some, blocks in self._batches(job):
+            loaded = store.get(blocks)
+            for (name, row), is_loaded, block in zip(some, loaded, blocks, strict=True):
+                if is_loaded and job.copy(block.payload, self._row(row)):
+                    job.arrived.add(name)
+
+    # -- storing -----------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        request = self._requests.get(job_metadata.req_context.req_id)
+        pairs: list[tuple[bytes, int]] = []
+        if request is not None and not request.is_stale and not self._engine.is_outdated:
+            pairs = self._pairs(job_metadata)
+            missing = self._manager.touch_and_list_missing([name for name, _ in pairs])
+            pairs = [pair for pair, wanted in zip(pairs, missing, strict=True) if wanted]
+            request.stored.update(pairs)
+            request.jobs += 1
+        storing = sum(len(job.pairs) for job in self._jobs.values() if not job.job.is_promotion)
+        # Stores may hold half of all rows; the others are left to loads and to vLLM.
+        pairs = pairs[: max(0, self._half - storing)]
+        self._begin(job_metadata, pairs, self._writer.submit, self._put)
+
+    def _put(self, job: RowJob, store: Guarded) -> None:
+        for some, blocks in self._batches(job):
+            for (_, row), block in zip(some, blocks, strict=True):
+                if not job.copy(self._row(row), block.payload):
+                    return
+            held = store.put(blocks)
+            job.arrived.update(
+                name for (name, _), is_held in zip(some, held, strict=True) if is_held
+            )
+
+    # -- both --------------------------------------------------------------------------------
+
+    def _pairs(self, job: TransferJob) -> list[tuple[bytes, int]]:
+        """The keys and rows of a job by their places in the prompt: vLLM names group by group."""
+        rows = getattr(job, "chunk_ids", None)
+        rows = cast(Any, job).block_ids if rows is None else rows  # vLLM before 0.30
+        place_of = getattr(job.req_context, "get_offload_key_position", lambda key: None)
+        pairs = [
+            (place_of(key) or 0, key, int(row)) for key, row in zip(job.keys, rows, strict=True)
+        ]
+        pairs.sort(key=lambda pair: pair[0])
+        return [(self._generation.key(key), row) for _, key, row in pairs]
+
+    def _begin(
+        self,
+        job: TransferJob,
+        pairs: Sequence[tuple[bytes, int]],
+        submit: Callable[..., Future[None]],
+        transfer: Callable[[RowJob, Guarded], None],
+    ) -> None:
+        made = self._jobs[job.job_id] = RowJob(job, pairs, self._generation.tag)
+        if pairs and self._store is not None:
+            made.future = submit(transfer, made, self._store)
+        else:
+            made.future.set_result(None)
+
+    def _batches(self, job: RowJob) -> Iterable[tuple[Sequence[tuple[bytes, int]], list[Block]]]:
+        """Yield parts of a job, and blocks of their names over memory of this thread."""
+        size = batch_blocks(self._row_bytes)
+        if not hasattr(self._scratch, "memory"):
+            self._scratch.memory = SlotMemory(size, self._row_bytes, pin=False)
+        space = space_of(self._engine.namespace(), job.tag)
+        for start in range(0, len(job.pairs), size):
+            some = job.pairs[start : start + size]
+            memory = map(self._scratch.memory.payload, range(len(some)))
+            yield (
+                some,
+                [Block(space + name, to) for (name, _), to in zip(some, memory, strict=True)],
+            )
+
+    def _row(self, row: int) -> memoryview:
+        return self._rows[row * self._row_bytes : (row + 1) * self._row_bytes]
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the transfers that have ended, or have taken too long."""
+        now = time.monotonic()
+        ended = []
+        for job in list(self._jobs.values()):
+            limit = LOAD_SECONDS if job.job.is_promotion else STORE_SECONDS
+            if job.future.done() or now > job.began + limit:
+                ended.append(self._ended(job, now))
+        return ended
+
+    def _ended(self, job: RowJob, now: float) -> JobResult:
+        job.end()
+        del self._jobs[job.job.job_id]
+        is_done = job.future.done() and not job.future.cancelled()
+        if is_done and (error := job.future.exception()) is not None:
+            logger.error("tier %r lost a transfer: %s", self.tier_type, describe_error(error))
+        keys = [(key, self._generation.key(key)) for key in job.job.keys]
+        arrived = [key for key, name in keys if name in job.arrived]
+        if job.job.is_promotion:
+            failed = [name for _, name in keys if name not in job.arrived]
+            request = self._requests.get(job.job.req_context.req_id, TierLookups())
+            request.held.difference_update(failed)
+            request.missed.update(failed)
+            if is_done and job.tag == self._generation.tag:
+                for name in failed:
+                    self._manager.discard(name)
+                self._note([key for key, name in keys if name not in job.arrived], removed=True)
+            success = len(arrived) == len(keys)
+        else:
+            self._stored(job, arrived)
+            success = job.arrived.issuperset(name for name, _ in job.pairs)
+        result = JobResult(job.job.job_id, success, arrived, now - job.began)
+        if _HAS_BYTES:
+            result.transfer_bytes = len(job.arrived) * self._row_bytes
+        return result
+
+    def _stored(self, job: RowJob, arrived: list[OffloadKey]) -> None:
+        if job.tag == self._generation.tag:
+            for name in job.arrived:
+                self._manager.complete_store(name, 0, True, None)
+            self._note(arrived, removed=False)
+        elif job.tag:  # blocks without one stay: other engines may use them
+            self._manager.drop(list(job.arrived), job.tag)
+
+    def _note(self, keys: list[OffloadKey], removed: bool) -> None:
+        if keys and self._has_events:
+            event = OffloadingEvent(keys, Medium.STORAGE, removed, locality=self.locality)
+            self._events.append(event)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._manager.touch_prefix([self._generation.key(key) for key in keys])
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        request = self._requests.pop(req_context.req_id, None)
+        if request is None:
+            return
+        request.lookup.cancel()
+        if request.jobs > 1:  # its first block is to be the last one that is evicted
+            self._manager.touch_prefix(list(request.stored))
+
+    def drain_jobs(self) -> None:
+        """Begin a new generation: vLLM calls this when it is reset, and at no other time."""
+        for job in self._jobs.values():
+            job.end()
+        for request_id, request in self._requests.items():
+            request.lookup.cancel()
+            self._requests[request_id] = TierLookups(is_stale=True)
+        self._engine.is_outdated = False
+        self._manager.reset()
+        self._manager.clear(self._generation.renew())
+
+    def shutdown(self) -> None:
+        """Wait for stores in flight, `DRAIN_SECONDS` at most, and close the store."""
+        stores = [job.future for job in self._jobs.values() if not job.job.is_promotion]
+        wait(stores, DRAIN_SECONDS)
+        for job in self._jobs.values():
+            job.end()
+        for executor in (self._opener, self._reader, self._writer):
+            executor.shutdown(wait=False)
+        if self._store is None and self._opening is not None:
+            self._opening.add_done_callback(_close_opened)
+        self._manager.close()
+        self._rows = memoryview(b"")
+
+
+def _close_opened(opening: Future[Guarded | None]) -> None:
+    if not opening.cancelled() and (store := opening.result()) is not None:
+        store.close()
+
+
+UNHOSTED = {"store_threshold", "max_inflight", "store_rate", "load_rate", "write_budget", "verify"}
+"""Settings of a tier that decide about loads and stores: here vLLM decides about those."""
+
+
+def refuse_settings(tier: Any) -> None:
+    """Raise ValueError for settings of a tier that vLLM's OffloadingConnector does not obey."""
+    if unhosted := tier.model_dump(include=UNHOSTED, exclude_defaults=True):
+        raise ValueError(
+            f"tier {tier.tier_name!r} has {', '.join(unhosted)}, which vLLM's OffloadingConnector "
+            "does not obey; leave that out, or use KVTiersConnector"
+        )
