@@ -22,7 +22,7 @@ from tiers.loading.comparison import (
     Wish,
 )
 from tiers.loading.load_cost import ABREAST, LEAST_TOKENS, LinearFit, LoadCost
-from tiers.tuning.simulation.loads import Plan
+from tiers.tuning.simulation.loads import SimPlan
 
 BLOCK = 16
 PROMPT = 64
@@ -49,16 +49,16 @@ class World:
         has: Sequence[int] | None = None,
         left: float = 1e9,
         others: int = 0,
-    ) -> Verdict[Plan]:
+    ) -> Verdict[SimPlan]:
         """What would be done for a request that begins now; it is not begun. `has`: tokens."""
         held = [blocks * BLOCK] * len(self.links) if has is None else has
 
-        def propose(but: Collection[int], most: int | None) -> Plan | None:
+        def propose(but: Collection[int], most: int | None) -> SimPlan | None:
             free = {c: held[c] // BLOCK for c in range(len(held)) if c not in but and held[c]}
             if not free:
                 return None
             best = max(free, key=free.__getitem__)
-            return Plan([(best, min(free[best], blocks if most is None else most))], BLOCK)
+            return SimPlan([(best, min(free[best], blocks if most is None else most))], BLOCK)
 
         return self.comparison.choose(propose, Wish(blocks, left, others))
 
@@ -311,7 +311,7 @@ def test_the_engine_is_measured_also_where_everything_could_be_loaded() -> None:
 def test_a_tier_that_is_still_looking_is_waited_for_while_that_can_pay() -> None:
     made = world(FAST)
     made.run_many(5)
-    nothing: Verdict[Plan] = Verdict(None)
+    nothing: Verdict[SimPlan] = Verdict(None)
     assert made.comparison.hopes({0: 0.4}, nothing, Wish(PROMPT))
     assert not made.comparison.hopes({0: 1.1}, nothing, Wish(PROMPT))
     as_much = nothing._replace(saved=1.02)

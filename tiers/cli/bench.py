@@ -197,7 +197,7 @@ def _check_facts(given: dict[str, Any]) -> None:
 def _measure(chain: Any, block_bytes: int, live: Collection[str]) -> Any:
     from spec.registry import stdout_to_stderr
     from tiers.errors import KVTiersError
-    from tiers.tuning.profiling.profile import profile_tiers
+    from tiers.tuning.profiling import profile_tiers
 
     with stdout_to_stderr(), bars() as progress:  # stores may print
         bar = progress.add_task("", total=len(chain.tiers), completed=-1)

@@ -120,25 +120,24 @@ def _header_of(path: Path) -> FileHeader | None:
     if line is None:
         return None
     try:
-        return _parse_header(parse_object(line.text))
+        found = parse_object(line.text)
+        if not is_header(found):
+            raise Malformed(f'the first line must have "format": "{FORMAT}"')
+        if (version := found.get("version")) != VERSION:
+            raise Malformed(
+                f"its version is {shown(version)}, and this release reads version {VERSION}"
+            )
+        has_kv_bytes = "kv_bytes_per_token" in found
+        return FileHeader(
+            whole(found, "block_tokens", at_least=1),
+            number(found, "started"),
+            short_text(found, "writer"),
+            whole(found, "kv_bytes_per_token", 1) if has_kv_bytes else None,
+        )
     except Malformed as error:
         if not line.is_whole:
             return None
         raise error.at(path, line.number) from None
-
-
-def _parse_header(found: dict[str, Any]) -> FileHeader:
-    if not is_header(found):
-        raise Malformed(f'the first line must have "format": "{FORMAT}"')
-    if found.get("version") != VERSION:
-        version = shown(found.get("version"))
-        raise Malformed(f"its version is {version}, and this release reads version {VERSION}")
-    return FileHeader(
-        whole(found, "block_tokens", at_least=1),
-        number(found, "started"),
-        short_text(found, "writer"),
-        whole(found, "kv_bytes_per_token", 1) if "kv_bytes_per_token" in found else None,
-    )
 
 
 def _read_files(

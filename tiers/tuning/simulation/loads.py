@@ -35,7 +35,7 @@ class Question(NamedTuple):
     most: int
 
 
-class Plan(NamedTuple):
+class SimPlan(NamedTuple):
     """The loads of a policy; see `tiers.loading.comparison.Plan`. `size`: tokens of a block."""
 
     pieces: Pieces
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
             parts[tier] = parts.get(tier, 0) + count * self.size
         return parts
 
-    def behind(self, head: Plan) -> Plan:
+    def behind(self, head: SimPlan) -> SimPlan:
         """The plan of which `head` loads the first blocks."""
         skip = sum(count for _, count in head.pieces)
         pieces = list(head.pieces)
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
             if count > skip:
                 pieces.append((tier, count - skip))
             skip = max(0, skip - count)
-        return Plan(pieces, self.size)
+        return SimPlan(pieces, self.size)
 
 
 def first(tiers: Placed, question: Question, masks: Sequence[int]) -> Pieces:
@@ -225,7 +225,9 @@ class Loads:
             if tier.due <= now:
                 tier.drain(now)
 
-    def choose(self, prompt: Prompt, known: int, at: int, skip: int, now: float) -> Verdict[Plan]:
+    def choose(
+        self, prompt: Prompt, known: int, at: int, skip: int, now: float
+    ) -> Verdict[SimPlan]:
         """Which tier loads which blocks behind the first `known` ones; the next block is number
         `skip` of the run `at` of the prompt's path."""
         prompt.place = (prompt.path[at], skip)
@@ -236,29 +238,31 @@ class Loads:
         wish = Wish(blocks, self._max_wait, len(self._waiting))
         return self._comparison.choose(partial(self._propose, question), wish)
 
-    def nothing(self, blocks: int) -> Verdict[Plan]:
+    def nothing(self, blocks: int) -> Verdict[SimPlan]:
         """No tier has any of `blocks` blocks."""
         each = self._comparison.prefill.seconds_per_token or 0.0
         return Verdict(None, seconds=blocks * self._size * each)
 
-    def _propose(self, question: Question, but: Collection[int], blocks: int | None) -> Plan | None:
+    def _propose(
+        self, question: Question, but: Collection[int], blocks: int | None
+    ) -> SimPlan | None:
         """The policy's plan without some tiers, of at most `blocks` blocks."""
         if blocks is not None and blocks < question.most:
             question = question._replace(most=blocks)
         placed = [one for one in self._placed if one[0] not in but] if but else self._placed
-        plan = Plan(self._policy(placed, question, self._masks), self._size)
+        plan = SimPlan(self._policy(placed, question, self._masks), self._size)
         if not plan.pieces:
             return None
 
-        def share(paces: Mapping[int, LinkCost], last: Callable[[int], int]) -> Plan:
+        def share(paces: Mapping[int, LinkCost], last: Callable[[int], int]) -> SimPlan:
             known = [one for one in placed if one[0] in paces]
-            return Plan(shared(known, question, self._masks, paces, last), self._size)
+            return SimPlan(shared(known, question, self._masks, paces, last), self._size)
 
         places = [place for place, _ in placed]
         return self._comparison.shared(places, plan, share) if self._shares else plan
 
     def begin(
-        self, prompt: Prompt, known: int, verdict: Verdict[Plan], now: float
+        self, prompt: Prompt, known: int, verdict: Verdict[SimPlan], now: float
     ) -> tuple[int, float]:
         """Begin the loads, if any; the prompt's blocks when they have ended, and when that is.
 

@@ -51,7 +51,11 @@ def simulate(
 def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[Tier]:
     """The tiers, empty. Raises SpecError for one without a profile."""
     block_bytes = machine.kv_bytes_per_token * workload.block_tokens
-    slots = _slots(chain, machine, workload.block_tokens, block_bytes)
+    pool = sum(tier.capacity or 0 for tier in chain.tiers if tier.is_host)
+    pool += STAGING if chain.staging is None else chain.staging
+    slots = pool // block_bytes
+    if chain.staging is None:
+        slots = max(slots, STEPS * -(-machine.step_tokens // workload.block_tokens))
     share = 1.0 if len(chain.tiers) == 1 else SHARE
     tiers = []
     for tier in chain.tiers:
@@ -79,14 +83,6 @@ def _space(tier: SimTier, blocks: float, runs: int) -> LruSpace:
         known = ", ".join(spaces)
         raise SpecError([f"{tier.name}: found eviction {tier.eviction!r}; simulated are {known}"])
     return spaces[tier.eviction](blocks, runs)
-
-
-def _slots(chain: SimChain, machine: Machine, block_tokens: int, block_bytes: int) -> int:
-    capacity = sum(tier.capacity or 0 for tier in chain.tiers if tier.is_host)
-    if chain.staging is not None:
-        return int((capacity + chain.staging) // block_bytes)
-    step_blocks = -(-machine.step_tokens // block_tokens)
-    return max(int((capacity + STAGING) // block_bytes), STEPS * step_blocks)
 
 
 def _settings(tier: SimTier, profile: TierProfile, block_bytes: int, most: float) -> TierSettings:

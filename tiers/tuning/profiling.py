@@ -1,4 +1,4 @@
-"""`profile_tiers`: a profile of each tier of a chain, measured."""
+"""Measures how fast a chain's tiers move blocks, once, by real stores and loads."""
 
 from __future__ import annotations
 
