@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
@@ -15,7 +16,9 @@ from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.engine.core import EngineCore
 
 from tiers.block import namespace
+from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.engine_info import MOMENT
+from tiers.contract.weight_reports import WeightOrders
 from tiers.engine.content_marks import refuse_unmarked_media
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.model_weights import ModelWeights
@@ -31,18 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 class HostingEngine:
-    """The engine whose scheduler is making an offloading spec's manager.
-
-    `is_outdated`: what is stored may be of other weights than the engine has. Until vLLM resets its
-    connector as well, nothing is to be served or kept. Used by the scheduler's thread.
-    """
+    """The engine whose scheduler is making an offloading spec's manager. Used by the scheduler's
+    thread."""
 
     def __init__(self, spec: OffloadingSpec, salt: str, trust_client_ids: bool) -> None:
         """Raises ValueError for an engine whose KV can't be identified."""
         core, scheduler = caller(EngineCore), caller(SchedulerInterface)
         if core is None or scheduler is None:
             raise ValueError("this vLLM does not show its engine: use KVTiersConnector")
-        self.is_outdated = False
+        self._is_outdated = False
         self._executor = core.model_executor
         config = core.vllm_config
         refuse_engine(config, spec.extra_config, trust_client_ids)
@@ -63,12 +63,64 @@ class HostingEngine:
             )
         before_resets(scheduler, self._outdate)
         self._watch_calls(core)
+        self._watch = self._watch_here()
+        self._resets = 0
+        self._has_looked = False
 
     def namespace(self, seconds: float = 0.0) -> bytes:
         """Return the namespace of all blocks; empty if it is unknown after `seconds`."""
         if not self._namespace and (late := self._late.known(seconds)) is not None:
             self._namespace = namespace({**self._facts, **late}, rank=0, world_size=1)
         return self._namespace
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether what is stored may be of other weights than the engine has. Until vLLM resets its
+        connector as well, nothing is to be served or kept."""
+        if self._watch is not None and not self._has_looked:
+            self._has_looked = True
+            self._watch.loads(self._tag)
+            self._judge(self._watch)
+        return self._is_outdated
+
+    def looked(self) -> Callable[[], bool]:
+        """Look at the weights. What is returned says whether they were unchanged; any thread may
+        call it, and waits for the device."""
+        if self._watch is None:
+            return lambda: True
+        return self._watch.loads(self._tag).unchanged
+
+    def end_step(self) -> None:
+        """Look again in the next step."""
+        if self._watch is not None:
+            self._judge(self._watch)
+            self._watch.bind(WeightOrders())
+            self._has_looked = False
+
+    def reset(self) -> None:
+        """All that was stored is forgotten: what is stored from now on is of the weights of now."""
+        self._is_outdated = False
+        self._resets += 1
+        self.end_step()
+
+    @property
+    def _tag(self) -> bytes:
+        return b"%d" % self._resets if self._resets else b""
+
+    def _judge(self, watch: WeightWatch) -> None:
+        report = watch.report()
+        if report is not None and report.over == self._tag:
+            self._outdate()
+
+    def _watch_here(self) -> WeightWatch | None:
+        """Watch the weights of a worker of this process, which code beside the engine may write.
+        Those of other processes change by calls of their workers alone."""
+        if self._executor.collective_rpc(process_of_worker) != [os.getpid()]:
+            return None
+        (worker,) = self._executor.collective_rpc(worker_itself)
+        watch = WeightWatch(ModelWeights(worker), ranks=1)
+        watch.begin()
+        return watch
 
     def _layers(self) -> Mapping[str, str]:
         return {"layers": json.dumps(self._executor.collective_rpc(facts_of_worker))}
@@ -89,7 +141,7 @@ class HostingEngine:
         core.collective_rpc = calling
 
     def _outdate(self) -> None:
-        self.is_outdated = True
+        self._is_outdated = True
         logger.info(
             "the engine's prefix cache is reset, or its weights have changed: the hosted tiers "
             "serve and keep nothing from now on, but after a reset with reset_connector=True"
@@ -110,6 +162,16 @@ def weights_of_worker(worker: Any) -> list[bytes]:
     weights = vars(worker).setdefault("kvtiers_weights", None) or ModelWeights(worker)
     worker.kvtiers_weights = weights
     return [weights.look(part).seen() for part in range(weights.parts)]
+
+
+def process_of_worker(worker: Any) -> int:
+    """On a worker: return the number of its process."""
+    return os.getpid()
+
+
+def worker_itself(worker: Any) -> Any:
+    """On a worker of the caller's process: return it."""
+    return getattr(worker, "worker", worker)
 
 
 def _row_facts(spec: OffloadingSpec) -> list[Any]:

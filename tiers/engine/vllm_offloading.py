@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         OffloadKey,
         PrepareStoreOutput,
         ReqContext,
+        ScheduleEndContext,
     )
     from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -117,7 +118,11 @@ class HostedManager(TieringOffloadingManager):  # type: ignore[misc]
     def reset_cache(self) -> None:
         super().reset_cache()
         self._stale = set(self._req_state)
-        self._engine.is_outdated = False
+        self._engine.reset()
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        super().on_schedule_end(context)
+        self._engine.end_step()
 
 
 class KVTiersOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]

@@ -228,6 +228,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         for request in self._requests.values():
             if request.wanted or request.asked:
                 self._ask(request)
+        self._engine.end_step()
 
     def _ask(self, request: TierLookups) -> None:
         if not request.asked:
@@ -300,7 +301,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         made = self._jobs[job.job_id] = RowJob(job, pairs, self._generation.tag)
         if pairs and self._store is not None:
-            made.future = submit(transfer, made, self._store)
+            made.future = submit(_transfer, self._engine.looked(), transfer, made, self._store)
         else:
             made.future.set_result(None)
 
@@ -394,7 +395,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         for request_id, request in self._requests.items():
             request.lookup.cancel()
             self._requests[request_id] = TierLookups(is_stale=True)
-        self._engine.is_outdated = False
+        self._engine.reset()
         self._manager.reset()
         self._manager.clear(self._generation.renew())
 
@@ -410,6 +411,17 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
             self._opening.add_done_callback(_close_opened)
         self._manager.close()
         self._rows = memoryview(b"")
+
+
+def _transfer(
+    unchanged: Callable[[], bool],
+    transfer: Callable[[RowJob, Guarded], None],
+    job: RowJob,
+    store: Guarded,
+) -> None:
+    """Run a job unless the weights have changed: its blocks are of others."""
+    if unchanged():
+        transfer(job, store)
 
 
 def _close_opened(opening: Future[Guarded | None]) -> None:

@@ -58,6 +58,24 @@ class GateSpec(StoreSpec):
 GATES: list[Gate] = []
 
 
+class Hosting:
+    """What a HostingEngine shows of an engine; `unchanged`: what looks at the weights find."""
+
+    def __init__(self, is_known: bool) -> None:
+        self.is_known, self.is_outdated, self.unchanged = is_known, False, True
+
+    def namespace(self, seconds: float = 0) -> bytes:
+        return bytes(16) if self.is_known else b""
+
+    def looked(self) -> Callable[[], bool]:
+        return lambda: self.unchanged
+
+    def end_step(self) -> None: ...
+
+    def reset(self) -> None:
+        self.is_outdated = False
+
+
 class Engine:
     """vLLM's manager over `rows` rows of host memory, and its connector's calls."""
 
@@ -70,9 +88,7 @@ class Engine:
 
         from tiers.engine.vllm_offloading import HostedManager, KVTiersStore
 
-        hosting: Any = SimpleNamespace(is_outdated=False, is_known=is_known)
-        self.hosting = hosting
-        self.hosting.namespace = lambda seconds=0: bytes(16) if self.hosting.is_known else b""
+        self.hosting = hosting = cast(Any, Hosting(is_known))
         name = f"kvtiers-test-{os.getpid()}-{next(NUMBERS)}"
         primary = CPUPrimaryTierOffloadingManager(
             rows, SharedOffloadRegion(name, rows, None, ROW, ROW), "lru", None, True
@@ -350,6 +366,23 @@ def test_an_engine_that_is_outdated_serves_and_keeps_nothing_until_a_reset(
     engine.manager.reset_cache()
     assert not engine.hosting.is_outdated
     assert engine.hits("b", BLOCKS[:4]) == []
+
+
+def test_a_look_at_other_weights_neither_stores_nor_loads(
+    make: Callable[..., Engine], gate: Gate
+) -> None:
+    engine, sibling = make(GATED), make(GATED)
+    engine.hosting.unchanged = False
+    engine.store(BLOCKS[:2])
+    engine.settle()
+    assert gate.sizes == []
+    sibling.store(BLOCKS[:2])
+    sibling.settle()
+    other = make(GATED)
+    other.hosting.unchanged = False
+    assert other.hits("loads", BLOCKS[:2]) == []
+    other.hosting.unchanged = True
+    assert other.hits("again", BLOCKS[:2]) == BLOCKS[:2]
 
 
 def test_a_store_joins_once_the_weights_are_identified(

@@ -26,8 +26,8 @@ def train_in_place(llm: Any, path: str) -> None:
 
 
 def copy_in_place(llm: Any, path: str) -> None:
-    """Copy new weights over those of the engine, and tell nobody."""
-    llm.collective_rpc(copy_parameters, args=(path,))
+    """Copy new weights over those of an engine of this process, and tell nobody."""
+    copy_parameters(llm.llm_engine.model_executor.driver_worker, path)
 
 
 def copy_parameters(worker: Any, path: str) -> None:
