@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from spec.chain import ChainSpec
+from spec.chain import LOAD_POLICIES, ChainSpec
 from tiers.lab.replay.replay_trace import ReplayOptions, replay
 from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
@@ -26,7 +26,6 @@ from tiers.tuning.machine import Machine
 from tiers.tuning.report import Report
 from tiers.tuning.simulation import simulate
 
-POLICIES = ("first", "longest", "stitched")
 CPU = {"type": "cpu", "capacity": "128GB"}
 DISK = {"type": "disk", "capacity": "1000GB", "path": "/unused"}
 REDIS = {"type": "redis", "url": "redis://unused"}
@@ -77,7 +76,7 @@ def compare(
 ) -> Iterator[Any]:
     """A row for each world and load policy."""
     for world, (tiers, links) in worlds.items():
-        for policy in POLICIES:
+        for policy in LOAD_POLICIES:
             chain = ChainSpec.model_validate(
                 {"version": 1, "load_policy": policy, "staging": "64GB", "tiers": tiers}
             )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from bench.traffic import agents
-from spec.chain import ChainSpec, LoadPolicy, LoadWhen
+from spec.chain import LOAD_POLICIES, ChainSpec, LoadWhen
 from tiers.lab.replay.replay_trace import replay
 from tiers.traces.open_trace import open_trace
 from tiers.traces.trace import TraceRequest
@@ -51,7 +51,7 @@ CASES = {
     "agentic, slow disk": Case({"cpu": 20, "disk": 0.6, "redis": 10}, True),
 }
 """By name."""
-WAYS = [(policy, when) for when in get_args(LoadWhen) for policy in get_args(LoadPolicy)]
+WAYS = [(policy, when) for when in get_args(LoadWhen) for policy in LOAD_POLICIES]
 DEFAULT = ("stitched", "sooner")
 AGENTS = 3000
 """Requests of agents."""

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 from pydantic import PrivateAttr
 
-from spec.chain import ChainSpec, LoadPolicy
+from spec.chain import LOAD_POLICIES, ChainSpec, LoadPolicy
 from spec.offloading import StoreContext, StoreSpec
 from tiers.connector.assembly import open_scheduler
 from tiers.connector.multi.multi_connector import MultiWorkerMetadata
@@ -51,7 +51,6 @@ BLOCK_TOKENS = 512
 NAMESPACE = b"trace"
 STAGING_BLOCKS = 4096
 """Slots beside those of the CPU tier: no store is ever dropped, so that only policies differ."""
-POLICIES: tuple[LoadPolicy, ...] = ("first", "longest", "stitched")
 """All of them. What is computed since that is sooner is left out: see `bench.load_when`."""
 
 
@@ -227,7 +226,7 @@ def measure(
     """A row per CPU size and policy: blocks loaded, from which tier, and seconds it took."""
     rows = []
     for cpu_blocks in cpu_sizes:
-        for load in POLICIES:
+        for load in LOAD_POLICIES:
             replay = Replay(load, cpu_blocks, disk_blocks)
             began = time.perf_counter()
             for request in requests:

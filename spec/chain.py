@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from pydantic import (
     AfterValidator,
@@ -217,6 +217,7 @@ class GhostSpec(BaseModel):
 
 FORMAT_VERSION = 1
 LoadPolicy = Literal["first", "longest", "stitched"]
+LOAD_POLICIES: tuple[LoadPolicy, ...] = get_args(LoadPolicy)
 LoadWhen = Literal["sooner", "always"]
 OnReset = Literal["forget", "keep"]
 MAX_TIERS = 32

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, Self
 
+from spec.chain import LOAD_POLICIES
 from tests.support.replay_chains import chain_of, cpu, disk
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.disk.index.fingerprint_index import FingerprintTable
@@ -104,7 +105,7 @@ def on_circles(graph: dict[str, set[str]]) -> set[str]:
 def walks() -> dict[str, int]:
     """Files that one look-up, one store and one load run through, by policy of loads."""
     found: dict[str, int] = {}
-    for policy in ("first", "longest", "stitched"):
+    for policy in LOAD_POLICIES:
         looked, stored, loaded, route = walk(policy)
         for name, calls in (("look-up", looked), ("store", stored), ("load", loaded)):
             found[f"files that a {name} runs through, {policy}"] = len({file for file, _ in calls})

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from spec.chain import ChainSpec
+from spec.chain import LOAD_POLICIES, ChainSpec
 from tests.support.replay_chains import MODEL, SLOT, close, cpu, damage_disk
 from tiers.disk.spec import DiskSpec
 from tiers.lab.replay import ReplayEngine, answer
@@ -32,7 +32,7 @@ class ChainMachine(RuleBasedStateMachine):
     """An engine over host memory and two disks, one of which is meddled with."""
 
     @initialize(
-        load_policy=st.sampled_from(["first", "longest", "stitched"]),
+        load_policy=st.sampled_from(LOAD_POLICIES),
         load_when=st.sampled_from(["sooner", "always"]),
         prefix_caching=st.booleans(),
         world_size=st.integers(1, 2),

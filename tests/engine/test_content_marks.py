@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from spec.chain import LOAD_POLICIES
 from tests.support.clock import wait_for
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, scheduler_of
 from tiers.connector.policy.request_state import RequestState, RequestTable, Scheduled
@@ -199,7 +200,7 @@ def test_what_an_image_was_is_digested_once_while_the_engine_keeps_it() -> None:
     assert len(marks._digester._known) == 0, "nor is an image kept"
 
 
-@pytest.mark.parametrize("load", ["first", "longest", "stitched"])
+@pytest.mark.parametrize("load", LOAD_POLICIES)
 def test_others_run_while_a_requests_images_are_digested(
     engine: Callable[..., ReplayEngine], monkeypatch: pytest.MonkeyPatch, load: str
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spec.chain import ChainSpec, LoadPolicy
+from spec.chain import LOAD_POLICIES, ChainSpec, LoadPolicy
 from spec.offloading import StoreContext
 from tests.support.clock import Clock, wait_for
 from tests.support.explaining import last_told, tier_of
@@ -36,7 +36,6 @@ from tiers.lab.replay import ReplayEngine, answer
 
 MakeEngine = Callable[..., ReplayEngine]
 NO_LOAD = {"kvtiers": {"max_load_tokens": 0}}
-POLICIES = ["first", "longest", "stitched"]
 
 
 def counted(made: ReplayEngine, name: str) -> float:
@@ -44,7 +43,7 @@ def counted(made: ReplayEngine, name: str) -> float:
     return sum(measures.get(name, 0) for measures in made.stats.data.values())  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("load", POLICIES)
+@pytest.mark.parametrize("load", LOAD_POLICIES)
 def test_a_request_that_waits_for_room_is_looked_up_once(
     engine: MakeEngine, tmp_path: Path, load: str
 ) -> None:
@@ -80,7 +79,7 @@ def test_a_step_that_completes_no_block_asks_no_tier(
     assert 0 not in asked
 
 
-@pytest.mark.parametrize("load", POLICIES)
+@pytest.mark.parametrize("load", LOAD_POLICIES)
 def test_hits_are_those_that_the_engine_counts(
     engine: MakeEngine, tmp_path: Path, load: str
 ) -> None:
@@ -114,7 +113,7 @@ def test_a_tier_that_fails_to_load_counts_a_hit_and_the_next_its_own(
     assert [measured(made, "lookups", tier) for tier in ("slow", "disk")] == [2, 2]
 
 
-@pytest.mark.parametrize("load", POLICIES)
+@pytest.mark.parametrize("load", LOAD_POLICIES)
 @pytest.mark.parametrize("limit", ["prompt log-probabilities", "max_load_tokens", "tiers"])
 def test_a_request_that_may_load_nothing_is_not_looked_up_and_yet_stored(
     engine: MakeEngine, store: TroubledStore, load: LoadPolicy, limit: str

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from spec.chain import LOAD_POLICIES
 from tests.support.explaining import Told, check_sums, explained, last_told, tier_of
 from tests.support.replay_chains import (
     HYBRID,
@@ -23,7 +24,6 @@ from tests.support.replay_chains import (
 from tiers.lab.replay import ReplayEngine, ReplayModel
 
 MakeEngine = Callable[..., ReplayEngine]
-POLICIES = ["first", "longest", "stitched"]
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def check(told: list[Told], engine: ReplayEngine) -> None:
 
 @pytest.mark.parametrize(
     ("load", "model"),
-    [*((load, MODEL) for load in POLICIES), ("first", HYBRID), ("stitched", WINDOWS)],
+    [*((load, MODEL) for load in LOAD_POLICIES), ("first", HYBRID), ("stitched", WINDOWS)],
 )
 def test_every_request_adds_up(
     explaining: MakeEngine, tmp_path: Path, load: str, model: ReplayModel

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spec.chain import ChainSpec
+from spec.chain import LOAD_POLICIES, ChainSpec
 from tests.lab.replay.worlds import (
     BLOCK_BYTES,
     KV_BYTES,
@@ -32,7 +32,7 @@ SLOW = {
 CHAINS: dict[str, Any] = {
     **{
         f"{name}, {when}": {"load_policy": name, "load_when": when}
-        for name in ("first", "longest", "stitched")
+        for name in LOAD_POLICIES
         for when in ("sooner", "always")
     },
     "no promotion": {"promote": False},

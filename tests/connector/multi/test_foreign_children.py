@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from spec.chain import LoadPolicy
+from spec.chain import LOAD_POLICIES, LoadPolicy
 from tests.support.children import BlockTier, Tier, chain
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest, first_step
-
-POLICIES = ["first", "longest", "stitched"]
 
 
 class Foreign(Tier):
@@ -25,7 +23,7 @@ class Foreign(Tier):
         return super().get_num_new_matched_tokens(request, computed)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["first", "longest", "stitched"])
 @pytest.mark.parametrize("answer", [0, 4, None])
 def test_it_is_asked_once_each_time_a_request_begins_whoever_serves(
     policy: LoadPolicy, answer: int | None
@@ -49,7 +47,7 @@ def test_it_is_asked_also_where_a_request_does_not_let_it_load(limits: dict[str,
     assert foreign.asked == [("r", 0)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", LOAD_POLICIES)
 def test_one_that_fails_all_of_a_request_does_not_load_it_again(policy: LoadPolicy) -> None:
     """The request comes back without having run, as if it had never been loaded."""
     foreign, lower = Foreign(40), BlockTier("x", tokens=4)
@@ -65,7 +63,7 @@ def test_one_that_fails_all_of_a_request_does_not_load_it_again(policy: LoadPoli
     assert multi.get_num_new_matched_tokens(request, 0) == (40, True), "another of the same name"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", LOAD_POLICIES)
 def test_one_whose_request_ran_and_was_preempted_loads_it_again(policy: LoadPolicy) -> None:
     multi = chain(Foreign(40), BlockTier("x", tokens=4), load=policy)
     request = FakeRequest()

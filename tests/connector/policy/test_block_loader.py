@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from spec.chain import LOAD_POLICIES
 from tests.support.children import BlockTier, Child, Tier, chain
 from tests.support.fake_requests import BLOCKS, IDLE_STEP, FakeRequest
 from tiers.connector.multi.multi_scheduler import MultiScheduler
@@ -85,7 +86,7 @@ def test_another_connector_that_looks_is_waited_for_unless_our_tiers_have_all() 
 
 def test_another_connector_is_never_told_to_load_less_than_it_said() -> None:
     request = FakeRequest(kv_transfer_params={"kvtiers": {"max_load_tokens": 8}})
-    for policy in ("first", "longest", "stitched"):
+    for policy in LOAD_POLICIES:
         multi = chain(Tier(tokens=12), BlockTier("xxx"), load=policy)
         assert multi.get_num_new_matched_tokens(request, 0) == (8, True)
 

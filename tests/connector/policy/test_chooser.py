@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from spec.chain import LOAD_POLICIES
 from tests.support.clock import Clock
 from tests.support.fake_requests import FakeRequest
 from tiers.connector.policy.choice import Choice
@@ -138,7 +139,7 @@ def test_tiers_below_one_that_is_looking_are_asked_so_that_lookups_overlap() -> 
     assert [child.asked for child in chain.children] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("load", ["first", "longest", "stitched"])
+@pytest.mark.parametrize("load", LOAD_POLICIES)
 def test_a_tier_that_is_slower_than_computing_is_left_out(load: str) -> None:
     chain = Chain(ours(512), ours(TOKENS, SLOW), load=load)
     assert chain.loaders() == {0: 512}
@@ -151,7 +152,7 @@ def test_a_tier_that_is_slower_than_computing_is_left_out(load: str) -> None:
     assert alone.children[0].noted == {"recompute_preferred": 1}
 
 
-@pytest.mark.parametrize("load", ["first", "longest", "stitched"])
+@pytest.mark.parametrize("load", LOAD_POLICIES)
 def test_a_lower_tier_serves_where_an_upper_one_is_slower(load: str) -> None:
     chain = Chain(ours(TOKENS, SLOW), ours(TOKENS, FAST), load=load)
     assert chain.loaders() == {1: TOKENS}

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import pytest
 
 from bench.policies import Output, Step
 from bench.scheduler import NAMESPACE, PAYLOAD, TOKENS, Prompt
-from spec.chain import ChainSpec, LoadPolicy
+from spec.chain import LOAD_POLICIES, ChainSpec, LoadPolicy
 from tests.support.clock import Clock
 from tests.support.kept import kept
 from tests.support.lookups import IndexedNames
@@ -157,7 +157,7 @@ def test_what_others_evict_is_noticed_within_seconds_and_a_few_lookups_a_step() 
     assert 0 < asked <= 256, "0.04 seconds of 6,400 names a second"
 
 
-@pytest.mark.parametrize("load", get_args(LoadPolicy))
+@pytest.mark.parametrize("load", LOAD_POLICIES)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_waiting_request_is_answered_as_a_new_one(load: LoadPolicy, seed: int) -> None:
     rng = random.Random(seed)
@@ -344,7 +344,7 @@ def test_many_long_prompts_together_are_given_no_more_of_a_step() -> None:
     manager.close()
 
 
-@pytest.mark.parametrize("load", get_args(LoadPolicy))
+@pytest.mark.parametrize("load", LOAD_POLICIES)
 def test_a_request_waits_for_all_of_a_long_answer(
     load: LoadPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ from tiers.lab.replay import ReplayEngine, answer
 from tiers.lab.replay.requests import ReplayRequest
 
 PREFIX = [7 * token % 997 for token in range(16 * MODEL.block_tokens)]
-POLICIES = ["first", "longest", "stitched"]
 
 
 def fill(made: ReplayEngine, salt: str = "") -> ReplayRequest:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.replay.shared_prefix import POLICIES, PREFIX, add, ended, fill, hits
+from spec.chain import LOAD_POLICIES
+from tests.lab.replay.shared_prefix import PREFIX, add, ended, fill, hits
 from tests.support.replay_chains import HYBRID, SLOT, chain_of, cpu, disk, drop_from_disk, names
 from tiers.lab.replay import ReplayEngine, ReplayModel, answer
 from tiers.lab.replay.requests import Status
@@ -35,7 +36,7 @@ def drafting(
     return make
 
 
-@pytest.mark.parametrize("load", POLICIES)
+@pytest.mark.parametrize("load", LOAD_POLICIES)
 @pytest.mark.parametrize("prompt", [[*PREFIX, 1], PREFIX], ids=["more", "full blocks"])
 def test_a_block_that_the_engine_leaves_out_of_its_own_hits_is_not_loaded_back(
     drafting: Callable[..., ReplayEngine], load: str, prompt: list[int]
@@ -49,7 +50,7 @@ def test_a_block_that_the_engine_leaves_out_of_its_own_hits_is_not_loaded_back(
     assert hits(made) == 0
 
 
-@pytest.mark.parametrize("load", POLICIES)
+@pytest.mark.parametrize("load", LOAD_POLICIES)
 def test_what_is_loaded_ends_one_block_before_what_a_tier_has(
     drafting: Callable[..., ReplayEngine], load: str
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from spec.chain import LOAD_POLICIES
 from tests.support.replay_chains import (
     MODEL,
     SLOT,
@@ -38,7 +39,7 @@ def test_the_model_shows_a_single_wrong_byte(engine: Callable[..., ReplayEngine]
 
 
 CHAINS = [("cpu", "first"), ("disk", "first"), ("redis", "first")]
-CHAINS += [("all", load) for load in ("first", "longest", "stitched")]
+CHAINS += [("all", load) for load in LOAD_POLICIES]
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from spec.chain import LOAD_POLICIES
 from tests.lab.replay.worlds import BLOCK_BYTES, SIZE, chain, disk, machine
 from tiers.lab.replay.replay_trace import replay
 from tiers.traces.trace import TraceRequest
@@ -53,7 +54,7 @@ def served(load: float, **settings: str) -> tuple[Report, float]:
     return report, report.tier_hit_tokens / carried
 
 
-@pytest.mark.parametrize("policy", ["first", "longest", "stitched"])
+@pytest.mark.parametrize("policy", LOAD_POLICIES)
 def test_past_its_capacity_a_link_keeps_nobody_waiting_and_goes_on_serving(policy: str) -> None:
     report, used = served(1.5, load_policy=policy, load_when="sooner")
     assert report.ttft_p50 < 1.5 * COMPUTING

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import PrivateAttr
 
-from spec.chain import ChainSpec, LoadPolicy
+from spec.chain import LOAD_POLICIES, ChainSpec, LoadPolicy
 from spec.offloading import StoreContext, StoreSpec
 from tests.support.replay_chains import (
     MODEL,
@@ -139,7 +139,7 @@ def test_a_block_that_fails_in_one_of_two_tiers_truncates_what_both_load(
     assert measured(made, "load_failures", "disk" if damaged == "one" else "disk-2") > 0
 
 
-@pytest.mark.parametrize("load", ["first", "longest", "stitched"])
+@pytest.mark.parametrize("load", LOAD_POLICIES)
 def test_a_request_ends_when_every_tier_fails_to_load_it(
     engine: MakeEngine, tmp_path: Path, load: LoadPolicy
 ) -> None:
@@ -185,7 +185,7 @@ class LyingSpec(StoreSpec):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("load", ["first", "longest", "stitched"])
+@pytest.mark.parametrize("load", ["first", "longest", "stitched"])  # all prefer upper tiers
 def test_tiers_that_never_load_what_they_promise_are_each_tried_once(
     engine: MakeEngine, tmp_path: Path, load: LoadPolicy, world_size: int
 ) -> None:
@@ -321,7 +321,7 @@ def test_a_tier_that_is_looking_delays_nobody_once_the_others_have_all(
     speak.set()
 
 
-@pytest.mark.parametrize("load", ["first", "longest", "stitched"])
+@pytest.mark.parametrize("load", LOAD_POLICIES)
 def test_a_request_limits_its_own_loading(
     engine: MakeEngine, tmp_path: Path, load: LoadPolicy
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 import pytest
 
-from spec.chain import ChainSpec
+from spec.chain import LOAD_POLICIES, ChainSpec
 from spec.errors import SpecError
 from spec.offloading import StoreContext, StoreSpec
 from tests.lab.replay.worlds import BLOCK_BYTES, SIZE, chain, chats, cpu, disk, given, machine
@@ -48,7 +48,7 @@ def test_a_request_that_comes_again_is_loaded() -> None:
     assert report.ttft_p50 == pytest.approx(2 * 0.002 + 100 * BLOCK_BYTES / 8e6 + 5 / 4000)
 
 
-@pytest.mark.parametrize("policy", ["first", "longest", "stitched"])
+@pytest.mark.parametrize("policy", LOAD_POLICIES)
 @pytest.mark.parametrize("when", ["sooner", "always"])
 def test_simulation_and_replay_agree(policy: str, when: str) -> None:
     requests = chats(3)

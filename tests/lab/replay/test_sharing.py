@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from spec.chain import ChainSpec
-from tests.lab.replay.shared_prefix import POLICIES, PREFIX, add, ended, fill, hits
+from spec.chain import LOAD_POLICIES, ChainSpec
+from tests.lab.replay.shared_prefix import PREFIX, add, ended, fill, hits
 from tests.support.replay_chains import (
     HYBRID,
     SLOT,
@@ -28,7 +28,7 @@ from tiers.lab.replay.requests import ReplayRequest, Status
 MakeEngine = Callable[..., ReplayEngine]
 
 
-@pytest.mark.parametrize("load", POLICIES)
+@pytest.mark.parametrize("load", LOAD_POLICIES)
 def test_sixteen_requests_of_one_prefix_load_it_once(
     engine: MakeEngine, tmp_path: Path, load: str
 ) -> None:

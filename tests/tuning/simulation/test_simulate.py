@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from spec.chain import LOAD_POLICIES
 from spec.errors import SpecError
 from tests.lab.replay.worlds import chats
 from tiers.traces.trace import TraceRequest
@@ -86,7 +87,7 @@ def test_an_inclusive_chain_is_the_curve_at_each_size(policy: str) -> None:
         assert found == [upper, both - upper]
 
 
-@pytest.mark.parametrize("policy", ["first", "longest", "stitched"])
+@pytest.mark.parametrize("policy", LOAD_POLICIES)
 @pytest.mark.parametrize("promote", [True, False])
 def test_runs_change_nothing_where_stores_have_room(policy: str, promote: bool) -> None:
     """Steps, loads and evictions begin and end within runs."""

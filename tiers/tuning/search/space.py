@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations, product
-from typing import get_args
 
-from spec.chain import LoadPolicy
+from spec.chain import LOAD_POLICIES
 from spec.fields import exact_size, format_rate
 from tiers.tuning.curve import Curves
 from tiers.tuning.machine import Machine
@@ -84,7 +83,7 @@ def _round(size: float) -> int:
     return max(1, round(count / digits) * digits) * unit if size >= 10**4 else max(1, int(size))
 
 
-POLICIES: tuple[str, ...] = ("stitched", *(p for p in get_args(LoadPolicy) if p != "stitched"))
+POLICIES: tuple[str, ...] = ("stitched", *(p for p in LOAD_POLICIES if p != "stitched"))
 """All load policies, the default first."""
 THRESHOLDS = (1, 2, 3)
 LOAD_WHEN: tuple[str, ...] = ("sooner", "always")
