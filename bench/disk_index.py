@@ -371,7 +371,7 @@ def _batches(first: int) -> Iterator[list[bytes]]:
 def _replace(folder: OpenFolder, batch: list[bytes]) -> None:
     """A store of a batch in a full tier, but for the writes: reserve, evicting, and publish."""
     slots = folder.reserve(dict.fromkeys(batch, SIZE))
-    written = {key: Entry(slot, PAYLOAD, bytes(16), 0) for key, slot in slots.items()}
+    written = {key: Entry(slot, PAYLOAD, bytes(16)) for key, slot in slots.items()}
     folder.commit(batch, slots, written)
 
 

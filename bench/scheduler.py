@@ -30,7 +30,7 @@ from tiers.contract.engine_info import EngineInfo
 from tiers.contract.messages import OffloadingWorkerMetadata, WorkerHandshake
 from tiers.cpu.spec import CpuSpec
 from tiers.disk.disk_store import DiskStore
-from tiers.disk.index.edit import index_key
+from tiers.disk.index.edit import Entry, index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.host.slot_memory import ALIGNMENT, slot_stride
@@ -142,7 +142,7 @@ def enter(store: DiskStore, prompts: Iterator[Prompt]) -> None:
         with store._folder.edit() as edit:
             for block_hash in prompt.block_hashes:
                 key = index_key(NAMESPACE + block_hash + bytes(GROUP_BYTES))
-                edit.publish(key, edit.claim(slot_bytes(PAYLOAD)), PAYLOAD, bytes(16))
+                edit.publish(key, Entry(edit.claim(slot_bytes(PAYLOAD)), PAYLOAD, bytes(16)))
 
 
 def resident_bytes() -> int:

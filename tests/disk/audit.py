@@ -18,7 +18,7 @@ from spec.offloading import StoreContext
 from tiers.disk.disk_store import DiskStore
 from tiers.disk.folder import folder as folders
 from tiers.disk.folder.open_folder import OpenFolder
-from tiers.disk.index.edit import Slot, index_key
+from tiers.disk.index.edit import Entry, Slot, index_key
 from tiers.disk.slab import slot_bytes
 from tiers.disk.spec import DiskSpec
 from tiers.errors import TierNotOpen, TierUnusable
@@ -249,7 +249,7 @@ def fill_index(path: Path, count: int, payload: int = 4096) -> None:
     for start in range(0, count, 1000):
         with folder.edit() as edit:
             for number in range(start, min(count, start + 1000)):
-                edit.publish(index_key(key(number)), edit.claim(size), payload, bytes(16))
+                edit.publish(index_key(key(number)), Entry(edit.claim(size), payload, bytes(16)))
     folder.slabs[size]  # makes the file
     os.truncate(path / f"slab-{size}.dat", count * size)
     store.close()

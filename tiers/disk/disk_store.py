@@ -263,7 +263,7 @@ def _write(folder: OpenFolder, block: Block, slot: Slot) -> Entry | OSError:
         folder.slabs[slot.size].write(slot.number, header, block.payload)
     except OSError as error:
         return error
-    return Entry(slot, len(block.payload), parse_header(header).checksum, 0)
+    return Entry(slot, len(block.payload), parse_header(header).checksum)
 
 
 def _read(folder: OpenFolder, job: _SlotRead) -> RecordError | OSError | None:

@@ -261,7 +261,7 @@ class OpenFolder:
         if slot is not None and (held or entry is None):
             edit.vacate(slot)
         elif slot is not None and entry is not None:
-            edit.publish(key, slot, entry.payload_bytes, entry.checksum)
+            edit.publish(key, entry)
             held = True
         return held
 

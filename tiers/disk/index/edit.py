@@ -55,12 +55,12 @@ class Slot(NamedTuple):
 
 class Entry(NamedTuple):
     """A live block. `checksum`: of its record; a slot with another record does not hold the block.
-    `stamp`: grows with each use."""
+    `stamp`: grows with each use; 0: it is not published yet."""
 
     slot: Slot
     payload_bytes: int
     checksum: bytes
-    stamp: int
+    stamp: int = 0
 
 
 def index_key(key: bytes) -> bytes:
@@ -209,10 +209,10 @@ class Edit:
         self.used += slot.size
         return slot
 
-    def publish(self, key: bytes, slot: Slot, payload_bytes: int, checksum: bytes) -> None:
+    def publish(self, key: bytes, entry: Entry) -> None:
         """Make a reserved slot the live block of a key that has none."""
-        self._delete("reserved", SLOT.pack(*slot))
-        self._enter(key, Entry(slot, payload_bytes, checksum, 0))
+        self._delete("reserved", SLOT.pack(*entry.slot))
+        self._enter(key, entry)
         self._changes.append(fingerprint(key) | ADDED)
 
     def _enter(self, key: bytes, entry: Entry) -> None:
