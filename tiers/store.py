@@ -206,10 +206,10 @@ class Usage:
 
 @runtime_checkable
 class Measured(Protocol):
-    """Capability: the store knows what it holds."""
+    """Capability: the store counts the blocks it holds."""
 
     def usage(self) -> Usage:
-        """Count what is held now."""
+        """Count the blocks held now."""
 
 
 @runtime_checkable

@@ -55,7 +55,7 @@ class RepeatedLog:
         self._later = later
         self._events = self._unsaid = 0
         # Without it an event could come between the last sum and the end of the counting, and be
-        # told of by neither.
+        # reported by neither.
         self._lock = threading.Lock()
 
     def log(

@@ -131,10 +131,10 @@ class BlockGroups:
         return min(len(tables[part.group]) // part.per_block for part in parts)
 
     def kept(self, block: int, computed: int) -> list[bool]:
-        """Whether the engine keeps each part of a block once so many tokens are computed.
+        """Whether the engine keeps each part of a block once `computed` tokens are computed.
 
-        It gives a windowed part away when the window of the next token no longer reaches it. Of
-        a state it does not say by its block table where it is.
+        It frees a windowed part when the window of the next token no longer reaches it. Its block
+        table does not show where a state is.
         """
         start = block * self.block_tokens
         return [
@@ -147,14 +147,14 @@ class BlockGroups:
         ]
 
     def written(self, tables: Sequence[Sequence[int]], computed: int) -> Iterator[int]:
-        """Paged blocks that a step writes which begins with so many tokens computed."""
+        """Paged blocks that a step writes, which begins with `computed` tokens."""
         for part in self._parts:
             if part.offset == 0:
                 yield from tables[part.group][computed // part.tokens :]
 
     def state(self, group: int, tokens: int) -> int | None:
         """The number, among all parts of a request's blocks, of the state that a group has after
-        so many tokens; None: no block ends there."""
+        this many tokens; None: no block ends there."""
         block, rest = divmod(tokens, self.block_tokens)
         parts = [i for i, part in enumerate(self._parts) if part.group == group and part.is_state]
         return None if rest or not block or not parts else (block - 1) * len(self) + parts[-1]

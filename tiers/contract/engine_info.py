@@ -33,7 +33,7 @@ class LateFacts(Protocol):
     """Facts of a worker that are not there when it is made."""
 
     def known(self, seconds: float = 0.0) -> Mapping[str, str] | None:
-        """The facts; None: they are not known yet, also after waiting for so many seconds.
+        """The facts; None: they are not known yet, also after waiting for `seconds`.
 
         Asked by one thread, for the first time when the paged KV is registered.
         """

@@ -55,7 +55,7 @@ class PoolSize:
         return [*fewer, staging, least, PoolSize(0, 0, 0, self.world_size)]
 
     def slots(self, payload_bytes: int) -> int:
-        """How many slots each rank has, for blocks of so many bytes; fewer for larger blocks."""
+        """How many slots each rank has, for blocks of this many bytes; fewer for larger blocks."""
         staging = STAGING if self.staging is None else self.staging
         slots = slots_within(self.capacity + staging, payload_bytes, self.world_size)
         # A block in flight that a host tier keeps has one slot for both.

@@ -181,7 +181,7 @@ def _plain(value: Any) -> Any:
     return {"": type(value).__name__, **vars(value)}
 
 
-class _Look(NamedTuple):
+class _AdapterLook(NamedTuple):
     """A look at an adapter's files, begun at this time."""
 
     began: float
@@ -207,7 +207,7 @@ class MarksOfRequests(RequestMarks):
         self._reported: dict[bytes, dict[int, LoadedAdapter]] = {}
         self._marks: dict[str, tuple[Any, RequestMark]] = {}
         self._came: dict[str, float] = {}
-        self._looks: dict[str, _Look] = {}
+        self._looks: dict[str, _AdapterLook] = {}
         self._lookers = io_executor(LOOKERS, "adapters")
         self._log = LoggedOnce(logger)
 
@@ -284,12 +284,12 @@ class MarksOfRequests(RequestMarks):
         stamps = {one.stamp for one in of_ranks}
         return stamps.pop() if len(stamps) == 1 else b""
 
-    def _look(self, path: str, came: float) -> _Look:
+    def _look(self, path: str, came: float) -> _AdapterLook:
         """Return a look at an adapter's files, begun after a request `came` and good by now, or
         the one in flight."""
         look, now = self._looks.get(path), self._now()
         if look is None or (look.stamp.done() and look.began < max(came, now - FRESH)):
-            look = self._looks[path] = _Look(now, self._lookers.submit(folder_stamp, path))
+            look = self._looks[path] = _AdapterLook(now, self._lookers.submit(folder_stamp, path))
         return look
 
     def _is_as_read(self, request: Any, mark: RequestMark, found: bytes) -> bool:
@@ -302,7 +302,7 @@ class MarksOfRequests(RequestMarks):
             )
         return is_same
 
-    def _is_late(self, adapter: Any, look: _Look) -> bool:
+    def _is_late(self, adapter: Any, look: _AdapterLook) -> bool:
         """Return whether nobody waits any more for a look."""
         is_late = self._now() - look.began > PATIENCE
         if is_late:

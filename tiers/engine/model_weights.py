@@ -246,7 +246,7 @@ class Words:
             self._memory = torch.empty(0, dtype=WORD, device=device)
             self._memory.set_(storage, 0, (length,), (1,))
         if self._memory.data_ptr() != start:
-            raise RuntimeError("this PyTorch copies memory that it is told to look at")
+            raise RuntimeError("this PyTorch copies memory instead of looking at it")
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def read(self, numbers: torch.Tensor) -> Reading:

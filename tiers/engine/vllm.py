@@ -60,11 +60,11 @@ from tiers.engine.vllm_groups import REPORTS_FAILED_REQUESTS, drops_last, hash_t
 from tiers.engine.vllm_identity import late_facts
 from tiers.engine.vllm_stats import KVTiersPromMetrics, MultiKVConnectorStats, rebuild
 from tiers.engine.vllm_watch import (
+    announces_sleep,
     before_resets,
     copies_in_step,
     request_marks,
     seen_adapters,
-    tells_sleep,
     worker_weights,
 )
 from tiers.gpu.copier import open_copier
@@ -328,7 +328,7 @@ class WorkerHalf(MultiWorker, KVTiersConnector):
         chain = configured_chain(vllm_config)
         if chain is not None:
             info = engine_info(vllm_config, kv_cache_config, role, chain)
-            in_step = copies_in_step(vllm_config, told=tells_sleep())
+            in_step = copies_in_step(vllm_config, announced=announces_sleep())
             opener = partial(open_copier, in_step=in_step)
             MultiWorker.__init__(self, *worker_parts(chain, info, opener))
         else:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOW = ("SlidingWindowSpec",)
 _STATE = ("MambaSpec",)
-"""By name, since older engines lack some. Derived classes are not served: they may keep their
-blocks in another way."""
+"""By name, since older engines do not have all of them. Derived classes are not served: they may
+keep their blocks in another way."""
 
 REPORTS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 """Whether this vLLM accepts failed loads of models with several groups: 0.30 and later do.

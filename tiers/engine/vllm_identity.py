@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiers.engine.identity.digests import Digests, FileChanged
 from tiers.engine.identity.facts import (
-    LateFacts,
+    BackgroundFacts,
     attention_facts,
     generation_facts,
     made_facts,
@@ -34,13 +34,13 @@ inherits its parent's."""
 
 def late_facts(
     vllm_config: VllmConfig, salt: str, layers: Callable[[], Mapping[str, str]] | None = None
-) -> LateFacts:
+) -> BackgroundFacts:
     """Return the facts of a worker's layers, and later those of its weights. KV of weights without
     an identity is not shared, unless the operator has named them by the chain's `salt`. `layers`
     returns the facts of the layers where the caller is no worker."""
     key = os.getpid(), str(vllm_config.instance_id)
     alone = _alone.setdefault(key, f"alone: {secrets.token_hex(16)}")
-    return LateFacts(
+    return BackgroundFacts(
         layers or partial(layer_facts, vllm_config, this_worker()),
         partial(_weights, vllm_config, salt, alone),
         {"weights": alone},

@@ -66,8 +66,8 @@ def vllm_settings(chain: ChainSpec, row_bytes: int) -> dict[str, Any]:
             f"memory; the chain has {', '.join(host.tier_name for host in hosts)}. Use "
             "KVTiersConnector for all."
         )
-    said = [key for key in UNHOSTED_OF_CHAIN if key in chain.model_fields_set]
-    if unheard := [key for key in said if getattr(chain, key) not in (None, (), {})]:
+    given = [key for key in UNHOSTED_OF_CHAIN if key in chain.model_fields_set]
+    if unheard := [key for key in given if getattr(chain, key) not in (None, (), {})]:
         raise ValueError(
             f"the chain has {', '.join(unheard)}, which vLLM's OffloadingConnector does not obey; "
             "leave that out, or use KVTiersConnector"

@@ -66,15 +66,15 @@ def before_resets(cache: Any, notify: Callable[[], object]) -> None:
         )
 
 
-def tells_sleep() -> bool:
+def announces_sleep() -> bool:
     """Return whether this vLLM calls a connector before the paged KV goes away, as 0.33 does."""
     return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
-def copies_in_step(vllm_config: VllmConfig, told: bool) -> bool:
+def copies_in_step(vllm_config: VllmConfig, announced: bool) -> bool:
     """Return whether what a step copies must be queued on the device when the step ends: an engine
     that sleeps, and does not announce it, waits for its device alone."""
-    return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)) and not told
+    return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)) and not announced
 
 
 def worker_weights() -> Weights:

@@ -55,7 +55,7 @@ class Explanations:
             self._in_flight[request.request_id] = notes
 
     def asked(self, request: Request, computed: int) -> Attempt:
-        """The engine looks a request up, with so many tokens `computed`."""
+        """The engine looks a request up; `computed` tokens are in its own cache."""
         notes = self._in_flight.get(request.request_id)
         if notes is None:
             return UNNOTED

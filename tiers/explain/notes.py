@@ -216,7 +216,7 @@ class Attempt:
         return self.loaded_at - self.allocated
 
     def runs(self, computed: int) -> None:
-        """It runs its first step, with so many tokens computed."""
+        """The request runs its first step; `computed` tokens are there."""
         self.started, self.started_at = computed, time.perf_counter()
 
 

@@ -177,7 +177,7 @@ class Residency(Protocol):
 
 @runtime_checkable
 class Demotes(Protocol):
-    """Capability: a host tier can be told what to evict next."""
+    """Capability: a host tier takes hints about the next blocks to evict."""
 
     def demote(self, keys: Sequence[bytes]) -> int:
         """Evict these blocks next, the last of them first, unless they are used again; return how

@@ -69,7 +69,7 @@ class Trace:
     """Requests in the order of their time. Each iteration reads the files again, as a stream: in
     memory is one line, or one conversation where a format nests them.
 
-    Iterating raises `TraceError` naming file and line, unless told to skip bad lines. Not for two
+    Iterating raises `TraceError` naming file and line, unless it is to skip bad lines. Not for two
     iterations at once where `summary` matters.
     """
 

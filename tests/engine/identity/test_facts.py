@@ -28,7 +28,7 @@ from tiers.contract.engine_info import EngineInfo
 from tiers.contract.marks import LoadedAdapter
 from tiers.engine.adapter_marks import MarksOfRequests, name_of
 from tiers.engine.content_marks import ContentMarks
-from tiers.engine.identity.facts import LateFacts, generation_facts, made_facts, unseen_facts
+from tiers.engine.identity.facts import BackgroundFacts, generation_facts, made_facts, unseen_facts
 from tiers.errors import TierUnusable
 from tiers.lab.replay import ReplayEngine, answer
 
@@ -584,7 +584,7 @@ def test_facts_are_found_beside_who_asks() -> None:
         assert begin.wait(SECONDS)
         return {"weights": "w"}
 
-    late = LateFacts(lambda: {"attention": "amx"}, slowly, {"weights": "alone"})
+    late = BackgroundFacts(lambda: {"attention": "amx"}, slowly, {"weights": "alone"})
     assert late.known() is None and late.known(0.01) is None
     begin.set()
     assert late.known(SECONDS) == {"attention": "amx", "weights": "w"}
@@ -598,7 +598,7 @@ def test_facts_that_can_t_be_found_are_this_process_s_own(
     def fails() -> dict[str, str]:
         raise MemoryError
 
-    late = LateFacts(dict, fails, {"weights": "alone"})
+    late = BackgroundFacts(dict, fails, {"weights": "alone"})
     assert late.known(SECONDS) == {"weights": "alone"}
 
 
@@ -608,6 +608,6 @@ def test_layers_that_can_t_be_identified_start_all_the_same(
     def fails() -> dict[str, str]:
         raise NotImplementedError("a layer of a kind that is new")
 
-    late = LateFacts(fails, lambda: {"weights": "w"}, {"weights": "alone"})
+    late = BackgroundFacts(fails, lambda: {"weights": "w"}, {"weights": "alone"})
     assert late.known() == late.known() == {"weights": "alone"}
     assert len(caplog.records) == 1

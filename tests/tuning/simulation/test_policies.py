@@ -20,14 +20,14 @@ from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.simulation import SimChain, SimTier, Workload
 from tiers.tuning.simulation import loads as simulated
 from tiers.tuning.simulation.simulate import _tiers
-from tiers.tuning.simulation.tier import Tier
+from tiers.tuning.simulation.simulated_tier import SimulatedTier
 
 LENGTHS = (3, 1, 6, 2)
 BLOCKS = sum(LENGTHS)
 PATH = range(len(LENGTHS))
 
 
-def tiers(rng: random.Random) -> list[Tier]:
+def tiers(rng: random.Random) -> list[SimulatedTier]:
     """Tiers that hold random blocks of four runs, most of them."""
     prompts = [range(sum(LENGTHS[:n])) for n in range(1, len(LENGTHS) + 1)]
     requests = [TraceRequest(0.0, 16 * len(ids), 1, list(ids)) for ids in prompts]
@@ -46,14 +46,14 @@ def tiers(rng: random.Random) -> list[Tier]:
     return found
 
 
-def held(tier: Tier) -> list[int]:
+def held(tier: SimulatedTier) -> list[int]:
     """Whether it holds each block."""
     return [
         tier.held[run] >> bit & 1 for run, length in enumerate(LENGTHS) for bit in range(length)
     ]
 
 
-def prefix(tier: Tier, first: int, most: int) -> int:
+def prefix(tier: SimulatedTier, first: int, most: int) -> int:
     """How many blocks it holds from `first` on, without a gap."""
     return [*held(tier)[first : first + most], 0].index(0)
 
@@ -81,7 +81,7 @@ def test_policies_choose_as_those_of_the_chain(seed: int) -> None:
     expected = [(prefixes.index(longest), longest)] if longest else []
     assert simulated.longest(placed, question, masks) == expected
 
-    def coverage(tier: Tier) -> choice.Coverage:
+    def coverage(tier: SimulatedTier) -> choice.Coverage:
         return lambda wave: [COMPLETE * has for has in held(tier)[wave.start : wave.stop]]
 
     children = {place: coverage(tier) for place, tier in placed}

@@ -344,7 +344,7 @@ class RequestTable:
     def ended(self, request_state: RequestState, tables: Sequence[list[int]]) -> Scheduled:
         """What is computed of a request that has ended, and had these block tables then.
 
-        An engine that schedules ahead learns of a step's tokens when the next step is on its way.
+        An engine that schedules ahead learns of a step's tokens when the next step is in flight.
         So nobody has offered a block that the last but one token completes. The last token is
         sampled and never computed; what ran ahead of it wrote behind that block. A conversation
         that goes on without that token has others in its place, so that the engine's own count

@@ -209,7 +209,7 @@ def _simple(module: Any) -> dict[str, Any]:
     return {"": type(module).__name__, **values}
 
 
-class LateFacts:
+class BackgroundFacts:
     """Finds the facts of a worker: quickly those of its layers, in the background the others.
 
     `at_once` is called by the first `known`, then `slowly` on a daemon thread, for which no ending

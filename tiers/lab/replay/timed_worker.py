@@ -67,7 +67,7 @@ class TraceModel(ReplayModel):
         return (numbers * 1_000_003)[:, None] + np.arange(self.width, dtype=np.int64)
 
 
-class Jobs:
+class TimedJobs:
     """Jobs of one tier in flight on the worker, by their ids; `loads`: until when each may take."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class TimedWorker(LocalWorker):
         # numpy needs no threads for so few bytes; the array is the tensor's memory.
         self._pages = next(iter(self.kv.values())).numpy()[:, 0]
         self._passing = {place: Passing(link) for place, link in links.items()}
-        self._jobs = [Jobs() for _ in half.children]
+        self._jobs = [TimedJobs() for _ in half.children]
         self._silence: list[OffloadingWorkerMetadata | None] = [None] * len(half.children)
         self._nothing = MultiConnectorMetadata(
             tuple(OffloadingConnectorMetadata() for _ in half.children), {}

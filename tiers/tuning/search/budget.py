@@ -29,7 +29,7 @@ TUNED = ("name", *SIZE_KEYS, "store_threshold", "eviction", "write_budget", "sto
 """Settings of a tier that the search chooses."""
 
 
-class Medium(BaseModel, frozen=True, extra="forbid"):
+class BudgetMedium(BaseModel, frozen=True, extra="forbid"):
     """A tier that the chain may have. Frozen; unknown keys are refused."""
 
     type: str = Field(description="The tier type: cpu, disk, redis, or a plugin's.")
@@ -116,7 +116,7 @@ class Constraints(BaseModel, frozen=True, extra="forbid"):
 class Budget(BaseModel, frozen=True, extra="forbid", validate_default=True):
     """Media, machine, objective and constraints. Frozen; unknown keys are refused."""
 
-    media: tuple[Medium, ...] = Field(
+    media: tuple[BudgetMedium, ...] = Field(
         min_length=1, max_length=5, description="The tiers that the chain may have."
     )
     machine: Machine = Field(
@@ -148,7 +148,7 @@ class Budget(BaseModel, frozen=True, extra="forbid", validate_default=True):
 
     @field_validator("media", mode="after")
     @classmethod
-    def _differ(cls, media: tuple[Medium, ...]) -> tuple[Medium, ...]:
+    def _differ(cls, media: tuple[BudgetMedium, ...]) -> tuple[BudgetMedium, ...]:
         types = [medium.type for medium in media]
         if twice := [kind for at, kind in enumerate(types) if kind in types[:at]]:
             raise ValueError(f"there are two of type {twice[0]}; keep one of them")
@@ -177,7 +177,7 @@ class Budget(BaseModel, frozen=True, extra="forbid", validate_default=True):
             )
         return price
 
-    def medium(self, kind: str) -> Medium:
+    def medium(self, kind: str) -> BudgetMedium:
         """The medium of a tier type. Raises KeyError."""
         return next(m for m in self.media if m.type == kind)
 

@@ -20,7 +20,7 @@ from spec.fields import exact_size, format_rate
 from tiers.tuning.curve import Curves
 from tiers.tuning.machine import Machine
 from tiers.tuning.report import DAY, YEAR
-from tiers.tuning.search.budget import Budget, Medium
+from tiers.tuning.search.budget import Budget, BudgetMedium
 from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 
 HALVES = 4
@@ -91,7 +91,7 @@ LOAD_WHEN: tuple[str, ...] = ("sooner", "always")
 
 
 @dataclass(frozen=True)
-class Step:
+class ChainStep:
     """A chain one step away: the difference (`kind`: `tiers`, `order` or a key of the YAML), its
     tier, and its wording."""
 
@@ -111,7 +111,7 @@ class Space:
         self._rates = {m.type: write_budgets(m, budget) for m in budget.media}
         self._given = {m.type: SimTier.of(m.tier()) for m in budget.media}
 
-    def tier(self, medium: Medium) -> SimTier:
+    def tier(self, medium: BudgetMedium) -> SimTier:
         """A medium's tier with its settings and else the defaults, as large as is worth trying;
         where a life is asked for, with the write budget that gives it."""
         size, rate = self.sizes[medium.type][0], self._rates[medium.type][-1]
@@ -137,40 +137,40 @@ class Space:
         """A careful guess: all media in the order of their bandwidth, `stitched`."""
         return SimChain(tuple(self.tier(medium) for medium in self._by_speed()))
 
-    def _by_speed(self) -> list[Medium]:
+    def _by_speed(self) -> list[BudgetMedium]:
         tiers = self.budget.machine.tiers
         return sorted(self.budget.media, key=lambda m: -tiers[m.type].load_bandwidth)
 
-    def steps(self, chain: SimChain) -> Iterator[Step]:
+    def steps(self, chain: SimChain) -> Iterator[ChainStep]:
         """All chains one step from a chain that has tiers."""
         yield from self._tiers(chain)
         for policy in policies(len(chain.tiers)):
             if policy != chain.load_policy:
-                yield Step("load_policy", None, policy, replace(chain, load_policy=policy))
+                yield ChainStep("load_policy", None, policy, replace(chain, load_policy=policy))
         for when in LOAD_WHEN if self._may_be_slow(chain.tiers) else ():
             if when != chain.load_when:
-                yield Step("load_when", None, when, replace(chain, load_when=when))
+                yield ChainStep("load_when", None, when, replace(chain, load_when=when))
         if len(chain.tiers) > 1:
             text = str(not chain.promote).lower()
-            yield Step("promote", None, text, replace(chain, promote=not chain.promote))
+            yield ChainStep("promote", None, text, replace(chain, promote=not chain.promote))
         for tier in chain.tiers:
             yield from self._settings(chain, tier)
 
-    def _tiers(self, chain: SimChain) -> Iterator[Step]:
+    def _tiers(self, chain: SimChain) -> Iterator[ChainStep]:
         tiers = chain.tiers
         for at, tier in enumerate(tiers):
             less = (*tiers[:at], *tiers[at + 1 :])
-            yield Step("tiers", tier.type, "left out", self._of(chain, less))
+            yield ChainStep("tiers", tier.type, "left out", self._of(chain, less))
         for at in range(1, len(tiers)):
             swapped = (*tiers[: at - 1], tiers[at], tiers[at - 1], *tiers[at + 1 :])
             text = f"{tiers[at].type} before {tiers[at - 1].type}"
-            yield Step("order", tiers[at].type, text, self._of(chain, swapped))
+            yield ChainStep("order", tiers[at].type, text, self._of(chain, swapped))
         for medium in self.budget.media:
             if all(medium.type != tier.type for tier in tiers):
                 new = self.tier(medium)
                 for at in range(len(tiers) + 1):
                     more = (*tiers[:at], new, *tiers[at:])
-                    yield Step("tiers", medium.type, "added", self._of(chain, more))
+                    yield ChainStep("tiers", medium.type, "added", self._of(chain, more))
 
     def _of(self, chain: SimChain, tiers: tuple[SimTier, ...]) -> SimChain:
         """The chain with other tiers, and without settings that mean nothing for these."""
@@ -187,7 +187,7 @@ class Space:
         profiles = [machine.tiers[tier.type] for tier in tiers]
         return any(one.load_bandwidth < computed * one.stored_share for one in profiles)
 
-    def _settings(self, chain: SimChain, tier: SimTier) -> Iterator[Step]:
+    def _settings(self, chain: SimChain, tier: SimTier) -> Iterator[ChainStep]:
         medium = self.budget.medium(tier.type)
         sizes = self.sizes[tier.type]
         at = sizes.index(tier.capacity) if tier.capacity in sizes else -1
@@ -211,7 +211,7 @@ def policies(tiers: int) -> tuple[str, ...]:
     return POLICIES if tiers > 1 else POLICIES[:1]
 
 
-def write_budgets(medium: Medium, budget: Budget) -> tuple[float | None, ...]:
+def write_budgets(medium: BudgetMedium, budget: Budget) -> tuple[float | None, ...]:
     """No write budget, and the one that lets a device last as long as is asked."""
     endurance = budget.machine.tiers[medium.type].endurance
     years = budget.constraints.life_years
@@ -222,9 +222,9 @@ def write_budgets(medium: Medium, budget: Budget) -> tuple[float | None, ...]:
     return (None, max(1, a_day // scale * scale) / DAY)
 
 
-def _with(chain: SimChain, tier: SimTier, kind: str, text: str, **changed: object) -> Step:
+def _with(chain: SimChain, tier: SimTier, kind: str, text: str, **changed: object) -> ChainStep:
     tiers = tuple(replace(t, **changed) if t is tier else t for t in chain.tiers)  # type: ignore[arg-type]
-    return Step(kind, tier.type, text, replace(chain, tiers=tiers))
+    return ChainStep(kind, tier.type, text, replace(chain, tiers=tiers))
 
 
 def simplicity(chain: SimChain, machine: Machine) -> tuple[float, ...]:

@@ -15,13 +15,13 @@ from typing import NamedTuple
 from tiers.loading.comparison import Comparison, Verdict, Wish
 from tiers.loading.shares import HeldRun, LinkCost, share
 from tiers.tuning.simulation.sim_chain import SimChain
+from tiers.tuning.simulation.simulated_tier import SimulatedTier
 from tiers.tuning.simulation.spaces import leading
-from tiers.tuning.simulation.tier import Tier
 from tiers.tuning.simulation.workload import Prompt, Workload
 
 Pieces = list[tuple[int, int]]
 """A prefix in order: which tier loads how many blocks."""
-Placed = Sequence[tuple[int, Tier]]
+Placed = Sequence[tuple[int, SimulatedTier]]
 """Tiers with their places in the chain."""
 
 
@@ -83,7 +83,7 @@ def longest(tiers: Placed, question: Question, masks: Sequence[int]) -> Pieces:
     return [(best, most)] if most else []
 
 
-def _prefix(tier: Tier, question: Question, masks: Sequence[int]) -> int:
+def _prefix(tier: SimulatedTier, question: Question, masks: Sequence[int]) -> int:
     """How many blocks in a row the tier holds."""
     path, at, skip, most = question
     held = tier.held
@@ -175,7 +175,7 @@ class Loads:
 
     def __init__(
         self,
-        tiers: Sequence[Tier],
+        tiers: Sequence[SimulatedTier],
         chain: SimChain,
         workload: Workload,
         clock: Callable[[], float],

@@ -14,8 +14,8 @@ from tiers.tuning.machine import Machine
 from tiers.tuning.report import Served
 from tiers.tuning.simulation.loads import Loads
 from tiers.tuning.simulation.sim_chain import SimChain
+from tiers.tuning.simulation.simulated_tier import IdleGpus, SimulatedTier, TierCounts
 from tiers.tuning.simulation.spaces import Job, Part
-from tiers.tuning.simulation.tier import IdleGpus, Tier, TierCounts
 from tiers.tuning.simulation.workload import Prompt, Workload
 
 
@@ -166,7 +166,7 @@ class OwnCache:
 
 Batch = list[tuple[Prompt, int]]
 """Prompts of a step, each with its tokens done after it."""
-Step = tuple[Batch, list[tuple[Tier, Job]], int, float]
+Step = tuple[Batch, list[tuple[SimulatedTier, Job]], int, float]
 """With the stores that begin when it ends, its tokens and its seconds."""
 
 
@@ -180,7 +180,7 @@ class SimEngine:
     def __init__(
         self,
         workload: Workload,
-        tiers: Sequence[Tier],
+        tiers: Sequence[SimulatedTier],
         chain: SimChain,
         machine: Machine,
         warm: int = 0,
@@ -300,10 +300,10 @@ class SimEngine:
         heapify(self._back)
         return place[1]
 
-    def _offer(self, batch: Batch) -> list[tuple[Tier, Job]]:
+    def _offer(self, batch: Batch) -> list[tuple[SimulatedTier, Job]]:
         """Offer the tiers the blocks of a step; the stores that begin when it ends."""
         now, size, tiers = self.now, self._size, self.tiers
-        jobs: list[tuple[Tier, Job]] = []
+        jobs: list[tuple[SimulatedTier, Job]] = []
         for tier in tiers:
             if tier.due <= now:
                 tier.drain(now)

@@ -13,8 +13,8 @@ from tiers.tuning.machine import Machine, TierProfile
 from tiers.tuning.report import DAY, Report, TierUse, quantile, stretches
 from tiers.tuning.simulation.sim_chain import SimChain, SimTier
 from tiers.tuning.simulation.sim_engine import SimEngine
+from tiers.tuning.simulation.simulated_tier import SimulatedTier, TierCounts, TierSettings
 from tiers.tuning.simulation.spaces import ArcSpace, LruSpace, TimedSpace
-from tiers.tuning.simulation.tier import Tier, TierCounts, TierSettings
 from tiers.tuning.simulation.workload import Workload
 
 STAGING = 256 << 20
@@ -48,7 +48,7 @@ def simulate(
     return _report(engine, chain, machine)
 
 
-def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[Tier]:
+def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[SimulatedTier]:
     """The tiers, empty. Raises SpecError for one without a profile."""
     block_bytes = machine.kv_bytes_per_token * workload.block_tokens
     pool = sum(tier.capacity or 0 for tier in chain.tiers if tier.is_host)
@@ -66,10 +66,10 @@ def _tiers(chain: SimChain, machine: Machine, workload: Workload) -> list[Tier]:
         blocks = math.inf
         if capacity is not None:
             blocks = int(capacity // (block_bytes * (1 if tier.is_host else profile.stored_share)))
-        tiers.append(Tier(settings, workload, _space(tier, blocks, len(workload.lengths))))
+        tiers.append(SimulatedTier(settings, workload, _space(tier, blocks, len(workload.lengths))))
     stores = [(tier.known, tier.held) for tier in tiers if not tier.settings.is_host]
     for one in tiers:
-        # A block on its way from its slot into a store is not evicted.
+        # A block being copied from its slot into a store is not evicted.
         one.space.pins = stores if one.settings.is_host else ()
         one.space.places = slots if one.settings.is_host else math.inf
     return tiers
@@ -138,7 +138,12 @@ def _report(engine: SimEngine, chain: SimChain, machine: Machine) -> Report:
 
 
 def _use(
-    tier: Tier, spec: SimTier, machine: Machine, before: TierCounts, seconds: float, size: int
+    tier: SimulatedTier,
+    spec: SimTier,
+    machine: Machine,
+    before: TierCounts,
+    seconds: float,
+    size: int,
 ) -> TierUse:
     """The use of a tier since `before`. `size`: tokens of a block."""
     profile, counts = machine.profile(spec.name, spec.type), tier.counts

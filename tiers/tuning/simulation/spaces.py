@@ -19,7 +19,7 @@ class LruSpace:
     tail.
 
     `runs`: how many there are. `capacity`: blocks. `held`: the blocks of each run as a mask; for
-    reading. `known`: those and what is on its way, which its owner adds.
+    reading. `known`: those and the ones in flight, which its owner adds.
     """
 
     def __init__(self, capacity: float, runs: int) -> None:

@@ -1,4 +1,4 @@
-"""Tier: the blocks of one tier, its rules of admission, and its link, in time."""
+"""SimulatedTier: the blocks of one tier, its rules of admission, and its link, in time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class IdleGpus:
     infinite."""
 
 
-class Tier:
+class SimulatedTier:
     """One tier. Times never go back from call to call.
 
     Loads and stores wait in a queue each. Stores end on a clock that stands still for as long as
@@ -173,7 +173,7 @@ class Tier:
         wanted, missing, path = job
         for run, new in wanted:
             if (have := known[run]) and (fresh or have & new):
-                wanted = [(r, lack) for r, b in wanted if (lack := b & ~known[r])]
+                wanted = [(r, missing) for r, b in wanted if (missing := b & ~known[r])]
                 missing = sum(blocks.bit_count() for _, blocks in wanted)
                 if fresh:
                     # Blocks that this prompt has offered before are not used again.
@@ -284,7 +284,7 @@ class Tier:
         if self._room < 1 or prompt not in self.refused:
             return None
         refused = self.refused.pop(prompt)
-        parts = [(run, lack) for run, blocks in refused if (lack := blocks & ~self.known[run])]
+        parts = [(run, missed) for run, blocks in refused if (missed := blocks & ~self.known[run])]
         return self._begin(prompt, parts, sum(blocks.bit_count() for _, blocks in parts))
 
     def offer_answers(self, answering: Iterable[Prompt]) -> list[Job]:
