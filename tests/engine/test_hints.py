@@ -209,7 +209,9 @@ def test_hints_are_obeyed_in_their_order_and_their_time_counts_while_they_wait(
     clock.now += 59
     assert paced.steps() == [25, 15, 10, 25, 5]
     asked = [key for keys in paced.asked for key in keys]
-    assert asked == keys_of(made, first) + keys_of(made, second) and retained(made) == 80
+    keys = [keys_of(made, prompt) for prompt in (first, second)]
+    # The requests load at once, and either may end first.
+    assert asked in (keys[0] + keys[1], keys[1] + keys[0]) and retained(made) == 80
     clock.now += 2
     made.step()
     assert retained(made) == 0, "since the requests ended"
