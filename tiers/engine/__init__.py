@@ -1,1 +1,1 @@
-"""The adapters to vLLM, and a small engine of our own for tests and traces."""
+"""The adapters to vLLM: its contract, what its KV depends on, and its own offloading."""

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm import __version__ as vllm_version
 from vllm.v1.core.sched.interface import SchedulerInterface
@@ -117,8 +117,8 @@ class HostingEngine:
         Those of other processes change by calls of their workers alone."""
         if self._executor.collective_rpc(process_of_worker) != [os.getpid()]:
             return None
-        (worker,) = self._executor.collective_rpc(worker_itself)
-        watch = WeightWatch(ModelWeights(worker), ranks=1)
+        (weights,) = self._executor.collective_rpc(sampled_weights)
+        watch = WeightWatch(weights, ranks=1)
         watch.begin()
         return watch
 
@@ -150,7 +150,7 @@ class HostingEngine:
 
 def facts_of_worker(worker: Any) -> dict[str, str]:
     """On a worker: return the facts of its layers, and the shapes of its paged KV."""
-    worker = getattr(worker, "worker", worker)
+    worker = _inside(worker)
     caches = getattr(worker.model_runner, "kv_caches", ())
     pages = [(tuple(c.shape), c.stride(), str(c.dtype)) for c in caches if hasattr(c, "stride")]
     return {**layer_facts(worker.vllm_config, worker), "pages": repr(pages)}
@@ -158,9 +158,7 @@ def facts_of_worker(worker: Any) -> dict[str, str]:
 
 def weights_of_worker(worker: Any) -> list[bytes]:
     """On a worker: return what differs once its weights have changed."""
-    worker = getattr(worker, "worker", worker)
-    weights = vars(worker).setdefault("kvtiers_weights", None) or ModelWeights(worker)
-    worker.kvtiers_weights = weights
+    weights = sampled_weights(worker)
     return [weights.look(part).seen() for part in range(weights.parts)]
 
 
@@ -169,8 +167,16 @@ def process_of_worker(worker: Any) -> int:
     return os.getpid()
 
 
-def worker_itself(worker: Any) -> Any:
-    """On a worker of the caller's process: return it."""
+def sampled_weights(worker: Any) -> ModelWeights:
+    """On a worker: return the samples of its weights, which are drawn once."""
+    worker = _inside(worker)
+    if (weights := vars(worker).get("kvtiers_weights")) is None:
+        weights = worker.kvtiers_weights = ModelWeights(worker)
+    return cast(ModelWeights, weights)
+
+
+def _inside(worker: Any) -> Any:
+    """Return the worker that vLLM may have wrapped."""
     return getattr(worker, "worker", worker)
 
 
