@@ -64,9 +64,10 @@ def others_can_read(path: Path) -> bool:
 
 
 # The specs know nothing of `tiers`, which has these (`tiers/store.py`, `tiers/trial.py`,
-# `tiers/host/slots.py`). Whoever overrides a method below names them.
+# `tiers/records.py`, `tiers/host/slots.py`). Whoever overrides a method below names them.
 TierStore: TypeAlias = Any
 Medium: TypeAlias = Any
+StoredRecords: TypeAlias = Any
 Slots: TypeAlias = Any
 Residency: TypeAlias = Any
 
@@ -156,6 +157,12 @@ class StoreSpec(OffloadingSpec):
     def medium(self, store: TierStore) -> Medium | None:
         """How the bytes that `store`, opened by this spec, has stored are reached where they lie,
         so that `verifies` can be tried. None: they can't be."""
+        return None
+
+    def records(self) -> StoredRecords | None:
+        """The records of this tier, for tools that list, check and move what it holds, beside
+        engines that use it; the caller closes them. Changes nothing, and makes nothing that is
+        missing. None: the tier can't list what it holds. Raises as `open` does."""
         return None
 
     deadline: Duration = Field(

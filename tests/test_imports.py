@@ -137,7 +137,9 @@ ROOMS: dict[str, set[str]] = {
         "remote",
         "host",
     },
+    "data": {"wrappers", "host", "concurrency"},
     "cli": {
+        "data",
         "engine",
         "lab",
         "traces",

@@ -17,6 +17,7 @@ from spec.errors import SpecError
 from tiers.cli.bench import bench
 from tiers.cli.chain import config, schema, validate
 from tiers.cli.curve import curve
+from tiers.cli.data import inspect, scrub, verify
 from tiers.cli.demo import demo
 from tiers.cli.explain import explain
 from tiers.cli.replay import replay
@@ -24,7 +25,11 @@ from tiers.cli.soak import soak
 from tiers.cli.tune import tune
 from tiers.errors import KVTiersError, TraceError
 
-COMMANDS = (validate, config, schema, explain, demo, bench, soak, curve, replay, tune)
+COMMANDS = (
+    *(validate, config, schema, explain),
+    *(inspect, verify, scrub),
+    *(demo, bench, soak, curve, replay, tune),
+)
 
 app = typer.Typer(
     name="kvtiers",

@@ -251,10 +251,11 @@ class Slabs:
             self._open.clear()
 
 
-def choose_direct(path: Path, probe: Path, io: Io, capacity: int) -> bool:
+def choose_direct(path: Path, probe: Path, io: Io, capacity: int | None) -> bool:
     """Say whether to open slabs with O_DIRECT, and log what `auto` chose and why. `probe`: a file
-    in the folder to overwrite. Raises OSError, and TierUnusable if `io` is `direct` and the file
-    system at `path` has no direct I/O."""
+    in the folder to overwrite. `capacity` None: a tool reads all of it, so that it would drive
+    engines' blocks out of the page cache, and see copies there. Raises OSError, and TierUnusable if
+    `io` is `direct` and the file system at `path` has no direct I/O."""
     if io == "buffered":
         return False
     possible = supports_direct(probe)
@@ -264,6 +265,8 @@ def choose_direct(path: Path, probe: Path, io: Io, capacity: int) -> bool:
                 f"{path} is on a file system without direct I/O; set io to auto or buffered"
             )
         return True
+    if capacity is None:
+        return possible
     memory = spare_memory()
     fits = capacity <= memory // 2
     why = f"{format_size(capacity)} of capacity, {format_size(memory)} of memory to spare"

@@ -13,6 +13,7 @@ from tiers.disk.slab import Access, Durability, Io
 
 if TYPE_CHECKING:
     from tiers.disk.disk_store import DiskStore
+    from tiers.disk.records import DiskRecords
 
 
 class DiskSpec(StoreSpec):
@@ -60,3 +61,8 @@ class DiskSpec(StoreSpec):
         from tiers.disk.disk_store import DiskStore
 
         return DiskStore(self.path, self.capacity, site, Access(self.io, self.durability))
+
+    def records(self) -> DiskRecords:
+        from tiers.disk.records import DiskRecords
+
+        return DiskRecords(self.path)

@@ -7,6 +7,7 @@ PATH/                 0700 when we make it, everything in it 0600
   slab-<bytes>.dat    slots of that many bytes
   owners/             one locked file per process that has the tier open (see `owner`)
   lock                held briefly, while a process opens or closes the tier
+  namespaces/         notes of the namespaces that blocks are of (`tiers/records.py`)
   events/             what engines announced of it (`tiers/connector/scheduler/inventory/`)
   *.gone              wiped files that are yet to be removed
 
@@ -97,8 +98,11 @@ _GONE = ".gone"
 class Folder:
     """Names and state of one tier's folder."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keeps: bool = False) -> None:
+        """`keeps`: it is opened to look at: what an engine would wipe stays, and is refused."""
         self.path = path
+        self._keeps = keeps
+        self.namespaces = path / "namespaces"
         self.index = path / "index.mdb"
         self.digest = path / "index.seal"
         self.owners = path / "owners"
@@ -213,7 +217,9 @@ class Folder:
 
     def wipe(self, why: str) -> None:
         """Rename index and slabs away, for `remove_gone`; only under the lock, when no process has
-        them open."""
+        them open. Raises TierUnusable if the folder `keeps` what it has."""
+        if self._keeps:
+            raise TierUnusable(f"{self.path}: {why}; the next engine that opens it empties it")
         logger.warning("disk tier %s starts empty: %s", self.path, why)
         mark = secrets.token_hex(4)
         for file in self._files():

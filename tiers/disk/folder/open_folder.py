@@ -278,8 +278,10 @@ class OpenFolder:
                     dropped += 1
         return dropped
 
-    def start(self, owners: Owners, orphans: Sequence[tuple[Slot, bytes]], capacity: int) -> None:
-        """Free what dead owners left behind, then set the capacity and start `upkeep`.
+    def start(
+        self, owners: Owners, orphans: Sequence[tuple[Slot, bytes]], capacity: int | None
+    ) -> None:
+        """Free what dead owners left behind, then set the capacity, if given, and start `upkeep`.
 
         Works in steps and without the folder's lock: dead owners stay dead, and each step checks
         that a slot is still reserved for its dead owner.
@@ -301,7 +303,7 @@ class OpenFolder:
             self._swept = FIRST
             self._sweep()
         before = self.index.usage().capacity or 0
-        if owners.alive and capacity < before:
+        if capacity is not None and owners.alive and capacity < before:
             logger.warning(
                 "disk tier %s: capacity %s replaces the %s of another engine on the folder, for "
                 "both, and blocks beyond it are evicted; give all engines on it the same",
@@ -309,7 +311,8 @@ class OpenFolder:
                 format_size(capacity),
                 format_size(before),
             )
-        self.resize(capacity)
+        if capacity is not None:
+            self.resize(capacity)
         self.index.wait = WAIT_S
         self.upkeep.start()
 

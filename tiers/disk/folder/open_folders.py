@@ -44,14 +44,16 @@ class _Owned(NamedTuple):
     orphans: list[tuple[Slot, bytes]]
 
 
-def open_folder(path: Path, capacity: int, access: Access, release: Release) -> OpenFolder:
-    """Open a folder that this process does not have open; see `OpenFolder` for `release`.
+def open_folder(path: Path, capacity: int | None, access: Access, release: Release) -> OpenFolder:
+    """Open a folder that this process does not have open; see `OpenFolder` for `release`, and
+    `acquire` for `capacity`.
 
     Raises TierUnusable, and TierNotOpen for what may pass: a lock that another process holds, a
     host or a container that has the folder, a disk that is full or not there.
     """
     # A link above the folder may lead elsewhere while it is open.
-    folder = Folder(Path(os.path.realpath(path.parent), path.name))
+    place = Path(os.path.realpath(path.parent), path.name)
+    folder = Folder(place, keeps=capacity is None)
     folder.prepare()
     try:
         with translated(path):
@@ -68,7 +70,9 @@ def open_folder(path: Path, capacity: int, access: Access, release: Release) -> 
         raise TierNotOpen(f"the disk tier can't be opened: {error}") from error
 
 
-def _open(folder: Folder, capacity: int, access: Access, release: Release) -> OpenFolder | None:
+def _open(
+    folder: Folder, capacity: int | None, access: Access, release: Release
+) -> OpenFolder | None:
     """Open the folder once. None: it changed after it was compared, or is damaged; try again."""
     with clean_close.compared(folder) as compared, folder.locked():
         owned = _become_owner(folder, capacity, access, compared, release)
@@ -92,7 +96,11 @@ def _open(folder: Folder, capacity: int, access: Access, release: Release) -> Op
 
 
 def _become_owner(
-    folder: Folder, capacity: int, access: Access, compared: clean_close.Compared, release: Release
+    folder: Folder,
+    capacity: int | None,
+    access: Access,
+    compared: clean_close.Compared,
+    release: Release,
 ) -> _Owned | None:
     """Wipe a folder that is not usable, and become an owner. Only under the folder's lock."""
     owners = scan_owners(folder.owners, folder.one_host)
@@ -187,8 +195,9 @@ class _OpenFolders:
         with self._locks_lock:
             return self._locks[name]
 
-    def acquire(self, path: Path, capacity: int, access: Access) -> OpenFolder:
-        """Open the folder at `path`, or share the one that is open, as one more holder. Raises
+    def acquire(self, path: Path, capacity: int | None, access: Access) -> OpenFolder:
+        """Open the folder at `path`, or share the one that is open, as one more holder. `capacity`
+        None: to look at what it holds, so its capacity stays, and nothing is wiped. Raises
         TierUnusable and TierNotOpen."""
         name = os.path.realpath(path)
         with self._lock(name):
@@ -197,13 +206,14 @@ class _OpenFolders:
                 folder = self._folders[name] = open_folder(path, capacity, access, self.release)
                 return folder
             require_own(folder)
-            if folder.access != access:
+            if capacity is not None and folder.access != access:
                 raise TierUnusable(
                     f"{path} is open in this process with other settings of io or durability; "
                     "let every tier on the folder have the same"
                 )
-            with folder.translated():
-                folder.resize(capacity)
+            if capacity is not None:
+                with folder.translated():
+                    folder.resize(capacity)
             with folder.count_lock:
                 folder.holders += 1
                 folder.stores += 1

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import time
 from array import array
 from collections.abc import Collection, Container, Mapping, Sequence
 from itertools import islice
@@ -44,6 +45,10 @@ SIZE = struct.Struct(">Q")
 STAMP = struct.Struct(">Q")
 ROW = struct.Struct(">Q")
 STATE = struct.Struct("<QQQ")
+MOMENT = struct.Struct("<QQ")
+MOMENT_EVERY = 600
+"""Seconds between two notes of the time, by which tools know how old a stamp is."""
+_MOMENTS = 512
 
 
 class Slot(NamedTuple):
@@ -114,6 +119,14 @@ def parse_entry(data: bytes) -> Entry:
     return Entry(slot, payload_bytes, checksum, stamp)
 
 
+def parse_times(data: bytes) -> list[tuple[int, int]]:
+    """Parse the notes of the time: seconds since the epoch, and the last stamp before. Stamps that
+    follow are of the next `MOMENT_EVERY` seconds."""
+    if len(data) % MOMENT.size:
+        raise lmdb.CorruptedError(f"a row of {len(data)} bytes for the times")
+    return list(MOMENT.iter_unpack(data))
+
+
 FIRST = Slot(0, 0)
 """A slot that sorts before all others."""
 
@@ -138,6 +151,7 @@ class Edit:
         self._after, self._skipped = STAMP.pack(0), 0
         self._state = self._get("meta", b"state") or STATE.pack(0, 0, 0)
         self.capacity, self.used, self.clock = fields(STATE, self._state)
+        self._first = self.clock
 
     def save_state(self) -> None:
         """Write the counters and the log, which are kept in memory; call it before the commit."""
@@ -146,8 +160,19 @@ class Edit:
         state = STATE.pack(self.capacity, self.used, self.clock)
         if state != self._state:
             self._put("meta", b"state", state)
+            self._note_time()
         if self._changes:
             self._log(self._changes)
+
+    def _note_time(self) -> None:
+        noted, now = self._get("meta", b"times") or b"", int(time.time())
+        if noted and now - fields(MOMENT, noted[-MOMENT.size :])[0] < MOMENT_EVERY:
+            return
+        if len(noted) >= _MOMENTS * MOMENT.size:  # every second one, of the older half
+            times = parse_times(noted)
+            half = _MOMENTS // 2
+            noted = b"".join(MOMENT.pack(*item) for item in (*times[:half:2], *times[half:]))
+        self._put("meta", b"times", noted + MOMENT.pack(now, self._first))
 
     def _log(self, changes: array[int]) -> None:
         log = self._txn.cursor(self._tables["changes"])

@@ -45,6 +45,7 @@ from tiers.disk.index.edit import (
     fields,
     parse_changes,
     parse_entry,
+    parse_times,
 )
 from tiers.disk.slab import NO_SPACE
 from tiers.errors import TierFull, TierUnavailable, TierUnusable
@@ -301,6 +302,18 @@ class Index:
                 keys.append(cursor.key())
                 more = cursor.next()
         return keys
+
+    def rows(self, after: bytes, limit: int) -> list[tuple[bytes, Entry]]:
+        """The first `limit` live blocks after key `after`, in the order of their keys."""
+        with self.begin("blocks") as txn:
+            cursor = txn.cursor()
+            found = islice(cursor, limit) if cursor.set_range(after + b"\0") else ()
+            return [(key, parse_entry(data)) for key, data in found]
+
+    def times(self) -> list[tuple[int, int]]:
+        """Moments, in seconds since the epoch, and the last stamp before each, in order."""
+        with self.begin("meta") as txn:
+            return parse_times(txn.get(b"times") or b"")
 
     def piece(self, row: int | None, after: bytes, limit: int) -> Piece | None:
         """Return the first `limit` live keys after key `after`, and the log's rows after row `row`,

@@ -1,0 +1,154 @@
+"""What verify finds and scrub drops, on real tiers with running stores beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Ran
+from tests.cli.conftest import kvtiers as kvtiers  # the fixture
+from tests.disk import audit as disk
+from tests.support.damage import keys_on
+from tiers.disk.folder.open_folder import OpenFolder
+from tiers.disk.index.edit import index_key
+from tiers.disk.records import DiskRecords
+from tiers.disk.slab import PAGE, slot_bytes
+
+PAYLOAD = 4096
+COMMAND = "import tiers.cli.main as m; m.main()"
+
+
+def chain_of(folder: Path) -> Path:
+    """A chain of cpu, and a disk tier in a folder."""
+    file = folder.with_suffix(".yaml")
+    tiers = f"[{{type: cpu, capacity: 1GiB}}, {{type: disk, capacity: 64MiB, path: {folder}}}]"
+    file.write_text(f"version: 1\ntiers: {tiers}\n")
+    return file
+
+
+def beside(*arguments: object) -> tuple[int, dict[str, dict[str, object]]]:
+    """Run a command as another process; its status and its JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, *map(str, arguments), "--json"],
+        env=disk.child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    return done.returncode, json.loads(done.stdout)
+
+
+def flip(folder: Path, slots: Sequence[int], chance: random.Random) -> set[bytes]:
+    """Flip a bit of the record in each of these slots; return the keys of their blocks."""
+    keys = keys_on(folder)
+    with disk.slab_path(folder, PAYLOAD).open("r+b") as slab:
+        for slot in slots:
+            # In the first 248 bytes is all that a header says.
+            place = chance.choice((chance.randrange(248), PAGE + chance.randrange(PAYLOAD)))
+            slab.seek(slot * slot_bytes(PAYLOAD) + place)
+            (byte,) = slab.read(1)
+            slab.seek(-1, 1)
+            slab.write(bytes([byte ^ 1 << chance.randrange(8)]))
+        slab.flush()
+        os.fsync(slab.fileno())
+    return {keys[slot] for slot in slots}
+
+
+@pytest.mark.fault
+def test_a_thousand_flipped_records_are_found_and_no_other_is_dropped(tmp_path: Path) -> None:
+    folder, chance = tmp_path / "kv", random.Random(7)
+    chain = chain_of(folder)
+    with disk.opened(folder, slots=1300) as store:
+        every = disk.keys(*range(1300))
+        assert all(disk.put(store, every, PAYLOAD))
+        flipped = flip(folder, chance.sample(range(1300), 1000), chance)
+        status, found = beside("verify", chain)
+        names = {name for name, _ in found["disk"]["found"]}  # type: ignore[attr-defined]
+        assert status == 1
+        assert names == {index_key(key).hex() for key in flipped}
+        status, found = beside("scrub", chain)
+        assert (status, found["disk"]["dropped"]) == (0, 1000)
+        assert store.has(every) == [key not in flipped for key in every]
+        assert beside("verify", chain)[0] == 0
+        disk.audit(store)
+
+
+def test_a_block_that_is_stored_anew_before_it_is_dropped_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same slot, with the same checksum: the stamp of its entry alone is another."""
+    chance = random.Random(1)
+    with disk.opened(tmp_path) as store:
+        assert disk.put(store, disk.keys(1), PAYLOAD) == [True]
+        flip(tmp_path, [0], chance)
+        records = DiskRecords(tmp_path)
+        (record,) = next(records.listed())
+        honest, calls = OpenFolder.drop, []
+
+        def drop(self: OpenFolder, *of: object) -> int:
+            calls.append(of)
+            if len(calls) == 1:
+                store.drop(disk.keys(1))
+                assert disk.put(store, disk.keys(1), PAYLOAD) == [True]
+            return honest(self, *of)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(OpenFolder, "drop", drop)
+        assert records.drop_damaged([record]) == 0
+        assert disk.get(store, disk.keys(1), PAYLOAD) == [True]
+        records.close()
+
+
+def test_looking_changes_nothing(tmp_path: Path, kvtiers: Callable[..., Ran]) -> None:
+    """Neither the capacity, which the chain has smaller, nor which block is evicted next."""
+    folder = tmp_path / "kv"
+    with disk.opened(folder, slots=4) as store:
+        disk.put(store, disk.keys(0, 1, 2, 3))
+    chain = chain_of(folder)
+    chain.write_text(chain.read_text().replace("64MiB", "128KiB"))
+    for command in ("inspect", "verify", "scrub"):
+        assert kvtiers(command, chain).status == 0
+    with disk.opened(folder, slots=4) as store:
+        disk.put(store, disk.keys(4))
+        assert store.has(disk.keys(0, 1, 2, 3, 4)) == [True] * 3 + [False, True]
+
+
+def test_a_folder_that_an_engine_would_empty_is_refused_and_stays(
+    tmp_path: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    folder = tmp_path / "kv"
+    chain = chain_of(folder)
+    missing = kvtiers("inspect", chain)
+    assert (missing.status, folder.exists()) == (1, False)
+    assert "nothing is stored" in missing.err
+    with disk.opened(folder) as store:
+        disk.put(store, disk.keys(0))
+    with (folder / "index.mdb").open("r+b") as index:
+        index.seek(9000)
+        index.write(b"\1")
+    before = disk.slab_path(folder).read_bytes()
+    for command in ("inspect", "verify", "scrub"):
+        ran = kvtiers(command, chain)
+        assert ran.status == 1 and "the next engine that opens it empties it" in ran.err
+    assert disk.slab_path(folder).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tier", "cpu"], "--tier cpu: no such tier; use disk"),
+        (["--rate", "200"], "--rate 200: write a size per s, m, h or day"),
+    ],
+)
+def test_bad_arguments_are_named(
+    tmp_path: Path, kvtiers: Callable[..., Ran], arguments: list[str], says: str
+) -> None:
+    ran = kvtiers("verify", chain_of(tmp_path / "kv"), *arguments)
+    assert ran.status == 2 and says in ran.err

@@ -1,0 +1,250 @@
+"""`kvtiers inspect`, `verify` and `scrub`: what a tier holds, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tiers.cli.arguments import ChainFile, bars, refused
+
+if TYPE_CHECKING:
+    from spec.offloading import StoreSpec
+    from tiers.data.inspection import Group, Inspection
+    from tiers.data.verification import Progress, Verification
+    from tiers.records import StoredRecords
+
+TierOption = Annotated[
+    str | None,
+    typer.Option("--tier", metavar="NAME", help="The tier; unset, each that can list its blocks."),
+]
+RateOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Read at most this much, like 200MB/s, or all: as fast as it goes. Unset: 200MB/s "
+        "beside engines, all where no other process has the tier open.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+BESIDE = 200e6
+"""Bytes a second that are read beside engines unless --rate says otherwise."""
+
+
+def inspect(file: ChainFile, tier: TierOption = None, as_json: AsJson = False) -> None:
+    """Show what tiers hold: by model, size and last use, and what no engine can use any more.
+
+    Reads no block, changes nothing, and runs beside engines.
+
+    \b
+    kvtiers inspect chain.yaml
+    kvtiers inspect chain.yaml --tier disk --json
+    """
+    from tiers.data.inspection import inspect_tier
+
+    shown: dict[str, Any] = {}
+    for spec in _tiers(file, tier):
+        with _records(spec) as records:
+            found = inspect_tier(records, spec.encryption is not None)
+        shown[spec.tier_name] = _inspection_json(found)
+        if not as_json:
+            for line in _inspection_lines(spec.tier_name, found):
+                typer.echo(line)
+    if as_json:
+        typer.echo(json.dumps(shown, indent=1))
+
+
+def verify(
+    file: ChainFile,
+    tier: TierOption = None,
+    rate: RateOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every block of a tier and check key, length and checksum.
+
+    Changes nothing, counts as no use of a block, and runs beside engines. Ends with 1 if any block
+    is damaged; engines never serve those.
+
+    \b
+    kvtiers verify chain.yaml
+    kvtiers verify chain.yaml --tier disk --rate 200MB/s
+    """
+    _verify(file, tier, rate, as_json, drops=False)
+
+
+def scrub(
+    file: ChainFile,
+    tier: TierOption = None,
+    rate: RateOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Verify a tier and drop exactly the damaged blocks, beside engines too.
+
+    A block that an engine stored anew meanwhile stays. Ends with 1 if damage is left.
+
+    \b
+    kvtiers scrub chain.yaml --tier disk
+    """
+    _verify(file, tier, rate, as_json, drops=True)
+
+
+def _verify(file: Path, tier: str | None, rate: str | None, as_json: bool, drops: bool) -> None:
+    from tiers.data.verification import verify_tier
+
+    wanted = _parsed(rate)
+    shown: dict[str, Any] = {}
+    left = 0
+    for spec in _tiers(file, tier):
+        with _records(spec) as records:
+            limit = _limit(wanted, records)
+            began = time.monotonic()
+            with _bar(f"{spec.tier_name} is read") as progress:
+                report = verify_tier(records, limit, drops=drops, progress=progress)
+        seconds = time.monotonic() - began
+        left += report.damaged - report.dropped
+        shown[spec.tier_name] = {**vars(report), "seconds": round(seconds, 3)}
+        if not as_json:
+            for line in _verification_lines(spec.tier_name, report, seconds):
+                typer.echo(line)
+    if as_json:
+        typer.echo(json.dumps(shown, indent=1))
+    if left:
+        raise typer.Exit(1)
+
+
+def _parsed(rate: str | None) -> float | str | None:
+    from spec.fields import parse_rate
+
+    if rate is None or rate == "all":
+        return rate
+    try:
+        return parse_rate(rate)
+    except ValueError as error:
+        raise refused(f"--rate {rate}: {error}") from None
+
+
+def _limit(wanted: float | str | None, records: StoredRecords) -> float | None:
+    if wanted is None:
+        return None if records.others() is False else BESIDE
+    return None if isinstance(wanted, str) else wanted
+
+
+def _tiers(file: Path, name: str | None) -> list[StoreSpec]:
+    """The tiers to work on: the one of that name, or all that can list what they hold."""
+    from spec.errors import one_of
+    from spec.load import load_chain
+    from spec.offloading import StoreSpec
+
+    stores = [tier for tier in load_chain(file).tiers if isinstance(tier, StoreSpec)]
+    listing = [tier for tier in stores if type(tier).records is not StoreSpec.records]
+    if name is None and listing:
+        return listing
+    chosen = [tier for tier in listing if tier.tier_name == name]
+    if chosen:
+        return chosen
+    names = [tier.tier_name for tier in listing]
+    if not names:
+        raise refused(f"{file}: none of its tiers can list what it holds, as disk and redis can")
+    if any(tier.tier_name == name for tier in stores):
+        raise refused(f"--tier {name}: its type can't list what it holds; use {one_of(names)}")
+    raise refused(f"--tier {name}: no such tier; use {one_of(names)}")
+
+
+@contextmanager
+def _records(spec: StoreSpec) -> Iterator[StoredRecords]:
+    records = spec.records()
+    if records is None:
+        raise refused(f"tier {spec.tier_name!r} can't list what it holds, as it is set")
+    try:
+        yield records
+    finally:
+        records.close()
+
+
+@contextmanager
+def _bar(text: str) -> Iterator[Progress]:
+    from spec.fields import format_size
+
+    with bars() as progress:
+        bar = progress.add_task(text, total=None)
+
+        def show(records: int, size: int) -> None:
+            progress.update(bar, description=f"{text}: {records:,} blocks, {format_size(size)}")
+
+        yield show
+
+
+def _verification_lines(name: str, report: Verification, seconds: float) -> Iterator[str]:
+    from spec.fields import format_size
+
+    for key, why in report.found:
+        yield f"{name}: damaged: {key}: {why}"
+    if report.damaged > len(report.found):
+        yield f"{name}: {report.damaged - len(report.found):,} more are damaged"
+    pace = format_size(int(report.bytes / max(seconds, 1e-6)))
+    line = f"{name}: {report.records:,} blocks, {format_size(report.bytes)}, {pace}/s"
+    parts = [f"{report.damaged:,} damaged"]
+    if report.dropped:
+        parts.append(f"{report.dropped:,} dropped")
+    if report.gone:
+        parts.append(f"{report.gone:,} evicted meanwhile")
+    if report.strange:
+        parts.append(f"{report.strange:,} are no records of this format")
+    yield f"{line}: {', '.join(parts)}"
+
+
+def _group_json(group: Group) -> dict[str, Any]:
+    return {
+        "namespace": group.namespace.hex(),
+        "payload_bytes": group.payload_bytes,
+        "blocks": group.blocks,
+        "bytes": group.bytes,
+        "first_used": group.used and group.used[0],
+        "last_used": group.used and group.used[1],
+        "standing": group.standing,
+        "why": group.why,
+        "note": group.note and vars(group.note),
+    }
+
+
+def _inspection_json(found: Inspection) -> dict[str, Any]:
+    return {"groups": [_group_json(group) for group in found.groups], "others": found.others}
+
+
+def _inspection_lines(name: str, found: Inspection) -> Iterator[str]:
+    from spec.fields import format_size
+
+    total = sum(group.bytes for group in found.groups)
+    blocks = sum(group.blocks for group in found.groups)
+    open_ = {True: "open in another process", False: "not open elsewhere", None: "shared"}
+    yield f"{name}: {blocks:,} blocks, {format_size(total)}, {open_[found.others]}"
+    for group in found.groups:
+        note = group.note
+        whose = f"namespace {group.namespace.hex()}"
+        if note is not None:
+            salted = ", salted" if note.salted else ""
+            rank = f", rank {note.rank} of {note.ranks}" if note.ranks > 1 else ""
+            layout = f"{note.block_tokens} tokens a block, layout {note.layout[:8]}"
+            whose = f"{note.model}, {note.engine}, {layout}{rank}{salted}, {whose}"
+        yield f"  {whose}"
+        size = f"{group.blocks:,} blocks of {group.payload_bytes:,} B, {format_size(group.bytes)}"
+        yield f"    {size}{_ages(group)}"
+        yield f"    {group.standing}: {group.why}"
+
+
+def _ages(group: Group) -> str:
+    if group.used is None:
+        return ""
+    first, last = (time.time() - moment for moment in group.used)
+    return f", last used {_age(last)} ago, the oldest {_age(first)}"
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"

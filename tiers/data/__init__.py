@@ -1,0 +1,1 @@
+"""What a tier holds: inspect, verify, mend, move."""
