@@ -101,6 +101,10 @@ class OffloadingSpec(BaseModel):
     hit_source: ClassVar[str] = "external_unspecified"
     """The engine's name for the source of tokens loaded from this tier: one of `HIT_SOURCES`."""
 
+    resizes: ClassVar[bool] = False
+    """Whether `capacity` can change while the tier is open: its store has the capability
+    `Resizable`, or its residency `Resizes`."""
+
     type: str = Field(description="The tier type: the name of a kvtiers.tiers entry point.")
     name: TierName | None = Field(
         default=None,
@@ -117,6 +121,12 @@ class OffloadingSpec(BaseModel):
     def tier_name(self) -> str:
         """The name of the tier in metrics and logs; a chain makes it unique."""
         return self.name or self.type
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The `capacity` of a tier that has one in bytes; 0: no bound is known here."""
+        capacity = getattr(self, "capacity", None)
+        return capacity if isinstance(capacity, int) else 0
 
     def scratch(self, folder: Path) -> Self | None:
         """This tier for a tool that tries it: without a block of the engines', and with none of its

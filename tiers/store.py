@@ -213,6 +213,18 @@ class Measured(Protocol):
 
 
 @runtime_checkable
+class Resizable(Protocol):
+    """Capability: the capacity can change while the store is open; its spec then says `resizes`."""
+
+    def resize(self, capacity: int) -> None:
+        """Hold `capacity` bytes at most from now on, of all processes together, as if it had been
+        opened so. Called in each process that has it open, on a thread that puts or measures.
+
+        What is beyond it may be evicted after the return, the least recently used block first.
+        """
+
+
+@runtime_checkable
 class Described(Protocol):
     """Capability: the store describes how it works, for the log line of its opening."""
 
@@ -306,6 +318,9 @@ class StoreWrapper(Capable):
 
     def usage(self) -> Usage:
         return self._inner_as(Measured).usage()
+
+    def resize(self, capacity: int) -> None:
+        self._inner_as(Resizable).resize(capacity)
 
     def describe(self) -> str:
         return self._inner_as(Described).describe()

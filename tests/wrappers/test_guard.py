@@ -82,6 +82,14 @@ class Measuring(Store):
         return Usage(blocks=3, used=30, capacity=300)
 
 
+class Resizing(Measuring):
+    capacity = 300
+
+    def resize(self, capacity: int) -> None:
+        self._answer("resize", 0)
+        self.capacity = capacity
+
+
 class Clearing(Store):
     def clear(self, namespace: bytes) -> bool:
         self._answer("clear", 0)
@@ -148,6 +156,30 @@ def test_what_works_goes_through_unchanged() -> None:
     assert capability(guarded, Described) and guarded.describe() == "here"
     assert is_up(guarded)
     assert guarded.failures.total == 0
+
+
+@pytest.mark.parametrize("verb", ["put", "usage"])
+def test_a_resize_reaches_the_store_with_its_next_put_or_look(verb: str) -> None:
+    store = Resizing()
+    guarded = Guarded(store, "t")
+    guarded.resize(100)
+    assert store.asked == [], "the engine's thread calls it"
+    for _ in range(2):
+        guarded.usage() if verb == "usage" else guarded.put(Memory([KEY], 8).readonly())
+    assert store.asked == ["resize", verb, verb] and store.capacity == 100
+
+
+def test_a_resize_that_fails_is_tried_again_and_ends_no_store(clock: Clock) -> None:
+    store = Resizing()
+    guarded = Guarded(store, "t", clock=clock)
+    store.error = OSError(5, "I/O")
+    guarded.resize(100)
+    guarded.usage()
+    store.error = None
+    assert guarded.put(Memory([KEY], 8).readonly()) == [True], "writes are not its reports"
+    clock.now += 3600.0
+    guarded.usage()
+    assert store.capacity == 100
 
 
 @pytest.mark.parametrize("store", [Store, Peeking, Touching, Measuring, Clearing, Everything])

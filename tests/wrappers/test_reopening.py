@@ -26,6 +26,7 @@ from tiers.store import (
     LocalIndex,
     Measured,
     PutCounts,
+    Resizable,
     TierStore,
     Touch,
     capability,
@@ -75,7 +76,7 @@ def late(tmp_path: Path) -> Iterator[Guarded]:
 
 
 def test_a_disk_mounted_late_has_every_capability(late: Guarded) -> None:
-    for kind in (LocalIndex, Touch, Clear, Damages, Measured):
+    for kind in (LocalIndex, Touch, Clear, Damages, Measured, Resizable):
         assert capability(late, kind) is late, kind
     put(late, some := keys(3))
     assert late.usage().blocks == 3
@@ -99,6 +100,18 @@ def test_a_disk_mounted_late_is_looked_up_touched_and_cleared(tmp_path: Path) ->
     manager.clear(generation.renew())
     until(lambda: late.has(some) == [False, False])
     manager.close()
+
+
+def test_a_disk_mounted_late_has_the_capacity_that_was_set_before(tmp_path: Path) -> None:
+    place = tmp_path / "mount"
+    place.write_text("not mounted yet")
+    late = open_guarded(DiskSpec(path=place / "tier", capacity=40 * 2 * SIZE), SITE)
+    late.resize(20 * 2 * SIZE)
+    assert late.usage().capacity is None
+    place.unlink()
+    until(lambda: late.health == HEALTHY)
+    assert late.usage().capacity == 20 * 2 * SIZE
+    late.close()
 
 
 def test_a_disk_mounted_late_counts_damage(late: Guarded, tmp_path: Path) -> None:

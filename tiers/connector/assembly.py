@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,7 +81,7 @@ def scheduler_parts(
         return OffloadingScheduler(
             tier,
             requests,
-            partial(opener.open, tier),
+            opener,
             Admission(tier, now, len(chain.tiers) == 1, opener.size.step_blocks),
             Tenants(tier.tier_name, chain.tenants, chain.max_retained),
             chain.promote,

@@ -54,12 +54,8 @@ class DiskStore(Capable):
         self, path: Path, capacity: int, site: StoreContext, access: Access = DEFAULT_ACCESS
     ) -> None:
         """Open the folder. Raises TierUnusable."""
-        size = slot_bytes(site.payload_bytes)
-        if capacity < size * site.num_ranks:
-            raise TierUnusable(
-                f"{path}: capacity {format_size(capacity)} is less than one block of each of "
-                f"{site.num_ranks} process(es); set at least {size * site.num_ranks}B"
-            )
+        self._site = site
+        self._require_room(path, capacity)
         self._folder = open_folders.acquire(path, capacity, access)
         self._closed = False
         self._damaged, self._put_counts = LockedCounter(), LockedCounter()
@@ -67,6 +63,21 @@ class DiskStore(Capable):
         self._failed_writes = RepeatedLog(logger, where, "writes failed")
         self._failed_reads = RepeatedLog(logger, where, "reads failed")
         self._failed_drops = RepeatedLog(logger, where, "times damaged blocks stayed")
+
+    def _require_room(self, path: Path, capacity: int) -> None:
+        """Raise TierUnusable if this holds less than one block of each process."""
+        least = slot_bytes(self._site.payload_bytes) * self._site.num_ranks
+        if capacity < least:
+            raise TierUnusable(
+                f"{path}: capacity {format_size(capacity)} is less than one block of each of "
+                f"{self._site.num_ranks} process(es); set at least {least}B"
+            )
+
+    def resize(self, capacity: int) -> None:
+        """Set the capacity of the folder, for all engines on it. Raises TierUnusable."""
+        self._require_room(self._folder.path, capacity)
+        with self._folder.in_use() as folder:
+            folder.resize(capacity)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         with self._folder.in_use() as folder:

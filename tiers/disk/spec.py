@@ -23,6 +23,7 @@ class DiskSpec(StoreSpec):
     hit_source: ClassVar[str] = "disk"
     verifies: ClassVar[bool] = True
     is_prompt: ClassVar[bool] = True
+    resizes: ClassVar[bool] = True
 
     type: Literal["disk"] = "disk"
     capacity: ByteSize = Field(

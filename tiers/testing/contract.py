@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from unittest.mock import patch
 from spec.offloading import StoreContext, StoreSpec
 from tiers.block import MAX_KEY_BYTES, NAMESPACE_BYTES
 from tiers.errors import TierUnavailable, TierUnusable
-from tiers.store import Clear, Damages, LocalIndex, Measured, TierStore, Touch
+from tiers.store import Clear, Damages, LocalIndex, Measured, Resizable, TierStore, Touch
 from tiers.testing.harness import Memory, StoreUnderTest, listed, make_key
 from tiers.trial import find_lie
 
@@ -34,8 +35,8 @@ def _found(spec: StoreSpec, payload_bytes: int, keys: Sequence[bytes]) -> list[b
 class StoreContract(StoreUnderTest):
     """The tests that every TierStore must pass; set `shared`, `persistent` and `verifies`.
 
-    Of the capabilities it tests LocalIndex, Touch, Clear, Measured and Damages. A test of a
-    property that is not claimed is skipped, and names that property.
+    Of the capabilities it tests LocalIndex, Touch, Clear, Measured, Resizable and Damages. A test
+    of a property that is not claimed is skipped, and names that property.
 
     Each test opens the store one to three times, and closes it also when the test fails. It opens
     no port, and writes nowhere but through the store, which needs room for 64 blocks of
@@ -374,3 +375,26 @@ class StoreContract(StoreUnderTest):
             assert during.used - before.used >= 8 * self.payload_bytes // 2
             store.drop(keys)
             assert measured.usage() == before
+
+    def test_a_smaller_capacity_keeps_what_was_used_last(self) -> None:
+        keys = [make_key() for _ in range(48)]
+        with self.opened() as store:
+            resizable, measured = self.having(store, Resizable), self.having(store, Measured)
+            assert self.make_spec().resizes, "the spec's resizes is False"
+            empty = measured.usage().used
+            for start in range(0, 48, 8):
+                self.put(store, keys[start : start + 8])
+            whole = measured.usage()
+            resizable.resize(empty + (whole.used - empty) // 2)
+            until = time.monotonic() + 30.0
+            while (usage := measured.usage()).used > (usage.capacity or 0):
+                assert time.monotonic() < until, f"{usage} after 30 s"
+                time.sleep(0.001)
+            assert usage.capacity == empty + (whole.used - empty) // 2
+            assert listed(store.has(keys[-16:])) == [True] * 16, "what was put last"
+            assert self.hits(store, keys[-16:]) == [True] * 16
+            assert listed(store.has(keys[:16])) == [False] * 16, "what was put first"
+            resizable.resize(2 * whole.used)
+            self.put(store, keys[:24])
+            assert measured.usage().capacity == 2 * whole.used
+            assert self.hits(store, keys[:24]) == [True] * 24

@@ -32,6 +32,7 @@ from tiers.store import (
     LocalIndex,
     Measured,
     PutCounts,
+    Resizable,
     StoreWrapper,
     TierStore,
     Touch,
@@ -118,6 +119,8 @@ class Guarded(StoreWrapper):
         self._has_logged_capability = False
         self._damaged = 0
         self._put_counts = PutCounts()
+        self._capacity: int | None = None
+        self._resized: tuple[TierStore, int] | None = None
         self._before = PutCounts(), 0
         # Without it two loads that end at once could let the count fall, and vLLM's thread of
         # metrics ends at a counter that falls; nor could a lost store be distinguished from its
@@ -161,6 +164,7 @@ class Guarded(StoreWrapper):
         return [False] * len(keys)
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
+        self._resize()
         with self._enter(self._writes) as allowed:
             if allowed:
                 given = [block.readonly() for block in blocks]
@@ -247,6 +251,23 @@ class Guarded(StoreWrapper):
             return allowed and cast(Clear, self._inner).clear(namespace) is True
         return False
 
+    def resize(self, capacity: int) -> None:
+        """Have the store resized with the next `put` or `usage`, and so each that is opened later.
+        Does not wait."""
+        self._capacity = capacity
+
+    def _resize(self) -> None:
+        if self._capacity is None:
+            return
+        wanted = self.now(), self._capacity
+        if self._resized == wanted:
+            return
+        with self._look(self._reports) as allowed:
+            if allowed:
+                if (resizable := capability(wanted[0], Resizable)) is not None:
+                    resizable.resize(wanted[1])
+                self._resized = wanted
+
     def damaged(self) -> int:
         """The store's count after the last load that worked; this does not ask it."""
         return self._damaged
@@ -257,6 +278,7 @@ class Guarded(StoreWrapper):
 
     def usage(self) -> Usage:
         """As the store; nothing held while the tier is left alone."""
+        self._resize()
         with self._look(self._reports) as allowed:
             if allowed:
                 found: object = cast(Measured, self._inner).usage()

@@ -13,7 +13,7 @@ from tiers.connector.policy.request_state import RequestState, RequestTable
 from tiers.connector.scheduler.admission import Admission, Tenants, tenant_of
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad
 from tiers.connector.scheduler.kv_events import KVEvents, place_of
-from tiers.connector.scheduler.open_tier import NOT_OPEN, OpenManager
+from tiers.connector.scheduler.open_tier import NOT_OPEN, TierOpener
 from tiers.connector.scheduler.tier import Tier, TierRequest
 from tiers.connector.scheduler.tier_hints import TierHints
 from tiers.connector.scheduler.tier_manager import DOWN, TierManager
@@ -51,7 +51,7 @@ class OffloadingScheduler(SchedulerConnector):
         self,
         spec: OffloadingSpec,
         requests: RequestTable,
-        open_manager: OpenManager,
+        opener: TierOpener,
         admission: Admission,
         tenants: Tenants,
         promote: bool,
@@ -63,7 +63,7 @@ class OffloadingScheduler(SchedulerConnector):
         self.load_cost = LoadCost(now)
         self._requests, self._promote, self._now = requests, promote, now
         self._hit_source = spec.hit_source
-        self._open_manager = open_manager
+        self._spec, self._opener = spec, opener
         events = KVEvents(place_of(spec), requests, describes)
         self._tier = tier = Tier(spec.tier_name, requests, tenants, events)
         self._jobs = Jobs(requests.engine.world_size)
@@ -71,8 +71,6 @@ class OffloadingScheduler(SchedulerConnector):
         self._stores = TierStores(tier, self._jobs, admission, self._hints, promote)
         self._loads: list[LoadJob] = []
         self._handshakes: dict[int, WorkerHandshake] = {}
-        capacity = getattr(spec, "capacity", None)
-        self._capacity = capacity if isinstance(capacity, int) else 0
         self._reported: dict[str, float] = {}
         self._is_news = False
         self._evicted_seen = 0
@@ -97,11 +95,23 @@ class OffloadingScheduler(SchedulerConnector):
             return
         ranks = [self._handshakes[rank] for rank in sorted(self._handshakes)]
         try:
-            self._tier.opened(self._open_manager(ranks, in_step, self._tier.evicted))
+            opened = self._opener.open(self._spec, ranks, in_step, self._tier.evicted)
+            self._tier.opened(opened)
         except TierUnusable as error:
             self._tier.failed(str(error))
         # The metrics learn of it by a step, which an engine without requests makes for that.
         self._is_news = not in_step
+
+    def resize(self, spec: OffloadingSpec) -> None:
+        """Have the tier hold the capacity of `spec`, its own settings otherwise, from this step on.
+
+        All ranks are prepared (`OffloadingWorker.prepare_resize`), and `resize` each worker's half
+        with the orders of this step. A tier that has yet to open opens so. Does not wait: blocks
+        beyond the capacity are evicted in the next steps, or beside them.
+        """
+        self._spec = spec
+        if self._tier.usable:
+            self._tier.open = self._opener.resize(self._tier.open, spec)
 
     # -- state -------------------------------------------------------------------------------
 
@@ -162,8 +172,9 @@ class OffloadingScheduler(SchedulerConnector):
         usage = manager.usage()
         used = usage.used + manager.slots_kept() * tier.open.slot_bytes
         gauges = self._jobs.gauges(tier.open.block_bytes) | tier.gauges()
+        capacity = self._spec.capacity_bytes if usage.capacity is None else usage.capacity
         gauges |= {
-            "capacity_bytes": float(self._capacity if usage.capacity is None else usage.capacity),
+            "capacity_bytes": float(capacity),
             "used_bytes": float(used),
             "retained_blocks": float(len(self._hints)),
         }

@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 OnEvict = Callable[[bytes], None]
 """Called with the key of each block that a tier evicts, if the tier knows."""
-OpenManager = Callable[[Sequence[WorkerHandshake], bool, OnEvict], "OpenTier"]
-"""`TierOpener.open` for one tier."""
 
 
 class OpenTier(NamedTuple):
@@ -117,11 +115,22 @@ class TierOpener:
             raise TierUnusable(f"type {tier.type!r} is neither a StoreSpec nor a HostSpec")
         stored = handshakes[:1] if one_writer else handshakes
         block_bytes = sum(handshake.payload_bytes for handshake in stored)
-        capacity = getattr(tier, "capacity", None)
-        # A store keeps a page with each rank's part for its record's header.
-        part = payload + ALIGNMENT * isinstance(tier, StoreSpec)
-        room = slots_within(capacity, part, len(stored)) if isinstance(capacity, int) else 0
+        room = self._room(tier, len(stored))
         return OpenTier(manager, pool, block_bytes, inventory, one_writer, room, self.slot_bytes)
+
+    def _room(self, tier: OffloadingSpec, writers: int) -> int:
+        """How many blocks a tier has room for, of which `writers` ranks store a part."""
+        # A store keeps a page with each rank's part for its record's header.
+        part = self.block_bytes // self._engine.world_size + ALIGNMENT * isinstance(tier, StoreSpec)
+        return slots_within(tier.capacity_bytes, part, writers)
+
+    def resize(self, opened: OpenTier, tier: OffloadingSpec) -> OpenTier:
+        """The open tier as it is with the capacity of `tier`, whose workers are prepared. Does not
+        wait."""
+        writers = 1 if opened.one_writer else self._engine.world_size
+        room = self._room(tier, writers)
+        opened.manager.resize(tier.capacity_bytes, room)
+        return opened._replace(max_blocks=room)
 
     def _open_pool(self, payload_bytes: int, handshakes: Sequence[WorkerHandshake]) -> SlotPool:
         """The slots, as many as every worker has; blocks have `payload_bytes` on a rank."""

@@ -309,6 +309,11 @@ class StoreManager(TierManager):
         found = self._store.health
         return found if found is HEALTHY else found._replace(writes=True, writes_up=True)
 
+    def resize(self, capacity: int, max_blocks: int) -> None:
+        self._recent.clear()  # what it evicts is offered anew
+        if isinstance(self._store, Guarded):
+            self._store.resize(capacity)
+
     def usage(self) -> Usage:
         return super().usage() if self._watch is None else self._watch.usage
 

@@ -115,6 +115,10 @@ class TierManager:
         """What the tier holds elsewhere than in the host pool, as of a moment ago."""
         return NOTHING_USED
 
+    def resize(self, capacity: int, max_blocks: int) -> None:
+        """Keep `capacity` bytes over all ranks, or `max_blocks` in the host pool, from now on. Does
+        not wait: what is beyond them is evicted step by step, or beside the steps."""
+
     def evicted(self) -> int:
         """Blocks evicted so far that were not reported to this process one by one."""
         return 0

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spec.errors import describe_error
+from spec.fields import format_size
 from spec.offloading import HostSpec, OffloadingSpec, StoreContext, StoreSpec
 from tiers.concurrency.executors import io_executor
 from tiers.concurrency.rate_limit import RateLimit
@@ -34,6 +35,7 @@ from tiers.contract.messages import (
 )
 from tiers.contract.stats import Measures, merge
 from tiers.errors import TierUnusable
+from tiers.host.slot_memory import ALIGNMENT
 from tiers.store import GatheredBlock, batch_blocks
 from tiers.wrappers.guard import HEALTHY, Guarded
 from tiers.wrappers.opening import log_name, open_guarded
@@ -258,11 +260,35 @@ class OffloadingWorker(WorkerConnector):
                 self._loading.serve(store, handshake.namespace)
                 self._puts.serve(store, handshake.namespace)
                 self._store = store
+                if self._spec is not None and self._spec is not spec:  # resized meanwhile
+                    store.resize(self._spec.capacity_bytes)
             except TierUnusable as error:
                 self._unusable = str(error)
         self._handshake = handshake
         if self._closed and self._store is not None:
             self._store.close()  # it came after the worker had waited for it
+
+    def prepare_resize(self, spec: OffloadingSpec) -> str:
+        """Make sure that the tier can have the capacity of `spec` on this rank; else return the
+        reason. Until `resize` or `abort_resize` nothing else changes. May take long; any thread but
+        the engine's calls it, for one change of the chain at a time."""
+        if not spec.resizes:
+            return f"type {spec.type} can't be resized while it is open"
+        least = (self._host.payload_bytes + 2 * ALIGNMENT) * self._host.engine.world_size
+        if spec.capacity_bytes < least:
+            return f"capacity {format_size(spec.capacity_bytes)} is less than a block of each rank"
+        return ""
+
+    def resize(self, spec: OffloadingSpec) -> None:
+        """Have the tier hold the capacity of `spec`, its own settings otherwise; it is prepared.
+        Called by the engine's thread, before the step begins. Does not wait."""
+        if isinstance(spec, StoreSpec):
+            self._spec = spec
+            if self._store is not None:
+                self._store.resize(spec.capacity_bytes)
+
+    def abort_resize(self) -> None:
+        """Give back what was prepared. Does not wait."""
 
     def unregister_kv_caches(self) -> None:
         """Wait for the gathers, and end the loads, of which no copy begins any more."""
