@@ -23,7 +23,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from spec.errors import closest, one_of
 from spec.fields import ByteSize, Duration, FolderPath, exact_size, parse_size, refuse_variables
-from spec.offloading import OffloadingSpec
+from spec.offloading import OffloadingSpec, TierName
 from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_types
 
 
@@ -146,6 +146,11 @@ class TenantSpec(BaseModel):
         "that this engine stored since its start. Beyond it the tenant's oldest blocks are "
         "dropped.",
     )
+    name: TierName | None = Field(
+        default=None,
+        description="Show the tenant by this name in metrics, which never show a salt. Tenants "
+        "may share a name. Unset: it counts as (other), as requests without a rule do.",
+    )
     max_retained: float | None = Field(
         default=None,
         ge=0,
@@ -155,6 +160,8 @@ class TenantSpec(BaseModel):
     )
 
 
+MAX_TENANT_NAMES = 100
+"""Each name is a label of metrics, of which every scrape shows all."""
 MAX_GHOSTS = 4
 """More would take more than the 10 MB that ghosts may have."""
 _FACTOR = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)x")
@@ -305,6 +312,13 @@ class ChainSpec(BaseModel):
         description="Set rules for the requests of a tenant. The key is the cache salt of these "
         "requests.",
     )
+    report_cached_tokens: bool = Field(
+        default=True,
+        description="Report to the client in each response how many tokens of its prompt each "
+        "tier loaded, as kv_transfer_params.kvtiers.cached_tokens. Left out of responses to "
+        "requests with transfer parameters of another connector, and where no tier loaded any. "
+        "Write false if clients without a cache salt should not know it.",
+    )
     max_retained: float = Field(
         default=0.25,
         ge=0,
@@ -365,6 +379,8 @@ class ChainSpec(BaseModel):
             unknown = [name for name in rule.tiers or () if name not in names]
             if unknown:
                 raise ValueError(f"no tier is called {unknown[0]!r:.80}; use {one_of(names)}")
+        if len({rule.name for rule in tenants.values()}) > MAX_TENANT_NAMES:
+            raise ValueError(f"{MAX_TENANT_NAMES - 1} names at most can be shown; remove some")
         return tenants
 
     @field_validator("ghosts", mode="after")

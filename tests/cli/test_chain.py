@@ -79,6 +79,7 @@ BROKEN = [
     Broken("rate below a block", tier("{type: disk, path: /kv, capacity: 8GiB, store_rate: 8B/s}"), 4, "tiers[1].store_rate", "'8B/s'", "8B is less than a block; write 4KiB or more, like 8GiB"),
     Broken("size in megabytes without unit", tier("{type: disk, capacity: 65536, path: /a}"), 4, "tiers[1].capacity", "65536", "write its unit, like 65536MiB"),
     Broken("size without unit, in quotes", tier("{type: cpu, capacity: '8'}"), 4, "tiers[1].capacity", "'8'", "write its unit, like 8GiB"),
+    Broken("tenant's name", tier("{type: cpu, capacity: 1GiB}\ntenants: {a: {name: (other)}}"), 5, "tenants.a.name", "'(other)'", "use what matches ^[A-Za-z0-9][A-Za-z0-9._-]*$"),
     Broken("quota without unit", tier("{type: cpu, capacity: 1GiB}\ntenants: {a: {quota: 20}}"), 5, "tenants.a.quota", "20", "write its unit, like 20GiB"),
     Broken("rate without unit", tier("{type: disk, capacity: 1GiB, path: /a, write_budget: 2/day}"), 4, "tiers[1].write_budget", "'2/day'", "write its unit, like 2GiB"),
     Broken("ghost without unit", tier("{type: cpu, capacity: 1GiB}\nghosts: [{tier: cpu, capacity: 64}]"), 5, "ghosts[0].capacity", "64", "write a size like 64GiB, or a factor like 2x"),

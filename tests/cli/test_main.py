@@ -69,7 +69,8 @@ def test_validate_prints_the_chain_as_it_is_understood(kvtiers: Run, chain: Any)
         "3      redis  redis  url redis://cache.internal:6379/0, ttl 1d, timeout 1s, "
         "key_prefix kvtiers, codec none, store_threshold 1, deadline 10s\n"
         "version 1, load_policy stitched, load_when sooner, promote true, store all, max_wait 10s, "
-        "tenants none, max_retained 0.25, on_reset forget, trust_client_ids false, "
+        "tenants none, report_cached_tokens true, max_retained 0.25, on_reset forget, "
+        "trust_client_ids false, "
         "events (self_describing_kv_events true, "
         "locality false, ownership false, announce_rate 20000.0), salt none\n",
         "",
@@ -92,7 +93,7 @@ def test_validate_shows_no_secret(kvtiers: Run, chain: Any) -> None:
     status, out, err = kvtiers("validate", chain(ALL_SET))
     assert status == 0 and "hunter2" not in out + err and "team-a" not in out + err
     assert "password (env PASSWORD)" in out
-    assert "promote false, store all, max_wait 10s, tenants none, max_retained 0.25, " in out
+    assert "promote false, store all, max_wait 10s, tenants none, report_cached" in out
     assert "staging 1GiB" in out
     assert "announce_rate 20000.0), salt ***" in out
 
@@ -176,6 +177,7 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
         "store",
         "max_wait",
         "tenants",
+        "report_cached_tokens",
         "max_retained",
         "staging",
         "on_reset",

@@ -110,6 +110,7 @@ def run_vllm(
         max_wait = options.pop("max_wait", "100s")
         on_reset = options.pop("on_reset", "forget")
         recording = {"record": {"path": str(options.pop("record"))}} if "record" in options else {}
+        recording |= {"tenants": options.pop("tenants")} if "tenants" in options else {}
         engine = {
             "model": str(tiny_llama),
             "skip_tokenizer_init": True,
@@ -151,6 +152,7 @@ def run_vllm(
             data["explained"],
             [[r.get("logits", []) for r in batch] for batch in data["batches"]],
             [[(a, b) for a, b in batch[0].get("chunks", [])] for batch in data["batches"]],
+            [[r.get("params") for r in batch] for batch in data["batches"]],
         )
 
     return run

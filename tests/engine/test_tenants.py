@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,18 @@ from typing import Any
 import pytest
 
 from spec.offloading import StoreContext
-from tests.support.replay_chains import MODEL, chain_of, cpu, disk, measured, names
+from tests.support.replay_chains import (
+    MODEL,
+    chain_of,
+    cpu,
+    damage_disk,
+    disk,
+    measured,
+    names,
+    workload,
+)
 from tests.support.servers import RedisServer
+from tiers.contract.stats import OTHER_TENANTS, TENANT
 from tiers.disk.disk_store import DiskStore
 from tiers.lab.replay import ReplayEngine, answer
 from tiers.lab.replay.requests import ReplayRequest
@@ -83,3 +94,85 @@ def test_a_quota_holds_in_each_tier_and_the_oldest_go(
 def test_a_rule_for_a_tier_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no tier is called 'dsik'; use one of cpu, disk"):
         chain_of(cpu(), disk(tmp_path), tenants={"acme": {"tiers": ["dsik"]}})
+
+
+def reports(engine: ReplayEngine) -> list[Any]:
+    """The transfer parameters that each request ends with from now on."""
+    reported: list[Any] = []
+    connector: Any = engine.connector
+    finish = connector.request_finished_all_groups
+
+    def finished(*args: Any) -> Any:
+        answered = finish(*args)
+        reported.append(answered[1])
+        return answered
+
+    connector.request_finished_all_groups = finished
+    return reported
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sums_over_tenants_are_those_over_tiers_whatever_happens_to_requests(
+    engine: Callable[..., ReplayEngine], tmp_path: Path, ranks: int
+) -> None:
+    """Requests are aborted and preempted, and blocks are damaged and evicted."""
+    salts = {"": "", "one": "gold", "two": "gold", "nameless": None, "no rule": None}
+    rules = {salt: {"name": name} for salt, name in salts.items() if name}
+    made = engine(
+        chain_of(
+            cpu(24 * ranks), disk(tmp_path, f"{480 * ranks}KiB"), tenants=rules | {"nameless": {}}
+        ),
+        num_blocks=30,
+        world_size=ranks,
+        prefix_caching=False,
+    )
+    rng = random.Random(ranks)
+    reported = reports(made)
+    for number, (prompt, max_tokens) in enumerate(workload(ranks, 120)):
+        added = made.add(prompt, max_tokens, rng.choice([*salts]))
+        for _ in range(rng.randrange(3)):
+            made.step()
+        if rng.random() < 0.2:
+            made.scheduler.abort(added.request_id)
+        if number % 40 == 39:
+            damage_disk(tmp_path)
+    made.run()
+    made.settle()
+    assert made.scheduler.preemptions > 0
+    tenants = [name for name in made.stats.data if name.startswith(TENANT)]
+    assert sorted(tenants) == [TENANT + OTHER_TENANTS, TENANT + "gold"]
+    for name in ("hit_tokens", "loaded_tokens", "loaded_bytes", "stored_bytes"):
+        of_tenants = sum(measured(made, f"tenant_{name}", tenant) for tenant in tenants)
+        assert of_tenants == measured(made, name, "cpu") + measured(made, name, "disk") > 0, name
+    assert sum(measured(made, "load_failures", tier) for tier in ("cpu", "disk")) > 0
+    cached = sum(sum(one["kvtiers"]["cached_tokens"].values()) for one in reported if one)
+    assert 0 < cached <= sum(measured(made, "loaded_tokens", t) for t in ("cpu", "disk"))
+
+
+@pytest.mark.parametrize(
+    ("params", "is_reported"),
+    [
+        (None, True),
+        ({"kvtiers": {"tiers": ["cpu"]}}, True),
+        ({"kvtiers": {"cached_tokens": {"cpu": 40}}}, True),  # of a response that was sent on
+        ({"do_remote_decode": True}, False),
+        ({"do_remote_decode": True, "kvtiers": {}}, False),
+        ("no mapping", False),
+    ],
+)
+def test_what_was_cached_is_reported_beside_no_parameter_of_others(
+    engine: Callable[..., ReplayEngine],
+    params: Any,
+    is_reported: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = engine(chain_of(cpu()), prefix_caching=False)
+    ask(made, "")
+    reported = reports(made)
+    request = made.add(PROMPT, 4, kv_transfer_params=params)
+    made.run()
+    assert request.loaded_tokens == 40, "the parameters limit no load"
+    expected = {"kvtiers": {"cached_tokens": {"cpu": 40}}} if is_reported else None
+    assert reported == [expected]
+    assert request.kv_transfer_params == params
+    assert "ignored" not in caplog.text

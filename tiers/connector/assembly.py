@@ -15,6 +15,7 @@ from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.connector.observers import open_ghosts, open_recorder
 from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.policy.tenant_counts import TenantCounts
 from tiers.connector.scheduler.admission import Admission, Tenants
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.connector.scheduler.open_tier import TierOpener
@@ -72,8 +73,14 @@ def scheduler_parts(
     # One for all tiers: each would else gather a block for itself, after a reset.
     keeps = chain.on_reset == "keep"
     generation = Generation(lasts=keeps, is_own=engine.weights_change and not keeps)
+    names = {salt: rule.name for salt, rule in chain.tenants.items() if rule.name is not None}
     requests = RequestTable(
-        engine, generation, now, max_wait=chain.max_wait, prompt_only=chain.store == "prompt"
+        engine,
+        generation,
+        now,
+        max_wait=chain.max_wait,
+        prompt_only=chain.store == "prompt",
+        tenants=TenantCounts(names),
     )
     opener = TierOpener(chain, engine, generation, now)
 
@@ -103,6 +110,7 @@ def scheduler_parts(
         now=now,
         observers=observers,
         explainer=explanations or Explanations(),
+        reports_cached=chain.report_cached_tokens,
     )
     return SchedulerParts([*map(open_tier, chain.tiers)], _names(chain), _identity(chain), settings)
 

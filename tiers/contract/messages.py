@@ -143,7 +143,8 @@ class JobResult:
     `times`: what moving them took on the slowest. `lost`: failed items that the tier no longer
     has; it may have the others. `already_stored`: items that the store had before, says rank 0.
     `renewed`: items of a store that a rank did not send, since the store had them. `late`: a load's
-    time was over on some rank. `outdated`: it failed on some rank since the weights had changed."""
+    time was over on some rank. `outdated`: it failed on some rank since the weights had changed.
+    `bytes`: what all ranks have moved, as they count it."""
 
     ranks: int = 0
     failed: set[int] = field(default_factory=set)
@@ -154,9 +155,11 @@ class JobResult:
     renewed: int = 0
     late: bool = False
     outdated: bool = False
+    bytes: int = 0
 
     def fold(self, other: JobResult) -> None:
         self.ranks += other.ranks
+        self.bytes += other.bytes
         if other.failed:
             self.failed |= other.failed
             self.lost |= other.lost

@@ -50,6 +50,14 @@ COUNTERS = {
     "tier_failures": "Operations of the tier that failed.",
     "recorded_requests": "Requests that record wrote; its tier is (chain), the chain itself.",
     "record_dropped": "Requests that record could not write, or not in time; its tier is (chain).",
+    "tenant_hit_tokens": "hit_tokens of all tiers, by tenant.",
+    "tenant_loaded_tokens": "loaded_tokens of all tiers, by tenant: tokens that were not computed.",
+    "tenant_loaded_bytes": "loaded_bytes of all tiers, by tenant.",
+    "tenant_stored_bytes": "stored_bytes of all tiers, by tenant; of a block that several asked "
+    "for, the first.",
+    "tenant_prefill_seconds": "Seconds that computing tenant_loaded_tokens would have taken, at "
+    "the rate measured then. Less tenant_load_seconds it is what the tiers have saved.",
+    "tenant_load_seconds": "Seconds that the tenant's requests waited for their loads.",
 }
 """Every counter of a tier, and what it counts. Values of ranks and intervals are added."""
 
@@ -110,6 +118,15 @@ CHAIN = "(chain)"
 
 OF_CHAIN = frozenset({"hints_ignored", "media_timeouts", "recorded_requests", "record_dropped"})
 """Measures of the chain itself, under the tier name `CHAIN`."""
+
+OF_TENANT = frozenset(name for name in COUNTERS if name.startswith("tenant_"))
+"""Measures of all tiers for one tenant, whose sums over tenants are the tiers' sums."""
+
+TENANT = "(tenant) "
+"""Before a tenant's name where measures are named by tier."""
+
+OTHER_TENANTS = "(other)"
+"""Stands for the tenants without a name; none can be called that."""
 
 LAST = GAUGES.keys() | {STATE}
 """Measures of which the last value counts."""

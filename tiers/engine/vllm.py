@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from vllm import __version__ as vllm_version
@@ -43,6 +44,7 @@ from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.marks import NO_ADAPTERS, RequestMarks
+from tiers.contract.stats import OTHER_TENANTS, TENANT
 from tiers.contract.weight_reports import Weights
 from tiers.engine.content_marks import media_marks
 from tiers.engine.identity.facts import config_facts
@@ -158,12 +160,15 @@ def configured_chain(vllm_config: VllmConfig) -> ChainSpec | None:
 
 
 def configured_tiers(vllm_config: VllmConfig) -> list[str]:
-    """The names that metrics have of all tiers of an engine, open or not. None where its chain is
-    not to be read here: the process that shows the metrics may be on another host."""
+    """The names that metrics have of all tiers of an engine, open or not, and of its tenants. None
+    where its chain is not to be read here: the process that shows the metrics may be on another
+    host."""
     try:
         chain = configured_chain(vllm_config)
         if chain is not None:
-            return [tier.tier_name for tier in chain.tiers]
+            tenants = {rule.name or OTHER_TENANTS for rule in chain.tenants.values()}
+            shown = [TENANT + name for name in sorted({OTHER_TENANTS, *tenants})]
+            return [*(tier.tier_name for tier in chain.tiers), *shown]
         ours = [
             c for c in child_configs(vllm_config) if c.cls.__name__ == KVTiersConnector.__name__
         ]
@@ -243,6 +248,10 @@ def _another_roles(self: Any, *args: Any, **kwargs: Any) -> Any:
     raise TypeError(f"vLLM calls this on a connector of the other role than {self.role}")
 
 
+_REPORTED: WeakSet[Any] = WeakSet()
+"""Requests whose responses have an entry of ours."""
+
+
 class SchedulerHalf(MultiScheduler, KVTiersConnector):
     """What decides, in the scheduler's process."""
 
@@ -273,6 +282,14 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
 
         found = super().get_external_cache_hit_sources(request, num_external_tokens)
         return {CacheHitSource(source): tokens for source, tokens in found.items()}
+
+    def may_report(self, request: Request) -> bool:
+        """Of several chains of one engine the first: vLLM's MultiConnector ends the engine where
+        two connectors set one parameter."""
+        may = request not in _REPORTED and super().may_report(request)
+        if may:
+            _REPORTED.add(request)
+        return may
 
     def take_events(self) -> Iterator[Any]:
         return self._as_vllm(super().take_events())

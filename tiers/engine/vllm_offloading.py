@@ -48,7 +48,10 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-UNHOSTED_OF_CHAIN = "tenants", "record", "ghosts", "explain", "events", "max_wait", "max_retained"
+UNHOSTED_OF_CHAIN = (
+    *("tenants", "record", "ghosts", "explain", "events", "max_wait", "max_retained"),
+    "report_cached_tokens",
+)
 """Settings of a chain that vLLM's connector leaves nobody to obey."""
 STAGING_ROWS = 1024
 """Blocks for which a chain without a cpu tier and `staging` has host memory, at least: a prompt is

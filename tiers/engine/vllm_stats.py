@@ -20,9 +20,11 @@ from tiers.contract.stats import (
     HISTOGRAMS,
     MEASURES,
     OF_CHAIN,
+    OF_TENANT,
     STATE,
     STATE_MEANS,
     STATES,
+    TENANT,
     Measures,
     TierStats,
     merge,
@@ -136,10 +138,11 @@ class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
         tiers: Sequence[str] = (),
     ) -> None:
-        """`tiers`: the names of all that are configured, whether or not they ever open."""
+        """`tiers`: the names of all that are configured, whether or not they ever open, and the
+        entries of tenants."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         once = _once(metric_types)
-        self._metrics = _register(once, [*labelnames, "tier"])
+        self._metrics = _register(once, labelnames)
         self._others: dict[str, KVConnectorPromMetrics] = {
             child.name: child.cls.build_prom_metrics(
                 child.vllm_config, once, labelnames, per_engine_labelvalues
@@ -149,18 +152,20 @@ class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
         for labels in per_engine_labelvalues.values():
             for tier in (*tiers, CHAIN) if tiers else ():
-                self._begin([*labels, tier], of_chain=tier == CHAIN)
+                self._begin(labels, tier)
 
-    def _begin(self, labels: Sequence[object], of_chain: bool) -> None:
+    def _begin(self, labels: Sequence[object], tier: str) -> None:
+        of_tenant, of_chain = TENANT in tier, tier == CHAIN
         for name, metric in self._metrics.items():
-            if (name in OF_CHAIN) == of_chain and name != STATE:
-                child = metric.labels(*labels)
+            of = (name in OF_TENANT, name in OF_CHAIN)
+            if of == (of_tenant, of_chain) and name != STATE:
+                child = metric.labels(*labels, tier.replace(TENANT, ""))
                 if name in COUNTERS:
                     child.inc(0)
                 elif name in GAUGES:
                     child.set(0)
-        if not of_chain:
-            self._set_state(labels, STATES.index("opening"))
+        if not of_chain and not of_tenant:
+            self._set_state([*labels, tier], STATES.index("opening"))
 
     def _set_state(self, labels: Sequence[object], state: float) -> None:
         for place, name in enumerate(STATES):
@@ -178,7 +183,7 @@ class KVTiersPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 if measure == STATE:
                     self._set_state([*labels, name], measured)
                     continue
-                metric = self._metrics[measure].labels(*labels, name)
+                metric = self._metrics[measure].labels(*labels, name.replace(TENANT, ""))
                 if measure in COUNTERS:
                     metric.inc(measured)
                 elif measure in GAUGES:
@@ -205,14 +210,14 @@ def _once(metric_types: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _register(metric_types: Mapping[Any, Any], labelnames: list[str]) -> dict[str, Any]:
-    """A metric for each measure, by its name."""
+    """A metric for each measure, by its name; its last label is the tier or the tenant."""
     metrics = {}
 
     def register(kind: Any, name: str, what: str, label: Sequence[str] = (), **more: Any) -> None:
         metrics[name] = metric_types[kind](
             name=f"vllm:kvtiers_{name}",
             documentation=what,
-            labelnames=[*labelnames, *label],
+            labelnames=[*labelnames, "tenant" if name in OF_TENANT else "tier", *label],
             **more,
         )
 

@@ -40,6 +40,21 @@ def config_of(*connectors: dict[str, Any], **transfer: Any) -> Any:
     )
 
 
+def test_of_two_chains_one_reports_what_a_request_had_cached() -> None:
+    """vLLM's MultiConnector ends the engine where two connectors set one parameter."""
+    from tiers.engine.vllm import SchedulerHalf
+
+    class Asked:
+        kv_transfer_params: Any = None
+
+    first, second = (object.__new__(SchedulerHalf) for _ in range(2))
+    first._reports_cached = second._reports_cached = True
+    request: Any = Asked()
+    assert first.may_report(request) and not second.may_report(request)
+    other: Any = Asked()
+    assert second.may_report(other)
+
+
 def members(base: type) -> dict[str, Any]:
     return {n: getattr(base, n) for n in dir(base) if not n.startswith("_") and n != "register"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,15 @@ def answers(plain: Run) -> list[list[list[int]]]:
     return plain.tokens[:4]
 
 
+def cached_by_tier(params: dict[str, Any] | None) -> dict[str, int]:
+    """What an answer's transfer parameters report; they have nothing else."""
+    if params is None:
+        return {}
+    assert [*params] == ["kvtiers"] and [*params["kvtiers"]] == ["cached_tokens"]
+    tokens: dict[str, int] = params["kvtiers"]["cached_tokens"]
+    return tokens
+
+
 def hits_in(trace: Path, requests: int) -> int:
     """Tokens of all blocks that an earlier request of a recorded trace had, in its prompt or in
     its answer. Requests of one token, which let stores end, do not count."""
@@ -87,6 +97,12 @@ def test_eviction_restart_and_replica(
     assert restarted.loaded() == {"fast": COMPLETE, "cpu": COMPLETE}, "promoted on the first load"
 
     runs = [first, restarted]
+    for run in runs:  # nothing but tiers had any
+        reported = [cached_by_tier(params) for batch in run.params for params in batch]
+        cached = [tokens for batch in run.cached for tokens in batch]
+        assert [sum(tiers.values()) for tiers in reported] == cached
+        sums = sum(map(Counter, reported), Counter())
+        assert sums == run.loaded()
     hits = sum(sum(batch) for run in runs for batch in run.cached)
     assert hits == 3 * COMPLETE == sum(run.external_hits for run in runs)
     assert hits_in(trace, requests=16) == hits, "all that came before is found again"
@@ -100,11 +116,14 @@ def test_eviction_restart_and_replica(
 def test_concurrent_requests_and_preemption(
     run_vllm: Callable[..., Run], plain: Run, tmp_path: Path
 ) -> None:
+    salts = [{}, {"salt": "known"}, {"salt": "nameless"}]
+    salted = [(*request, salts[i % 3]) for i, request in enumerate(CONCURRENT)]
     run = run_vllm(
-        [CONCURRENT, CONCURRENT],
+        [salted, salted],
         [CPU, disk(tmp_path / "disk")],
         num_gpu_blocks_override=34,
         record=tmp_path / "trace",
+        tenants={"known": {"name": "gold"}, "nameless": {}},
         **IN_PROCESS,
     )
     assert run.preemptions > 0, "the engine was meant to run out of blocks"
@@ -118,6 +137,19 @@ def test_concurrent_requests_and_preemption(
     assert len(run.explained) >= 2 * len(CONCURRENT)
     begun = [attempt for one in run.explained for attempt in one["attempts"]]
     assert any(attempt["preempted"] for attempt in begun)
+    check_tenants(run, {"gold", "(other)"})
+    assert run.count("tenant gold", "tenant_loaded_tokens") > 0
+
+
+def check_tenants(run: Run, expected: set[str]) -> None:
+    """The sums over tenants are those over tiers, and the engine's own."""
+    tenants = {name for name in run.tiers if name.startswith("tenant ")}
+    assert {name.removeprefix("tenant ") for name in tenants} == expected
+    for name in ("hit_tokens", "loaded_tokens", "loaded_bytes", "stored_bytes"):
+        of_tiers = sum(run.count(tier, name) for tier in run.tiers.keys() - tenants)
+        assert sum(run.count(tenant, f"tenant_{name}") for tenant in tenants) == of_tiers > 0, name
+    assert sum(run.count(tenant, "tenant_hit_tokens") for tenant in tenants) == run.external_hits
+    assert not any("known" in name or "nameless" in name for name in run.tiers)
 
 
 @pytest.mark.faults

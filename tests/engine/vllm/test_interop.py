@@ -58,6 +58,7 @@ def test_two_of_ours_are_children_of_vllms_multi_connector(
     assert run.count("disk", "stored_blocks") == 72
     assert run.count("cpu", "stored_blocks") >= 72
     assert sum(run.loaded().values()) == COMPLETE
+    assert run.count("tenant (other)", "tenant_loaded_tokens") == COMPLETE, "of both chains"
     again = run_vllm(ONE_BY_ONE, kv_transfer_config=transfer("MultiConnector", pair), **IN_PROCESS)
     assert again.tokens == answers
     # vLLM's connector hands on what the first child's workers say alone: the other chain learns of

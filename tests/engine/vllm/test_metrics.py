@@ -11,10 +11,20 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tests.engine.vllm.metrics import Samples
-from tiers.contract.stats import COUNTERS, GAUGES, HISTOGRAMS, OF_CHAIN, STATES, TierStats
+from tiers.contract.stats import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    OF_CHAIN,
+    OF_TENANT,
+    STATES,
+    TierStats,
+)
 
+SALT = "salt-of-a-tenant"
 CHAIN = {
     "version": 1,
+    "tenants": {SALT: {"name": "gold"}},
     "tiers": [
         {"type": "cpu", "capacity": "1MiB"},
         {"type": "disk", "capacity": "1MiB", "path": "/nowhere", "name": "ssd"},
@@ -54,13 +64,16 @@ class Scraped:
         whole.add("", stats, None)
         self._metrics.observe(whole.to_dict(), 1)
 
+    def page(self) -> str:
+        return generate_latest(self._registry).decode()
+
     def samples(self) -> Samples:
-        return Samples(generate_latest(self._registry).decode())
+        return Samples(self.page())
 
 
 def test_every_metric_of_every_tier_is_there_at_zero_before_the_first_request() -> None:
     found = Scraped({"chain": CHAIN}).samples()
-    names = [f"{name}_total" for name in COUNTERS if name not in OF_CHAIN]
+    names = [f"{name}_total" for name in COUNTERS if name not in OF_CHAIN | OF_TENANT]
     names += [*GAUGES, *(f"{name}_count" for name in HISTOGRAMS)]
     for engine in ("0", "1"):
         for tier in ("cpu", "ssd"):
@@ -70,6 +83,16 @@ def test_every_metric_of_every_tier_is_there_at_zero_before_the_first_request() 
                 assert found.value("tier_state", state=state, **at) == (state == "opening")
         for name in OF_CHAIN:
             assert found.value(f"{name}_total", engine=engine, tier="(chain)") == 0
+        for name in OF_TENANT:
+            for tenant in ("gold", "(other)"):
+                assert found.value(f"{name}_total", engine=engine, tenant=tenant) == 0
+
+
+def test_no_metric_shows_a_salt() -> None:
+    scraped = Scraped({"chain": CHAIN})
+    scraped.observe("(tenant) gold", tenant_hit_tokens=3)
+    assert scraped.samples().value("tenant_hit_tokens_total", engine="1", tenant="gold") == 3
+    assert SALT not in scraped.page()
 
 
 def test_a_state_is_one_of_all() -> None:

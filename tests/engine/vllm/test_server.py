@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.engine.vllm.metrics import Samples
-from tests.engine.vllm.tiny_vllm import Run, documents
+from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Run, documents
 from tests.engine.vllm.vllm_server import VllmServer
 from tiers.host.slot_memory import slot_stride
 
@@ -27,6 +27,8 @@ TRAINED = "tests.engine.vllm.training.Trained"
 """A worker extension that changes weights."""
 FIRST: list[Samples] = []
 """The metrics before the first request."""
+REPORTED: list[Any] = []
+"""The transfer parameters of the responses to prompts that the tiers have."""
 PATIENCE = 60.0
 """Seconds after which what does not come is missing: protection from hanging."""
 
@@ -53,7 +55,10 @@ def served(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         FIRST[:] = [_opened(server)]
         answers = [server.complete(prompt, 8) for prompt in PROMPTS]
         assert len(set(map(tuple, answers))) == 4, "the prompts must matter"
-        assert [server.complete(PROMPTS[i], 8) for i in (1, 0)] == [answers[1], answers[0]]
+        assert server.reported is None
+        for number in (1, 0):
+            assert server.complete(PROMPTS[number], 8) == answers[number]
+            REPORTED.append(server.reported)
         server.settle()
         yield server
     finally:
@@ -95,6 +100,24 @@ def test_metrics_agree_with_what_was_done(served: VllmServer) -> None:
     assert ours("stored_blocks_total") == {"cpu": 5 * 18, "ssd": 4 * 18}, "one was promoted"
     assert ours("evictions_total")["cpu"] == 2 * 18
     assert set(ours("load_failures_total").values()) == {0}
+
+
+def test_each_response_and_tenant_has_what_the_tiers_loaded(served: VllmServer) -> None:
+    from_cpu, from_disk = (reported["kvtiers"]["cached_tokens"] for reported in REPORTED)
+    assert from_disk == {"ssd": 18 * 32}
+    samples = Samples(served.page())
+    of_tier = {tier: samples.value("loaded_tokens_total", tier=tier) for tier in ("cpu", "ssd")}
+    assert of_tier == {"cpu": from_cpu["cpu"], **from_disk}
+    ours = {
+        name: samples.value(f"tenant_{name}_total", tenant="(other)")
+        for name in ("loaded_tokens", "prefill_seconds", "load_seconds", "loaded_bytes")
+    }
+    assert ours["loaded_tokens"] == sum(of_tier.values())
+    size = BLOCK_BYTES / BLOCK_TOKENS
+    assert ours["loaded_bytes"] >= size * ours["loaded_tokens"], "and of blocks that came too late"
+    rate = samples.value("prefill_tokens_per_second", tier="cpu")
+    assert 0.1 < ours["prefill_seconds"] * rate / ours["loaded_tokens"] < 10, "as then measured"
+    assert 0 < ours["load_seconds"] < PATIENCE
 
 
 def test_histograms_agree_with_the_counters(served: VllmServer) -> None:

@@ -116,6 +116,8 @@ class Run:
     """By batch, request, and token of the answer."""
     chunks: list[list[tuple[int, int]]]
     """First token and end of each chunk of more than a token, by batch, where each is preempted."""
+    params: list[list[dict[str, Any] | None]]
+    """The transfer parameters that came with each answer."""
 
     def loaded(self) -> dict[str, float]:
         """Tokens that came from each tier that served any."""

@@ -54,6 +54,8 @@ class Request(TypedDict, total=False):
     """The folder of a LoRA adapter."""
     follows: int
     """The batch whose prompt and answer come before these tokens, in a job with `preempt`."""
+    salt: str
+    """Its cache salt."""
     embeddings: str
     """The model's weights, whose embeddings of the tokens are sent instead of the tokens."""
 
@@ -173,6 +175,8 @@ def prompt(tokens: list[int], max_tokens: int, more: Request | None = None) -> A
     if "image" in more:
         picture = Image.new("RGB", (28, 28), tuple(more["image"]))
         asked["multi_modal_data"] = {"image": picture}
+    if "salt" in more:
+        asked["cache_salt"] = more["salt"]
     if "uuid" in more:
         asked["multi_modal_uuids"] = {"image": [more["uuid"]]}
     return asked
@@ -220,6 +224,7 @@ def shown(output: Any) -> dict[str, Any]:
         "tokens": list(said.token_ids),
         "logits": [[step[token].logprob for token in sorted(step)] for step in said.logprobs or ()],
         "cached": output.num_cached_tokens,
+        "params": output.kv_transfer_params,
         "ttft": 0.0 if stats is None else stats.first_token_latency,
     }
 
@@ -290,7 +295,8 @@ def counters(llm: Any) -> dict[str, dict[str, float]]:
     for metric in llm.get_metrics():
         if metric.name.startswith(prefix) and hasattr(metric, "value"):
             name = metric.name.removeprefix(prefix)
-            tiers.setdefault(metric.labels["tier"], {})[name] = metric.value
+            entry = metric.labels.get("tier") or "tenant " + metric.labels["tenant"]
+            tiers.setdefault(entry, {})[name] = metric.value
     return tiers
 
 

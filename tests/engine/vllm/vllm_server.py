@@ -39,6 +39,8 @@ class VllmServer:
         self._options = options
         self.log = log
         self.events: list[dict[str, Any]] = []
+        self.reported: dict[str, Any] | None = None
+        """The transfer parameters of the last response."""
         self._port = free_port()
         self._context = zmq.Context()
         # The publisher connects to whom an address names: so the listener is there before it.
@@ -133,7 +135,9 @@ class VllmServer:
         if tiers is not None:
             body["kv_transfer_params"] = {"kvtiers": {"tiers": list(tiers)}}
         headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
-        choice = self.post("/v1/completions", body, headers)["choices"][0]
+        response = self.post("/v1/completions", body, headers)
+        self.reported = response["kv_transfer_params"]
+        choice = response["choices"][0]
         return [int(token) for token in choice["token_ids"]]
 
     def post(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:

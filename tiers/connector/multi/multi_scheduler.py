@@ -23,6 +23,7 @@ from tiers.connector.policy.block_loader import BlockLoader, SharedLoad
 from tiers.connector.policy.choice import NO_LOAD, PENDING, Choice, clip, tokens_of_each
 from tiers.connector.policy.chooser import Chooser, LookupLatency
 from tiers.connector.policy.load_sharing import LoadSharing
+from tiers.connector.policy.request_params import CACHED, KEY
 from tiers.connector.policy.request_state import RequestTable
 from tiers.contract.connector import SchedulerConnector
 from tiers.contract.engine_info import EngineInfo
@@ -53,7 +54,8 @@ class MultiSettings:
     `requests`: those of the chain, which its tiers use, too. None: the children are connectors of
     the engine, with blocks of `block_tokens`. `loads_always`: also what is computed sooner. `now`:
     seconds, never going back. `observers`: hear of every request.
-    `explainer`: notes why each request is served as it is.
+    `explainer`: notes why each request is served as it is. `reports_cached`: whether responses have
+    the tokens that tiers loaded.
     """
 
     load_policy: LoadPolicy = "first"
@@ -63,6 +65,7 @@ class MultiSettings:
     now: Callable[[], float] = time.monotonic
     observers: Sequence[RequestObserver] = ()
     explainer: Explanations = field(default_factory=Explanations)
+    reports_cached: bool = False
 
 
 class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
@@ -85,7 +88,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             size = settings.block_tokens
             requests = RequestTable(EngineInfo({}, size, size, 0, caches_prefixes=False))
         self._requests, self._block_tokens = requests, requests.engine.block_tokens
-        now = settings.now
+        self._now = now = settings.now
+        self._reports_cached = settings.reports_cached
         self._loaders = {i: c for i, c in enumerate(children) if isinstance(c, BlockLoader)}
         costs = {index: loader.load_cost for index, loader in self._loaders.items()}
         comparison = Comparison(self._block_tokens, costs, now, settings.loads_always)
@@ -174,7 +178,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             if self._sharing is not None:
                 self._sharing.begins(request_state, choice.computed, num_external_tokens)
         notes = self._explainer.begins(request, choice, shares, num_external_tokens, self._loaders)
-        shared = SharedLoad(len(shares), notes)
+        shared = SharedLoad(len(shares), notes, self._now())
         for index, child in enumerate(self.children):
             if index in shares:
                 self._loaders[index].load_blocks(request_state, shares[index], shared)
@@ -225,6 +229,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
 
     def _note_prefill_rate(self) -> None:
         if each := self._prefill.seconds_per_token:
+            self._requests.tenants.prefill_token_seconds = each
             for loader in self._loaders.values():
                 loader.note(prefill_tokens_per_second=1 / each)
 
@@ -298,13 +303,15 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     ) -> Finished:
         """Finish in every child, also when one raises, and forget the request in any case."""
         answers: list[Finished] = []
+        request_state = self._requests.get(request)
         try:
             self.for_each(lambda child: answers.append(finish(child)))
             merged: dict[str, Any] | None = None
             for params in (params for _, params in answers if params is not None):
                 merged = merge_parameters(merged or {}, params)
+            if merged is None and request_state is not None and request_state.cached:
+                merged = {KEY: {CACHED: request_state.cached}} if self.may_report(request) else None
         finally:
-            request_state = self._requests.get(request)
             if self._sharing is not None and request_state is not None:
                 self._sharing.ends(request_state)
             self._chooser.gone(request_state)
@@ -317,6 +324,13 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         if saving > 1:
             self._more_saves[request.request_id] = saving - 1
         return saving > 0, merged
+
+    def may_report(self, request: Request) -> bool:
+        """Whether the response may have an entry of ours: not where it has those of another
+        connector, which a proxy takes for its own."""
+        params = getattr(request, "kv_transfer_params", None)
+        is_ours = not params or (isinstance(params, Mapping) and params.keys() <= {KEY})
+        return self._reports_cached and is_ours
 
     def stats_by_child(self) -> dict[str, Any]:
         """As of any connector; the table of requests and the observers add theirs."""

@@ -45,8 +45,9 @@ class SharedLoad:
     That is known when the last tier has ended. Used by the scheduler's thread alone.
     """
 
-    def __init__(self, tiers: int, notes: Attempt = UNNOTED) -> None:
-        """`notes`: hear of its outcome."""
+    def __init__(self, tiers: int, notes: Attempt = UNNOTED, began: float = 0.0) -> None:
+        """`notes`: hear of its outcome. `began`: when, by the clock of the tiers."""
+        self.began = began
         self.notes = notes
         self._left = tiers
         self._failed: list[int] = []

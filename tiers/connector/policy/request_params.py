@@ -18,6 +18,9 @@ KEY = "kvtiers"
 """Our entry of `kv_transfer_params`; other entries belong to other connectors."""
 HINTS = "hints"
 """The entry in it that has the hints: a mapping from action to payload."""
+CACHED = "cached_tokens"
+"""The entry that a response has in it: tokens of the prompt that each tier loaded, by its name. A
+proxy may send a response's entries on as a request's."""
 VERSION = "1"
 """Of our actions, where an engine's envelope names one for each."""
 MAX_TTL = 86_400.0
@@ -168,7 +171,7 @@ class LimitsReader:
         """
         entry, limits = entry_of(request), UNLIMITED
         if isinstance(entry, dict):
-            entry = {key: value for key, value in entry.items() if key != HINTS}
+            entry = {key: value for key, value in entry.items() if key not in (HINTS, CACHED)}
         if entry is not None:
             try:
                 limits = RequestLimits.model_validate(entry)

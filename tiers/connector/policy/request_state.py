@@ -16,6 +16,7 @@ from tiers.connector.policy.request_params import (
     LimitsReader,
     RequestLimits,
 )
+from tiers.connector.policy.tenant_counts import TenantCounts
 from tiers.contract.block_groups import BlockGroups
 from tiers.contract.engine_info import EngineInfo
 from tiers.contract.generation import Generation
@@ -45,7 +46,7 @@ class RequestState:
     `has_begun` once it did. `held`: coverage of tiers, valid while `versions` are unchanged.
     `foreign_loader`: the engine's own connector that loads all of it; `failed`: those that left it
     nothing. `load`, `awaits`: see `LoadSharing`. `prompt_tokens`: known before it ran. `looking`:
-    see `LookupLatency`. `tiers`: by name.
+    see `LookupLatency`. `tiers`: by name. `cached`: tokens of its prompt that each tier loaded.
     """
 
     request: Request
@@ -72,6 +73,7 @@ class RequestState:
     prompt_tokens: int = 0
     looking: dict[int, float] = field(default_factory=dict)
     tiers: dict[str, Any] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
 
     @property
     def shared(self) -> bool:
@@ -127,11 +129,13 @@ class RequestTable:
         *,
         max_wait: float = math.inf,
         prompt_only: bool = False,
+        tenants: TenantCounts | None = None,
     ) -> None:
         """`generation`: of the keys. `now`: seconds, never going back. `max_wait`: seconds that a
         request may wait for all tiers. `prompt_only`: of requests without a limit, only the prompts
-        are stored."""
+        are stored. `tenants`: counts what each gets of the tiers."""
         self.engine = engine
+        self.tenants = tenants or TenantCounts()
         self.generation = generation or Generation()
         self.groups = BlockGroups(engine)
         self.step = EngineStep([], set())
@@ -169,9 +173,11 @@ class RequestTable:
         return self.ready(request)
 
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:
-        more = {"hints_ignored": self._hints.ignored, "media_timeouts": self._media_late}
+        """Those of the chain itself and of its tenants, since the last call."""
+        of_chain = {"hints_ignored": self._hints.ignored, "media_timeouts": self._media_late}
         self._hints.ignored = self._media_late = 0
-        return {CHAIN: more} if any(more.values()) else {}
+        measured = self.tenants.take_measures()
+        return {CHAIN: of_chain, **measured} if any(of_chain.values()) else measured
 
     def _wait_budget(self) -> WaitBudget:
         return WaitBudget(self._now, self._max_wait)

@@ -13,7 +13,6 @@ from spec.chain import TenantSpec
 from spec.fields import format_rate, format_size
 from spec.offloading import QUEUE_SECONDS, OffloadingSpec, StoreSpec
 from tiers.contract.pool_size import STAGING, STEPS
-from tiers.contract.protocols import Request
 from tiers.wrappers.opening import log_name
 
 logger = logging.getLogger(__name__)
@@ -213,11 +212,6 @@ class AcceptanceMonitor:
             f"it stores more slowly than blocks come; raise {setting}, or keep out with "
             "store_threshold: 2 what is asked for only once"
         )
-
-
-def tenant_of(request: Request) -> str:
-    """Whose request it is: its cache salt, without which its blocks are everybody's."""
-    return getattr(request, "cache_salt", None) or ""
 
 
 class PinBounds(NamedTuple):

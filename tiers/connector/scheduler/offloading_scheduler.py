@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from spec.offloading import OffloadingSpec
 from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.policy.request_state import RequestState, RequestTable
-from tiers.connector.scheduler.admission import Admission, Tenants, tenant_of
+from tiers.connector.policy.tenant_counts import tenant_of
+from tiers.connector.scheduler.admission import Admission, Tenants
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad
 from tiers.connector.scheduler.kv_events import KVEvents, place_of
 from tiers.connector.scheduler.open_tier import NOT_OPEN, TierOpener
@@ -320,6 +322,8 @@ class OffloadingScheduler(SchedulerConnector):
             if is_lookup or blocks:
                 tokens = self._tokens(blocks)
                 self.note(lookups=int(is_lookup), hits=int(is_hit), hit_tokens=tokens)
+                tenant = tenant_of(tier_request.request_state.request)
+                self._requests.tenants.count(tenant, tenant_hit_tokens=tokens)
             if is_lookup:
                 times = lookup.timer.times
                 self.note(lookup_seconds=[times.answer], lookup_notice_seconds=[times.notice])
@@ -349,11 +353,20 @@ class OffloadingScheduler(SchedulerConnector):
             )
         if failed and self._requests.engine.all_or_nothing_loads:
             failed.add(0)
-        if load.shared.end(load.blocks, failed, self._count_loaded):
-            tier_request.request_state.wait_budget.loaded()
+        request_state, tenants = tier_request.request_state, self._requests.tenants
+        tenant = tenant_of(request_state.request)
+        tenants.count(tenant, tenant_loaded_bytes=result.bytes)
+        if load.shared.end(load.blocks, failed, partial(self._count_loaded, request_state)):
+            request_state.wait_budget.loaded()
+            tenants.count(tenant, tenant_load_seconds=self._now() - load.shared.began)
 
-    def _count_loaded(self, blocks: int) -> None:
-        self.note(loaded_tokens=self._tokens(blocks))
+    def _count_loaded(self, request_state: RequestState, blocks: int) -> None:
+        tokens = self._tokens(blocks)
+        self.note(loaded_tokens=tokens)
+        self._requests.tenants.loaded(tenant_of(request_state.request), tokens)
+        # As the engine counts what it had cached of a prompt: when that begins first.
+        if tokens and not getattr(request_state.request, "num_preemptions", 0):
+            request_state.cached[self._tier.name] = tokens
 
     def _tokens(self, blocks: int) -> int:
         return blocks * self._requests.engine.block_tokens

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from tiers.connector.policy.request_params import NO_HINTS
 from tiers.connector.policy.request_state import RequestState
-from tiers.connector.scheduler.admission import PinBounds, tenant_of
+from tiers.connector.policy.tenant_counts import tenant_of
+from tiers.connector.scheduler.admission import PinBounds
 from tiers.connector.scheduler.tier import Tier, TierRequest
 
 ENDED_AT_ONCE = 512

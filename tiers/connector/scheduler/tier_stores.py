@@ -13,7 +13,8 @@ from tiers.connector.policy.request_state import (
     RequestTable,
     Scheduled,
 )
-from tiers.connector.scheduler.admission import Admission, tenant_of
+from tiers.connector.policy.tenant_counts import tenant_of
+from tiers.connector.scheduler.admission import Admission
 from tiers.connector.scheduler.jobs import Jobs, PendingStore
 from tiers.connector.scheduler.tier import Tier, TierRequest
 from tiers.connector.scheduler.tier_hints import TierHints
@@ -296,6 +297,7 @@ class TierStores:
         tier, manager, job = self._tier, self._tier.open.manager, store.job
         tier_request, generation = store.tier_request, tier.requests.generation
         failed = store.result.failed
+        tier.requests.tenants.count(store.tenant, tenant_stored_bytes=store.result.bytes)
         self._admission.acceptance.failed(len(failed))
         self._admission.rate.ended(len(job.items) - len(failed), store.result.seconds)
         predecessors = manager.predecessors(tier_request.request_state.keys, store.numbers)

@@ -389,7 +389,7 @@ class OffloadingWorker(WorkerConnector):
         self._ended[job_id] = result
         payload = self._host.payload_bytes
         good = blocks - len(result.failed) - result.renewed
-        size = good * payload
+        size = result.bytes = good * payload
         past = {"load": "loaded", "store": "stored"}[verb]
         merge(
             self._measures,
