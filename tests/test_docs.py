@@ -177,7 +177,9 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "README.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.stem
+    "page",
+    [*PAGES, *(ROOT / name for name in ("README.md", "CHANGELOG.md", "deploy/README.md"))],
+    ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):

@@ -275,6 +275,7 @@ def test_a_disk_tier_tells_how_full_it_is_and_what_it_evicts(
     stored, evicted = (measured(made, name, "disk") for name in ("stored_blocks", "evictions"))
     held = DiskStore(tmp_path, 160 << 10, StoreContext(MODEL.payload_bytes, 2)).usage()
     assert evicted > 0 and stored - evicted == held.blocks
+    assert measured(made, "store_taken", "disk") == stored / 2, "once for both ranks"
     late = time.monotonic() + 30
     while measured(made, "used_bytes", "disk") != held.used:
         assert time.monotonic() < late

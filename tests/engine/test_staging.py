@@ -81,6 +81,7 @@ def test_what_never_finds_room_is_counted_when_its_request_ends(
     store.pace.hang("put")
     ask(made)
     assert measured(made, "store_dropped_inflight") == 101 - 16
+    assert measured(made, "store_taken") == 16
     store.pace.resume()
 
 

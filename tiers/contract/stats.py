@@ -24,6 +24,8 @@ COUNTERS = {
     "max_wait or before computing.",
     "load_failures": "Blocks found but not loaded; the engine recomputes them.",
     "damaged_blocks": "Blocks that failed verification; they are never served.",
+    "store_taken": "Blocks that the tier took to store, of several ranks once; with the dropped "
+    "ones, those that it was offered and lacked.",
     "stored_blocks": "Blocks sent to the tier and stored; of several ranks each one's part.",
     "stored_bytes": "Bytes of those.",
     "renewed_blocks": "Blocks to store that the tier had already: they are not sent, their time to "
@@ -72,7 +74,8 @@ GAUGES = {
     "storing_jobs": "Stores in flight, waiting ones included, after the last step.",
     "storing_bytes": "Bytes of the stores in flight, over all ranks.",
     "capacity_bytes": "Bytes that the tier may hold; 0: it has no bound of ours.",
-    "used_bytes": "Bytes that its blocks take in host memory.",
+    "used_bytes": "Bytes that its blocks take, in host memory or in its folder; 0 where a server "
+    "holds them.",
     "retained_blocks": "Blocks that hints pin.",
     "ghost_hit_ratio": "Part of the prompts' blocks that the tier would have, as ghosts estimate; "
     "its tier is a tier as it is, or with other settings: cpu (capacity: 2x).",

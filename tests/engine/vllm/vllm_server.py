@@ -70,6 +70,11 @@ class VllmServer:
             )
         self._wait_until_it_answers()
 
+    @property
+    def address(self) -> str:
+        """Its host and port."""
+        return f"127.0.0.1:{self._port}"
+
     def _arguments(self, transfer: str) -> list[str]:
         events = {
             "enable_kv_cache_events": True,

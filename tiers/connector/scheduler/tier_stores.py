@@ -233,6 +233,7 @@ class TierStores:
         if not items:
             return None
         tier_request.order.in_flight += 1
+        self._tier.count(store_taken=len(items))
         # Split in batches, the first block is stored, and evicted, first.
         tier, requests = self._tier.open, self._tier.requests
         writers = 1 if tier.one_writer else requests.engine.world_size
