@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
@@ -17,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from spec.fields import ByteRate, ByteSize, Duration
+from spec.findings import DoctorFinding
 from spec.secret import Secret
 
 KEY_BYTES = 32
@@ -133,6 +135,17 @@ class OffloadingSpec(BaseModel):
         own where they find it. `folder` is an empty one of this host, which the tool removes
         afterwards. None: it can't be moved, so that tools refuse it."""
         return None
+
+    def examine(self) -> Iterator[DoctorFinding]:
+        """Findings about this tier where it will serve, for `kvtiers doctor`, which runs before an
+        engine starts and perhaps beside others. It changes nothing that they use: what it makes to
+        try something it removes, and it opens nothing that evicts. Runs in a process of its own,
+        which is killed after `tiers.doctor.isolated.SECONDS`; so yield each finding as it is found.
+
+        An error of ours or OSError that it raises is one more finding, which keeps the tier from
+        serving; a warning that our own code logs is one, too.
+        """
+        yield from ()
 
 
 class StoreSpec(OffloadingSpec):

@@ -33,6 +33,7 @@ KNOW_VLLM = {
     "tiers/engine/vllm_children.py": "a part of it: vLLM's connectors as children of ours",
     "tiers/engine/vllm_events.py": "a part of it: KV events",
     "tiers/engine/vllm_groups.py": "a part of it: KV cache groups",
+    "tiers/engine/vllm_settings.py": "its configuration, for the doctor",
     "tiers/engine/vllm_stats.py": "a part of it: stats and metrics",
     "tiers/engine/vllm_watch.py": "a part of it: resets, weights, adapters and sleep",
     "tiers/engine/vllm_offloading.py": "our tiers under a connector of vLLM's own",
@@ -138,8 +139,10 @@ ROOMS: dict[str, set[str]] = {
         "host",
     },
     "data": {"wrappers", "host", "concurrency"},
+    "doctor": {"engine", "contract", "wrappers", "host"},
     "cli": {
         "data",
+        "doctor",
         "engine",
         "lab",
         "traces",

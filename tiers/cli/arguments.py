@@ -29,15 +29,13 @@ def _or_stdin(file: Path | None) -> Path | None:
     return STDIN if file == DASH else file
 
 
-ChainFile = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FILE",
-        help="A chain's YAML; - is standard input.",
-        show_default=False,
-        callback=_or_stdin,
-    ),
-]
+CHAIN_FILE = typer.Argument(
+    metavar="CHAIN",
+    help="A chain's YAML; - is standard input.",
+    show_default=False,
+    callback=_or_stdin,
+)
+ChainFile = Annotated[Path, CHAIN_FILE]
 """The path of a chain; `load_chain` refuses one that can't be read."""
 
 CHAIN = typer.Option(

@@ -19,6 +19,7 @@ from tiers.cli.chain import config, schema, validate
 from tiers.cli.curve import curve
 from tiers.cli.data import inspect, scrub, verify
 from tiers.cli.demo import demo
+from tiers.cli.doctor import doctor
 from tiers.cli.explain import explain
 from tiers.cli.replay import replay
 from tiers.cli.soak import soak
@@ -26,7 +27,7 @@ from tiers.cli.tune import tune
 from tiers.errors import KVTiersError, TraceError
 
 COMMANDS = (
-    *(validate, config, schema, explain),
+    *(validate, config, schema, doctor, explain),
     *(inspect, verify, scrub),
     *(demo, bench, soak, curve, replay, tune),
 )

@@ -9,7 +9,6 @@ from spec.chain import ChainSpec
 from spec.offloading import HostSpec
 from tiers.contract.block_groups import BlockGroups
 from tiers.contract.engine_info import EngineInfo
-from tiers.host.slot_memory import slots_within
 
 STAGING = 256 << 20
 """Bytes, over all ranks, for blocks in flight, where the chain does not say and a step of the
@@ -54,9 +53,16 @@ class PoolSize:
         least = replace(staging, staging=STAGING if self.staging is None else self.staging)
         return [*fewer, staging, least, PoolSize(0, 0, 0, self.world_size)]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes over all ranks; where a step's blocks ask for more, `slots` has more."""
+        return self.capacity + (STAGING if self.staging is None else self.staging)
+
     def slots(self, payload_bytes: int) -> int:
         """How many slots each rank has, for blocks of this many bytes; fewer for larger blocks."""
-        staging = STAGING if self.staging is None else self.staging
-        slots = slots_within(self.capacity + staging, payload_bytes, self.world_size)
+        # Here, since it imports torch, which the doctor does without.
+        from tiers.host.slot_memory import slots_within
+
+        slots = slots_within(self.num_bytes, payload_bytes, self.world_size)
         # A block in flight that a host tier keeps has one slot for both.
         return max(slots, STEPS * self.step_blocks) if self.staging is None else slots

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from spec.fields import ByteSize, FolderPath
+from spec.findings import DoctorFinding
 from spec.offloading import StoreContext, StoreSpec
 from tiers.disk.slab import Access, Durability, Io
 
@@ -55,6 +57,11 @@ class DiskSpec(StoreSpec):
 
     def scratch(self, folder: Path) -> DiskSpec:
         return self.model_copy(update={"path": folder})
+
+    def examine(self) -> Iterator[DoctorFinding]:
+        from tiers.disk.examine import examine
+
+        return examine(self.path, self.capacity, Access(self.io, self.durability))
 
     def open(self, site: StoreContext) -> DiskStore:
         """Open the store. Raises TierUnusable when the folder can't be used as it is, or holds less

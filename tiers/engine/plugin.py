@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 CONNECTOR = "KVTiersConnector"
+GROUP = "vllm.general_plugins"
+PLUGIN = "kvtiers"
+"""Our entry point of the group, by which VLLM_PLUGINS may allow it."""
 
 
 def transfer_config(chain: Path) -> dict[str, Any]:

@@ -38,20 +38,12 @@ def kv_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> list[tuple[KVGroup, list[str]]]:
     """Return the KV cache groups and their layers. Raises ValueError for what can't be served."""
-    refuse_model(vllm_config)
+    refuse_settings(vllm_config)
     if _has_mixed_precision(kv_cache_config):
         raise ValueError(
             "kvtiers does not serve KV of mixed precision: vLLM zeroes its blocks while they may "
             "still be read for storing. Start vLLM with one kv_cache_dtype for all layers."
         )
-    parallel = vllm_config.parallel_config
-    for axis in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, axis, 1) > 1:
-            raise ValueError(
-                f"kvtiers does not serve context parallelism: {axis} is {getattr(parallel, axis)}. "
-                "Set it to 1, or start vLLM without kvtiers."
-            )
-    _refuse_drafts_in_pipelines(vllm_config)
     groups = [
         (_group(i, group), sorted(group.layer_names))
         for i, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -66,6 +58,19 @@ def kv_groups(
             "0.30 or later."
         )
     return groups
+
+
+def refuse_settings(vllm_config: VllmConfig) -> None:
+    """Raise ValueError for what the engine's settings alone show that it can't be served."""
+    refuse_model(vllm_config)
+    parallel = vllm_config.parallel_config
+    for axis in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, axis, 1) > 1:
+            raise ValueError(
+                f"kvtiers does not serve context parallelism: {axis} is {getattr(parallel, axis)}. "
+                "Set it to 1, or start vLLM without kvtiers."
+            )
+    _refuse_drafts_in_pipelines(vllm_config)
 
 
 def _refuse_drafts_in_pipelines(vllm_config: VllmConfig) -> None:
@@ -92,12 +97,8 @@ def _has_mixed_precision(kv_cache_config: KVCacheConfig) -> bool:
 
 def _refuse_states(vllm_config: VllmConfig, groups: list[tuple[KVGroup, list[str]]]) -> None:
     """Raise ValueError where the states of recurrent layers can't be served."""
-    why = ""
-    if not HANDS_OVER_STATES:
-        why = "that is only known to work with vLLM 0.32 and later"
-    elif getattr(vllm_config, "use_v2_model_runner", False):
-        why = STATES_ON_V2
-    elif len({group.tokens for group, _ in groups}) > 1:
+    why = why_no_states(vllm_config)
+    if not why and len({group.tokens for group, _ in groups}) > 1:
         why = "their blocks have another size than those of attention"
     if why:
         names = next(layers for group, layers in groups if group.is_state)
@@ -105,6 +106,13 @@ def _refuse_states(vllm_config: VllmConfig, groups: list[tuple[KVGroup, list[str
             f"kvtiers can't serve this model's recurrent layers ({', '.join(names[:3])}, ...): "
             f"{why}."
         )
+
+
+def why_no_states(vllm_config: VllmConfig) -> str:
+    """Why the states of recurrent layers can't be served by this engine; empty: they may be."""
+    if not HANDS_OVER_STATES:
+        return "that is only known to work with vLLM 0.32 and later"
+    return STATES_ON_V2 if getattr(vllm_config, "use_v2_model_runner", False) else ""
 
 
 def refuse_model(vllm_config: VllmConfig) -> None:

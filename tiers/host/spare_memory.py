@@ -11,16 +11,25 @@ _RECLAIMABLE = re.compile(r"^(?:(?:total_)?(?:in)?active_file|slab_reclaimable) 
 _V2 = ("memory.max", "memory.current")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
+KEPT_FREE = 16
+"""A sixteenth of the spare memory is left free for others."""
+
+
+def for_slots(spare: int) -> int:
+    """Return how much of so much spare memory a host pool may take."""
+    return spare - spare // KEPT_FREE
+
 
 def spare_memory(root: Path = Path("/")) -> int:
     """Return the bytes that this process can still use: free or reclaimable memory, bounded by
     what each of its control groups has left. `root`: the folder that holds /proc and /sys."""
     found = _AVAILABLE.search((root / "proc/meminfo").read_text())
     available = int(found[1]) * 1024 if found else 0
-    return max(0, min([available, *_left_of_limits(root)]))
+    return max(0, min([available, *left_of_limits(root)]))
 
 
-def _left_of_limits(root: Path) -> Iterator[int]:
+def left_of_limits(root: Path = Path("/")) -> Iterator[int]:
+    """Yield the bytes that each control group with a limit leaves to this process."""
     groups = root / "sys/fs/cgroup"
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, group = line.split(":", 2)

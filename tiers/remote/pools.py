@@ -63,6 +63,13 @@ class Pool:
             connection.send_command(*words)
             return connection.read_response()
 
+    def certificate(self, deadline: Deadline) -> Any:
+        """The server's certificate, as `ssl` shows it; empty: it is not verified, or there is none.
+        Raises RedisError or OSError."""
+        with self._connected(deadline) as connection:
+            connected = connection._sock
+            return connected.getpeercert() if isinstance(connected, ssl.SSLSocket) else {}
+
     @contextmanager
     def _connected(self, deadline: Deadline) -> Iterator[Any]:
         """Borrow a connection for the body; it is closed if the body raises."""

@@ -19,7 +19,7 @@ from tiers.remote import pipeline
 from tiers.remote.pipeline import GetRequest, Record, Window
 from tiers.remote.pools import ConnectionSettings, reason
 from tiers.remote.stream import Deadline, ServerError, Stream, each_command, read_flags
-from tiers.remote.topology import FAILURES, Cluster, Kind, OneMaster, Operation
+from tiers.remote.topology import FAILURES, Kind, Operation, open_topology
 from tiers.store import Block, PutCounts
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ class RedisStore:
         self._timeout = timeout
         self._ttl_ms = None if ttl is None else b"%d" % max(1, round(ttl * 1000))
         self._prefix = key_prefix.encode() + b":"
-        is_cluster = settings.url.is_cluster
-        self._topology = Cluster(settings, timeout) if is_cluster else OneMaster(settings)
+        self._topology = open_topology(settings, timeout)
         self._window = Window()
         self._damaged, self._renewed = LockedCounter(), LockedCounter()
 

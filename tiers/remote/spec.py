@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NoReturn
@@ -19,6 +20,7 @@ from pydantic import (
 )
 
 from spec.fields import ByteSize, Duration
+from spec.findings import DoctorFinding
 from spec.offloading import StoreContext, StoreSpec
 from spec.secret import Secret, SecretField
 from tiers.remote.url import RedisUrl, RedisUrlField, parse_url
@@ -26,6 +28,7 @@ from tiers.remote.url import RedisUrl, RedisUrlField, parse_url
 if TYPE_CHECKING:
     from ssl import SSLContext
 
+    from tiers.remote.pools import ConnectionSettings
     from tiers.remote.redis_store import RedisStore
 
 logger = logging.getLogger(__name__)
@@ -180,22 +183,38 @@ class RedisSpec(StoreSpec):
         """Open the store, without connecting. Raises TierUnusable when a block is larger than a
         Redis value can be, or when the password or a file of TLS can't be read."""
         from tiers.codec import Encoder
-        from tiers.errors import TierUnusable
-        from tiers.remote.pools import ConnectionSettings
         from tiers.remote.redis_store import RedisStore
 
-        try:
-            settings = ConnectionSettings(self._url_with_login(), self._tls_context())
-        except ValueError as error:
-            raise TierUnusable(str(error)) from None
         return RedisStore(
-            settings,
+            self.connection(),
             site.payload_bytes,
             Encoder(self.codec, self.tier_name),
             key_prefix=self.key_prefix,
             timeout=self.timeout,
             ttl=self.ttl,
         )
+
+    def connection(self) -> ConnectionSettings:
+        """Make the settings of connections. Raises TierUnusable when the password or a file of TLS
+        can't be read."""
+        from tiers.errors import TierUnusable
+        from tiers.remote.pools import ConnectionSettings
+
+        try:
+            return ConnectionSettings(self._url_with_login(), self._tls_context())
+        except ValueError as error:
+            raise TierUnusable(str(error)) from None
+
+    def examine(self) -> Iterator[DoctorFinding]:
+        from tiers.remote.examine import PIECE, ExaminedTier, examine
+
+        def opened(ttl: float | None) -> RedisStore:
+            return self.model_copy(update={"ttl": ttl, "codec": "none"}).open(StoreContext(PIECE))
+
+        cert_file = None if self.tls is None else self.tls.cert_file
+        limits = self.timeout, self.ttl, self.maxmemory
+        names = self.username or "default", self.key_prefix, cert_file
+        return examine(ExaminedTier(self.connection(), *limits, *names, opened))
 
     def _url_with_login(self) -> RedisUrl:
         """The URL with the user and password of `username` and `password`. Raises ValueError."""

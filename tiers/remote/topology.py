@@ -32,6 +32,7 @@ class OneMaster:
     names. After any failure the sentinels are asked again. Thread-safe."""
 
     def __init__(self, settings: ConnectionSettings) -> None:
+        self._url = settings.url
         self._service = settings.url.service
         self._endpoints = tuple(dict.fromkeys(settings.url.endpoints))
         self._sentinels = Pools(settings.to_sentinels())
@@ -50,6 +51,11 @@ class OneMaster:
         except FAILURES:
             self._master = None
             raise
+
+    def masters(self, deadline: Deadline) -> tuple[dict[str, Pool], int]:
+        """The master, by its place, and how many hash slots nobody has: none. Raises an error of
+        FAILURES."""
+        return {str(self._url): self._master or self._find(deadline)}, 0
 
     def close(self) -> None:
         self._sentinels.close()
@@ -147,6 +153,13 @@ class Cluster:
         if not any(node.serves(kind) for node in {*served} if node is not None):
             raise failures[-1] if failures else Unreachable("no node of the cluster serves")
 
+    def masters(self, deadline: Deadline) -> tuple[dict[str, Pool], int]:
+        """The masters, by their places, and how many hash slots nobody has. Raises an error of
+        FAILURES."""
+        served = self._map or self._learn(deadline)
+        nodes = [node for node in dict.fromkeys(served) if node is not None]
+        return {str(node.endpoint): node.pool for node in nodes}, served.count(None)
+
     def close(self) -> None:
         self._pools.close()
 
@@ -210,6 +223,11 @@ class Cluster:
     def _node(self, endpoint: Endpoint) -> Node:
         made = Node(endpoint, self._pools.at(endpoint), self._timeout)
         return self._nodes.setdefault(endpoint, made)
+
+
+def open_topology(settings: ConnectionSettings, timeout: float) -> OneMaster | Cluster:
+    """The topology of a URL; `timeout`: of a verb, in seconds. Connects to nothing."""
+    return Cluster(settings, timeout) if settings.url.is_cluster else OneMaster(settings)
 
 
 def _at_nodes(

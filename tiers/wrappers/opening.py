@@ -129,8 +129,18 @@ def _with_verbs(store: TierStore) -> TierStore:
 
 
 def _encrypt(spec: StoreSpec, encryption: EncryptionSpec, site: StoreContext) -> TierStore:
+    keys = usable_keys(encryption)
+    from tiers.wrappers.encryption import EncryptedStore, encrypted_bytes
+
+    inner = spec.open(replace(site, payload_bytes=encrypted_bytes(site.payload_bytes)))
+    return EncryptedStore(_with_verbs(inner), keys, site.payload_bytes)
+
+
+def usable_keys(encryption: EncryptionSpec) -> tuple[bytes, ...]:
+    """Read the keys, and warn if all users can. Raises TierUnusable if nothing can be encrypted
+    here."""
     try:
-        from tiers.wrappers.encryption import EncryptedStore, encrypted_bytes
+        import tiers.wrappers.encryption  # noqa: F401 - what it needs may be missing
     except ModuleNotFoundError as error:
         raise TierUnusable(f"encryption needs {error.name}: install kvtiers[encryption]") from error
     try:
@@ -140,5 +150,4 @@ def _encrypt(spec: StoreSpec, encryption: EncryptionSpec, site: StoreContext) ->
         raise TierUnusable(f"encryption.key_file {encryption.key_file}: {error}") from error
     if open_to_all:
         logger.warning("every user can read the keys in %s", encryption.key_file)
-    inner = spec.open(replace(site, payload_bytes=encrypted_bytes(site.payload_bytes)))
-    return EncryptedStore(_with_verbs(inner), keys, site.payload_bytes)
+    return keys

@@ -22,7 +22,7 @@ from tiers.contract.messages import StoreItem, WorkerHandshake
 from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
 from tiers.host.slot_memory import Prefault, SlotMemory, slot_stride
-from tiers.host.spare_memory import spare_memory
+from tiers.host.spare_memory import for_slots, spare_memory
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +78,6 @@ class Checksums:
     def close(self) -> None:
         """End the thread; nobody asks any more."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-
-KEPT_FREE = 16
-"""A sixteenth of the spare memory is left free for others."""
 
 
 class HostSlots:
@@ -166,7 +162,7 @@ class HostSlots:
         need, ranks = slots * slot_stride(self.payload_bytes), self._ranks_here
         spare = spare_memory(self._root)
         # Other ranks may have pinned theirs already; memory that is not pinned is taken later.
-        if need * (1 if pin else ranks) > spare - spare // KEPT_FREE:
+        if need * (1 if pin else ranks) > for_slots(spare):
             raise TierUnusable(f"{format_size(spare)} can be had, a sixteenth of which stays free")
 
     def _check_step(self, size: int) -> None:

@@ -56,6 +56,16 @@ _FUSE_OF_THIS_HOST = frozenset({"fuse.fuse-overlayfs"})
 def file_system(path: Path) -> str:
     """Return the kernel's name of the file system at a path, or at its nearest existing parent; ""
     if unknown."""
+    return _mount(path)[0]
+
+
+def mounted_from(path: Path) -> str:
+    """Return the device or server that this file system is from, as the kernel names it; "" if
+    unknown."""
+    return _mount(path)[1]
+
+
+def _mount(path: Path) -> tuple[str, str]:
     there = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
         # The dot makes the kernel mount an automount.
@@ -64,17 +74,18 @@ def file_system(path: Path) -> str:
             found = _MOUNT_OF_HANDLE.search(Path(f"/proc/self/fdinfo/{handle}").read_text())
         finally:
             os.close(handle)
-        return _kind(_MOUNTS.read_text(errors="replace"), found[1]) if found else ""
+        return _source(_MOUNTS.read_text(errors="replace"), found[1]) if found else ("", "")
     except OSError:
-        return ""
+        return "", ""
 
 
-def _kind(mounts: str, mount: str) -> str:
+def _source(mounts: str, mount: str) -> tuple[str, str]:
     for line in mounts.splitlines():
         ids, _, source = line.partition(" - ")
         if ids.split(" ", 1)[0] == mount:
-            return source.split(" ", 1)[0]
-    return ""
+            kind, device, *_ = source.split(" ")
+            return kind, device
+    return "", ""
 
 
 def require_suitable(path: Path, kind: str) -> None:
@@ -127,13 +138,14 @@ class Folder:
                 f"{self.path}: the folder can't be made: {error.strerror}; "
                 "name a folder on a writable file system"
             ) from error
-        self._check()
+        self.check()
         try:
             self.owners.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise TierUnusable or TierNotOpen for a folder that is not as it should be."""
         try:
             found = self.path.lstat()
         except OSError as error:

@@ -1,0 +1,114 @@
+"""`kvtiers doctor`: whether a chain would serve here, before an engine starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spec.errors import SpecError
+from tiers.cli.arguments import CHAIN_FILE, refused
+
+if TYPE_CHECKING:
+    from spec.chain import ChainSpec
+    from tiers.doctor.isolated import Found
+
+LOAD_SECONDS = 60.0
+"""Limit for reading the chain and the files that it names."""
+
+
+def doctor(
+    chain_file: Annotated[Path | None, CHAIN_FILE] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="The model's folder: check also what vLLM makes of it, without its weights. Takes "
+            "ten seconds."
+        ),
+    ] = None,
+    engine_args: Annotated[
+        str, typer.Option(help="With --model: the engine's other arguments, in quotes.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check this place before an engine starts.
+
+    Memory, the engine, plugins and each tier of the chain are looked at where they will serve, for
+    20 s each at most, and nothing is left there. Run it as the engine's user, in its container.
+    Status 1: something would keep a tier from serving. 2: the chain can't be used.
+
+    \b
+    kvtiers doctor
+    kvtiers doctor chain.yaml
+    kvtiers doctor chain.yaml --model /models/llama --engine-args "--tensor-parallel-size 2"
+    """
+    from tiers.doctor.examine import Engine, examine
+
+    if engine_args and model is None:
+        raise refused("--engine-args needs --model")
+    if model is not None and not (model / "config.json").is_file():
+        raise refused(f"{model}: found no config.json in it; write the path of a model's folder")
+    try:
+        chain = None if chain_file is None else _load_in_time(chain_file)
+    except SpecError as error:
+        if not as_json:
+            raise
+        typer.echo(json.dumps({"problems": error.problems}, indent=1))
+        raise typer.Exit(2) from None
+    engine = None if model is None else Engine(model, shlex.split(engine_args))
+    # The engine opens the file again, which standard input can't be.
+    file = chain_file if chain_file is not None and chain_file.is_file() else None
+    found = examine(chain, file, os.environ, engine)
+    if as_json:
+        typer.echo(json.dumps({"findings": [_as_json(each) for each in found]}, indent=1))
+    else:
+        _print(found, typer.echo)
+    raise typer.Exit(int(any(each.finding.gravity == "error" for each in found)))
+
+
+def _load_in_time(file: Path) -> ChainSpec:
+    """Read the chain. Raises SpecError, and Exit if it does not end: its file, or one that it
+    names, may be on a mount that hangs."""
+    from spec.load import load_chain
+
+    made: list[ChainSpec] = []
+    wrong: list[SpecError] = []
+
+    def load() -> None:
+        try:
+            made.append(load_chain(file))
+        except SpecError as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=load, name="kvtiers-load", daemon=True)
+    thread.start()
+    thread.join(LOAD_SECONDS)
+    if wrong:
+        raise wrong[0]
+    if not made:
+        raise refused(f"{file}: it, or a file that it names, was not read in {LOAD_SECONDS:g} s")
+    return made[0]
+
+
+def _as_json(each: Found) -> dict[str, str]:
+    from dataclasses import asdict
+
+    return {"about": each.about, **asdict(each.finding)}
+
+
+def _print(found: Sequence[Found], echo: Callable[[str], object]) -> None:
+    for each in found:
+        finding = each.finding
+        echo(f"{finding.gravity:<10}  {each.about}: {finding.found}")
+        if finding.change:
+            echo(f"{'':12}change: {finding.change}")
+            echo(f"{'':12}cost: {finding.cost}") if finding.cost else None
+    counts = Counter(each.finding.gravity for each in found)
+    echo(", ".join(f"{count} {gravity}" for gravity, count in counts.items()))

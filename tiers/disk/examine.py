@@ -1,0 +1,167 @@
+"""The disk tier's findings before an engine starts: its folder, its file system, its device.
+
+An index that is there is opened as an engine opens it, and left as it is. In a folder without one,
+and beside one that is yet to be made, all is tried in a folder that is removed again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from spec.fields import format_size
+from spec.findings import DoctorFinding
+from tiers.disk import device
+from tiers.disk.folder import clean_close
+from tiers.disk.folder.folder import MEMORY, ONE_HOST, Folder, file_system, require_suitable
+from tiers.disk.folder.owner import scan_owners
+from tiers.disk.index.index import Index, translated
+from tiers.disk.index.slot_allocator import INDEX_MARGIN, shortage
+from tiers.disk.slab import Access, choose_direct
+from tiers.errors import TierError, TierNotOpen
+from tiers.host.spare_memory import spare_memory
+from tiers.store import Usage
+
+LEAST_INODES = 64
+"""The tier has a file for each size of its blocks, and one for each process that has it open."""
+
+_LOST = "blocks that are there now are computed again"
+
+
+def examine(path: Path, capacity: int, access: Access) -> Iterator[DoctorFinding]:
+    """Findings about the folder `path` for this capacity, in bytes. Raises OSError."""
+    folder = Folder(Path(os.path.realpath(path.parent), path.name))
+    kind = file_system(folder.path)
+    beside = next(place for place in (folder.path, *folder.path.parents) if place.is_dir())
+    there = "is" if os.path.lexists(folder.path) else "will be made"
+    yield DoctorFinding("fine", f"{path} {there} on {kind or 'a file system without a name'}")
+    usage = Usage(0, 0, None)
+    try:
+        require_suitable(folder.path, kind)
+        if os.path.lexists(folder.path):
+            folder.check()
+        if folder.index.exists():
+            usage = yield from _held(folder, kind in ONE_HOST, capacity, access)
+        else:
+            yield from _try_out(path, beside, capacity, access)
+    except TierError as error:
+        yield DoctorFinding.of_line("error", str(error), "nothing that is stored")
+    yield from _room(beside, usage, capacity)
+    yield from _kind(path, kind)
+    yield from device.findings(beside)
+
+
+def _try_out(path: Path, beside: Path, capacity: int, access: Access) -> Iterator[DoctorFinding]:
+    """Do what an engine does first, in a folder that is removed again."""
+    with ExitStack() as undo:
+        try:
+            made = undo.enter_context(TemporaryDirectory(prefix=".kvtiers-doctor-", dir=beside))
+        except OSError as error:
+            raise TierNotOpen(
+                f"{beside} can't be written: {error.strerror}; make it writable for user "
+                f"{os.geteuid()}, or name another folder"
+            ) from error
+        trial = Folder(Path(made) / path.name)
+        try:
+            trial.prepare()
+            with trial.locked():
+                yield from _try_direct(path, trial.lock, access, capacity)
+            with translated(trial.path):
+                Index(trial.index, access.synced).close()
+        except TierError as error:
+            raise type(error)(str(error).replace(str(trial.path), str(path))) from error
+
+
+def _try_direct(path: Path, probe: Path, access: Access, capacity: int) -> Iterator[DoctorFinding]:
+    direct = choose_direct(path, probe, access.io, capacity)
+    if direct or access.io == "buffered" or capacity <= spare_memory() // 2:
+        yield DoctorFinding(
+            "fine", f"io {access.io}: {'past' if direct else 'through'} the page cache"
+        )
+        return
+    yield DoctorFinding(
+        "warning",
+        f"the file system has no direct I/O, and {format_size(capacity)} are more than half of the "
+        "spare memory: blocks push each other out of the page cache",
+        "use ext4 or XFS, or a lower capacity",
+        "up to half of the speed of random loads, if it stays",
+    )
+
+
+def _held(
+    folder: Folder, one_host: bool, capacity: int, access: Access
+) -> Generator[DoctorFinding, None, Usage]:
+    """Findings about an index that is there; returns what it holds. Raises TierError."""
+    with clean_close.compared(folder) as compared, folder.locked():
+        owners = scan_owners(folder.owners, one_host)
+        if owners.refusal is not None:
+            raise TierNotOpen(owners.refusal)
+        yield from _try_direct(folder.path, folder.lock, access, capacity)
+    if not owners.alive and (owners.unsynced_crash or compared.wrong is not None):
+        down = "the machine went down while it was in use"
+        why = down if owners.unsynced_crash else compared.wrong
+        yield DoctorFinding("note", f"it will start empty: {why}", "nothing", _LOST)
+        return Usage(0, 0, None)
+    with translated(folder.path):
+        index = Index(folder.index)
+        try:
+            usage = index.usage()
+        finally:
+            index.close()
+    size = format_size(usage.used)
+    who = f", and {len(owners.alive)} processes have it open" if owners.alive else ""
+    yield DoctorFinding("fine", f"it holds {usage.blocks} blocks, {size}{who}")
+    if owners.alive and usage.capacity not in (None, capacity):
+        yield DoctorFinding(
+            "warning",
+            f"capacity {format_size(capacity)} will replace the {format_size(usage.capacity or 0)} "
+            "of engines that have it open, for all of them",
+            "give all engines on the folder one capacity",
+            "beyond the smaller one blocks are evicted",
+        )
+    elif usage.used > capacity:
+        over = format_size(usage.used - capacity)
+        yield DoctorFinding(
+            "note", f"{over} beyond its capacity will be evicted", "raise capacity", over
+        )
+    return usage
+
+
+def _room(place: Path, usage: Usage, capacity: int) -> Iterator[DoctorFinding]:
+    found = os.statvfs(place)
+    free = found.f_bavail * found.f_frsize
+    room = usage.used + free - INDEX_MARGIN
+    if room <= 0:
+        yield DoctorFinding("error", "its file system is full", "make room", "what is removed")
+    elif short := shortage(Usage(usage.blocks, usage.used, capacity), capacity, free):
+        yield DoctorFinding.of_line("warning", short, "fewer hits; the tier is degraded until then")
+    else:
+        yield DoctorFinding("fine", f"{format_size(free)} are free for {format_size(capacity)}")
+    if found.f_files and found.f_favail < LEAST_INODES:
+        yield DoctorFinding(
+            "error",
+            f"its file system has {found.f_favail} inodes left",
+            "remove small files there, or name another file system",
+            "what is removed",
+        )
+
+
+def _kind(path: Path, kind: str) -> Iterator[DoctorFinding]:
+    if kind in MEMORY:
+        spare = format_size(spare_memory())
+        yield DoctorFinding(
+            "warning",
+            f"{path} is on {kind}: its blocks take memory, of which {spare} can be had",
+            "name a folder on a disk, or give the memory to a cpu tier",
+            "a cpu tier is faster, and lost when the engine ends",
+        )
+    elif kind == "overlay":
+        yield DoctorFinding(
+            "warning",
+            f"{path} is in the container's own layer, which goes away with it",
+            "mount a volume of this host there",
+            "a volume; without one every new container starts empty",
+        )

@@ -1,0 +1,1 @@
+"""Checks of a chain, and of the machine, engine and plugins around it, before an engine starts."""

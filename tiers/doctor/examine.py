@@ -1,0 +1,104 @@
+"""All checks of a chain, or of a place where one shall run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from spec.chain import ChainSpec
+from spec.errors import describe_error
+from spec.findings import GRAVITIES, DoctorFinding
+from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
+from tiers.doctor.isolated import SECONDS, Check, Found, run
+from tiers.doctor.machine import examine_machine
+from tiers.doctor.software import examine_engine, examine_hashes, examine_plugins, hashes
+from tiers.wrappers.opening import usable_keys
+
+ENGINE_SECONDS = 120.0
+"""Limit for making the engine's configuration: its import takes 7 s, more from a cold disk."""
+PLUGIN_SECONDS = 60.0
+"""Limit for importing all plugins, of which each has 30 s."""
+
+
+class Engine(NamedTuple):
+    """The engine to be started: its model, and its other arguments."""
+
+    model: Path
+    arguments: Sequence[str] = ()
+
+
+def examine(
+    chain: ChainSpec | None,
+    file: Path | None,
+    environ: Mapping[str, str],
+    engine: Engine | None = None,
+    seconds: float = SECONDS,
+) -> list[Found]:
+    """All findings, the gravest first. `file`: where the chain is written, if a file has it.
+    `environ`: the engine's environment variables. `seconds`: for the machine, and for each tier."""
+    checks = [_check("machine", partial(examine_machine, chain), seconds)]
+    checks.append(_check("engine", partial(examine_engine, environ), seconds))
+    if engine is not None:
+        ask = partial(_examine_model, engine, file, chain, environ)
+        checks.append(_check("engine", ask, ENGINE_SECONDS))
+    elif chain is not None:
+        checks.append(_check("engine", partial(examine_hashes, chain, environ), seconds))
+    checks.append(_check("plugins", examine_plugins, PLUGIN_SECONDS))
+    for tier in () if chain is None else chain.tiers:
+        ask = partial(_examine_tier, tier)
+        checks += [Check(tier.tier_name, ask, _hangs(seconds), seconds)]
+    return sorted(run(checks), key=lambda found: GRAVITIES.index(found.finding.gravity))
+
+
+def _check(about: str, findings: Callable[[], Iterator[DoctorFinding]], seconds: float) -> Check:
+    silent = DoctorFinding("can't tell", f"the rest: the check did not end within {seconds:g} s")
+    return Check(about, findings, silent, seconds)
+
+
+def _hangs(seconds: float) -> DoctorFinding:
+    return DoctorFinding(
+        "error",
+        f"its place did not answer within {seconds:g} s, or ended the process that asked it",
+        "see what hangs there: a mount, a device, a server",
+        "nothing for the engine, which would serve without the tier",
+    )
+
+
+def _examine_tier(tier: OffloadingSpec) -> Iterator[DoctorFinding]:
+    if isinstance(tier, StoreSpec) and tier.encryption is not None:
+        keys = usable_keys(tier.encryption)
+        yield DoctorFinding("fine", f"blocks are encrypted, with {len(keys)} key(s)")
+    found = None
+    for found in tier.examine():
+        yield found
+    if found is None and not isinstance(tier, HostSpec):
+        yield DoctorFinding(
+            "can't tell",
+            f"whether it works: type {tier.type} has no checks of its own",
+            f"kvtiers bench tiers --live {tier.tier_name} tries it",
+            "some hundred MiB are stored in it, and dropped",
+        )
+
+
+def _examine_model(
+    engine: Engine, file: Path | None, chain: ChainSpec | None, environ: Mapping[str, str]
+) -> Iterator[DoctorFinding]:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded; this process is the check's own
+    try:
+        from tiers.engine.vllm_settings import engine_config, examine_settings, hash_algorithm
+    except ImportError as error:
+        yield DoctorFinding(
+            "can't tell", f"what kvtiers makes of the model: {describe_error(error)}"
+        )
+        return
+    try:
+        config = engine_config(engine.model, engine.arguments, file)
+    except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
+        yield DoctorFinding("can't tell", f"vLLM makes no configuration of {engine.model}: {error}")
+        return
+    yield from examine_settings(config)
+    if chain is not None:
+        yield hashes(hash_algorithm(config), environ)

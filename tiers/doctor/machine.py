@@ -1,0 +1,115 @@
+"""The machine: memory for the host pool, and the system's settings that it depends on."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from spec.chain import ChainSpec
+from spec.fields import format_size
+from spec.findings import DoctorFinding
+from spec.offloading import HostSpec
+from tiers.contract.pool_size import PoolSize
+from tiers.host.spare_memory import for_slots, left_of_limits, spare_memory
+
+LEAST_SHM = 1 << 30
+"""vLLM's ranks hand their messages over in it; a container has 64 MiB unless it is told more."""
+
+_DEVICES = ("dev/nvidiactl", "dev/kfd")
+
+
+def examine_machine(chain: ChainSpec | None, root: Path = Path("/")) -> Iterator[DoctorFinding]:
+    """Findings about this machine for a chain. `root`: the folder that holds /proc, /sys, /dev."""
+    pool = None if chain is None else _pool(chain)
+    yield from _memory(pool, root)
+    has_device = any((root / device).exists() for device in _DEVICES)
+    if has_device:
+        yield _locked_memory(pool)
+    yield _huge_pages(root)
+    yield _shared_memory(root)
+
+
+def _pool(chain: ChainSpec) -> PoolSize:
+    hosts = tuple((t.tier_name, t.capacity) for t in chain.tiers if isinstance(t, HostSpec))
+    return PoolSize(sum(size for _, size in hosts), chain.staging, 0, 1, hosts)
+
+
+def _memory(pool: PoolSize | None, root: Path) -> Iterator[DoctorFinding]:
+    spare = spare_memory(root)
+    where = f"{format_size(spare)} of memory can be had"
+    limits = list(left_of_limits(root))
+    if limits and min(limits) <= spare:
+        where += ", all that the control group's limit leaves"
+    if pool is None:
+        yield DoctorFinding("fine", where)
+        return
+    room = for_slots(spare)
+    left_out: set[str] = set()
+    for size in (pool, *pool.smaller()):
+        left_out |= {name for name, _ in pool.hosts} - {name for name, _ in size.hosts}
+        if size.num_bytes <= room:
+            break
+    need = f"the chain takes {format_size(pool.num_bytes)}: capacity and staging"
+    if not left_out and pool.num_bytes <= room:
+        yield DoctorFinding("fine", f"{where}, and {need}, for each replica on this host")
+        return
+    lower = "lower capacity, or raise the container's limit" if limits else "lower capacity"
+    names = ", ".join(sorted(left_out))
+    who = f"tier {names} would be left out" if names else "staging gets fewer slots"
+    yield DoctorFinding(
+        "error" if names else "warning",
+        f"{where}, a sixteenth of which stays free, and {need}: {who}",
+        f"{lower}, to {format_size(room)} of tiers and staging in all",
+        "fewer hits in memory, and nothing else; the engine's own memory comes on top",
+    )
+
+
+def _locked_memory(pool: PoolSize | None) -> DoctorFinding:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    need = 0 if pool is None else pool.num_bytes
+    if limit == resource.RLIM_INFINITY or need <= limit:
+        return DoctorFinding("fine", "locked memory is not limited below what is pinned")
+    return DoctorFinding(
+        "warning",
+        f"locked memory is limited to {format_size(limit)} (ulimit -l), and {format_size(need)} "
+        "are pinned for the device: a driver that counts pinned memory refuses it",
+        "start it with ulimit -l unlimited (docker run --ulimit memlock=-1, LimitMEMLOCK=infinity)",
+        "nothing",
+    )
+
+
+def _huge_pages(root: Path) -> DoctorFinding:
+    file = root / "sys/kernel/mm/transparent_hugepage/enabled"
+    try:
+        setting = file.read_text().partition("[")[2].partition("]")[0]
+    except OSError as error:
+        return DoctorFinding("can't tell", f"whether there are huge pages ({error.strerror})")
+    if setting != "never":
+        return DoctorFinding("fine", f"transparent huge pages: {setting}")
+    return DoctorFinding(
+        "note",
+        "transparent huge pages are off: providing host memory takes twice as long",
+        f"echo madvise > {file}",
+        "nothing: only who asks for them gets them",
+    )
+
+
+def _shared_memory(root: Path) -> DoctorFinding:
+    try:
+        found = os.statvfs(root / "dev/shm")
+    except OSError as error:
+        found, why = None, error.strerror
+    if found is not None:
+        size = found.f_blocks * found.f_frsize
+        if size >= LEAST_SHM:
+            return DoctorFinding("fine", f"/dev/shm has {format_size(size)}")
+        why = format_size(size)
+    return DoctorFinding(
+        "warning",
+        f"/dev/shm: {why}; an engine of several ranks needs more, and so does one whose "
+        "OffloadingConnector hosts tiers",
+        "docker run --shm-size 8g, or an emptyDir of medium Memory at /dev/shm",
+        "memory that is used, and no more",
+    )
