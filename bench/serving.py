@@ -21,8 +21,9 @@ from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from spec.chain import ExplainSpec
+from spec.chain import ControlSpec, ExplainSpec
 from spec.load import load_chain
+from tiers.control.engine_control import Control
 from tiers.ghosts import ghosts as following
 from tiers.lab.replay import ReplayEngine, ReplayModel
 from tiers.lab.replay.model import VOCABULARY
@@ -73,12 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ghosts.addHandler(handler := logging.StreamHandler(sys.stdout))
     with TemporaryDirectory() as folder:  # its path is short: it holds a socket
         chain = load_chain(options.chain)
-        chain = chain.model_copy(update={"explain": ExplainSpec(folder=Path(folder))})
+        update = {"explain": ExplainSpec(), "control": ControlSpec(folder=Path(folder))}
+        chain = chain.model_copy(update=update)
         engine = ReplayEngine(chain, MODEL, num_blocks=OWN_BLOCKS)
+        assert engine.connector is not None, "it has a chain"
+        control = Control(chain, engine.connector)
         try:
             print(serve(engine, options.trace, options.requests), flush=True)
             return _then(options.then, folder) if options.then else 0
         finally:
+            control.close()
             engine.close()
             ghosts.removeHandler(handler)
 

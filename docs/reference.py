@@ -74,6 +74,7 @@ def configuration() -> str:
         _part("`record`", parts["RecordSpec"]),
         _part("`ghosts`: each of them", parts["GhostSpec"]),
         _part("`tenants`, by cache salt", parts["TenantSpec"]),
+        _part("`control`", parts["ControlSpec"]),
         _part("`explain`", parts["ExplainSpec"]),
         _section("`tiers`: keys of every tier", tier, shared),
         _section(

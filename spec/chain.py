@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args
 
 from pydantic import (
@@ -22,7 +21,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from spec.errors import closest, one_of
-from spec.fields import ByteSize, Duration, FolderPath, exact_size, parse_size, refuse_variables
+from spec.fields import ByteSize, Duration, FolderPath, exact_size, parse_size
 from spec.offloading import OffloadingSpec, TierName
 from spec.registry import BrokenTierType, UnknownTierType, make_tier, tier_types
 
@@ -63,19 +62,23 @@ class EventsSpec(BaseModel):
     )
 
 
-MAX_FOLDER_BYTES = 84
-"""A Unix socket's path has 107 bytes at most, and names in the folder have up to 20."""
+class ControlSpec(BaseModel):
+    """The socket through which `kvtiers` commands ask a running engine."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-def _absolute(folder: Path) -> Path:
-    if "\0" in str(folder):
-        raise ValueError("a path can't hold a NUL character")
-    refuse_variables(folder)
-    if not folder.is_absolute():
-        raise ValueError("write an absolute path: an engine's own folder is another")
-    if len(str(folder).encode()) > MAX_FOLDER_BYTES:
-        raise ValueError(f"write a path of {MAX_FOLDER_BYTES} bytes at most: it holds sockets")
-    return folder
+    folder: FolderPath | None = Field(
+        default=None,
+        examples=["/run/kvtiers"],
+        description="Folder of the engines' sockets. Only the engine's user may come in. It is "
+        "made if it is not there. Unset: /run/user/UID/kvtiers where there is /run/user/UID, else "
+        "/run/kvtiers for root, and /tmp/kvtiers-UID for others.",
+    )
+    name: str = Field(
+        default="engine",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="The engine's name for commands, to which its process number is added.",
+    )
 
 
 class ExplainSpec(BaseModel):
@@ -83,11 +86,6 @@ class ExplainSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    folder: Annotated[Path, AfterValidator(_absolute)] = Field(
-        examples=["/run/kvtiers"],
-        description="Folder of the sockets that `kvtiers explain` asks, one of each engine. Only "
-        "the engine's user may come in. It is made if it is not there.",
-    )
     requests: int = Field(
         default=1000,
         ge=1,
@@ -353,10 +351,15 @@ class ChainSpec(BaseModel):
         description="Record when requests come and which blocks they share, to choose a better "
         "chain by. Unset: nothing is recorded.",
     )
+    control: ControlSpec | None = Field(
+        default=ControlSpec(),
+        description="Where `kvtiers status`, `explain` and other commands reach a running engine. "
+        "null: nowhere.",
+    )
     explain: ExplainSpec | None = Field(
         default=None,
-        description="Keep of each request why it was served as it was, for `kvtiers explain`. "
-        "Unset: nothing is kept.",
+        description="Keep of each request why it was served as it was, for `kvtiers explain`: "
+        "write explain: {}. Unset: nothing is kept.",
     )
     ghosts: tuple[GhostSpec, ...] = Field(
         default=(),

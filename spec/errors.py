@@ -13,6 +13,9 @@ RENAMED = {
 }
 """Keys of a chain's YAML that were renamed, and their names now."""
 
+MOVED = {"explain.folder": "control: {folder: ...} beside explain, and here {} alone"}
+"""Keys of a chain's YAML that have another place now, and what to write there."""
+
 FORMER = {
     "soonest": "write load_policy: stitched, which now shares a prefix among tiers by their speed",
     "cheapest": "write load_policy: stitched; load_when: sooner, the default, compares loading "

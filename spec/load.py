@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from spec.chain import FORMAT_VERSION, MAX_TIERS, ChainSpec, name_clashes
 from spec.document import Document, Loc, NotYaml, read_yaml
-from spec.errors import FORMER, RENAMED, closest, did_you_mean, one_line, one_of
+from spec.errors import FORMER, MOVED, RENAMED, closest, did_you_mean, one_line, one_of
 from spec.errors import SpecError as SpecError
 from spec.fields import WRITTEN, mask_secrets
 from spec.registry import BrokenTierType, UnknownTierType, tier_class, tier_types
@@ -155,6 +155,8 @@ def _add_it(loc: Loc, document: Document) -> str:
 def _unknown(loc: Loc, document: Document, slips: Mapping[Loc, Loc]) -> tuple[str, str]:
     """Return what to say of an unknown key, and what to write instead."""
     model = _model(loc[:-1], document)
+    if moved := MOVED.get(".".join(map(str, loc))):
+        return "a key that moved", f"write {moved}"
     renamed = RENAMED.get(str(loc[-1]))
     if model and renamed and renamed.partition(":")[0] in model.model_fields:
         return "a key that was renamed", f"write {renamed}"

@@ -76,6 +76,13 @@ ROOMS: dict[str, set[str]] = {
     "contract": {"wrappers", "host", "concurrency"},
     "explain": {"contract", "concurrency"},
     "loading": set(),
+    "control": {
+        "connector/multi",
+        "connector/scheduler",
+        "contract",
+        "explain",
+        "concurrency",
+    },
     "connector/policy": {"contract", "explain", "concurrency", "loading"},
     "connector/scheduler": {
         "loading",
@@ -107,6 +114,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "engine": {
         "connector",
+        "control",
         "contract",
         "connector/policy",
         "connector/scheduler",
@@ -149,6 +157,7 @@ ROOMS: dict[str, set[str]] = {
         "tuning",
         "tuning/profiling",
         "explain",
+        "control",
     },
 }
 """Which rooms of `tiers` each room may import from; `connector` itself is its files that assemble

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.replay_chains import MODEL, chain_of, close
 from tiers.cli.main import main
+from tiers.control.engine_control import Control
+from tiers.lab.replay import ReplayEngine
 
 
 class Ran(NamedTuple):
@@ -33,3 +39,23 @@ def kvtiers(
         return Ran(int(exit_.value.code or 0), out, err)
 
     return run
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Callable[..., ReplayEngine]]:
+    """Make engines that can be asked in a folder, `control` of the test's."""
+    with ExitStack() as stack:
+
+        def make(*tiers: Any, **chain: Any) -> ReplayEngine:
+            spec = chain_of(*tiers, control={"folder": str(tmp_path / "control")}, **chain)
+            made = ReplayEngine(spec, MODEL, prefix_caching=False)
+            stack.callback(close, made)
+            assert made.connector is not None
+            control = Control(spec, made.connector)
+            stack.callback(control.close)
+            until = time.monotonic() + 10
+            while not list((tmp_path / "control").glob("*.sock")) and time.monotonic() < until:
+                time.sleep(0.01)
+            return made
+
+        yield make

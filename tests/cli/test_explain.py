@@ -11,48 +11,45 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk
+from tests.support.replay_chains import cpu, disk
+from tiers.control.control_server import short_path
 from tiers.lab.replay import ReplayEngine
 
 Run = Callable[..., tuple[int, str, str]]
 
 
 def test_it_tells_of_requests_by_name_the_last_and_the_slowest(
-    kvtiers: Run, tmp_path: Path
+    kvtiers: Run, engine: Callable[..., ReplayEngine], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "explain"
-    chain = chain_of(cpu(4), disk(tmp_path), explain={"folder": str(folder)})
-    made = ReplayEngine(chain, MODEL, prefix_caching=False)
+    folder = tmp_path / "control"
+    made = engine(cpu(4), disk(tmp_path), explain={})
     for _ in range(2):
         made.generate([*range(42)], 2)
         made.settle()
-    status, out, err = kvtiers("explain", "request-1", "--folder", str(folder))
+    status, out, err = kvtiers("explain", "request-1", "--folder", folder)
     assert (status, err) == (0, "")
     assert out.splitlines()[:2] == [
         "request request-1: finished, 42 prompt tokens",
         "  42 tokens = 0 own cache + 16 cpu + 24 disk + 2 computed",
     ]
-    status, out, _ = kvtiers("explain", "--last", "2", "--json", "--folder", str(folder))
+    status, out, _ = kvtiers("explain", "--last", "2", "--json", "--folder", folder)
     assert [json.loads(line)["request"] for line in out.splitlines()] == ["request-0", "request-1"]
-    status, out, _ = kvtiers("explain", "--slowest", "1", "--folder", str(folder))
+    status, out, _ = kvtiers("explain", "--slowest", "1", "--from", "engine", "--folder", folder)
     assert (status, out.split()[1]) == (0, "request-1:")
-    assert kvtiers("explain", "nobody", "--folder", str(folder))[0] == 1
-    path = tmp_path / "chain.yaml"
-    written = "version: 1\ntiers: [{type: cpu, capacity: 1MiB}]\n"
-    path.write_text(f"{written}explain: {{folder: {folder}}}\n")
-    status, out, _ = kvtiers("explain", "--slowest", "1", "--chain", path)
-    assert (status, out.split()[1]) == (0, "request-1:")
-    assert kvtiers("explain", "--last", "1", "--chain", path, "--folder", folder)[0] == 2
-    path.write_text(written)
-    status, _, err = kvtiers("explain", "--last", "1", "--chain", path)
-    assert (status, err) == (
-        2,
-        f"{path}: it has no explain; add explain: {{folder: /run/kvtiers}}\n",
-    )
-    close(made)
-    status, _, err = kvtiers("explain", "--last", "1", "--folder", str(folder))
-    assert status == 1
-    assert "no engine listens" in err
+    status, _, err = kvtiers("explain", "nobody", "--folder", folder)
+    assert (status, err) == (1, "no engine knows such a request; the oldest ones are dropped\n")
+    status, _, err = kvtiers("explain", "--last", "1", "--from", "another", "--folder", folder)
+    assert status == 1 and "no engine is called 'another'" in err
+    status, _, err = kvtiers("explain", "--last", "1", "--folder", tmp_path)
+    assert status == 1 and "no engine listens" in err
+
+
+def test_an_engine_that_keeps_nothing_says_what_to_write(
+    kvtiers: Run, engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    engine(cpu())
+    status, _, err = kvtiers("explain", "--last", "1", "--folder", tmp_path / "control")
+    assert status == 1 and "write explain: {} into the engine's chain" in err
 
 
 @pytest.fixture
@@ -62,7 +59,8 @@ def answering(tmp_path: Path) -> Iterator[Callable[[str, bytes], None]]:
 
         def answer(name: str, said: bytes) -> None:
             listening = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listening.bind(str(tmp_path / name))
+            with short_path(tmp_path / name) as short:
+                listening.bind(short)
             listening.listen()
 
             def serve() -> None:
@@ -82,9 +80,13 @@ def answering(tmp_path: Path) -> Iterator[Callable[[str, bytes], None]]:
         (b"[1]\n", "it answers: [1]"),
         (b"\xff\n", "can't decode byte 0xff"),
         (b"[" * 100_000, "recursion"),
-        (b'{"request": "a"}\n', "engine a: its answer is another version's; ask with the kvtiers"),
         (
-            b'{"request": "a", "state": "ended", "prompt_tokens": 1, "attempts": [5], "holds": 1}',
+            b'{"answer": [{"request": "a"}]}\n',
+            "engine a: its answer is another version's; ask with the kvtiers",
+        ),
+        (
+            b'{"answer": [{"request": "a", "state": "ended", "prompt_tokens": 1, "attempts": [5], '
+            b'"holds": 1}]}',
             "engine a: its answer is another version's",
         ),
     ],
@@ -102,13 +104,13 @@ def test_an_engine_that_does_not_answer_beside_one_that_does_is_told(
     kvtiers: Run, answering: Callable[[str, bytes], None], tmp_path: Path
 ) -> None:
     """Its request may be the one that is asked for: to say that nobody knows it was wrong."""
-    answering("a.sock", b"")
+    answering("a.sock", b'{"answer": []}')
     answering("b.sock", b"nonsense\n")
     (tmp_path / "c.sock").touch()
     status, out, err = kvtiers("explain", "request-7", "--folder", tmp_path)
     assert (status, out) == (1, "")
     assert err.splitlines()[0].startswith(f"{tmp_path}/b.sock: Expecting value")
-    assert "no such request is known" in err and "c.sock" not in err
+    assert "no engine knows such a request" in err and "c.sock" not in err
 
 
 def test_it_wants_one_question(kvtiers: Run, tmp_path: Path) -> None:
@@ -117,10 +119,11 @@ def test_it_wants_one_question(kvtiers: Run, tmp_path: Path) -> None:
         assert (status, err) == (2, "give one of: a request, --last N, --slowest N\n")
 
 
-def test_a_clients_name_of_a_request_moves_no_cursor(kvtiers: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "explain"
-    chain = chain_of(cpu(), explain={"folder": str(folder)})
-    made = ReplayEngine(chain, MODEL)
+def test_a_clients_name_of_a_request_moves_no_cursor(
+    kvtiers: Run, engine: Callable[..., ReplayEngine], tmp_path: Path
+) -> None:
+    folder = tmp_path / "control"
+    made = engine(cpu(), explain={})
     request = made.add([*range(9)], 1)
     del made.scheduler.requests[request.request_id]
     assert made.connector is not None
@@ -132,4 +135,3 @@ def test_a_clients_name_of_a_request_moves_no_cursor(kvtiers: Run, tmp_path: Pat
     _, out, _ = kvtiers("explain", "--last", "1", "--folder", str(folder))
     assert "\x1b" not in out
     assert "\\x1b[2Jgone\\n" in out
-    close(made)

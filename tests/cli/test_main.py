@@ -72,7 +72,8 @@ def test_validate_prints_the_chain_as_it_is_understood(kvtiers: Run, chain: Any)
         "tenants none, report_cached_tokens true, max_retained 0.25, on_reset forget, "
         "trust_client_ids false, "
         "events (self_describing_kv_events true, "
-        "locality false, ownership false, announce_rate 20000.0), salt none\n",
+        "locality false, ownership false, announce_rate 20000.0), control (name engine), "
+        "salt none\n",
         "",
     )
 
@@ -95,7 +96,7 @@ def test_validate_shows_no_secret(kvtiers: Run, chain: Any) -> None:
     assert "password (env PASSWORD)" in out
     assert "promote false, store all, max_wait 10s, tenants none, report_cached" in out
     assert "staging 1GiB" in out
-    assert "announce_rate 20000.0), salt ***" in out
+    assert "announce_rate 20000.0), control (name engine), salt ***" in out
 
 
 def test_validate_draws_a_table_on_a_terminal_and_nowhere_else(chain: Any) -> None:
@@ -184,6 +185,7 @@ def test_schema_is_for_the_whole_document(kvtiers: Run) -> None:
         "trust_client_ids",
         "events",
         "record",
+        "control",
         "explain",
         "ghosts",
         "salt",

@@ -96,7 +96,7 @@ def run_vllm(
 ) -> Callable[..., Run]:
     """Run batches of requests through a fresh engine, with the chain of `tiers` or without."""
     folder = tmp_path_factory.mktemp("vllm")
-    explained = tmp_path_factory.mktemp("explain")  # a short path: it holds sockets
+    control = tmp_path_factory.mktemp("control")
     runs = itertools.count()
 
     def run(batches: Sequence[Batch], tiers: Sequence[Any] | None = None, **options: Any) -> Run:
@@ -128,12 +128,12 @@ def run_vllm(
             # These models compute sooner than any tier delivers, and tests count hits.
             spec["load_when"] = load_when
             spec |= {"max_wait": max_wait, "on_reset": on_reset, **recording}
-            spec["explain"] = {"folder": str(explained)}
+            spec |= {"explain": {}, "control": {"folder": str(control)}}
             chain.write_text(yaml.safe_dump(spec))
             engine["kv_transfer_config"] = transfer_config(chain)
         result, log = name.with_suffix(".json"), name.with_suffix(".log")
         job = {"engine": engine, "batches": batches, "env": env, **more}
-        job |= {"explain": str(explained)} if tiers is not None else {}
+        job |= {"control": str(control)} if tiers is not None else {}
         status = _do(vllm_jobs, {**job, "result": str(result), "log": str(log)})
         said = log.read_text(errors="replace")
         if status != "0" or not result.exists():
@@ -150,6 +150,7 @@ def run_vllm(
             data["drafts_accepted"],
             said,
             data["explained"],
+            data["status"],
             [[r.get("logits", []) for r in batch] for batch in data["batches"]],
             [[(a, b) for a, b in batch[0].get("chunks", [])] for batch in data["batches"]],
             [[r.get("params") for r in batch] for batch in data["batches"]],

@@ -220,7 +220,7 @@ def explaining(
     engine: MakeEngine, tmp_path: Path, tier: Any = None, **slow: Any
 ) -> tuple[ReplayEngine, Clock]:
     """An engine over this tier or `slow_store`, which has stored the prompt, and its clock."""
-    settings: dict[str, Any] = {"max_wait": "100s", "explain": {"folder": tmp_path / "explain"}}
+    settings: dict[str, Any] = {"max_wait": "100s", "explain": {}}
     settings["tiers"] = chain_of(tier).tiers if tier else (SlowSpec(type="slow", **slow),)
     clock = Clock()
     chain = ChainSpec(version=1, load_when="always", **settings)

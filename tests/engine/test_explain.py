@@ -31,8 +31,7 @@ def explaining(engine: MakeEngine, tmp_path: Path) -> MakeEngine:
     """Make engines that explain over these tiers."""
 
     def make(*tiers: dict[str, Any], options: Any = None, **chain: Any) -> ReplayEngine:
-        explain = {"folder": str(tmp_path / "explain")}
-        return engine(chain_of(*tiers, explain=explain, **chain), **(options or {}))
+        return engine(chain_of(*tiers, explain={}, **chain), **(options or {}))
 
     return make
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spec.chain import ChainSpec
+from spec.chain import ChainSpec, ExplainSpec
 from tests.support.explaining import explained, last_told, tier_of
 from tests.support.replay_chains import MODEL, chain_of, cpu, damage_disk, disk
 from tests.support.slow_store import SlowSpec, TroubledStore
@@ -26,9 +26,8 @@ def made(engine: MakeEngine, tmp_path: Path) -> Callable[..., ReplayEngine]:
     """Make engines that explain over a chain, and cache nothing themselves."""
 
     def make(*tiers: dict[str, Any], options: Any = None, **chain: Any) -> ReplayEngine:
-        explain = {"folder": str(tmp_path / "explain")}
         settings = {"prefix_caching": False, **(options or {})}
-        return engine(chain_of(*tiers, explain=explain, **chain), **settings)
+        return engine(chain_of(*tiers, explain={}, **chain), **settings)
 
     return make
 
@@ -43,7 +42,7 @@ def slow(engine: MakeEngine, store: TroubledStore, tmp_path: Path) -> Callable[.
             load_when="always",
             tiers=(SlowSpec.model_validate({"type": "slow", "deadline": deadline}),),
             staging=64 * 4096,
-            explain={"folder": str(tmp_path / "explain")},  # type: ignore[arg-type]
+            explain=ExplainSpec(),
             **settings,
         )
         return engine(chain, prefix_caching=False)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tests.support.fake_requests import FakeRequest, first_step
 from tests.support.kept import kept
 from tiers.connector.policy.choice import Choice
 from tiers.explain import explanations
-from tiers.explain.explain_server import answers
-from tiers.explain.explanations import Explanations
+from tiers.explain.explanations import Explanations, answer
 from tiers.explain.notes import MAX_ATTEMPTS
 
 TIERS = 4
@@ -39,8 +38,7 @@ def serve(known: Explanations, one: Any, attempts: int = 1) -> None:
 
 
 def ask(known: Explanations, **question: Any) -> list[str]:
-    lines = answers(known)(json.dumps(question).encode()).splitlines()
-    return [json.loads(line)["request"] for line in lines]
+    return [account["request"] for account in answer(known, question)]
 
 
 def test_the_last_requests_are_kept() -> None:
@@ -108,12 +106,10 @@ def test_questions() -> None:
     assert ask(known, request="nobody") == []
 
 
-@pytest.mark.parametrize(
-    "line", [b"", b"{", b"[]", b'{"last": 0}', b'{"last": "1"}', b'{"drop": 1}', b"\xff\xfe\n"]
-)
-def test_what_is_no_question_is_told_so(line: bytes) -> None:
-    known = Explanations(["0"], 4)
-    assert "error" in json.loads(answers(known)(line))
+@pytest.mark.parametrize("parameters", [{"last": 0}, {"last": "1"}, {"drop": 1}, {"last": [1]}])
+def test_what_is_no_question_is_refused(parameters: Any) -> None:
+    with pytest.raises(ValidationError):
+        answer(Explanations(["0"], 4), parameters)
 
 
 def test_a_status_is_told_as_the_engine_says_it() -> None:

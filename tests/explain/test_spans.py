@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.support.replay_chains import MODEL, chain_of, cpu, disk
-from tiers.explain import explain_server, spans
+from tiers.explain import explanations, spans
 from tiers.explain.spans import engine_tracer
 from tiers.lab.replay import ReplayEngine
 
@@ -38,7 +38,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 
 def run(tmp_path: Path, headers: Any, prompts: int = 2) -> None:
     """The same prompt again and again, over an engine without a cache of its own."""
-    chain = chain_of(cpu(2), disk(tmp_path), explain={"folder": str(tmp_path / "explain")})
+    chain = chain_of(cpu(2), disk(tmp_path), explain={})
     made = ReplayEngine(chain, MODEL, prefix_caching=False)
     for _ in range(prompts):
         request = made.add([*range(41)], 2)
@@ -90,9 +90,7 @@ def test_without_a_trace_it_begins_one(
 
 def test_no_span_where_the_engine_does_not_trace(tmp_path: Path) -> None:
     assert engine_tracer() is None
-    made = explain_server.open_explanations(
-        chain_of(cpu(), explain={"folder": str(tmp_path / "explain")}).explain, ["cpu"], 4
-    )
+    made = explanations.open_explanations(chain_of(cpu(), explain={}).explain, ["cpu"], 4)
     assert made is not None
     assert made._when_ended is None
     made.close()

@@ -14,7 +14,7 @@ Told = dict[str, Any]
 def explanations_of(engine: ReplayEngine) -> Explanations:
     """Those of the engine's chain."""
     assert engine.connector is not None
-    explainer = engine.connector._explainer
+    explainer = engine.connector.explainer
     assert isinstance(explainer, Explanations)
     return explainer
 

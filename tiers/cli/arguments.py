@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
@@ -15,6 +15,7 @@ import typer
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from tiers.control.ask_engines import EngineAnswer
     from tiers.traces.trace import Trace, TraceRequest, TraceSummary
     from tiers.tuning.machine import Machine
 
@@ -64,6 +65,36 @@ Conversations = Annotated[
 ]
 
 
+ControlFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--folder",
+        help="The engines' control.folder, or one engine's socket in it. Unset: where a chain "
+        "without it has its own.",
+    ),
+]
+EngineName = Annotated[
+    str | None,
+    typer.Option("--from", metavar="NAME", help="The engine, by its name or the beginning of it."),
+]
+
+
+def ask_engines(
+    verb: str, parameters: Mapping[str, object], engine: str | None, folder: Path | None
+) -> list[EngineAnswer]:
+    """Ask running engines; problems of some are printed. Exits with status 1 if none answers."""
+    from tiers.control.ask_engines import NoAnswer, ask
+    from tiers.control.control_server import runtime_folder
+
+    try:
+        return ask(
+            *(folder or runtime_folder(), verb, parameters, engine),
+            warn=lambda problem: typer.echo(problem, err=True),
+        )
+    except NoAnswer as error:
+        raise refused(error, status=1) from None
+
+
 def _to_stdout(context: typer.Context, file: Path | None) -> Path | None:
     """Keep standard output for the result alone, if it is written there: all other output is on
     standard error until the command ends."""
@@ -96,6 +127,14 @@ def write_result(file: Path | None, content: object) -> None:
         typer.echo(json.dumps(content, indent=1), file=_RESULT.get())
     elif file is not None:
         write_json(file, content)
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table, its columns as wide as need be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        yield "  ".join(padded).rstrip()
 
 
 def refused(why: object, status: int = 2) -> typer.Exit:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spec.errors import SpecError, one_line
-from tiers.cli.arguments import ChainFile, refused
+from tiers.cli.arguments import ChainFile, refused, table
 
 if TYPE_CHECKING:
     from spec.chain import ChainSpec
@@ -106,11 +106,8 @@ def _text(value: object) -> str:
 
 
 def _print_plain(rows: Sequence[Sequence[str]]) -> None:
-    table = [COLUMNS, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(COLUMNS))]
-    for row in table:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        typer.echo("  ".join(cells).rstrip())
+    for line in table([COLUMNS, *rows]):
+        typer.echo(line)
 
 
 def _print_rich(rows: Sequence[Sequence[str]]) -> None:

@@ -23,11 +23,12 @@ from tiers.cli.doctor import doctor
 from tiers.cli.explain import explain
 from tiers.cli.replay import replay
 from tiers.cli.soak import soak
+from tiers.cli.status import status
 from tiers.cli.tune import tune
 from tiers.errors import KVTiersError, TraceError
 
 COMMANDS = (
-    *(validate, config, schema, doctor, explain),
+    *(validate, config, schema, doctor, status, explain),
     *(inspect, verify, scrub),
     *(demo, bench, soak, curve, replay, tune),
 )

@@ -27,8 +27,7 @@ from tiers.contract.generation import Generation
 from tiers.contract.pool_size import PoolSize
 from tiers.contract.protocols import RequestObserver
 from tiers.contract.weight_reports import Watch
-from tiers.explain.explain_server import open_explanations
-from tiers.explain.explanations import Explanations
+from tiers.explain.explanations import Explanations, open_explanations
 
 DRAIN_SECONDS = 10.0
 """How long a tier may go on storing when the engine shuts down."""

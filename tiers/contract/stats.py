@@ -42,6 +42,7 @@ COUNTERS = {
     "hints waited.",
     "demoted_blocks": "Blocks that a hint made the next to be evicted.",
     "demote_refused": "Blocks that a hint did not demote because too many hints waited.",
+    "prompt_tokens": "Tokens of the prompts that began to run; its tier is (chain).",
     "hints_ignored": "Hints that are malformed or unknown; their tier is (chain).",
     "media_timeouts": "Requests computed without tiers since their images, audio or video were not "
     "digested within max_wait; their tier is (chain).",
@@ -119,7 +120,9 @@ STATE_MEANS = (
 CHAIN = "(chain)"
 """Stands for the chain itself where measures are named by tier; no tier can be called that."""
 
-OF_CHAIN = frozenset({"hints_ignored", "media_timeouts", "recorded_requests", "record_dropped"})
+OF_CHAIN = frozenset(
+    {"prompt_tokens", "hints_ignored", "media_timeouts", "recorded_requests", "record_dropped"}
+)
 """Measures of the chain itself, under the tier name `CHAIN`."""
 
 OF_TENANT = frozenset(name for name in COUNTERS if name.startswith("tenant_"))

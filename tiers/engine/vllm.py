@@ -46,6 +46,7 @@ from tiers.contract.engine_info import EngineInfo
 from tiers.contract.marks import NO_ADAPTERS, RequestMarks
 from tiers.contract.stats import OTHER_TENANTS, TENANT
 from tiers.contract.weight_reports import Weights
+from tiers.control.engine_control import Control
 from tiers.engine.content_marks import media_marks
 from tiers.engine.identity.facts import config_facts
 from tiers.engine.vllm_children import (
@@ -266,9 +267,11 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
         self._hears_resets = chain is not None and chain.on_reset != "keep"
         events = EventsSpec() if chain is None else chain.events
         self._as_vllm = AsVllm(events, group_kinds(kv_cache_config))
+        self._control: Control | None = None
         if chain is not None:
             info = engine_info(vllm_config, kv_cache_config, role, chain)
             MultiScheduler.__init__(self, *scheduler_parts(chain, info))
+            self._control = Control(chain, self)
         else:
             settings = MultiSettings(load_policy(vllm_config), vllm_config.cache_config.block_size)
             listed = self._listed(vllm_config, role, kv_cache_config)
@@ -330,7 +333,15 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
         return super().reset_cache()
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
-        return self._counted(self.stats_by_child())
+        stats = self.stats_by_child()
+        if self._control is not None:
+            self._control.board.measured(stats)
+        return self._counted(stats)
+
+    def shutdown(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        super().shutdown()
 
 
 class WorkerHalf(MultiWorker, KVTiersConnector):

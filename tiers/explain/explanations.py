@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field
+
+from spec.chain import ExplainSpec
 from tiers.contract.protocols import Request, SchedulerOutput
+from tiers.explain.accounts import Accounts
 from tiers.explain.notes import UNNOTED, Attempt, Decision, Explained, RequestNotes
+from tiers.explain.spans import Spans, engine_tracer
 
 MAX_REQUESTS = 1000
 MAX_BYTES = 16 << 20
 MAX_IN_FLIGHT = 16384
 """Requests in flight that are noted; an engine that queues more has those begin unnoted."""
 
+MAX_ANSWERS = 1000
+"""Requests in one answer."""
+Count = Annotated[int, Field(ge=1, le=MAX_ANSWERS)]
 Shares = Mapping[int, Sequence[range]]
 
 
@@ -147,3 +155,51 @@ class Explanations:
 def _status(request: Any) -> str:
     status = getattr(request, "status", None)
     return str(getattr(status, "name", "") or status or "").removeprefix("FINISHED_").lower()
+
+
+class ExplainQuestion(BaseModel):
+    """One of: a request by its name or the beginning of it, the last ones, the slowest ones."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    request: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    last: Count | None = None
+    slowest: Count | None = None
+
+    def choose(self, known: list[RequestNotes]) -> list[RequestNotes]:
+        """Which of all known requests, oldest first, it asks for."""
+        if self.request is not None:
+            same = [notes for notes in known if notes.request_id == self.request]
+            begin = [notes for notes in known if notes.request_id.startswith(self.request)]
+            return (same or begin)[-MAX_ANSWERS:]
+        if self.slowest is not None:
+            return sorted(known, key=waited, reverse=True)[: self.slowest]
+        return known[-(self.last or 1) :]
+
+
+def waited(notes: RequestNotes) -> float:
+    """Seconds that a request waited for tiers: for lookups, for its own loads and for others'."""
+    return sum(notes.waited for notes in list(notes.attempts))
+
+
+def answer(explanations: Explanations, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The accounts of the requests that an `ExplainQuestion` asks for. Raises ValidationError, and
+    RuntimeError where something grew while it was read. May be called by any thread."""
+    accounts = Accounts(explanations.names, explanations.block_tokens)
+    chosen = ExplainQuestion.model_validate(dict(parameters)).choose(explanations.all())
+    return [accounts.of(notes) for notes in chosen]
+
+
+def open_explanations(
+    spec: ExplainSpec | None, names: Sequence[str], block_tokens: int
+) -> Explanations | None:
+    """Open what explains how requests of a chain of these tiers are served; None: nothing does."""
+    if spec is None:
+        return None
+    tracer = engine_tracer()
+    spans = None if tracer is None else Spans(tracer, Accounts(names, block_tokens), block_tokens)
+    ended = None if spans is None else spans.ended
+    explanations = Explanations(names, block_tokens, spec.requests, spec.memory, ended)
+    if spans is not None:
+        explanations.on_close(spans.close)
+    return explanations

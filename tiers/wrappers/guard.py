@@ -61,7 +61,7 @@ class Health(NamedTuple):
     """How a tier does. `reads`, `writes`: calls go through now. `reads_up`, `writes_up`: the last
     one worked. When a retry is due, calls go through although the last one failed. `opening`: it
     has yet to open for the first time. `is_short`: it works, with less room than its settings
-    ask for."""
+    ask for. `why`: the last error, or what it warns of, where it does not work as it should."""
 
     reads: bool
     writes: bool
@@ -69,6 +69,7 @@ class Health(NamedTuple):
     writes_up: bool
     opening: bool = False
     is_short: bool = False
+    why: str = ""
 
 
 HEALTHY = Health(reads=True, writes=True, reads_up=True, writes_up=True)
@@ -116,6 +117,7 @@ class Guarded(StoreWrapper):
         self._damage_log = RepeatedLog(logger, f"tier {tier_name}", "blocks were damaged")
         self._late = store if isinstance(store, Reopening) else None
         self._warning = ""
+        self._last_errors = dict.fromkeys((self._reads, self._writes, self._looks), "")
         self._has_logged_capability = False
         self._damaged = 0
         self._put_counts = PutCounts()
@@ -155,7 +157,14 @@ class Guarded(StoreWrapper):
             writes_up=is_open and self._writes.is_closed,
             opening=late is not None and late.is_opening,
             is_short=is_short,
+            why=self._why(),
         )
+
+    def _why(self) -> str:
+        if self._late is not None and not self._is_open:
+            return self._late.why
+        down = (breaker for breaker in self._last_errors if not breaker.is_closed)
+        return next((self._last_errors[breaker] for breaker in down), self._warning)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         with self._enter(self._reads) as allowed:
@@ -366,6 +375,8 @@ class Guarded(StoreWrapper):
     def _log_down(self, breaker: Breaker, why: str, trace: BaseException | None) -> None:
         line = "tier %s: %s are down (%s); tried again every %g s or more"
         words = self.tier_name, self._names[breaker], why, breaker.wait
+        if breaker in self._last_errors:
+            self._last_errors[breaker] = f"{self._names[breaker]} are down: {why}"
         self._changes[breaker].log(line, *words, exc_info=trace)
 
     def _log_capability(self, kind: str, error: BaseException) -> None:

@@ -46,6 +46,8 @@ class Reopening(StoreWrapper):
         """The open store, to which verbs go."""
         self._first: Future[BaseException | None] = Future()
         self._reaching: Future[None] = Future()
+        self.why = ""
+        """Why it is not open: the last error."""
         self._has_logged = self._was_open = self._is_late = False
         self._closed, self._wanted = threading.Event(), threading.Event()
         # Without it a store that opens while its tier is closed would stay open.
@@ -83,6 +85,7 @@ class Reopening(StoreWrapper):
             if store is not self.now or self._closed.is_set():
                 return False
             self.now = None
+        self.why = str(error)
         line = "tier %s is open no more, and is opened anew: %s"
         logger.log(self._level, line, self._name, error)
         with suppress(RuntimeError):  # no thread can be had, as while the interpreter ends
@@ -125,6 +128,7 @@ class Reopening(StoreWrapper):
             self._announce(store)
 
     def _log_failure(self, error: BaseException) -> None:
+        self.why = describe_error(error)
         what = f"can't be opened{' anew' if self._was_open else ''}, and is tried again"
         if isinstance(error, FOR_NOW):
             what = "is unusable for now, and tried again"

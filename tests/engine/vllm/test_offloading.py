@@ -188,7 +188,7 @@ def test_a_chain_becomes_host_memory_and_a_tier_for_each_store(tmp_path: Path) -
         ({"tiers": [CPU, {**CPU, "name": "more"}]}, "at most one cpu tier"),
         ({"tenants": {"a": {}}}, "the chain has tenants, which vLLM's"),
         ({"record": {"path": "/nowhere"}}, "the chain has record, which vLLM's"),
-        ({"explain": {"folder": "/nowhere"}}, "the chain has explain, which vLLM's"),
+        ({"explain": {}}, "the chain has explain, which vLLM's"),
         ({"events": {"ownership": True}}, "the chain has events, which vLLM's"),
         ({"max_wait": "1s"}, "the chain has max_wait, which vLLM's"),
         ({"report_cached_tokens": False}, "the chain has report_cached_tokens, which vLLM's"),

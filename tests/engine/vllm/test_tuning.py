@@ -16,6 +16,7 @@ from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Batch, Run, documents
 from tests.engine.vllm.vllm_chains import IN_PROCESS
 from tests.support.explaining import check_sums
 from tiers.cli.main import app
+from tiers.control.engine_status import EngineStatus
 
 pytestmark = pytest.mark.vllm
 
@@ -61,6 +62,24 @@ def replayed(trace: Path, folder: Path, chain: dict[str, Any], how: str) -> dict
     return dict(json.loads(files[2].read_text()))
 
 
+def check_status(run: Run, prompt_tokens: int) -> None:
+    """The engine's status has the counts of its metrics."""
+    status = EngineStatus.model_validate(run.status)
+    assert [(tier.name, tier.type, tier.state) for tier in status.tiers] == [
+        ("cpu", "cpu", "open"),
+        ("disk", "disk", "open"),
+    ]
+    for tier in status.tiers:
+        counted = run.tiers[tier.name]
+        assert tier.sums == {name: counted[name] for name in tier.sums}
+        assert tier.sums["loaded_tokens"] > 0 and tier.load_seconds is not None
+        assert 0 < tier.used_bytes <= tier.capacity_bytes
+    # Requests that only keep the engine stepping have a token each.
+    assert prompt_tokens <= status.prompt_tokens <= prompt_tokens + 1000
+    shares = [tier.token_share or 0.0 for tier in status.tiers]
+    assert min(shares) > 0 and sum(shares) < 1
+
+
 def test_recorded_replayed_and_explained(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
     """The replays' hit tokens are those that the engine counted, of its own cache and of each tier,
     within 1%; every request is explained, and what is told adds up to the counts.
@@ -83,6 +102,7 @@ def test_recorded_replayed_and_explained(run_vllm: Callable[..., Run], tmp_path:
     counted = {name: int(run.count(name, "hit_tokens")) for name in ("cpu", "disk")}
     assert sum(counted.values()) == run.external_hits
     assert min(counted.values()) > 1000, "both tiers serve"
+    check_status(run, sum(len(prompt) for prompt, *_ in asked))
     own = sum(map(sum, run.cached)) - int(run.external_hits)
     chain = {"version": 1, "load_when": "always", "staging": "64MiB", "tiers": tiers, **stitched}
     for how in ("--simulate", "--real"):

@@ -99,7 +99,7 @@ class EngineFailed(AssertionError):
 @dataclass(frozen=True)
 class Run:
     """What one engine answered, how soon (`ttft`: seconds to the first token), what its tiers
-    counted, and how it explained its requests."""
+    counted, how it explained its requests, and its status."""
 
     tokens: list[list[list[int]]]
     cached: list[list[int]]
@@ -112,6 +112,7 @@ class Run:
     drafts_accepted: float
     log: str
     explained: list[dict[str, Any]]
+    status: dict[str, Any]
     logits: list[list[list[list[float]]]]
     """By batch, request, and token of the answer."""
     chunks: list[list[tuple[int, int]]]

@@ -38,7 +38,7 @@ from PIL import Image
 
 from tests.engine.vllm import training
 from tests.support import damage
-from tiers.explain.ask_engines import NoAnswer, ask
+from tiers.control.ask_engines import NoAnswer, ask
 
 
 class Request(TypedDict, total=False):
@@ -139,7 +139,8 @@ def run(job: dict[str, Any]) -> None:
         "external_hits": total(llm, "vllm:external_prefix_cache_hits"),
         "drafts": total(llm, "vllm:spec_decode_num_draft_tokens"),
         "drafts_accepted": total(llm, "vllm:spec_decode_num_accepted_tokens"),
-        "explained": explained(job["explain"]) if "explain" in job else [],
+        "explained": asked(job, "explain", {"last": 1000}) or [],
+        "status": asked(job, "status", {}) or {},
     }
     llm.llm_engine.engine_core.shutdown()
     Path(job["result"]).write_text(json.dumps(result))
@@ -209,12 +210,12 @@ def settle(llm: Any) -> None:
         llm.generate([TokensPrompt(prompt_token_ids=[3])], [nothing], use_tqdm=False)
 
 
-def explained(folder: str) -> list[dict[str, Any]]:
-    """All requests, as this engine explains them; none where its chain does not."""
+def asked(job: dict[str, Any], verb: str, parameters: dict[str, Any]) -> Any:
+    """What this engine answers on its socket; None where its chain has none."""
     try:
-        return ask(Path(folder), {"last": 1000})
+        return ask(Path(job["control"]), verb, parameters)[0].content if "control" in job else None
     except NoAnswer:
-        return []
+        return None
 
 
 def shown(output: Any) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from tiers.contract.protocols import (
     RequestObserver,
     SchedulerOutput,
 )
-from tiers.contract.stats import TierStats
+from tiers.contract.stats import CHAIN, TierStats
 from tiers.contract.weight_reports import Seen, WeightOrders, WeightReport
 from tiers.explain.explanations import Explanations
 from tiers.loading.comparison import Comparison
@@ -106,7 +106,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self._agreement = WeightAgreement(requests.engine.world_size, requests.generation)
         self._changes = RepeatedLog(logger, "the weights", "changes without a reset")
         self._observers = settings.observers
-        self._explainer = settings.explainer
+        self.explainer = settings.explainer
+        self._prompt_tokens = 0
         self._more_saves: dict[str, int] = {}
 
     def on_new_request(self, request: Request) -> None:
@@ -128,7 +129,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        notes = self._explainer.asked(request, num_computed_tokens)
+        notes = self.explainer.asked(request, num_computed_tokens)
         if self.is_lost:
             self._requests.engine.media.give_up(request, late=False)
         # Wait even if nothing may be loaded: beginning needs the marks.
@@ -165,6 +166,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         if request_state.is_undecided:
             # Engines call again, with no tokens, when a load beside the steps has ended.
             request_state.is_undecided = False
+            if not request_state.has_begun:
+                self._prompt_tokens += request.num_prompt_tokens
             loads = not choice.tokens or num_external_tokens > 0
             self._chooser.decided(request_state, choice if loads else NO_LOAD)
         shares = clip(choice.shares or {}, num_external_tokens // self._block_tokens)
@@ -177,7 +180,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             request_state.wait_budget.loads()
             if self._sharing is not None:
                 self._sharing.begins(request_state, choice.computed, num_external_tokens)
-        notes = self._explainer.begins(request, choice, shares, num_external_tokens, self._loaders)
+        notes = self.explainer.begins(request, choice, shares, num_external_tokens, self._loaders)
         shared = SharedLoad(len(shares), notes, self._now())
         for index, child in enumerate(self.children):
             if index in shares:
@@ -216,7 +219,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiConnectorMetadata:
         """All children's orders, and, once, the saves to wait for."""
         step = self._requests.begin_step(scheduler_output)
-        self._explainer.runs(scheduler_output)
+        self.explainer.runs(scheduler_output)
         saves, self._more_saves = self._more_saves, {}
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
         number = self._prefill.step_begins(step.prompt_tokens) if self._loaders else None
@@ -336,6 +339,9 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         """As of any connector; the table of requests and the observers add theirs."""
         stats = super().stats_by_child()
         measured = [self._requests.take_measures()]
+        if self._loaders and self._prompt_tokens:
+            measured.append({CHAIN: {"prompt_tokens": self._prompt_tokens}})
+            self._prompt_tokens = 0
         measured += [observer.take_measures() for observer in self._observers]
         for by_tier in measured:
             for name, measures in by_tier.items():

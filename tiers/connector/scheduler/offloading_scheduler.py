@@ -136,6 +136,18 @@ class OffloadingScheduler(SchedulerConnector):
         """Whether the tier never loads or stores again."""
         return self._tier.has_opened and not self._tier.usable
 
+    def condition(self) -> tuple[str, str]:
+        """See `Tier.condition`."""
+        return self._tier.condition()
+
+    def room(self) -> tuple[int, int]:
+        """Bytes that its blocks take, and that it may hold (0: no bound of ours), as of a moment
+        ago. May be called by any thread."""
+        manager = self.manager
+        usage = manager.usage()
+        capacity = self._spec.capacity_bytes if usage.capacity is None else usage.capacity
+        return usage.used + manager.slots_kept() * self._tier.open.slot_bytes, capacity
+
     @property
     def slots_pinned(self) -> int:
         """Slots of blocks whose stores are in flight."""
@@ -171,10 +183,8 @@ class OffloadingScheduler(SchedulerConnector):
         if evicted := manager.evicted() - self._evicted_seen:
             self._evicted_seen += evicted
             tier.count(evictions=max(0, evicted))
-        usage = manager.usage()
-        used = usage.used + manager.slots_kept() * tier.open.slot_bytes
+        used, capacity = self.room()
         gauges = self._jobs.gauges(tier.open.block_bytes) | tier.gauges()
-        capacity = self._spec.capacity_bytes if usage.capacity is None else usage.capacity
         gauges |= {
             "capacity_bytes": float(capacity),
             "used_bytes": float(used),

@@ -99,6 +99,7 @@ class Tier:
         self.open = NOT_OPEN
         self.stats = TierStats()
         self._is_open = self._has_failed = False
+        self._why_failed = ""
         self._workers: dict[int, Health] = {}
 
     def request(self, request_state: RequestState) -> TierRequest:
@@ -134,6 +135,7 @@ class Tier:
         if not self._has_failed:
             line = "tier %r is unusable and the chain goes on without it: %s"
             logger.error(line, self.name, reason)
+            self._why_failed = reason
         self.ended()
 
     def ended(self) -> None:
@@ -162,25 +164,34 @@ class Tier:
     def writes(self) -> bool:
         return all(worker.writes for worker in self._workers.values())
 
-    def gauges(self) -> dict[str, float]:
-        """The health that `stats` report of it, as this process and the workers find it."""
-        here = self.open.manager.health()
-        each = [here, *self._workers.values()] if self.usable else [FAILED]
-        reads, writes = (
-            all(health.reads_up for health in each),
-            all(health.writes_up for health in each),
-        )
+    def _health(self) -> list[Health]:
+        """Its health as this process and each worker find it."""
+        return [self.open.manager.health(), *self._workers.values()] if self.usable else [FAILED]
+
+    def condition(self) -> tuple[str, str]:
+        """One of `STATES`, and the last error where that is not open. May be called by any thread;
+        raises RuntimeError if a worker's first report comes meanwhile."""
+        each = self._health()
+        why = self._why_failed or next((health.why for health in each if health.why), "")
+        return self._state(each), why
+
+    def _state(self, each: Sequence[Health]) -> str:
+        reads = all(health.reads_up for health in each)
+        writes = all(health.writes_up for health in each)
         if self._has_failed:
-            state = "refused"
-        elif not self._is_open or any(health.opening for health in each):
-            state = "opening"
-        elif not reads and not writes:
-            state = "down"
-        else:
-            is_whole = reads and writes and not any(health.is_short for health in each)
-            state = "open" if is_whole else "degraded"
+            return "refused"
+        if not self._is_open or any(health.opening for health in each):
+            return "opening"
+        if not reads and not writes:
+            return "down"
+        is_whole = reads and writes and not any(health.is_short for health in each)
+        return "open" if is_whole else "degraded"
+
+    def gauges(self) -> dict[str, float]:
+        """The health that `stats` report of it."""
+        each = self._health()
         return {
-            STATE: float(STATES.index(state)),
-            "reads_up": float(reads),
-            "writes_up": float(writes),
+            STATE: float(STATES.index(self._state(each))),
+            "reads_up": float(all(health.reads_up for health in each)),
+            "writes_up": float(all(health.writes_up for health in each)),
         }

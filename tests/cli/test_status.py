@@ -1,0 +1,95 @@
+"""`kvtiers status` of an engine in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.replay_chains import cpu, disk
+from tiers.cli.status import bytes_text, lines, span
+from tiers.control.engine_status import EngineStatus, GhostStatus, Percentiles, TierStatus
+from tiers.lab.replay import ReplayEngine
+
+Run = Callable[..., tuple[int, str, str]]
+Engine = Callable[..., ReplayEngine]
+
+TIER = TierStatus(
+    name="disk",
+    type="disk",
+    state="degraded",
+    why="writes are down: OSError: No space left on device",
+    capacity_bytes=200 << 30,
+    used_bytes=50 << 30,
+    token_share=0.5,
+    token_share_late=0.25,
+    loaded_bytes_per_second=1.5 * (1 << 30),
+    stored_bytes_per_second=0,
+    measured_load_bytes_per_second=3 * (1 << 30),
+    load_latency_seconds=0.001,
+    loading_jobs=2,
+    storing_jobs=1,
+    lookup_seconds=Percentiles(p50=0.0001, p99=0.0025, samples=500),
+    load_seconds=None,
+    dropped_blocks={"budget": 1200},
+    sums={"evictions": 7, "store_failures": 0},
+)
+STATUS = EngineStatus(
+    version="1",
+    load_policy="stitched",
+    up_seconds=7200,
+    measured_seconds_ago=90,
+    window_seconds=60,
+    prompt_tokens=12345,
+    prompt_tokens_late=100,
+    prefill_tokens_per_second=4000,
+    tiers=[TIER],
+    ghosts=[GhostStatus(tier="disk (capacity: 2x)", hit_ratio=0.6, error=0.02)],
+)
+
+
+def test_the_text_has_what_an_operator_looks_for() -> None:
+    assert [*lines("chat-7", STATUS)] == [
+        "engine chat-7: up 2h, load policy stitched, 12,345 prompt tokens, 100 of late, computes "
+        "4,000 tokens/s, its last step was 90s ago",
+        "tier  state     fill              prompts  load/s      store/s  lookup ms  load ms  queue",
+        "disk  degraded  50G of 200G, 25%  25.0%    1.5G of 3G  0        0.1 2.5    -        2+1",
+        "  disk: writes are down: OSError: No space left on device",
+        "  disk: blocks: 1,200 dropped (budget), 7 evicted",
+        "  ghost disk (capacity: 2x): 60.0% of blocks +- 2.0%",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (999, "999"), (1536, "1.5K"), (1023 << 20, "0.999G"), (2 << 40, "2T")],
+)
+def test_bytes_have_three_digits(count: float, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+def test_times_are_those_of_an_operator() -> None:
+    assert [span(s) for s in (3, 119, 120, 7199, 7200, 400000)] == [
+        *("3s", "119s", "2m", "120m", "2h", "5d")
+    ]
+
+
+def test_engines_are_shown_and_a_tier_that_is_not_open_is_status_1(
+    kvtiers: Run, engine: Engine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "control"
+    engine(cpu(), disk(tmp_path / "disk"))
+    status, out, err = kvtiers("status", "--folder", folder)
+    assert (status, err) == (0, "")
+    tiers = [line.split()[:2] for line in out.splitlines()[2:]]
+    assert tiers == [["cpu", "open"], ["disk", "open"]]
+    (tmp_path / "file").write_text("no folder")
+    engine(disk(tmp_path / "file"))
+    status, out, _ = kvtiers("status", "--json", "--folder", folder)
+    found = [json.loads(line) for line in out.splitlines()]
+    assert status == 1 and len(found) == 2
+    assert {tier["state"] for one in found for tier in one["tiers"]} == {"open", "refused"}
+    status, out, err = kvtiers("status", "--folder", tmp_path)
+    assert (status, out) == (1, "") and "no engine listens" in err

@@ -1,0 +1,206 @@
+"""The socket: who may ask, who can't harm it, and what becomes of it when its engine is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiers.control import control_server as served
+from tiers.control.ask_engines import NoAnswer, ask
+from tiers.control.control_server import (
+    ControlServer,
+    FolderRefused,
+    QuestionRefused,
+    runtime_folder,
+)
+
+LARGE = b'{"verb": "large"}\n'
+
+
+def large(parameters: Mapping[str, Any]) -> str:
+    return "x" * (8 << 20)
+
+
+def refuse(parameters: Mapping[str, Any]) -> None:
+    raise QuestionRefused("ask another time")
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., ControlServer]]:
+    """Make servers in a folder, `control` of the test's; its path is longer than a socket's."""
+    servers: list[ControlServer] = []
+    folder = tmp_path / "a-long-name".ljust(100, "-")
+    folder.mkdir()
+
+    def make(name: str = "engine") -> ControlServer:
+        verbs: dict[str, Any] = {"echo": dict, "large": large, "refuse": refuse}
+        servers.append(ControlServer(folder / "control", name, verbs))
+        return servers[-1]
+
+    yield make
+    for one in servers:
+        one.close()
+
+
+def test_engines_of_one_folder_all_answer_and_each_by_its_name(
+    serve: Callable[..., ControlServer],
+) -> None:
+    made = [serve(), serve(), serve("chat")]
+    folder = made[0].path.parent
+    answers = ask(folder, "echo", {"last": 1})
+    assert [answer.content for answer in answers] == [{"last": 1}] * 3
+    assert {answer.engine for answer in answers} == {server.engine for server in made}
+    assert len({server.engine for server in made}) == 3, "two of one process and name differ"
+    assert len(ask(made[0].path, "echo")) == 1
+    for name in ("chat", made[2].engine):
+        assert [answer.engine for answer in ask(folder, "echo", engine=name)] == [made[2].engine]
+    whole = f"engine-{os.getpid()}"
+    assert [answer.engine for answer in ask(folder, "echo", engine=whole)] == [whole]
+    with pytest.raises(NoAnswer, match=r"no engine is called .other.*there: chat-"):
+        ask(folder, "echo", engine="other")
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"{\n", "no question: Invalid JSON"),
+        (b"[]\n", "no question: Input should be an object"),
+        (b'{"version": 2, "verb": "echo"}\n', "no question: version: Input should be 1"),
+        (b'{"verb": "ecko"}\n', "no verb 'ecko' here; did you mean echo?"),
+        (b'{"verb": "echo", "more": 1}\n', "no question: more: Extra inputs"),
+        (b'{"verb": "refuse"}\n', "ask another time"),
+        (b"\xff\xfe\n", "no question: Invalid JSON"),
+    ],
+)
+def test_what_is_no_question_gets_a_reason(
+    serve: Callable[..., ControlServer], line: bytes, why: str
+) -> None:
+    with connected(serve().path) as client:
+        client.sendall(line)
+        assert why in json.loads(client.makefile("rb").read())["error"]
+
+
+def test_the_runtime_folder_is_the_users(tmp_path: Path) -> None:
+    assert runtime_folder(0, tmp_path) == tmp_path / "run/kvtiers"
+    assert runtime_folder(12, tmp_path) == tmp_path / "tmp/kvtiers-12"
+    (tmp_path / f"run/user/{os.geteuid()}").mkdir(parents=True)
+    found = runtime_folder(os.geteuid(), tmp_path)
+    assert found == tmp_path / f"run/user/{os.geteuid()}/kvtiers"
+
+
+def test_only_the_user_may_open_it(serve: Callable[..., ControlServer]) -> None:
+    old = os.umask(0)
+    try:
+        path = serve().path
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_others_may_change_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(FolderRefused, match="chmod go-w"):
+        ControlServer(folder, "a", {})
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(FolderRefused, match="no folder"):
+        ControlServer(tmp_path / "link", "a", {})
+    with pytest.raises(FolderRefused, match="No such file"):
+        ControlServer(tmp_path / "not" / "there", "a", {})
+
+
+def test_a_socket_of_an_engine_that_is_gone_is_removed(serve: Callable[..., ControlServer]) -> None:
+    alive = serve()
+    folder = alive.path.parent
+    with socket.socket(socket.AF_UNIX) as dead, served.short_path(folder / "123-abc.sock") as path:
+        dead.bind(path)
+    serve()
+    assert not (folder / "123-abc.sock").exists()
+    assert alive.path.exists()
+
+
+def test_closing_removes_the_socket(serve: Callable[..., ControlServer]) -> None:
+    made = serve()
+    made.close()
+    assert list(made.path.parent.iterdir()) == []
+    with pytest.raises(NoAnswer, match="no engine listens"):
+        ask(made.path.parent, "echo")
+
+
+def connected(path: Path) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(10)
+    with served.short_path(path) as short:
+        client.connect(short)
+    return client
+
+
+def test_clients_that_say_nothing_or_too_much_are_cut_off(
+    serve: Callable[..., ControlServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "CLIENT_SECONDS", 0.2)
+    made = serve()
+    silent = [connected(made.path) for _ in range(served.MAX_CLIENTS)]
+    loud = connected(made.path)
+    loud.sendall(b"x" * served.MAX_QUESTION)
+    with pytest.raises((ConnectionResetError, BrokenPipeError)):
+        for _ in range(1000):
+            loud.sendall(b"x" * 1024)
+            time.sleep(0.005)
+    assert [one.recv(1) for one in silent] == [b""] * len(silent)
+    assert ask(made.path, "echo", {"last": 1})[0].content == {"last": 1}
+    for one in (*silent, loud):
+        one.close()
+
+
+def test_a_client_that_reads_nothing_holds_nobody_up(
+    serve: Callable[..., ControlServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "CLIENT_SECONDS", 0.3)
+    made = serve()
+    slow = connected(made.path)
+    slow.sendall(LARGE)
+    assert ask(made.path, "echo", {"last": 1})[0].content == {"last": 1}
+    time.sleep(0.6)
+    got = 0
+    while part := slow.recv(1 << 20):
+        got += len(part)
+    assert got < 8 << 20
+    slow.close()
+
+
+def test_a_client_that_leaves_is_forgotten(serve: Callable[..., ControlServer]) -> None:
+    made = serve()
+    for _ in range(3 * served.MAX_CLIENTS):
+        client = connected(made.path)
+        client.sendall(LARGE)
+        client.close()
+    with connected(made.path) as client:
+        client.sendall(LARGE)
+        assert client.recv(10)
+
+
+def test_a_question_may_come_in_pieces(serve: Callable[..., ControlServer]) -> None:
+    made = serve()
+    with connected(made.path) as client:
+        for letter in b'{"verb": "echo", "parameters": {"last": 3}}\n':
+            client.sendall(bytes([letter]))
+        assert json.loads(client.recv(1000))["answer"] == {"last": 3}
+
+
+def test_its_thread_does_not_keep_a_process(serve: Callable[..., ControlServer]) -> None:
+    serve()
+    named = [t for t in threading.enumerate() if t.name == "kvtiers-control"]
+    assert named
+    assert all(thread.daemon for thread in named)

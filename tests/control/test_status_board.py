@@ -1,0 +1,112 @@
+"""An engine's status: counts of its start and of late, and the tiers' states with their reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.clock import Clock
+from tests.support.replay_chains import MODEL, chain_of, close, cpu, disk
+from tiers.contract.stats import TierStats
+from tiers.control.status_board import SAMPLES, WINDOW, StatusBoard
+from tiers.lab.replay import ReplayEngine
+
+PROMPT = [*range(40)]
+"""Ten blocks."""
+
+
+class Observed:
+    """An engine over a chain, its board, and the board's clock."""
+
+    def __init__(self, *tiers: dict[str, Any]) -> None:
+        chain = chain_of(*tiers)
+        self.engine = ReplayEngine(chain, MODEL, prefix_caching=False)
+        assert self.engine.connector is not None
+        self.connector = self.engine.connector
+        self.clock = Clock()
+        types = {tier.tier_name: tier.type for tier in chain.tiers}
+        self.board = StatusBoard(self.connector, types, chain.load_policy, self.clock)
+
+    def serve(self, prompt: list[int]) -> None:
+        self.engine.generate(prompt, 1)
+        self.engine.settle()
+        stats, self.engine.stats = self.engine.stats, TierStats()
+        self.board.measured({"all": stats})
+
+
+@pytest.fixture
+def observed(request: pytest.FixtureRequest) -> Callable[..., Observed]:
+    def make(*tiers: dict[str, Any]) -> Observed:
+        made = Observed(*tiers)
+        request.addfinalizer(lambda: close(made.engine))
+        return made
+
+    return make
+
+
+def test_counts_are_those_of_the_start_and_shares_those_of_late(
+    observed: Callable[..., Observed], tmp_path: Path
+) -> None:
+    made = observed(cpu(), disk(tmp_path))
+    made.serve(PROMPT)
+    made.serve(PROMPT)
+    made.clock.now += 10
+    status = made.board.status("1")
+    assert [(tier.name, tier.type, tier.state, tier.why) for tier in status.tiers] == [
+        ("cpu", "cpu", "open", ""),
+        ("disk", "disk", "open", ""),
+    ]
+    first, second = status.tiers
+    assert status.prompt_tokens == status.prompt_tokens_late == 2 * len(PROMPT)
+    loaded = first.sums["loaded_tokens"] + second.sums.get("loaded_tokens", 0)
+    assert loaded == 40
+    assert (first.token_share, first.token_share_late) == (0.5, 0.5)
+    assert first.sums["stored_blocks"] == second.sums["stored_blocks"] > 0
+    assert second.stored_bytes_per_second == second.sums["stored_bytes"] / 10
+    assert first.load_seconds is not None and first.load_seconds.samples == 1
+    assert first.used_bytes > 0
+    # Long afterwards nothing of this is of late.
+    for _ in range(20):
+        made.clock.now += WINDOW / 6
+        made.board.measured({})
+    made.serve([*range(100, 140)])
+    status = made.board.status("1")
+    assert status.prompt_tokens == 3 * len(PROMPT)
+    assert status.prompt_tokens_late == len(PROMPT)
+    assert status.window_seconds <= WINDOW
+    assert status.tiers[0].token_share_late == 0.0
+    assert status.tiers[0].token_share == 40 / 120
+
+
+def test_an_engine_that_stands_still_is_no_busy_one(
+    observed: Callable[..., Observed],
+) -> None:
+    """No step brings counts while it idles, so the last of them lie further back with time."""
+    made = observed(cpu())
+    made.serve(PROMPT)
+    made.clock.now += 1000
+    status = made.board.status("1")
+    assert status.measured_seconds_ago == 1000
+    assert status.tiers[0].stored_bytes_per_second < status.tiers[0].sums["stored_bytes"] / 900
+
+
+def test_a_tier_that_fails_says_why_without_a_step(
+    observed: Callable[..., Observed], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    made = observed(cpu(), disk(tmp_path / "file"))
+    (tier,) = [tier for tier in made.board.status("1").tiers if tier.name == "disk"]
+    assert tier.state == "refused"
+    assert "file" in tier.why
+
+
+def test_samples_are_bounded(observed: Callable[..., Observed]) -> None:
+    made = observed(cpu())
+    stats = TierStats({"cpu": {"load_seconds": [float(n) for n in range(10 * SAMPLES)]}})
+    made.board.measured({"cpu": stats})
+    found = made.board.status("1").tiers[0].load_seconds
+    assert found is not None
+    assert (found.samples, round(found.p99 - found.p50)) == (SAMPLES, round(0.49 * SAMPLES))

@@ -1,0 +1,145 @@
+"""`kvtiers status`: how the tiers of running engines do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tiers.cli.arguments import ControlFolder, EngineName, ask_engines, refused, table
+
+if TYPE_CHECKING:
+    from tiers.control.engine_status import EngineStatus, Percentiles, TierStatus
+
+HEADS = ("tier", "state", "fill", "prompts", "load/s", "store/s", "lookup ms", "load ms", "queue")
+
+
+def status(
+    engine: EngineName = None,
+    folder: ControlFolder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object an engine.")] = False,
+) -> None:
+    """Show how the tiers of running engines do.
+
+    For each tier: its state and last error, how full it is, the share of the prompts' tokens that
+    it loaded, bytes a second loaded and stored, p50 and p99 of lookups and loads, and jobs in
+    flight. Rates and shares are those of the last minute. Status 1: a tier is not open.
+
+    \b
+    kvtiers status
+    kvtiers status --from engine-4711 --json
+    """
+    from pydantic import ValidationError
+
+    from tiers.control.engine_status import EngineStatus
+
+    all_open = True
+    for name, content in ask_engines("status", {}, engine, folder):
+        try:
+            found = EngineStatus.model_validate(content)
+        except ValidationError:
+            if not as_json:
+                raise refused(
+                    f"engine {name}: its answer is another version's; ask with the kvtiers of that "
+                    "engine, or write --json",
+                    status=1,
+                ) from None
+        else:
+            all_open &= all(tier.state == "open" for tier in found.tiers)
+        for line in [json.dumps({"engine": name, **content})] if as_json else lines(name, found):
+            typer.echo(line)
+    if not all_open:
+        raise typer.Exit(1)
+
+
+def lines(name: str, status: EngineStatus) -> Iterator[str]:
+    """The lines of one engine, within 100 columns for names of up to 12 letters."""
+    yield f"engine {name}: {_summary(status)}"
+    yield from table([HEADS, *map(row, status.tiers)])
+    for tier in status.tiers:
+        yield from (f"  {tier.name}: {note}" for note in notes(tier))
+    for ghost in status.ghosts:
+        yield f"  ghost {ghost.tier}: {ghost.hit_ratio:.1%} of blocks +- {ghost.error:.1%}"
+
+
+def _summary(status: EngineStatus) -> str:
+    rate = status.prefill_tokens_per_second
+    ago = status.measured_seconds_ago
+    parts = [
+        f"up {span(status.up_seconds)}",
+        f"load policy {status.load_policy}",
+        f"{status.prompt_tokens:,.0f} prompt tokens, {status.prompt_tokens_late:,.0f} of late",
+        "computing is not yet measured" if rate is None else f"computes {rate:,.0f} tokens/s",
+    ]
+    if ago is None or ago > 10:
+        parts.append("no step yet" if ago is None else f"its last step was {span(ago)} ago")
+    return ", ".join(parts)
+
+
+def row(tier: TierStatus) -> tuple[str, ...]:
+    """The cells of one tier, in the order of `HEADS`."""
+    most = tier.measured_load_bytes_per_second
+    load = bytes_text(tier.loaded_bytes_per_second)
+    return (
+        tier.name,
+        tier.state,
+        _fill(tier),
+        "-" if tier.token_share_late is None else f"{tier.token_share_late:.1%}",
+        load if most is None else f"{load} of {bytes_text(most)}",
+        bytes_text(tier.stored_bytes_per_second),
+        _milliseconds(tier.lookup_seconds),
+        _milliseconds(tier.load_seconds),
+        f"{tier.loading_jobs:.0f}+{tier.storing_jobs:.0f}",
+    )
+
+
+def notes(tier: TierStatus) -> Iterator[str]:
+    """What else an operator should know of a tier."""
+    if tier.why:
+        yield tier.why
+    elif tier.state != "open":
+        yield f"it is {tier.state}"
+    parts: Mapping[str, float] = {
+        **{f"dropped ({reason})": count for reason, count in tier.dropped_blocks.items()},
+        "evicted": tier.sums.get("evictions", 0.0),
+        "failed to load": tier.sums.get("load_failures", 0.0),
+        "damaged": tier.sums.get("damaged_blocks", 0.0),
+        "failed to store": tier.sums.get("store_failures", 0.0),
+    }
+    if counted := [f"{count:,.0f} {what}" for what, count in parts.items() if count]:
+        yield "blocks: " + ", ".join(counted)
+
+
+def _fill(tier: TierStatus) -> str:
+    used = bytes_text(tier.used_bytes)
+    if not tier.capacity_bytes:
+        return used
+    part = tier.used_bytes / tier.capacity_bytes
+    return f"{used} of {bytes_text(tier.capacity_bytes)}, {part:.0%}"
+
+
+def _milliseconds(found: Percentiles | None) -> str:
+    return "-" if found is None else f"{_short(found.p50)} {_short(found.p99)}"
+
+
+def _short(seconds: float) -> str:
+    return f"{1000 * seconds:.3g}"
+
+
+def bytes_text(count: float) -> str:
+    """Bytes in three digits or four, like 1.25G."""
+    for unit in ("", "K", "M", "G", "T"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1024
+    return f"{count:.0f}P"
+
+
+def span(seconds: float) -> str:
+    """Seconds as an operator reads them."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"

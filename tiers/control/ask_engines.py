@@ -1,0 +1,99 @@
+"""Asks the engines whose sockets lie in a folder."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tiers.control.control_server import PROTOCOL, SUFFIX, short_path
+from tiers.errors import KVTiersError
+
+SECONDS = 10.0
+"""How long one engine may take to answer."""
+MAX_ANSWER = 64 << 20
+"""Bytes of one engine's answer; more is an error."""
+
+
+class NoAnswer(KVTiersError):
+    """No engine answered; says why, and what would do."""
+
+
+class EngineAnswer(NamedTuple):
+    """What one engine answered."""
+
+    engine: str
+    content: Any
+
+
+def sockets(folder: Path, engine: str | None = None) -> list[Path]:
+    """Return the sockets of a folder: all, or those of the engines with this name, or whose names
+    begin with it. Raises NoAnswer where there is none."""
+    if folder.is_socket():
+        return [folder]
+    found = sorted(folder.glob(f"*{SUFFIX}"))
+    if not found:
+        raise NoAnswer(
+            f"no engine listens in {folder}. Give the folder of the chain's control, on the "
+            "engine's host and as its user."
+        )
+    if engine is None:
+        return found
+    same = [path for path in found if path.stem == engine]
+    named = same or [path for path in found if path.stem.startswith(engine)]
+    if not named:
+        names = ", ".join(path.stem for path in found)
+        raise NoAnswer(f"no engine is called {engine!r} in {folder}; there: {names}")
+    return named
+
+
+def ask(
+    folder: Path,
+    verb: str,
+    parameters: Mapping[str, Any] | None = None,
+    engine: str | None = None,
+    warn: Callable[[str], None] = lambda problem: None,
+) -> list[EngineAnswer]:
+    """Ask the engines of a folder, or `engine` alone; see `sockets`. `warn` is called with the
+    reason why one did not answer. Raises NoAnswer where none did."""
+    answers: list[EngineAnswer] = []
+    gone: list[str] = []
+    problems: list[str] = []
+    found = sockets(folder, engine)
+    for path in found:
+        try:
+            answers.append(_ask(path, verb, parameters or {}))
+        except ConnectionRefusedError:
+            gone.append(f"{path}: its engine is gone")
+        except (OSError, ValueError, RecursionError) as error:
+            problems.append(f"{path}: {error}")
+    if not answers:
+        raise NoAnswer("no engine answered. " + "; ".join([*problems, *gone]))
+    for problem in problems:
+        warn(problem)
+    return answers
+
+
+def _ask(path: Path, verb: str, parameters: Mapping[str, Any]) -> EngineAnswer:
+    question = {"version": PROTOCOL, "verb": verb, "parameters": dict(parameters)}
+    with socket.socket(socket.AF_UNIX) as connection, short_path(path) as short:
+        connection.settimeout(SECONDS)
+        connection.connect(short)
+        connection.sendall(json.dumps(question).encode() + b"\n")
+        answer = json.loads(b"".join(_parts(connection)))
+    if not isinstance(answer, dict) or "answer" not in answer:
+        why = answer.get("error", answer) if isinstance(answer, dict) else answer
+        raise ValueError(f"it answers: {why}")
+    return EngineAnswer(path.stem, answer["answer"])
+
+
+def _parts(connection: socket.socket) -> Iterator[bytes]:
+    until, size = time.monotonic() + SECONDS, 0
+    while part := connection.recv(1 << 16):
+        size += len(part)
+        if size > MAX_ANSWER or time.monotonic() > until:
+            raise ValueError("its answer is too long, or too slow")
+        yield part

@@ -1,0 +1,212 @@
+"""How does one ask a running engine? Its socket takes a question, and answers by a verb.
+
+Daemon threads do it all: accept, read a question, answer, close. Nothing waits for them, and a
+client costs one of them a bounded time and memory, whatever that client does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from spec.errors import closest, one_of
+from tiers.concurrency.executors import widen_affinity
+from tiers.errors import KVTiersError
+
+PROTOCOL = 1
+"""The version of questions and answers: that of `Question`."""
+MAX_QUESTION = 1 << 20
+"""Bytes of a question; a longer one is not answered. A chain's YAML fits in."""
+MAX_CLIENTS = 4
+"""Clients at once, each on a thread; more wait in the socket's queue."""
+QUEUE = 64
+"""Clients that wait; more are turned away."""
+CLIENT_SECONDS = 5.0
+"""From a client's connection to the end of its answer; one that takes longer is cut off."""
+SUFFIX = ".sock"
+Verb = Callable[[Mapping[str, Any]], Any]
+"""From a question's parameters to what JSON takes. Returns at once, and raises QuestionRefused."""
+
+
+class QuestionRefused(KVTiersError):
+    """A question has no answer; says why, and what would do."""
+
+
+class FolderRefused(KVTiersError):
+    """The folder of the sockets can't be used as it is; says why, and what would do."""
+
+
+class Question(BaseModel):
+    """One line of JSON: what an engine is asked."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    version: Literal[1] = 1
+    verb: str = Field(max_length=64)
+    parameters: Mapping[str, Any] = Field(default_factory=dict)
+
+
+def runtime_folder(user: int | None = None, root: Path = Path("/")) -> Path:
+    """Return where engines of a user (None: of this process) listen if the chain names no folder:
+    /run/user/UID/kvtiers, /run/kvtiers for root, else /tmp/kvtiers-UID. `root`: of the file system.
+    """
+    user = os.geteuid() if user is None else user
+    own = root / f"run/user/{user}"
+    with suppress(OSError):
+        if own.stat().st_uid == user:
+            return own / "kvtiers"
+    return root / "run/kvtiers" if user == 0 else root / f"tmp/kvtiers-{user}"
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the folder, or check that nobody else can put sockets into it. Raises FolderRefused."""
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        info = folder.lstat()
+    except OSError as error:
+        raise FolderRefused(f"{folder}: {error.strerror}") from error
+    if not stat.S_ISDIR(info.st_mode):
+        raise FolderRefused(f"{folder} is no folder; name one")
+    if info.st_uid not in (os.geteuid(), 0):
+        raise FolderRefused(f"{folder} is of user {info.st_uid}; name one of the engine's user")
+    if info.st_mode & 0o022:
+        raise FolderRefused(f"others may write to {folder}; chmod go-w, or name another")
+
+
+@contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """Give a path of the same socket that is short enough: one has 107 bytes at most."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def _is_stale(path: Path) -> bool:
+    """Whether the engine of a socket is gone: it refuses a connection."""
+    with socket.socket(socket.AF_UNIX) as probe, short_path(path) as short:
+        probe.settimeout(0.2)
+        try:
+            probe.connect(short)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass  # its queue is full, or it is another's
+    return False
+
+
+def listen(folder: Path, name: str) -> tuple[socket.socket, Path]:
+    """Make this engine's socket, which only its user may open, as NAME-PID.sock, with a few letters
+    behind it where another container's engine has that name. Removes those of engines that are
+    gone. Raises FolderRefused, OSError."""
+    prepare_folder(folder)
+    for path in folder.glob(f"*{SUFFIX}"):
+        with suppress(OSError):
+            if _is_stale(path):
+                path.unlink()
+    hidden = folder / f".{secrets.token_hex(6)}"
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        with short_path(hidden) as short:
+            server.bind(short)
+        # Nobody connects before it listens, nor takes it for stale before it has its name.
+        hidden.chmod(0o600)
+        server.listen(QUEUE)
+        return server, _publish(hidden, folder, f"{name}-{os.getpid()}")
+    except BaseException:
+        server.close()
+        raise
+    finally:
+        hidden.unlink(missing_ok=True)
+
+
+def _publish(hidden: Path, folder: Path, name: str) -> Path:
+    """Give a listening socket the name, or a longer one; never another engine's."""
+    while True:
+        path = folder / f"{name}{SUFFIX}"
+        try:
+            os.link(hidden, path)
+        except FileExistsError:
+            name += f"-{secrets.token_hex(1)}"
+        else:
+            return path
+
+
+class ControlServer:
+    """Listens in a folder until it is closed, and answers by these verbs."""
+
+    def __init__(self, folder: Path, name: str, verbs: Mapping[str, Verb]) -> None:
+        """`name`: of the engine, to which its process number is added. Raises FolderRefused,
+        OSError and RuntimeError if it can't listen there."""
+        self._verbs = verbs
+        self._server, self.path = listen(folder, name)
+        self._is_closed = False
+        for _ in range(MAX_CLIENTS):
+            threading.Thread(target=self._serve, name="kvtiers-control", daemon=True).start()
+
+    @property
+    def engine(self) -> str:
+        """The engine's name, as commands take it."""
+        return self.path.stem
+
+    def _serve(self) -> None:
+        widen_affinity()
+        while not self._is_closed:
+            try:
+                client, _ = self._server.accept()
+            except OSError:  # it is closed, or the client has hung up, or descriptors are short
+                time.sleep(0.05)
+                continue
+            with client, suppress(OSError):
+                self._serve_client(client, time.monotonic() + CLIENT_SECONDS)
+
+    def _serve_client(self, client: socket.socket, until: float) -> None:
+        """Read a question and send its answer. Raises OSError, also when the time is `until`."""
+        question = bytearray()
+        while not question.endswith(b"\n"):
+            client.settimeout(max(0.0, until - time.monotonic()))
+            part = client.recv(1 << 16)
+            question += part
+            if not part or len(question) > MAX_QUESTION:
+                return
+        answer = json.dumps({"version": PROTOCOL, "engine": self.engine, **self._answer(question)})
+        client.settimeout(max(0.0, until - time.monotonic()))
+        client.sendall(answer.encode() + b"\n")
+
+    def _answer(self, line: bytes | bytearray) -> dict[str, Any]:
+        try:
+            question = Question.model_validate_json(line)
+            if question.verb not in self._verbs:
+                near = closest(question.verb, list(self._verbs))
+                hint = f"did you mean {near}?" if near else f"use {one_of(list(self._verbs))}"
+                return {"error": f"no verb {question.verb!r} here; {hint}"}
+            return {"answer": self._verbs[question.verb](question.parameters)}
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, problem["loc"]))
+            return {"error": f"no question: {where + ': ' if where else ''}{problem['msg']}"}
+        except QuestionRefused as error:
+            return {"error": str(error)}
+        except RuntimeError as error:  # something grew while it was read
+            return {"error": f"ask again: {error}"}
+
+    def close(self) -> None:
+        """Stop answering, and remove the socket. Does not wait for clients."""
+        self._is_closed = True
+        self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the threads
+        self._server.close()

@@ -1,0 +1,82 @@
+"""Control: what an engine answers on its socket, opened beside its start."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from pydantic import ValidationError
+
+from spec.chain import ChainSpec
+from tiers.concurrency.executors import in_background
+from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.control.control_server import (
+    ControlServer,
+    FolderRefused,
+    QuestionRefused,
+    Verb,
+    runtime_folder,
+)
+from tiers.control.status_board import StatusBoard
+from tiers.explain.explanations import answer
+
+logger = logging.getLogger(__name__)
+
+
+class Control:
+    """A chain's socket. A thread opens it, since its folder may hang; a folder that can't be used
+    is one line in the log, and the engine serves without."""
+
+    def __init__(self, chain: ChainSpec, scheduler: MultiScheduler) -> None:
+        self._chain = chain
+        self._scheduler = scheduler
+        self._server: ControlServer | None = None
+        self._is_closed = False
+        # Without it a socket that opens while the engine ends would stay.
+        self._lock = threading.Lock()
+        types = {tier.tier_name: tier.type for tier in chain.tiers}
+        self.board = StatusBoard(scheduler, types, chain.load_policy)
+        if chain.control is not None:
+            in_background(self._open, "control-open")
+
+    def _open(self) -> None:
+        spec = self._chain.control
+        assert spec is not None, "a chain without control opens none"
+        folder = spec.folder or runtime_folder()
+        verbs: dict[str, Verb] = {"status": self._status, "explain": self._explain}
+        try:
+            server = ControlServer(folder, spec.name, verbs)
+        except (FolderRefused, OSError, RuntimeError) as error:
+            logger.warning("`kvtiers status` finds nothing: no socket in control.folder: %s", error)
+            return
+        with self._lock:
+            self._server = server
+            if self._is_closed:
+                server.close()
+                return
+        logger.info("`kvtiers status` shows this engine as %s, in %s", server.engine, folder)
+
+    def _status(self, parameters: Mapping[str, Any]) -> Any:
+        if parameters:
+            raise QuestionRefused("status takes no parameters")
+        return self.board.status(version("kvtiers")).model_dump(mode="json")
+
+    def _explain(self, parameters: Mapping[str, Any]) -> Any:
+        if self._chain.explain is None:
+            raise QuestionRefused(
+                "nothing is kept of requests; write explain: {} into the engine's chain"
+            )
+        try:
+            return answer(self._scheduler.explainer, parameters)
+        except ValidationError as error:
+            raise QuestionRefused(f"no question: {error.errors()[0]['msg']}") from error
+
+    def close(self) -> None:
+        """Remove the socket. Does not wait for clients."""
+        with self._lock:
+            self._is_closed = True
+            if self._server is not None:
+                self._server.close()

@@ -1,0 +1,82 @@
+"""The status of an engine and its tiers, as it crosses the control socket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Percentiles(BaseModel):
+    """Of the last samples, in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    p50: float
+    p99: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Percentiles | None:
+        if not samples:
+            return None
+        by_size = sorted(samples)
+        last = len(by_size) - 1
+        return cls(p50=by_size[last // 2], p99=by_size[round(0.99 * last)], samples=len(by_size))
+
+
+class TierStatus(BaseModel):
+    """One tier. Sums are since the engine's start, `_late` and rates over the last minute. Bytes
+    are those of all ranks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    type: str
+    state: str = Field(description="One of opening, open, degraded, down, refused.")
+    why: str = Field(description="The last error where the state is not open; else empty.")
+    capacity_bytes: float = Field(description="0: it has no bound of ours.")
+    used_bytes: float
+    token_share: float | None = Field(description="Part of the prompts' tokens that it loaded.")
+    token_share_late: float | None
+    loaded_bytes_per_second: float
+    stored_bytes_per_second: float
+    measured_load_bytes_per_second: float | None = Field(
+        description="What it loads after its fixed time, as measured; None: not yet measured."
+    )
+    load_latency_seconds: float | None = Field(description="That fixed time.")
+    loading_jobs: float
+    storing_jobs: float
+    lookup_seconds: Percentiles | None
+    load_seconds: Percentiles | None
+    dropped_blocks: dict[str, float] = Field(description="Blocks not stored, by reason.")
+    sums: dict[str, float] = Field(description="All counters of docs/metrics.md.")
+
+
+class GhostStatus(BaseModel):
+    """What a tier would have of the prompts' blocks, with settings of its own or others."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tier: str
+    hit_ratio: float
+    error: float
+
+
+class EngineStatus(BaseModel):
+    """An engine's chain, its tiers in load priority."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: str = Field(description="That of kvtiers.")
+    load_policy: str
+    up_seconds: float
+    measured_seconds_ago: float | None = Field(
+        description="When a step last brought counts: an engine without requests takes no steps."
+    )
+    window_seconds: float = Field(description="Over which rates are.")
+    prompt_tokens: float
+    prompt_tokens_late: float
+    prefill_tokens_per_second: float | None
+    tiers: list[TierStatus]
+    ghosts: list[GhostStatus]

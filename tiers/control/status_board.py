@@ -1,0 +1,150 @@
+"""How does an engine do now? Its status, added up from what its chain measures."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
+from tiers.contract.stats import CHAIN, COUNTERS, LAST, TierStats
+from tiers.control.engine_status import EngineStatus, GhostStatus, Percentiles, TierStatus
+
+WINDOW = 60.0
+"""Seconds over which rates and shares of late are taken, about."""
+MARKS = 6
+"""Counts of before that are kept for that; a window is longer by one part of these at most."""
+SAMPLES = 512
+"""Samples of a histogram whose percentiles are given: the last ones."""
+DROPPED = "store_dropped_"
+Sums = dict[str, dict[str, float]]
+
+
+class StatusBoard:
+    """Adds up what a chain measures. The scheduler's thread calls `measured`, any thread `status`.
+
+    The scheduler's thread alone writes; a reader copies each dict in one call, while it holds the
+    interpreter.
+    """
+
+    def __init__(
+        self,
+        scheduler: MultiScheduler,
+        types: Mapping[str, str],
+        load_policy: str,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`types`: of the tiers, by name, in load priority."""
+        self._scheduler = scheduler
+        self._types = types
+        self._load_policy = load_policy
+        self._now = now
+        self._began = now()
+        self._last: float | None = None
+        self._sums: Sums = {}
+        self._samples: dict[tuple[str, str], deque[float]] = {}
+        self._marks: deque[tuple[float, Sums]] = deque([(self._began, {})], maxlen=MARKS + 1)
+
+    def measured(self, stats: Mapping[str, Any]) -> None:
+        """Take what `MultiScheduler.stats_by_child` gave: measures since the last call."""
+        now = self._last = self._now()
+        if now - self._marks[-1][0] >= WINDOW / MARKS:
+            self._marks.append((now, {tier: dict(sums) for tier, sums in self._sums.items()}))
+        for tiers in stats.values():
+            for tier, measures in tiers.data.items() if isinstance(tiers, TierStats) else ():
+                sums = self._sums.setdefault(tier, {})
+                for name, value in measures.items():
+                    if isinstance(value, list):
+                        kept = self._samples.setdefault((tier, name), deque(maxlen=SAMPLES))
+                        kept.extend(value)
+                    elif name in LAST:
+                        sums[name] = value
+                    else:
+                        sums[name] = sums.get(name, 0.0) + value
+
+    def status(self, version: str) -> EngineStatus:
+        """The status now. Raises RuntimeError if something grew while it was read."""
+        now = self._now()
+        sums = {tier: dict(of_tier) for tier, of_tier in list(self._sums.items())}
+        marks = list(self._marks)
+        # The oldest that lies within the window, or else the newest.
+        since, before = next((mark for mark in marks if now - mark[0] <= WINDOW), marks[-1])
+        late: Sums = {
+            tier: {name: value - before.get(tier, {}).get(name, 0.0) for name, value in s.items()}
+            for tier, s in sums.items()
+        }
+        seconds = max(now - since, 1e-3)
+        chain, chain_late = sums.get(CHAIN, {}), late.get(CHAIN, {})
+        prompts = chain.get("prompt_tokens", 0.0), chain_late.get("prompt_tokens", 0.0)
+        children = zip(self._scheduler.names, self._scheduler.children, strict=True)
+        tiers = [
+            self._tier(name, child, sums.get(name, {}), late.get(name, {}), prompts, seconds)
+            for name, child in children
+            if isinstance(child, OffloadingScheduler)
+        ]
+        rates = (
+            s["prefill_tokens_per_second"]
+            for s in sums.values()
+            if s.get("prefill_tokens_per_second")
+        )
+        return EngineStatus(
+            version=version,
+            load_policy=self._load_policy,
+            up_seconds=now - self._began,
+            measured_seconds_ago=None if self._last is None else now - self._last,
+            window_seconds=seconds,
+            prompt_tokens=prompts[0],
+            prompt_tokens_late=prompts[1],
+            prefill_tokens_per_second=next(filter(None, rates), None),
+            tiers=tiers,
+            ghosts=[
+                GhostStatus(tier=tier, hit_ratio=s["ghost_hit_ratio"], error=s["ghost_hit_error"])
+                for tier, s in sums.items()
+                if s.keys() >= {"ghost_hit_ratio", "ghost_hit_error"}
+            ],
+        )
+
+    def _tier(
+        self,
+        name: str,
+        child: OffloadingScheduler,
+        sums: Mapping[str, float],
+        late: Mapping[str, float],
+        prompts: tuple[float, float],
+        seconds: float,
+    ) -> TierStatus:
+        state, why = child.condition()
+        used, capacity = child.room()
+        tokens, rate = sums.get("loaded_tokens"), sums.get("load_tokens_per_second")
+        # Of all ranks, and of a load's own blocks: what a token takes here.
+        token_bytes = sums.get("loaded_bytes", 0.0) / tokens if tokens else None
+        return TierStatus(
+            name=name,
+            type=self._types.get(name, ""),
+            state=state,
+            why=why,
+            capacity_bytes=capacity,
+            used_bytes=used,
+            token_share=_share(sums.get("loaded_tokens", 0.0), prompts[0]),
+            token_share_late=_share(late.get("loaded_tokens", 0.0), prompts[1]),
+            loaded_bytes_per_second=late.get("loaded_bytes", 0.0) / seconds,
+            stored_bytes_per_second=late.get("stored_bytes", 0.0) / seconds,
+            measured_load_bytes_per_second=rate * token_bytes if rate and token_bytes else None,
+            load_latency_seconds=sums.get("load_latency_seconds"),
+            loading_jobs=sums.get("loading_jobs", 0.0),
+            storing_jobs=sums.get("storing_jobs", 0.0),
+            lookup_seconds=Percentiles.of(list(self._samples.get((name, "lookup_seconds"), ()))),
+            load_seconds=Percentiles.of(list(self._samples.get((name, "load_seconds"), ()))),
+            dropped_blocks={
+                measure.removeprefix(DROPPED): value
+                for measure, value in sums.items()
+                if measure.startswith(DROPPED) and value
+            },
+            sums={measure: value for measure, value in sums.items() if measure in COUNTERS},
+        )
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
