@@ -166,7 +166,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         if request_state.is_undecided:
             # Engines call again, with no tokens, when a load beside the steps has ended.
             request_state.is_undecided = False
-            if not request_state.has_begun:
+            if self._loaders and not request_state.has_begun:
                 self._prompt_tokens += request.num_prompt_tokens
             loads = not choice.tokens or num_external_tokens > 0
             self._chooser.decided(request_state, choice if loads else NO_LOAD)
@@ -339,7 +339,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         """As of any connector; the table of requests and the observers add theirs."""
         stats = super().stats_by_child()
         measured = [self._requests.take_measures()]
-        if self._loaders and self._prompt_tokens:
+        if self._prompt_tokens:
             measured.append({CHAIN: {"prompt_tokens": self._prompt_tokens}})
             self._prompt_tokens = 0
         measured += [observer.take_measures() for observer in self._observers]
