@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 from spec.chain import ChainSpec
 from spec.offloading import HostSpec, OffloadingSpec
+from tiers.connector.live_chain import LiveChain, OpenObservers, tenant_names
 from tiers.connector.multi.multi_scheduler import MultiScheduler, MultiSettings
 from tiers.connector.multi.multi_worker import MultiWorker
+from tiers.connector.multi.worker_changes import ChangeParts
 from tiers.connector.observers import open_ghosts, open_recorder
 from tiers.connector.policy.request_state import RequestTable
 from tiers.connector.policy.tenant_counts import TenantCounts
@@ -42,7 +44,7 @@ class SchedulerParts(NamedTuple):
     settings: MultiSettings
 
 
-WorkerParts = tuple[Sequence[OffloadingWorker], Sequence[str], str, Watch]
+WorkerParts = tuple[Sequence[OffloadingWorker], Sequence[str], str, Watch, ChangeParts]
 """The parameters of a `MultiWorker`."""
 
 
@@ -72,18 +74,17 @@ def scheduler_parts(
     # One for all tiers: each would else gather a block for itself, after a reset.
     keeps = chain.on_reset == "keep"
     generation = Generation(lasts=keeps, is_own=engine.weights_change and not keeps)
-    names = {salt: rule.name for salt, rule in chain.tenants.items() if rule.name is not None}
     requests = RequestTable(
         engine,
         generation,
         now,
         max_wait=chain.max_wait,
         prompt_only=chain.store == "prompt",
-        tenants=TenantCounts(names),
+        tenants=TenantCounts(tenant_names(chain)),
     )
     opener = TierOpener(chain, engine, generation, now)
 
-    def open_tier(tier: OffloadingSpec) -> OffloadingScheduler:
+    def open_tier(tier: OffloadingSpec, chain: ChainSpec) -> OffloadingScheduler:
         return OffloadingScheduler(
             tier,
             requests,
@@ -96,12 +97,16 @@ def scheduler_parts(
         )
 
     observers: list[RequestObserver] = []
-    observers += open_recorder(chain, requests, opener, now)
-    parts = len(requests.groups)
-    observers += open_ghosts(chain, requests, lambda: opener.slot_bytes * parts, now)
-    explanations = open_explanations(chain.explain, _names(chain), engine.block_tokens)
+    parts, names = len(requests.groups), _names(chain)
+    explanations = open_explanations(chain.explain, names, engine.block_tokens)
     if explanations is not None:
         observers.append(explanations)
+    opens: dict[str, OpenObservers] = {
+        "record": lambda chain: open_recorder(chain, requests, opener, now),
+        "ghosts": lambda chain: open_ghosts(
+            chain, requests, lambda: opener.slot_bytes * parts, now
+        ),
+    }
     settings = MultiSettings(
         load_policy=chain.load_policy,
         requests=requests,
@@ -110,8 +115,10 @@ def scheduler_parts(
         observers=observers,
         explainer=explanations or Explanations(),
         reports_cached=chain.report_cached_tokens,
+        rebuilder=LiveChain(chain, requests, opener, open_tier, names, observers, opens),
     )
-    return SchedulerParts([*map(open_tier, chain.tiers)], _names(chain), _identity(chain), settings)
+    tiers = [open_tier(tier, chain) for tier in chain.tiers]
+    return SchedulerParts(tiers, _names(chain), _identity(chain), settings)
 
 
 def worker_parts(
@@ -130,8 +137,13 @@ def worker_parts(
     """
     engine = _salted(engine, chain)
     host = HostSlots(engine, PoolSize.of(chain, engine), open_copier, root, now)
-    children = [OffloadingWorker(tier, host, DRAIN_SECONDS) for tier in chain.tiers]
-    return children, _names(chain), _identity(chain), host.watch
+
+    def make(tier: OffloadingSpec) -> OffloadingWorker:
+        return OffloadingWorker(tier, host, DRAIN_SECONDS)
+
+    children = [*map(make, chain.tiers)]
+    parts = ChangeParts(engine.rank, make, host.close)
+    return children, _names(chain), _identity(chain), host.watch, parts
 
 
 def _salted(engine: EngineInfo, chain: ChainSpec) -> EngineInfo:

@@ -105,7 +105,7 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
 }
 """Every histogram of a tier: what is sampled, and the upper bounds of its buckets."""
 
-STATES = ("opening", "open", "degraded", "down", "refused")
+STATES = ("opening", "open", "degraded", "down", "refused", "detached")
 """The states of a tier; its measure `STATE` is the place of one of them here."""
 
 STATE = "tier_state"
@@ -114,7 +114,7 @@ STATE_MEANS = (
     "1 for the state of the tier, 0 for the others. opening: its first opening has not ended. "
     "open: it works. degraded: it works in part: reads or writes are down, on some rank perhaps, "
     "or it can't hold its capacity. down: it does not work now and is tried again. refused: it "
-    "can't be used as it is configured."
+    "can't be used as it is configured. detached: it was taken out of the chain."
 )
 
 CHAIN = "(chain)"

@@ -42,7 +42,7 @@ class Explanations:
     ) -> None:
         """`names`: of the children. `ended` is called for each request that has ended, and
         must return at once."""
-        self.names = tuple(names)
+        self.names = names
         self.block_tokens = block_tokens
         self._max_requests = max_requests
         self._max_bytes = max_bytes

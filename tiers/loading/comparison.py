@@ -105,13 +105,13 @@ class Comparison:
         self.meters = meters
         self._probes = Exploration(least=-(-LEAST_TOKENS // block_tokens))
         self._size = block_tokens
-        self._always = always
+        self.always = always
         self._blind = 0
 
     @property
     def token_seconds(self) -> float | None:
         """Seconds to compute a token, with which loads are compared; None: they are not."""
-        return None if self._always else self.prefill.seconds_per_token
+        return None if self.always else self.prefill.seconds_per_token
 
     def _is_long(self, plan: Plan) -> bool:
         """Whether another plan for as many tokens could be sooner by much."""
@@ -144,7 +144,7 @@ class Comparison:
             found = best._replace(passed=passed, seconds=seconds)
         if best.plan is None or (best.plan.parts and self._is_long(best.plan)):
             found = self._probing(propose, wish, found)
-        if self._always:
+        if self.always:
             return found
         if each is None:
             return found._replace(within=max(FIRST_PATIENCE, 2 * found.load))
@@ -215,7 +215,7 @@ class Comparison:
         self, propose: Propose[P], cut: Collection[int], plan: P, wish: Wish
     ) -> P | None:
         """Half of the plan, where the engine is to be measured; None: it is not, or can't be."""
-        if self._always or self.token_seconds is not None or self._blind < BLIND:
+        if self.always or self.token_seconds is not None or self._blind < BLIND:
             return None
         half = plan.tokens // 2
         if wish.blocks * self._size - plan.tokens >= MIN_TOKENS or half < MIN_TOKENS:

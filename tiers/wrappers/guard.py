@@ -221,6 +221,11 @@ class Guarded(StoreWrapper):
             if allowed:
                 self._inner.drop(keys)
 
+    def use_deadline(self, seconds: float) -> None:
+        """Calls that begin from now on may take so long."""
+        for breaker in self._names:
+            breaker.deadline = seconds
+
     def close(self, seconds: float | None = None) -> None:
         """Close the store, even one that is down; waits so long at most. Idempotent."""
         seconds = CLOSE_SECONDS if seconds is None else seconds

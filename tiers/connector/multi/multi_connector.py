@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from tiers.contract.changes import ChangeOrder, ChangeReport
 from tiers.contract.connector import Connector
 from tiers.contract.stats import TierStats
 from tiers.contract.weight_reports import WeightOrders, WeightReport
@@ -28,6 +29,14 @@ class MultiConnector(Connector, Generic[C]):
         self.children = tuple(children)
         self.names = tuple(names or map(str, range(len(self.children))))
         self._chain = chain
+
+    def put_child(self, place: int, name: str, child: C) -> None:
+        """Have this child at a place, which may be the next one, from now on. Places last as long
+        as the engine runs: plans and notes of requests, and messages in flight, name them."""
+        children, names = list(self.children), list(self.names)
+        children[place : place + 1] = [child]
+        names[place : place + 1] = [name]
+        self.children, self.names = tuple(children), tuple(names)
 
     def for_each(self, call: Callable[..., object], *parts: Iterable[Any]) -> None:
         """Call for every child in order, with its entry of each of `parts`, also when one raises.
@@ -86,23 +95,25 @@ class MultiConnectorMetadata:
 
     `extra_async_saves`: requests that more than one child is saving, and how many more. `step`: the
     number under which the scheduler measures how long the step takes; None: it does not. `weights`:
-    orders for looks at the weights.
+    orders for looks at the weights. `changes`: of the chain, which come before all else.
     """
 
     metadata: tuple[Any, ...]
     extra_async_saves: dict[str, int]
     step: int | None = None
     weights: WeightOrders = WeightOrders()  # noqa: RUF009 - it is a constant
+    changes: tuple[ChangeOrder, ...] = ()
 
 
 @dataclass
 class MultiWorkerMetadata:
-    """What the children of one worker finished, the number of the step that is over, and what was
-    seen of the weights."""
+    """What the children of one worker finished, the number of the step that is over, what was
+    seen of the weights, and what was done of changes."""
 
     metadata: tuple[Any, ...]
     step: int | None = None
     weights: WeightReport | None = None
+    changes: ChangeReport | None = None
 
     def aggregate(self, other: MultiWorkerMetadata) -> MultiWorkerMetadata:
         """Both ranks' metadata, child by child."""
@@ -114,6 +125,9 @@ class MultiWorkerMetadata:
             ),
             self.step,
             self.weights.fold(other.weights) if self.weights is not None else other.weights,
+            self.changes.fold(other.changes)
+            if self.changes is not None and other.changes is not None
+            else self.changes or other.changes,
         )
 
 

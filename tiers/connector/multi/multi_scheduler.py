@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spec.chain import LoadPolicy
+from spec.chain import ChainSpec, LoadPolicy
 from tiers.concurrency.repeated_log import RepeatedLog
+from tiers.connector.multi.changes import Changes, PendingChange, Rebuilder
 from tiers.connector.multi.multi_connector import (
     MultiConnector,
     MultiConnectorMetadata,
@@ -55,7 +56,8 @@ class MultiSettings:
     the engine, with blocks of `block_tokens`. `loads_always`: also what is computed sooner. `now`:
     seconds, never going back. `observers`: hear of every request.
     `explainer`: notes why each request is served as it is. `reports_cached`: whether responses have
-    the tokens that tiers loaded.
+    the tokens that tiers loaded. `rebuilder`: with which the chain changes while the engine runs;
+    None: it does not. `wake`: has an engine that idles make a step.
     """
 
     load_policy: LoadPolicy = "first"
@@ -66,6 +68,8 @@ class MultiSettings:
     observers: Sequence[RequestObserver] = ()
     explainer: Explanations = field(default_factory=Explanations)
     reports_cached: bool = False
+    rebuilder: Rebuilder | None = None
+    wake: Callable[[], None] = lambda: None
 
 
 class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
@@ -92,19 +96,23 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self._reports_cached = settings.reports_cached
         self._loaders = {i: c for i, c in enumerate(children) if isinstance(c, BlockLoader)}
         costs = {index: loader.load_cost for index, loader in self._loaders.items()}
-        comparison = Comparison(self._block_tokens, costs, now, settings.loads_always)
-        self._prefill = comparison.prefill
+        self._comparison = Comparison(self._block_tokens, costs, now, settings.loads_always)
+        self._prefill = self._comparison.prefill
         self._chooser = Chooser(
             self.children,
             self.names,
             settings.load_policy,
             requests,
-            comparison,
+            self._comparison,
             LookupLatency(now),
         )
         self._sharing = LoadSharing(requests.engine) if requests.engine.caches_prefixes else None
         self._agreement = WeightAgreement(requests.engine.world_size, requests.generation)
-        self._changes = RepeatedLog(logger, "the weights", "changes without a reset")
+        self._unannounced = RepeatedLog(logger, "the weights", "changes without a reset")
+        self._changes: Changes | None = None
+        if settings.rebuilder is not None:
+            ranks = requests.engine.world_size
+            self._changes = Changes(self, settings.rebuilder, ranks, settings.wake, now)
         self._observers = settings.observers
         self.explainer = settings.explainer
         self._prompt_tokens = 0
@@ -221,9 +229,12 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         step = self._requests.begin_step(scheduler_output)
         self.explainer.runs(scheduler_output)
         saves, self._more_saves = self._more_saves, {}
+        is_changing = self._changes is not None and self._changes.is_busy
+        changes = self._changes.step() if self._changes is not None and is_changing else ()
         metadata = tuple(child.build_connector_meta(scheduler_output) for child in self.children)
         number = self._prefill.step_begins(step.prompt_tokens) if self._loaders else None
-        return MultiConnectorMetadata(metadata, saves, number, self._agreement.orders(metadata))
+        orders = self._agreement.orders(metadata)
+        return MultiConnectorMetadata(metadata, saves, number, orders, changes)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine has computed a prompt's tokens, and reports how long that took."""
@@ -243,9 +254,12 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
             self._note_prefill_rate()
         parts: Sequence[Any] = ()
         if isinstance(whole, MultiWorkerMetadata):
-            parts = whole.metadata
+            # A step in flight when tiers came has no part for them.
+            parts = (*whole.metadata, *(None,) * (len(self.children) - len(whole.metadata)))
             if whole.weights is not None:
                 self._requests.engine.marks.take_reports(whole.weights.adapters)
+            if whole.changes is not None and self._changes is not None:
+                self._changes.heard(whole.changes)
 
         def update(child: SchedulerConnector, part: Any) -> None:
             connector_output.kv_connector_worker_meta = part
@@ -261,7 +275,7 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
     def weights_changed(self) -> None:
         """Begin the next generation: workers saw that the weights are others, and the engine
         did not report it."""
-        self._changes.log(
+        self._unannounced.log(
             "the weights changed, and the engine's prefix cache was not reset. This engine loads "
             "nothing again that it stored before, and no other finds what it stores from now on. "
             "Reset that cache after each change: it may still serve KV of other weights"
@@ -270,9 +284,39 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
         self.for_each(lambda child: child.weights_changed())
 
     def has_pending_push_work(self) -> bool:
-        """Also while ranks wait for each other's report on the weights."""
+        """Also while ranks wait for each other's report on the weights, or a change for them."""
         pending = any(child.has_pending_push_work() for child in self.children)
-        return self._agreement.waits or pending
+        changes = self._changes is not None and self._changes.waits
+        return self._agreement.waits or changes or pending
+
+    # -- changes of the chain -----------------------------------------------------------------
+
+    @property
+    def changes(self) -> Changes | None:
+        """The changes of its chain; None: it lists connectors, or can't change."""
+        return self._changes
+
+    def request_change(self, new: ChainSpec, if_version: int | None = None) -> PendingChange:
+        """Ask for another chain; any thread may, and then wait for the result."""
+        if self._changes is None:
+            pending = PendingChange()
+            pending.end(0, "this engine lists connectors in place of a chain: restart it instead")
+            return pending
+        return self._changes.request(new, if_version)
+
+    def put_child(self, place: int, name: str, child: SchedulerConnector) -> None:
+        super().put_child(place, name, child)
+        self._loaders.pop(place, None)
+        if isinstance(child, BlockLoader):
+            self._loaders[place] = child
+
+    def take_up(self, chain: ChainSpec, places: Sequence[int]) -> None:
+        """Load as the chain says, from the children of these places alone, in this order."""
+        self._chooser.use_policy(chain.load_policy)
+        self._comparison.always = chain.load_when == "always"
+        self._reports_cached = chain.report_cached_tokens
+        self._comparison.meters = {i: self._loaders[i].load_cost for i in places}
+        self._chooser.follow(self.children, self.names, places)
 
     def _choice_of(self, request: Request) -> Choice:
         request_state = self._requests.get(request)
@@ -419,6 +463,8 @@ class MultiScheduler(MultiConnector[SchedulerConnector], SchedulerConnector):
 
     def shutdown(self) -> None:
         """Shut every child down, also when one raises, and then the observers."""
+        if self._changes is not None:
+            self._changes.close()
         try:
             super().shutdown()
         finally:

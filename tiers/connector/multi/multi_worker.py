@@ -15,6 +15,7 @@ from tiers.connector.multi.multi_connector import (
     MultiHandshakeMetadata,
     MultiWorkerMetadata,
 )
+from tiers.connector.multi.worker_changes import ChangeParts, WorkerChanges
 from tiers.contract.connector import WorkerConnector
 from tiers.contract.messages import OffloadingConnectorMetadata, TransferResults
 from tiers.contract.weight_reports import Watch
@@ -30,11 +31,13 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         names: Sequence[str] | None = None,
         chain: str = "",
         watch: Watch | None = None,
+        parts: ChangeParts | None = None,
     ) -> None:
         """`names` and `chain`: see `MultiConnector`. `watch`: that of the children's weights; None:
-        they keep no blocks."""
+        they keep no blocks. `parts`: with which the chain changes; None: it does not."""
         MultiConnector.__init__(self, children, names, chain)
         self._watch = watch or Watch()
+        self._chain_changes = None if parts is None else WorkerChanges(self, parts)
         self._hears_layers = any(map(_hears_layers, self.children))
         self._saves_awaited: dict[str, int] = {}
         self._loads_awaited: dict[str, int] = {}
@@ -77,11 +80,16 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         assert isinstance(connector_metadata, MultiConnectorMetadata), "another's orders"
+        self._follow(connector_metadata)
         self._saves_awaited.update(connector_metadata.extra_async_saves)
         self._watch.bind(connector_metadata.weights)
         for child, orders in zip(self.children, connector_metadata.metadata, strict=True):
             child.bind_connector_metadata(orders)
         super().bind_connector_metadata(connector_metadata)
+
+    def _follow(self, orders: MultiConnectorMetadata) -> None:
+        if self._chain_changes is not None:
+            self._chain_changes.follow(orders.changes)
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
@@ -89,6 +97,7 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         assert isinstance(kv_connector_metadata, MultiConnectorMetadata), "another's orders"
+        self._follow(kv_connector_metadata)
         self.for_each(
             lambda child, orders: child.handle_preemptions(orders), kv_connector_metadata.metadata
         )
@@ -138,9 +147,17 @@ class MultiWorker(MultiConnector[WorkerConnector], WorkerConnector):
         is not measured."""
         metadata = tuple(child.build_connector_worker_meta() for child in self.children)
         weights, step = self._watch.report(), getattr(self._metadata, "step", None)
-        if weights is None and step is None and all(m is None for m in metadata):
+        changes = None if self._chain_changes is None else self._chain_changes.report()
+        news = (weights, step, changes, *metadata)
+        if all(part is None for part in news):
             return None
-        return MultiWorkerMetadata(metadata, step, weights)
+        return MultiWorkerMetadata(metadata, step, weights, changes)
+
+    def shutdown(self) -> None:
+        """Shut every child down, and close what was prepared for a change."""
+        if self._chain_changes is not None:
+            self._chain_changes.close()
+        super().shutdown()
 
     def get_kv_connector_kv_cache_events(self) -> Any:
         """The events of all children that collect any on workers; None: none does."""

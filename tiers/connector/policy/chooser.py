@@ -96,9 +96,9 @@ class Chooser:
         self._children = tuple(zip(names, children, strict=True))
         self._comparison = comparison
         self._waits = waits
-        self._apply_policy = self._stitch if load == "stitched" else self._one_child
-        self._takes_first = load == "first"
-        self._shares = load == "stitched"
+        self._order: tuple[int, ...] = tuple(range(len(self._children)))
+        """The places of the children that may load, in load priority."""
+        self.use_policy(load)
         self._requests = requests
         self._block_tokens = requests.engine.block_tokens
         self._window = requests.groups.window
@@ -111,6 +111,23 @@ class Chooser:
             for index, child in enumerate(children)
             if index not in self._loaders and not getattr(child, "limits_requests", False)
         }
+
+    # -- changes of the chain ----------------------------------------------------------------
+
+    def use_policy(self, load: LoadPolicy) -> None:
+        self._apply_policy = self._stitch if load == "stitched" else self._one_child
+        self._takes_first = load == "first"
+        self._shares = load == "stitched"
+
+    def follow(
+        self, children: Sequence[SchedulerConnector], names: Sequence[str], order: Sequence[int]
+    ) -> None:
+        """Choose among the children of these places alone, in this order, all of them tiers of
+        ours. What was planned so far stays as it is."""
+        self._children = tuple(zip(names, children, strict=True))
+        self._order = tuple(order)
+        ours = {i: child for i in order if isinstance(child := children[i], BlockLoader)}
+        self._loaders = ours
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -168,7 +185,8 @@ class Chooser:
         versions = [loader.version(request_state) for loader in self._loaders.values()]
         known = None not in versions
         loadable = self._requests.loadable(request_state)
-        return (computed, request_state.request.num_tokens, loadable, *versions) if known else None
+        tokens = request_state.request.num_tokens
+        return (computed, tokens, loadable, self._order, *versions) if known else None
 
     def decided(self, request_state: RequestState, choice: Choice) -> None:
         """The engine begins the request as it was chosen."""
@@ -253,7 +271,7 @@ class Chooser:
         another has all loadable tokens already. Nobody below a child that suffices is asked.
         """
         best, looking = NO_LOAD, False
-        for index in range(len(self._children)):
+        for index in self._order:
             if index in but or not self._may_load(index, question):
                 continue
             tokens, is_async = self._ask(index, question)

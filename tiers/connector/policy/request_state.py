@@ -46,7 +46,8 @@ class RequestState:
     `has_begun` once it did. `held`: coverage of tiers, valid while `versions` are unchanged.
     `foreign_loader`: the engine's own connector that loads all of it; `failed`: those that left it
     nothing. `load`, `awaits`: see `LoadSharing`. `prompt_tokens`: known before it ran. `looking`:
-    see `LookupLatency`. `tiers`: by name. `cached`: tokens of its prompt that each tier loaded.
+    see `LookupLatency`. `tiers`: what each keeps of it, by the tier itself. `cached`: tokens of its
+    prompt that each tier loaded.
     """
 
     request: Request
@@ -72,7 +73,7 @@ class RequestState:
     awaits: RequestState | None = None
     prompt_tokens: int = 0
     looking: dict[int, float] = field(default_factory=dict)
-    tiers: dict[str, Any] = field(default_factory=dict)
+    tiers: dict[object, Any] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -156,6 +157,10 @@ class RequestTable:
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def retune(self, max_wait: float, prompt_only: bool) -> None:
+        """Requests that come from now on may wait so long, and store that."""
+        self._max_wait, self._prompt_only = max_wait, prompt_only
 
     def get(self, request: Request) -> RequestState | None:
         return self._states.get(request.request_id)

@@ -22,7 +22,7 @@ class TenantCounts:
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
         """`names`: of the tenants that are shown, by their salts, which never are."""
-        self._names = names or {}
+        self.names = names or {}
         self._counts: defaultdict[str, defaultdict[str, float]] = _no_counts()
         self._unvalued: defaultdict[str, int] = defaultdict(int)
         self.prefill_token_seconds: float | None = None
@@ -41,7 +41,7 @@ class TenantCounts:
         self._unvalued[self._entry(tenant)] += tokens
 
     def _entry(self, tenant: str) -> str:
-        return TENANT + self._names.get(tenant, OTHER_TENANTS)
+        return TENANT + self.names.get(tenant, OTHER_TENANTS)
 
     def take_measures(self) -> Mapping[str, Mapping[str, float]]:
         """Measures since the last call, by the entry of each tenant."""

@@ -66,18 +66,27 @@ class Admission:
         is_only_tier: bool = False,
         step_blocks: int = 0,
     ) -> None:
-        store = spec if isinstance(spec, StoreSpec) else None
         self.acceptance = AcceptanceMonitor(spec, now)
         self.rate = StoreRate()
-        self._max_inflight = store.max_inflight if store is not None else None
-        self._share = 1.0 if is_only_tier else 0.5
         self._step_blocks = step_blocks
-        self._store_threshold = spec.store_threshold
-        self._budget = store.write_budget if store is not None else None
         self._now = now
         self._counts: dict[bytes, int] = {}
-        self._left = (self._budget or 0.0) * BURST
+        self._budget: float | None = None
+        self._left = 0.0
         self._since = now()
+        self.use(spec, is_only_tier)
+
+    def use(self, spec: OffloadingSpec, is_only_tier: bool) -> None:
+        """Admit by these settings from now on. What is left of a write budget stays, but for one
+        that is new."""
+        store = spec if isinstance(spec, StoreSpec) else None
+        self.acceptance.spec = spec
+        self._max_inflight = store.max_inflight if store is not None else None
+        self._share = 1.0 if is_only_tier else 0.5
+        self._store_threshold = spec.store_threshold
+        before, self._budget = self._budget, store.write_budget if store is not None else None
+        most = (self._budget or 0.0) * BURST
+        self._left = most if before is None else min(self._left, most)
 
     def most_inflight(self, block_bytes: int, slots: int) -> int:
         """How many blocks may be in flight into the tier, of a pool of `slots`.
@@ -143,7 +152,7 @@ class AcceptanceMonitor:
     """
 
     def __init__(self, spec: OffloadingSpec, now: Callable[[], float]) -> None:
-        self._spec = spec
+        self.spec = spec
         self._now = now
         self._since: float | None = None
         self._quiet_until = 0.0
@@ -178,7 +187,7 @@ class AcceptanceMonitor:
             (reason, _), *_ = self._lost.most_common(1)
             logger.warning(
                 "tier %r took %d of the %d blocks that it was offered in %.0f s: %s",
-                log_name(self._spec),
+                log_name(self.spec),
                 max(0, self._offered - lost),
                 self._offered,
                 now - self._since,
@@ -188,7 +197,7 @@ class AcceptanceMonitor:
         self._lost.clear()
 
     def _remedy(self, reason: str) -> str:
-        store = self._spec if isinstance(self._spec, StoreSpec) else None
+        store = self.spec if isinstance(self.spec, StoreSpec) else None
         if reason == "store_dropped_budget" and store is not None and store.write_budget:
             return (
                 f"raise its write_budget, now {format_rate(store.write_budget)}, or keep out with "
@@ -233,6 +242,10 @@ class Tenants:
         self._max_retained = max_retained
         self._kept: defaultdict[str, dict[bytes, None]] = defaultdict(dict)
         self._owner: dict[bytes, str] = {}
+
+    def follow(self, other: Tenants) -> None:
+        """Go by these rules from now on, over the blocks counted so far."""
+        self._rules, self._max_retained = other._rules, other._max_retained
 
     def may_keep(self, tenant: str) -> bool:
         """Whether the tier is one for this tenant."""

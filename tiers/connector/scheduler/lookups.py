@@ -321,17 +321,20 @@ class LookupQueue:
         answer. `clock` gives seconds."""
         self.threads = io_executor(self.THREADS, "lookup")
         self._look = look
-        self._patience = patience
         self._clock = clock
         # Without it a call that ends would be counted while another is taken, and be lost.
         self._lock = threading.Lock()
         self._waiting: deque[_KeyQuestion] = deque()
         self._calls: list[list[_KeyQuestion]] = []
         self._asked_for = self._answered = self._each = 0.0
-        self._most_spare = self.BURST_PART * patience
+        self.wait_at_most(patience)
         self._spare, self._is_free = self._most_spare, True
         self._noted = self._came = self._since = clock()
         self._step = self._step_before = 0.0
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Requests wait so long for an answer from now on."""
+        self._patience, self._most_spare = seconds, self.BURST_PART * seconds
 
     def ask(self, keys: Sequence[bytes], first: int) -> AskedKeys:
         """Have a thread look up the keys from number `first` on, or refuse to."""

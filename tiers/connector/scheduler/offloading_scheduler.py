@@ -10,7 +10,7 @@ from typing import Any
 
 from spec.offloading import OffloadingSpec
 from tiers.connector.policy.block_loader import SharedLoad
-from tiers.connector.policy.request_state import RequestState, RequestTable
+from tiers.connector.policy.request_state import RequestState, RequestTable, lookup_seconds
 from tiers.connector.policy.tenant_counts import tenant_of
 from tiers.connector.scheduler.admission import Admission, Tenants
 from tiers.connector.scheduler.jobs import Jobs, PendingLoad
@@ -104,6 +104,27 @@ class OffloadingScheduler(SchedulerConnector):
         # The metrics learn of it by a step, which an engine without requests makes for that.
         self._is_news = not in_step
 
+    # -- changes of the chain ----------------------------------------------------------------
+
+    def open_ahead(self, handshakes: Sequence[WorkerHandshake]) -> None:
+        """Open the tier for these workers, by rank, on the calling thread: nobody uses it yet.
+        Raises TierUnusable."""
+        self._handshakes = {handshake.rank: handshake for handshake in handshakes}
+        opened = self._opener.open(self._spec, handshakes, False, self._tier.evicted)
+        self._tier.opened(opened)
+
+    def retune(
+        self, spec: OffloadingSpec, tenants: Tenants, promote: bool, is_only: bool, max_wait: float
+    ) -> None:
+        """Work by these settings from now on, and by those of its chain; see `Admission`."""
+        self._promote = promote
+        self._tier.tenants.follow(tenants)
+        self._stores.retune(spec, promote, is_only)
+        self.manager.retune(spec, lookup_seconds(max_wait))
+        if spec.capacity_bytes != self._spec.capacity_bytes:
+            self.resize(spec)
+        self._spec = spec
+
     def resize(self, spec: OffloadingSpec) -> None:
         """Have the tier hold the capacity of `spec`, its own settings otherwise, from this step on.
 
@@ -114,6 +135,11 @@ class OffloadingScheduler(SchedulerConnector):
         self._spec = spec
         if self._tier.usable:
             self._tier.open = self._opener.resize(self._tier.open, spec)
+
+    def drain(self) -> None:
+        """Store nothing more; what is in flight ends."""
+        self._stores.is_draining = True
+        self._stores.drop_last_offers()
 
     # -- state -------------------------------------------------------------------------------
 

@@ -70,13 +70,16 @@ class TierOpener:
         self.size = PoolSize.of(chain, engine)
         self.block_bytes = self.slot_bytes = 0
         """Bytes of one key's block, and of its slots, over all ranks; 0 until a tier opens."""
-        self._chain = chain
         self._engine = engine
         self._generation = generation
         self._now = now
-        self._announcer = Announcer(chain)
+        self.follow(chain)
         self._pool: SlotPool | None = None
         self._stores: list[StoreManager] = []
+
+    def follow(self, chain: ChainSpec) -> None:
+        """Open tiers of this chain from now on; its host pool stays as it is."""
+        self._chain, self._announcer = chain, Announcer(chain)
 
     def open(
         self,
@@ -165,7 +168,8 @@ class TierOpener:
         spaces = list(dict.fromkeys(handshake.namespace for handshake in handshakes))
         deadline = lookup_seconds(self._chain.max_wait)
         manager = StoreManager(store, spaces, self._generation, self._now, deadline)
-        self._stores.append(manager)
+        if self._engine.kv_events:
+            self._stores.append(manager)
         return manager
 
     def _require_one_host(self, handshakes: Sequence[WorkerHandshake]) -> None:

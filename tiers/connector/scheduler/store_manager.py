@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import not_
 
+from spec.offloading import OffloadingSpec, StoreSpec
 from tiers.concurrency.executors import widen_affinity
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.policy.request_state import LOOKUP_SECONDS
@@ -319,6 +320,11 @@ class StoreManager(TierManager):
 
     def evicted(self) -> int:
         return self._store.counts().evicted if isinstance(self._store, Guarded) else 0
+
+    def retune(self, spec: OffloadingSpec, lookup_deadline: float) -> None:
+        self._queue.wait_at_most(lookup_deadline)
+        if isinstance(self._store, Guarded) and isinstance(spec, StoreSpec):
+            self._store.use_deadline(spec.deadline)
 
     def close(self) -> None:
         """Close the store, once what nobody can find again is dropped, as far as time allows."""

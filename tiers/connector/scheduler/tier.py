@@ -104,9 +104,9 @@ class Tier:
 
     def request(self, request_state: RequestState) -> TierRequest:
         """What this tier keeps of a request."""
-        tier_request = request_state.tiers.get(self.name)
+        tier_request = request_state.tiers.get(self)
         if tier_request is None:
-            tier_request = request_state.tiers[self.name] = TierRequest(request_state)
+            tier_request = request_state.tiers[self] = TierRequest(request_state)
         assert isinstance(tier_request, TierRequest)
         return tier_request
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from spec.offloading import OffloadingSpec
 from tiers.connector.scheduler.lookups import Lookup, LookupPace
 from tiers.store import Usage
 from tiers.wrappers.guard import HEALTHY, Health
@@ -126,6 +127,10 @@ class TierManager:
     def slots_kept(self) -> int:
         """Slots of the host pool that the tier keeps blocks in."""
         return 0
+
+    def retune(self, spec: OffloadingSpec, lookup_deadline: float) -> None:
+        """Work by these settings of the tier from now on; a lookup is a miss after so many
+        seconds."""
 
     def close(self) -> None:
         """Release everything."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from spec.offloading import OffloadingSpec
 from tiers.connector.policy.request_state import (
     EngineStep,
     RequestState,
@@ -107,6 +108,8 @@ class TierStores:
         self, tier: Tier, jobs: Jobs, admission: Admission, hints: TierHints, promote: bool
     ) -> None:
         """`promote`: whether loaded blocks are stored, too."""
+        self.is_draining = False
+        """Whether nothing more is stored: the tier leaves the chain."""
         self.slots_pinned = 0
         """Slots that stores in flight hold."""
         self._tier = tier
@@ -118,6 +121,11 @@ class TierStores:
         self._last_offers: list[tuple[TierRequest, Offers]] = []
         self._keys: set[bytes] = set()
         self._reading: dict[int, int] = {}
+
+    def retune(self, spec: OffloadingSpec, promote: bool, is_only_tier: bool) -> None:
+        """Store by these settings from now on; see `Admission`."""
+        self._promote = promote
+        self._admission.use(spec, is_only_tier)
 
     # -- offering ----------------------------------------------------------------------------
 
@@ -140,7 +148,7 @@ class TierStores:
         return jobs, readers
 
     def _may_store(self, tier_request: TierRequest) -> bool:
-        if not self._tier.usable or not tier_request.request_state.stores:
+        if self.is_draining or not self._tier.usable or not tier_request.request_state.stores:
             return False
         return self._tier.tenants.may_keep(tenant_of(tier_request.request_state.request))
 

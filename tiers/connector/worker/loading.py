@@ -156,15 +156,20 @@ class Loading:
     def open(self) -> None:
         """Allocate the memory through which stores' blocks pass; the paged KV is registered. Raises
         TierUnusable if memory is short."""
+        if self._bounces:
+            return
         payload, copier = self._host.payload_bytes, self._host.copier
         rows = min(64, max(1, READ_BYTES // slot_stride(payload)))
         # Touched now: a first load would take twice as long otherwise.
-        self._bounces = []
         try:
             for _ in range(LOADERS * BOUNCES):
                 self._bounces.append(SlotMemory(rows, payload, copier.pin, touch=True))
         except (TierUnusable, OSError) as error:
             raise TierUnusable(f"there is no memory to load its blocks through: {error}") from error
+
+    def use_rate(self, rate: float | None) -> None:
+        """Load at most so many bytes a second from now on."""
+        self._rate_limit.change(rate)
 
     def serve(self, store: Guarded, namespace: bytes) -> None:
         """Load from `store` from now on, under the worker's `namespace`."""

@@ -255,18 +255,39 @@ class OffloadingWorker(WorkerConnector):
         """Open the store, under the worker's namespace; publish the handshake only afterwards."""
         if self._unusable is None:
             try:
+                self._loading.open()
                 site = StoreContext(handshake.payload_bytes, self._host.engine.world_size)
                 store = open_guarded(spec, site)
                 self._loading.serve(store, handshake.namespace)
                 self._puts.serve(store, handshake.namespace)
                 self._store = store
-                if self._spec is not None and self._spec is not spec:  # resized meanwhile
+                if self._spec is not None and self._spec is not spec:  # changed meanwhile
                     store.resize(self._spec.capacity_bytes)
+                    store.use_deadline(self._spec.deadline)
             except TierUnusable as error:
                 self._unusable = str(error)
         self._handshake = handshake
         if self._closed and self._store is not None:
             self._store.close()  # it came after the worker had waited for it
+
+    # -- changes of the chain ----------------------------------------------------------------
+
+    def open_beside(self) -> None:
+        """As `register_kv_caches`, beside the steps of an engine that serves; see `opened`."""
+        self._host.open({})
+
+    def opened(self) -> str | None:
+        """Why the tier can't be used; empty: it can; None: not known yet. Does not wait."""
+        return None if self.get_handshake_metadata() is None else self._unusable or ""
+
+    def retune(self, spec: OffloadingSpec) -> None:
+        """Work by these settings from now on."""
+        if isinstance(spec, StoreSpec):
+            self._spec = spec
+            self._rate_limit.change(spec.store_rate)
+            self._loading.use_rate(spec.load_rate)
+            if self._store is not None:
+                self._store.use_deadline(spec.deadline)
 
     def prepare_resize(self, spec: OffloadingSpec) -> str:
         """Make sure that the tier can have the capacity of `spec` on this rank; else return the
@@ -446,8 +467,13 @@ class OffloadingWorker(WorkerConnector):
 
     def shutdown(self) -> None:
         """Let stores in flight end, for `drain` seconds at most, and release the tier."""
-        self._rate_limit.stop()
         self._host.watch.close()
+        self.detach()
+        self._host.close()
+
+    def detach(self) -> None:
+        """The same, of an engine that goes on: what all tiers share stays."""
+        self._rate_limit.stop()
         self._closed = True
         until = time.monotonic() + self._drain
         in_flight: list[Future[Any]] = [store.future for store in self._stores.values()]
@@ -460,7 +486,6 @@ class OffloadingWorker(WorkerConnector):
         self._loading.close(max(0.0, until - time.monotonic()))
         if self._store is not None:
             self._store.close(HUNG_CLOSE_SECONDS if lost else None)
-        self._host.close()
 
 
 def _fence(stores: Iterable[_Store]) -> None:

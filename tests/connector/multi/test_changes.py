@@ -1,0 +1,263 @@
+"""A chain changes while its engine runs: on all ranks at once, or not at all."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec.chain import ChainSpec
+from tests.support.changing import (
+    ask_for,
+    change,
+    changes_of,
+    finish,
+    running,
+    served,
+    tiers_of,
+    until_open,
+)
+from tests.support.replay_chains import (
+    MODEL,
+    chain_of,
+    cpu,
+    disk,
+    measured,
+    redis,
+    scheduler_of,
+    workload,
+)
+from tests.support.servers import RedisServer, free_port
+from tiers.contract.stats import STATES
+from tiers.lab.replay import ReplayEngine, answer
+
+PROMPT = [token % 997 for token in range(40 * MODEL.block_tokens + 1)]
+TOO_SMALL = "5KiB"
+WHOLE = 40 * MODEL.block_tokens
+
+
+def both(path: Path, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return cpu(256), disk(path, **more)
+
+
+def worker_changes(engine: ReplayEngine, rank: int) -> Any:
+    return engine.workers[rank].connector._chain_changes  # type: ignore[union-attr]
+
+
+def test_the_order_and_the_policy_take_effect_in_one_step(tmp_path: Path) -> None:
+    a, b = both(tmp_path)
+    with running(chain_of(a, b, load_policy="first")) as engine:
+        served(engine, PROMPT)
+        assert served(engine, PROMPT) == {"cpu": WHOLE}
+        pending = ask_for(engine, chain_of(b, a, load_policy="first"))
+        assert not pending.wait(0)
+        engine.step()
+        assert pending.wait(0) and (pending.version, pending.why) == (2, "")
+        assert served(engine, PROMPT) == {"disk": WHOLE}
+        change(engine, chain_of(a, b, load_policy="longest"))
+        assert served(engine, PROMPT) == {"cpu": WHOLE}
+        assert changes_of(engine).version == 3
+
+
+def test_settings_of_a_tier_and_of_the_chain(tmp_path: Path) -> None:
+    a, b = both(tmp_path)
+    with running(chain_of(a, b)) as engine:
+        slow = {**b, "store_threshold": 3, "store_rate": "1GB/s", "deadline": "77s"}
+        rules = {"store": "prompt", "max_wait": "3s", "load_when": "sooner", "max_retained": 0.5}
+        assert not change(engine, chain_of(a, slow, **rules)).why
+        served(engine, PROMPT)
+        assert measured(engine, "stored_blocks", "cpu") > 0
+        assert not measured(engine, "stored_blocks", "disk"), "its third request is to come"
+        for worker in engine.workers:
+            half: Any = worker.connector.children[1]  # type: ignore[union-attr]
+            assert half._rate_limit.rate == 1e9 / 2
+            assert {breaker.deadline for breaker in half._store._names} == {77.0}
+        assert engine.connector is not None
+        assert engine.connector._requests._max_wait == 3.0
+        assert not engine.connector._comparison.always
+
+
+def test_a_tier_leaves_and_comes_back_with_its_blocks(tmp_path: Path) -> None:
+    """Each rank in a process of its own, so that all that crosses is pickled."""
+    a, b = cpu(8), disk(tmp_path)
+    with running(chain_of(a, b), processes=True) as engine:
+        served(engine, PROMPT)
+        assert served(engine, PROMPT)["disk"] > 0
+        assert not change(engine, chain_of(a)).why
+        assert [type(child).__name__ for child in engine.connector.children][1] == "AbsentTier"  # type: ignore[union-attr]
+        assert not list((tmp_path / "owners").glob("*")), "no process has the folder open"
+        assert "disk" not in served(engine, PROMPT)
+        assert measured(engine, "tier_state", "disk") == STATES.index("detached")
+        assert not change(engine, chain_of(a, b)).why
+        assert served(engine, PROMPT)["disk"] > 0
+        assert measured(engine, "tier_state", "disk") == STATES.index("open")
+        assert len(engine.connector.children) == 2, "it has its place again"  # type: ignore[union-attr]
+
+
+def test_one_that_fails_on_a_rank_is_closed_on_all(tmp_path: Path) -> None:
+    a, b = both(tmp_path / "disk")
+    wrong = chain_of(disk(tmp_path / "other", TOO_SMALL)).tiers[0]
+    with running(chain_of(a), ranks=2) as engine:
+        served(engine, PROMPT)
+        second = worker_changes(engine, 1)
+        whole = second._parts
+        second._parts = replace(whole, make=lambda tier: whole.make(wrong))
+        pending = change(engine, chain_of(b, a))
+        assert pending.version == 1 and "rank 1" in pending.why and TOO_SMALL in pending.why
+        assert changes_of(engine).chain == chain_of(a)
+        for worker in engine.workers:
+            assert len(worker.connector.children) == 1  # type: ignore[union-attr]
+        assert served(engine, PROMPT) == {"cpu": WHOLE}
+        second._parts = whole
+        assert not change(engine, chain_of(b, a)).why, "the folder is free again"
+        assert served(engine, PROMPT) == {"cpu": WHOLE}
+        assert served(engine, [*PROMPT, 5, 6, 7]).keys() <= {"cpu", "disk"}
+
+
+def test_a_tier_is_opened_anew_for_what_it_takes_only_then(tmp_path: Path) -> None:
+    a, b = cpu(8), disk(tmp_path)
+    with running(chain_of(a, b)) as engine:
+        served(engine, PROMPT)
+        assert not change(engine, chain_of(a, {**b, "durability": "sync"})).why
+        half: Any = engine.workers[1].connector.children[1]  # type: ignore[union-attr]
+        assert half._store.now()._folder.access.durability == "sync"
+        assert served(engine, PROMPT)["disk"] > 0
+        assert changes_of(engine).version == 2
+
+
+def test_one_that_can_not_be_opened_anew_goes_back(tmp_path: Path) -> None:
+    a, b = cpu(8), disk(tmp_path)
+    small = disk(tmp_path, TOO_SMALL, durability="sync")
+    with running(chain_of(a, b)) as engine:
+        served(engine, PROMPT)
+        pending = change(engine, chain_of(small, a, load_policy="first"))
+        assert pending.version == 1 and "rank 0" in pending.why
+        assert changes_of(engine).chain == chain_of(a, b)
+        assert served(engine, PROMPT)["disk"] > 0
+
+
+def test_a_server_that_is_down_joins_later(tmp_path: Path) -> None:
+    port = free_port()
+    gone = {"type": "redis", "url": f"redis://127.0.0.1:{port}/0", "timeout": "200ms"}
+    with running(chain_of(cpu(8))) as engine:
+        assert not change(engine, chain_of(cpu(8), gone)).why
+        served(engine, PROMPT)
+        assert not measured(engine, "stored_blocks", "redis")
+
+
+def test_a_server_comes_and_goes(tmp_path: Path, shared_server: RedisServer) -> None:
+    a, b = cpu(8), redis(shared_server, tmp_path)
+    with running(chain_of(a)) as engine:
+        assert not change(engine, chain_of(a, b)).why
+        until_open(engine, "redis")
+        served(engine, PROMPT)
+        assert served(engine, PROMPT)["redis"] > 0
+        assert not change(engine, chain_of(a, {**b, "codec": "zstd"})).why
+        until_open(engine, "redis")
+        assert served(engine, PROMPT)["redis"] > 0
+        assert not change(engine, chain_of(a)).why
+        assert served(engine, PROMPT).keys() <= {"cpu"}
+
+
+def test_what_is_refused_touches_nothing(tmp_path: Path) -> None:
+    a, b = both(tmp_path)
+    with running(chain_of(a, b)) as engine:
+        assert "salt" in ask_for(engine, chain_of(b, a, salt="other")).why
+        assert "host memory" in ask_for(engine, chain_of(b)).why
+        assert "version 1" in ask_for(engine, chain_of(b, a), if_version=2).why
+        assert not ask_for(engine, chain_of(a, b)).why, "there is nothing to do"
+        first = ask_for(engine, chain_of(b, a), if_version=1)
+        assert "another change" in ask_for(engine, chain_of(b, a)).why
+        finish(engine, first)
+        assert changes_of(engine).version == 2 and not changes_of(engine).is_busy
+
+
+def test_tiers_whose_blocks_routers_know_do_not_leave(tmp_path: Path) -> None:
+    a, b = both(tmp_path)
+    with running(chain_of(a, b), kv_events=True) as engine:
+        assert "KV events" in ask_for(engine, chain_of(a)).why
+        assert not change(engine, chain_of(b, a)).why
+
+
+def test_an_engine_that_ends_while_ranks_prepare(tmp_path: Path) -> None:
+    with running(chain_of(cpu(8))) as engine:
+        pending = ask_for(engine, chain_of(cpu(8), disk(tmp_path)))
+        engine.step()
+        engine.close()
+        assert pending.wait(0) and "ended" in pending.why
+    assert ask_for(engine, chain_of(cpu(8), disk(tmp_path))).why == "the engine is ending"
+
+
+def test_a_change_that_no_step_begins_is_withdrawn(tmp_path: Path) -> None:
+    a, b = both(tmp_path)
+    with running(chain_of(a, b)) as engine:
+        pending = ask_for(engine, chain_of(b, a))
+        assert changes_of(engine).withdraw(pending) and "no step" in pending.why
+        engine.step()
+        assert changes_of(engine).version == 1
+
+
+def test_ghosts_and_records_follow(tmp_path: Path) -> None:
+    a, b = both(tmp_path / "disk")
+    ghosts = {"ghosts": [{"tier": "cpu", "capacity": "2x"}]}
+    record = {"record": {"path": str(tmp_path / "trace")}}
+    with running(chain_of(a, b, **ghosts)) as engine:
+        served(engine, PROMPT)
+        assert not change(engine, chain_of(a, b, **ghosts, **record)).why
+        assert engine.connector is not None
+        for thread in [t for t in threading.enumerate() if t.name == "kvtiers-reopen"]:
+            thread.join()
+        assert len(engine.connector._observers) == 2
+        served(engine, PROMPT)
+        assert not change(engine, chain_of(a, b)).why
+        for thread in [t for t in threading.enumerate() if t.name == "kvtiers-reopen"]:
+            thread.join()
+        assert not engine.connector._observers
+        assert list((tmp_path / "trace").glob("*"))
+
+
+def chains(path: Path) -> list[ChainSpec]:
+    """Chains that lead to each other: by order, by settings, with and without a disk."""
+    a, b = cpu(12), disk(path, "160KiB")
+    return [
+        chain_of(a, b),
+        chain_of(b, a, load_policy="first"),
+        chain_of(a),
+        chain_of(a, {**b, "durability": "batch"}, promote=False),
+        chain_of({**a, "store_threshold": 2}, b, load_policy="longest", store="prompt"),
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_token_differs_under_changes(tmp_path: Path, ranks: int) -> None:
+    """Little paged KV, so that requests are preempted, some aborted, resets; chains at random."""
+    rng = random.Random(ranks)
+    some = chains(tmp_path)
+    requests = []
+    applied = 0
+    with running(some[0], ranks, num_blocks=24) as engine:
+        pending = None
+        for seed in range(6):
+            for prompt, max_tokens in workload(seed):
+                requests.append((engine.add(prompt, max_tokens), prompt))
+                for _ in range(rng.randrange(4)):
+                    engine.step()
+                if pending is None or pending.wait(0):
+                    applied += pending is not None and not pending.why
+                    pending = ask_for(engine, rng.choice(some))
+                if rng.random() < 0.05:
+                    engine.scheduler.abort(rng.choice(requests)[0].request_id)
+                if rng.random() < 0.01:
+                    engine.reset_cache()
+        engine.run()
+        assert pending is not None
+        finish(engine, pending)
+        for request, prompt in requests:
+            expected = answer(MODEL, prompt, request.max_tokens, ranks)
+            assert request.output == expected[: len(request.output)], request.request_id
+        assert applied > 20 and engine.scheduler.preemptions > 0
+        assert tiers_of(engine) and scheduler_of(engine).jobs_in_flight == 0

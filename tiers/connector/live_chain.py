@@ -1,0 +1,102 @@
+"""A chain that changes while its engine runs: from a new spec to tiers and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from spec.chain import ChainSpec
+from spec.chain_diff import ChainDiff
+from spec.offloading import OffloadingSpec
+from tiers.concurrency.executors import in_background
+from tiers.connector.policy.request_state import RequestTable
+from tiers.connector.scheduler.admission import Tenants
+from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
+from tiers.connector.scheduler.open_tier import TierOpener
+from tiers.contract.protocols import RequestObserver
+
+MakeTier = Callable[[OffloadingSpec, ChainSpec], OffloadingScheduler]
+OpenObservers = Callable[[ChainSpec], Sequence[RequestObserver]]
+"""Opens the observers of one kind that a chain has."""
+
+
+def tenant_names(chain: ChainSpec) -> dict[str, str]:
+    """The names of the tenants that metrics show, by their salts."""
+    return {salt: rule.name for salt, rule in chain.tenants.items() if rule.name is not None}
+
+
+class LiveChain:
+    """The `Rebuilder` of a chain of tiers. Used by the scheduler's thread, but `refusals`.
+
+    `observers` is the scheduler's own list, which changes with the chain: `opens` has those that
+    do, by the chain's key.
+    """
+
+    def __init__(
+        self,
+        chain: ChainSpec,
+        requests: RequestTable,
+        opener: TierOpener,
+        make: MakeTier,
+        names: list[str],
+        observers: list[RequestObserver],
+        opens: Mapping[str, OpenObservers],
+    ) -> None:
+        """`names`: of the places of the chain, which whoever explains requests reads, too."""
+        self.chain = chain
+        self._requests, self._opener, self._make = requests, opener, make
+        self._names = names
+        self._observers = observers
+        self._opens = opens
+        self._opened = {key: tuple(opens_some(chain)) for key, opens_some in opens.items()}
+        for some in self._opened.values():
+            observers += some
+
+    def refusals(self, new: ChainSpec, found: ChainDiff) -> list[str]:
+        gone = found.of_kind("drained", "reopened")
+        if gone and self._requests.engine.kv_events:
+            return [
+                f"tier {name}: routers were told of its blocks by KV events, and would go on "
+                "sending requests here for them: restart the engine without it"
+                for name in gone
+            ]
+        return []
+
+    def make(self, tier: OffloadingSpec, chain: ChainSpec) -> OffloadingScheduler:
+        self._opener.follow(chain)
+        return self._make(tier, chain)
+
+    def apply(self, chain: ChainSpec, tiers: Sequence[OffloadingScheduler]) -> None:
+        before, self.chain = self.chain, chain
+        self._opener.follow(chain)
+        self._requests.retune(chain.max_wait, chain.store == "prompt")
+        self._requests.tenants.names = tenant_names(chain)
+        is_only = len(chain.tiers) == 1
+        for spec, tier in zip(chain.tiers, tiers, strict=True):
+            tenants = Tenants(spec.tier_name, chain.tenants, chain.max_retained)
+            tier.retune(spec, tenants, chain.promote, is_only, chain.max_wait)
+            if spec.tier_name not in self._names:
+                self._names.append(spec.tier_name)
+        self._reopen_observers(before, chain)
+
+    def _reopen_observers(self, before: ChainSpec, after: ChainSpec) -> None:
+        """Exchange what records or counts by settings that differ."""
+        if before.record != after.record:
+            self._reopen("record", after)
+        if before.ghosts != after.ghosts or (after.ghosts and before.tiers != after.tiers):
+            self._reopen("ghosts", after)
+
+    def _reopen(self, key: str, chain: ChainSpec) -> None:
+        old = self._opened[key]
+        for observer in old:
+            self._observers.remove(observer)
+        self._opened[key] = ()
+
+        def reopen() -> None:
+            # In this order: two recorders of one process would write the same file.
+            for observer in old:
+                observer.close()
+            if chain is self.chain:
+                opened = self._opened[key] = tuple(self._opens[key](chain))
+                self._observers += opened
+
+        in_background(reopen, "reopen")

@@ -1,0 +1,464 @@
+"""A change of the chain while its engine runs, as the scheduler sees it: the same on all ranks, or
+nowhere.
+
+| state | what happens | what follows |
+|---|---|---|
+| asked | any thread has asked for it; the next step takes it | preparing, or in effect where no \
+worker has a part in it |
+| preparing | each rank makes what it needs beside its steps | opening; refused where one can't |
+| opening | this process opens its side of new tiers on a thread | in effect, or refused |
+| in effect | one step changes this half, and carries the order to all ranks | draining |
+| draining | tiers that leave take and serve nothing; what is in flight ends | detached |
+| detached | all ranks and this process have closed them | over, or the next stage |
+
+A tier that takes its settings only when it is opened leaves in one stage and comes in the next. If
+it can't be opened with them, a last stage brings back what was before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from spec.chain import ChainSpec
+from spec.chain_diff import ChainDiff, diff
+from spec.errors import describe_error
+from spec.offloading import OffloadingSpec
+from tiers.concurrency.executors import in_background
+from tiers.contract.changes import ChangeOrder, ChangeReport, Phase
+from tiers.contract.connector import SchedulerConnector
+from tiers.contract.messages import WorkerHandshake
+from tiers.contract.protocols import Blocks, ConnectorOutput, Request, SchedulerOutput
+from tiers.contract.stats import STATE, STATES, TierStats
+
+logger = logging.getLogger(__name__)
+
+PREPARE_SECONDS = 60.0
+"""How long ranks may prepare: a store that opens slowly takes 10 s, memory is given in steps."""
+DRAIN_SECONDS = 60.0
+"""How long is waited for what is in flight in tiers that leave."""
+
+
+class PendingChange:
+    """A change that was asked for; any thread may wait for its end.
+
+    `version`: of the chain afterwards. `why`: it was refused for this, and nothing has changed
+    unless that says so; empty: it is in effect. `remains`: tiers that left, and still have blocks
+    in flight.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.why = ""
+        self.remains: tuple[str, ...] = ()
+        self._over = threading.Event()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for its end; whether it came in time."""
+        return self._over.wait(seconds)
+
+    def end(self, version: int, why: str = "", remains: Sequence[str] = ()) -> None:
+        self.version, self.why, self.remains = version, why, tuple(remains)
+        self._over.set()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a change that is in effect at once: what leads from one chain to the other."""
+
+    chain: ChainSpec
+    attach: Mapping[str, OffloadingSpec]
+    leave: tuple[str, ...]
+    retune: Mapping[str, OffloadingSpec]
+    resized: tuple[str, ...]
+
+    @classmethod
+    def between(cls, old: ChainSpec, new: ChainSpec) -> Stage:
+        before = {tier.tier_name: tier for tier in old.tiers}
+        after = {tier.tier_name: tier for tier in new.tiers}
+        both = [name for name in after if name in before]
+        return cls(
+            new,
+            {name: tier for name, tier in after.items() if name not in before},
+            tuple(name for name in before if name not in after),
+            {name: after[name] for name in both if after[name] != before[name]},
+            tuple(n for n in both if after[n].capacity_bytes != before[n].capacity_bytes),
+        )
+
+
+class LiveTier(Protocol):
+    """A tier of ours that comes, leaves and takes settings while its engine runs."""
+
+    @property
+    def jobs_in_flight(self) -> int: ...
+
+    def open_ahead(self, handshakes: Sequence[WorkerHandshake]) -> None:
+        """Open it for these workers, by rank, on the calling thread; nobody uses it yet. Raises
+        TierUnusable."""
+
+    def drain(self) -> None:
+        """Store nothing more. Nobody looks it up any more."""
+
+    def shutdown(self) -> None:
+        """Close it; any thread may, once nobody else uses it."""
+
+
+class Rebuilder(Protocol):
+    """Makes the parts of a chain's scheduler for a change, and hands them their settings.
+
+    `chain`: that which is in effect.
+    """
+
+    chain: ChainSpec
+
+    def refusals(self, new: ChainSpec, found: ChainDiff) -> list[str]:
+        """Why this engine can't take a change that others could; any thread may ask."""
+
+    def make(self, tier: OffloadingSpec, chain: ChainSpec) -> LiveTier:
+        """A tier that is not open, in a chain that is to be."""
+
+    def apply(self, chain: ChainSpec, tiers: Sequence[Any]) -> None:
+        """Hand all settings of `chain` to its `tiers` and to what they share."""
+
+
+class ChangingHalf(Protocol):
+    """The scheduler's half of a chain, whose children change."""
+
+    children: tuple[Any, ...]
+    names: tuple[str, ...]
+
+    def put_child(self, place: int, name: str, child: Any) -> None:
+        """Have this child at a place, which may be the next one, from now on."""
+
+    def take_up(self, chain: ChainSpec, places: Sequence[int]) -> None:
+        """Load as the chain says, from the children of these places alone, in this order."""
+
+
+@dataclass
+class _Leaving:
+    """A tier that leaves by a change. `closing`: this process closes it; None: something is in
+    flight. `left`: the ranks that have closed it."""
+
+    name: str
+    change: PendingChange
+    closing: Future[None] | None = None
+    left: set[int] = field(default_factory=set)
+
+
+class Changes:
+    """The changes of one chain, one at a time; used by the scheduler's thread, but `request`.
+
+    `version`: 1 at the start, and one more with each change that is in effect.
+    """
+
+    def __init__(
+        self,
+        half: ChangingHalf,
+        rebuilder: Rebuilder,
+        ranks: int,
+        wake: Callable[[], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`wake`: has an engine that idles make a step. `now`: seconds, never going back."""
+        self.version = 1
+        self._half, self._rebuilder, self._ranks = half, rebuilder, ranks
+        self._wake, self._now = wake, now
+        # Without it two threads could both find that no change is pending.
+        self._asking = threading.Lock()
+        self._is_closed = False
+        self._pending: PendingChange | None = None
+        self._state: Literal["asked", "preparing", "opening", "draining"] = "asked"
+        self._stages: deque[Stage] = deque()
+        self._before = rebuilder.chain
+        self._failed = ""
+        self._number = 0
+        self._until = 0.0
+        self._attached: dict[int, LiveTier] = {}
+        self._reports = ChangeReport()
+        self._opening: Future[None] | None = None
+        self._leaving: dict[int, _Leaving] = {}
+
+    # -- any thread --------------------------------------------------------------------------
+
+    @property
+    def chain(self) -> ChainSpec:
+        """The chain that is in effect."""
+        return self._rebuilder.chain
+
+    def request(self, new: ChainSpec, if_version: int | None = None) -> PendingChange:
+        """Ask for another chain; any thread may, and the result's `wait` is for that thread.
+
+        `if_version`: refuse unless this is the version in effect. Nothing is touched before all
+        that can be known here is checked.
+        """
+        pending = PendingChange()
+        with self._asking:
+            why = self._refusal(new, if_version)
+            if why or new == self.chain:
+                pending.end(self.version, why)
+                return pending
+            old = self.chain
+            anew = diff(old, new).of_kind("reopened")
+            kept = tuple(tier for tier in new.tiers if tier.tier_name not in anew)
+            between = new.model_copy(update={"tiers": kept})
+            stages = [Stage.between(old, between)] if anew else []
+            self._stages = deque([*stages, Stage.between(between if anew else old, new)])
+            self._before, self._failed, self._state = old, "", "asked"
+            self._until = self._now() + PREPARE_SECONDS
+            self._pending = pending
+        self._wake()
+        return pending
+
+    def _refusal(self, new: ChainSpec, if_version: int | None) -> str:
+        if self._is_closed:
+            return "the engine is ending"
+        if self._pending is not None:
+            return "another change is in flight; ask again when it is over"
+        if if_version not in (None, self.version):
+            return f"the chain has version {self.version}, not {if_version}: another change came"
+        found = diff(self.chain, new)
+        reasons = [*found.refused, *self._rebuilder.refusals(new, found)]
+        names = {leaving.name for leaving in list(self._leaving.values())}
+        reasons += [
+            f"tier {name} still has blocks in flight from before it left; ask again later"
+            for name in found.of_kind("added", "reopened")
+            if name in names
+        ]
+        return "\n".join(reasons)
+
+    def withdraw(self, pending: PendingChange) -> bool:
+        """Take back a change that no step has begun; whether that was so."""
+        with self._asking:
+            if self._pending is pending and self._state == "asked" and self._before is self.chain:
+                self._pending = None
+                pending.end(self.version, "the engine made no step: it is idle, or hangs")
+                return True
+        return False
+
+    # -- steps -------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether steps have something to do for a change."""
+        return self._pending is not None or bool(self._leaving)
+
+    @property
+    def waits(self) -> bool:
+        """Whether only a step brings a change on, of an engine that has nothing else to do."""
+        closing = any(leaving.closing is not None for leaving in self._leaving.values())
+        return self._pending is not None or closing
+
+    def step(self) -> tuple[ChangeOrder, ...]:
+        """Bring the change on; the orders of this step, which precede all others in it."""
+        orders = self._detach()
+        pending = self._pending
+        if pending is not None:
+            orders += self._go_on(pending)
+        return tuple(orders)
+
+    def heard(self, report: ChangeReport) -> None:
+        """Take in what ranks have done."""
+        self._reports.fold(report)
+        for place, ranks in report.detached.items():
+            if place in self._leaving:
+                self._leaving[place].left |= ranks
+
+    def _go_on(self, pending: PendingChange) -> list[ChangeOrder]:
+        if self._state == "asked":
+            return self._begin(pending)
+        if self._state == "draining":
+            return self._drained(pending)
+        stage = self._stages[0]
+        prepared = self._reports.prepared.get(self._number, {})
+        refused = [f"rank {rank}: {why}" for rank, why in sorted(prepared.items()) if why]
+        if refused:
+            return self._abort(pending, "; ".join(refused))
+        if self._now() > self._until:
+            waits = self._ranks - len(prepared)
+            what = f"{waits} rank(s) have" if waits else "the scheduler has"
+            return self._abort(pending, f"{what} not opened it after {PREPARE_SECONDS:g} s")
+        if self._state == "preparing" and len(prepared) == self._ranks:
+            self._open(stage)
+        if self._state == "opening" and (self._opening is None or self._opening.done()):
+            error = None if self._opening is None else self._opening.exception()
+            if error is not None:
+                return self._abort(pending, f"the scheduler: {describe_error(error)}")
+            return self._commit(pending, stage)
+        return []
+
+    def _begin(self, pending: PendingChange) -> list[ChangeOrder]:
+        stage = self._stages[0]
+        self._number += 1
+        self._reports = ChangeReport()
+        self._until = self._now() + PREPARE_SECONDS
+        self._attached = {}
+        if not stage.attach and not stage.retune:
+            return self._commit(pending, stage)
+        names, free = list(self._half.names), len(self._half.names)
+        attach: dict[int, OffloadingSpec] = {}
+        for name, tier in stage.attach.items():
+            place = names.index(name) if name in names else free
+            free += place == free
+            attach[place] = tier
+            self._attached[place] = self._rebuilder.make(tier, stage.chain)
+        self._state = "preparing"
+        return [self._order("prepare", stage, attach)]
+
+    def _order(
+        self, phase: Phase, stage: Stage, attach: Mapping[int, OffloadingSpec]
+    ) -> ChangeOrder:
+        place = self._half.names.index
+        retune = {place(name): tier for name, tier in stage.retune.items()}
+        return ChangeOrder(self._number, phase, attach, retune, tuple(map(place, stage.resized)))
+
+    def _open(self, stage: Stage) -> None:
+        """Open this process's side, of which a thread makes the stores."""
+        self._state = "opening"
+        shakes = self._reports.handshakes
+        tiers = [
+            (tier, sorted(shakes.get(place, ()), key=lambda shake: shake.rank))
+            for place, tier in self._attached.items()
+        ]
+
+        def open_all() -> None:
+            for tier, handshakes in tiers:
+                tier.open_ahead(handshakes)
+
+        self._opening = in_background(open_all, "attach") if tiers else None
+
+    def _commit(self, pending: PendingChange, stage: Stage) -> list[ChangeOrder]:
+        half, orders = self._half, list[ChangeOrder]()
+        if self._attached or stage.retune:
+            orders = [self._order("commit", stage, {})]
+        for place, tier in self._attached.items():
+            half.put_child(place, self._name_at(stage, place), tier)
+        self._attached = {}
+        places = {name: place for place, name in enumerate(half.names)}
+        order = [places[tier.tier_name] for tier in stage.chain.tiers]
+        self._rebuilder.apply(stage.chain, [half.children[place] for place in order])
+        for name in stage.leave:
+            half.children[places[name]].drain()
+            self._leaving[places[name]] = _Leaving(name, pending)
+        half.take_up(stage.chain, order)
+        self._stages.popleft()
+        self._state, self._until = "draining", self._now() + DRAIN_SECONDS
+        return orders + self._detach() + self._drained(pending)
+
+    def _name_at(self, stage: Stage, place: int) -> str:
+        names = self._half.names
+        if place < len(names):
+            return names[place]
+        new = [name for name in stage.attach if name not in names]
+        return new[place - len(names)] if new else ""
+
+    def _drained(self, pending: PendingChange) -> list[ChangeOrder]:
+        """Go on with the next stage, or end, once what leaves has left."""
+        leaving = self._leaving.values()
+        remains = [tier.name for tier in leaving if tier.change is pending]
+        is_late = self._now() > self._until
+        if remains and not is_late:
+            return []
+        if self._stages and remains:
+            names = ", ".join(remains)
+            self._end(pending, f"tier {names} has not closed: the chain goes on without it")
+        elif self._stages:
+            self._state = "asked"
+        else:
+            self._end(pending, self._failed, remains)
+        return []
+
+    def _end(self, pending: PendingChange, why: str = "", remains: Sequence[str] = ()) -> None:
+        self._stages.clear()
+        if self.chain != self._before:
+            self.version += 1
+        self._pending = None
+        if why:
+            logger.warning("a change of the chain was refused: %s", why)
+        else:
+            line = "the chain was changed, and has version %d: %s"
+            names = ", ".join(tier.tier_name for tier in self.chain.tiers)
+            logger.info(line, self.version, f"load priority {names}")
+        pending.end(self.version, why, remains)
+
+    def _abort(self, pending: PendingChange, why: str) -> list[ChangeOrder]:
+        """Close what was prepared; go back to the chain of before, if a stage is in effect."""
+        for tier in self._attached.values():
+            in_background(tier.shutdown, "abort")
+        self._attached = {}
+        order = ChangeOrder(self._number, "abort")
+        if self._before == self.chain or self._failed:
+            without = "" if self._before == self.chain else "; the chain goes on without it"
+            self._end(pending, f"{self._failed or why}{without}")
+        else:
+            self._failed, self._state = why, "asked"
+            self._stages = deque([Stage.between(self.chain, self._before)])
+        return [order]
+
+    # -- tiers that leave --------------------------------------------------------------------
+
+    def _detach(self) -> list[ChangeOrder]:
+        """Close tiers that left and have nothing in flight."""
+        drained: list[int] = []
+        for place, leaving in [*self._leaving.items()]:
+            child = self._half.children[place]
+            if leaving.closing is None and not child.jobs_in_flight:
+                drained.append(place)
+                # On a thread, since a store may wait. Nobody else uses it from now on.
+                leaving.closing = in_background(child.shutdown, "detach")
+                self._half.put_child(place, leaving.name, AbsentTier(leaving.name))
+            closing, ranks = leaving.closing, len(leaving.left)
+            if closing is not None and closing.done() and ranks == self._ranks:
+                del self._leaving[place]
+        return [ChangeOrder(self._number, "detach", closed=tuple(drained))] if drained else []
+
+    def close(self) -> None:
+        """The engine ends: nobody waits for a change any more."""
+        with self._asking:
+            self._is_closed = True
+            pending, self._pending = self._pending, None
+        for tier in self._attached.values():
+            in_background(tier.shutdown, "abort")
+        if pending is not None:
+            pending.end(self.version, "the engine ended before it")
+
+
+class AbsentTier(SchedulerConnector):
+    """Stands at the place of a tier that was detached: it has nothing, and wants nothing."""
+
+    jobs_in_flight = 0
+    is_up = False
+    is_lost = True
+
+    def __init__(self, name: str) -> None:
+        nothing = dict.fromkeys(("reads_up", "writes_up", "capacity_bytes", "used_bytes"), 0.0)
+        self._stats: TierStats | None = TierStats()
+        self._stats.add(name, **{STATE: float(STATES.index("detached"))}, **nothing)
+
+    def condition(self) -> tuple[str, str]:
+        """One of `STATES`, and no error."""
+        return "detached", ""
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Blocks, num_external_tokens: int
+    ) -> None:
+        """Nothing loads from it."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> None:
+        """No orders."""
+
+    def update_connector_output(self, connector_output: ConnectorOutput) -> None:
+        """What comes late is of no use."""
+
+    def get_kv_connector_stats(self) -> TierStats | None:
+        """Its state, once."""
+        stats, self._stats = self._stats, None
+        return stats
+
+    def shutdown(self) -> None:
+        """There is nothing to release."""

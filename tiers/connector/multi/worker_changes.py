@@ -1,0 +1,226 @@
+"""A change of the chain while its engine runs, as a worker sees it: see `ChangeOrder`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from spec.errors import describe_error
+from spec.offloading import OffloadingSpec
+from tiers.concurrency.executors import in_background
+from tiers.contract.changes import ChangeOrder, ChangeReport
+from tiers.contract.connector import WorkerConnector
+from tiers.contract.messages import TransferResults
+
+
+class LiveWorker(Protocol):
+    """A worker's half of a tier that comes, leaves and takes settings while its engine runs."""
+
+    def open_beside(self) -> None:
+        """Begin to open, beside the engine's steps; see `opened`."""
+
+    def opened(self) -> str | None:
+        """Why it can't be used; empty: it can; None: not known yet. Does not wait."""
+
+    def prepare_resize(self, spec: OffloadingSpec) -> str:
+        """Take what another capacity needs; why it can't be had, or empty. May wait."""
+
+    def abort_resize(self) -> None:
+        """Give back what `prepare_resize` took."""
+
+    def resize(self, spec: OffloadingSpec) -> None:
+        """Have that capacity from now on. Does not wait."""
+
+    def retune(self, spec: OffloadingSpec) -> None:
+        """Work by these settings from now on. Does not wait."""
+
+    def detach(self) -> None:
+        """Close the tier, which has nothing in flight. Waits."""
+
+    def get_handshake_metadata(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class ChangeParts:
+    """What a worker's half of a chain needs to change. `make`: makes a tier that is not open.
+    `release`: gives up a tier's part of what all tiers share."""
+
+    rank: int
+    make: Callable[[OffloadingSpec], Any]
+    release: Callable[[], None]
+
+
+class ChangingWorker(Protocol):
+    """A worker's half of a chain, whose children change."""
+
+    children: tuple[Any, ...]
+    names: tuple[str, ...]
+
+    def put_child(self, place: int, name: str, child: Any) -> None: ...
+
+
+@dataclass
+class _Prepared:
+    number: int
+    attach: dict[int, Any]
+    names: dict[int, str]
+    resized: tuple[int, ...]
+    resize: Future[str] | None = None
+    why: str = ""
+
+
+class WorkerChanges:
+    """Follows the scheduler's orders, on the engine's thread, which never waits for them."""
+
+    def __init__(self, half: ChangingWorker, parts: ChangeParts) -> None:
+        self._half, self._parts = half, parts
+        self._followed: object = None
+        self._prepared: _Prepared | None = None
+        self._is_reported = False
+        self._detaching: dict[int, Future[None]] = {}
+
+    def follow(self, orders: Sequence[ChangeOrder]) -> None:
+        """Do what a step orders, before anything else in it; it may be called twice for a step."""
+        if orders is self._followed:
+            return
+        self._followed = orders
+        for order in orders:
+            if order.phase == "prepare":
+                self._prepare(order)
+            elif order.phase == "commit":
+                self._commit(order)
+            elif order.phase == "abort":
+                self._abort()
+            else:
+                for place in order.closed:
+                    self._detach(place)
+
+    def _prepare(self, order: ChangeOrder) -> None:
+        self._is_reported = False
+        self._prepared = prepared = _Prepared(order.number, {}, {}, order.resized)
+        try:
+            for place, tier in order.attach.items():
+                made = prepared.attach[place] = self._parts.make(tier)
+                prepared.names[place] = tier.tier_name
+                made.open_beside()
+        except (RuntimeError, OSError) as error:  # no thread or memory can be had
+            prepared.why = describe_error(error)
+        resized = [(self._half.children[place], order.retune[place]) for place in order.resized]
+
+        def prepare_all() -> str:
+            reasons = (child.prepare_resize(tier) for child, tier in resized)
+            return next((why for why in reasons if why), "")
+
+        if resized:
+            prepared.resize = in_background(prepare_all, "resize")
+
+    def _commit(self, order: ChangeOrder) -> None:
+        prepared, self._prepared = self._prepared, None
+        for place, child in prepared.attach.items() if prepared is not None else ():
+            before = self._half.children[place:]
+            self._half.put_child(place, prepared.names[place] if prepared else "", child)
+            if before:
+                before[0].shutdown()  # it stood in for the tier, and has nothing
+        for place, tier in order.retune.items():
+            self._half.children[place].retune(tier)
+            if place in order.resized:
+                self._half.children[place].resize(tier)
+
+    def _abort(self) -> None:
+        prepared, self._prepared = self._prepared, None
+        for child in prepared.attach.values() if prepared is not None else ():
+            in_background(child.detach, "abort")
+            self._parts.release()
+        if prepared is None or prepared.resize is None:
+            return
+        resized = [self._half.children[place] for place in prepared.resized]
+
+        def abort_all() -> None:
+            for child in resized:
+                child.abort_resize()
+
+        # Behind what is being prepared, which may take its time.
+        prepared.resize.add_done_callback(lambda _: abort_all())
+
+    def _detach(self, place: int) -> None:
+        child = self._half.children[place]
+        name = self._half.names[place]
+        self._half.put_child(place, name, AbsentWorker(self._parts.release))
+        self._detaching[place] = in_background(child.detach, "detach")
+
+    def report(self) -> ChangeReport | None:
+        """What this rank has done since the last report; None: nothing."""
+        report, rank = ChangeReport(), self._parts.rank
+        prepared = self._prepared
+        if prepared is not None and not self._is_reported:
+            why = prepared.why or self._outcome(prepared)
+            if why is not None:
+                self._is_reported = True
+                report.prepared[prepared.number] = {rank: why}
+                if not why:
+                    report.handshakes = {
+                        place: [child.get_handshake_metadata()]
+                        for place, child in prepared.attach.items()
+                    }
+        for place in [place for place, closed in self._detaching.items() if closed.done()]:
+            del self._detaching[place]
+            report.detached[place] = {rank}
+        return report if report.prepared or report.detached else None
+
+    def _outcome(self, prepared: _Prepared) -> str | None:
+        """Why this rank can't; empty: it is ready; None: not known yet."""
+        reasons: list[str | None] = []
+        for place, child in prepared.attach.items():
+            why = child.opened()
+            reasons.append(why and f"tier {prepared.names[place]}: {why}")
+        if prepared.resize is not None:
+            reasons.append(_result(prepared.resize))
+        refused = next((why for why in reasons if why), None)
+        return refused or (None if None in reasons else "")
+
+    def close(self) -> None:
+        """The engine ends: close what was prepared."""
+        self._abort()
+
+
+def _result(future: Future[str]) -> str | None:
+    if not future.done():
+        return None
+    error = future.exception()
+    return future.result() if error is None else describe_error(error)
+
+
+class AbsentWorker(WorkerConnector):
+    """Stands at the place of a tier that was detached."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """It copies nothing."""
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """It reads nothing."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """It loads nothing."""
+
+    def wait_for_save(self) -> None:
+        """It stores nothing."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
+        return TransferResults()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+    def build_connector_worker_meta(self) -> None:
+        """It has nothing to report."""
+
+    def shutdown(self) -> None:
+        """Give up the tier's part of the host memory, which closes with the last one."""
+        self._release()
