@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -68,6 +69,7 @@ from tiers.engine.vllm_watch import (
     copies_in_step,
     request_marks,
     seen_adapters,
+    waker,
     worker_weights,
 )
 from tiers.gpu.copier import open_copier
@@ -270,7 +272,9 @@ class SchedulerHalf(MultiScheduler, KVTiersConnector):
         self._control: Control | None = None
         if chain is not None:
             info = engine_info(vllm_config, kv_cache_config, role, chain)
-            MultiScheduler.__init__(self, *scheduler_parts(chain, info))
+            parts = scheduler_parts(chain, info)
+            settings = replace(parts.settings, wake=waker())
+            MultiScheduler.__init__(self, *parts._replace(settings=settings))
             self._control = Control(chain, self)
         else:
             settings = MultiSettings(load_policy(vllm_config), vllm_config.cache_config.block_size)

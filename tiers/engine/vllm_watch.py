@@ -47,6 +47,24 @@ def caller(kind: type) -> Any:
     return None
 
 
+def waker() -> Callable[[], None]:
+    """Return what has the engine that is making its scheduler step although it idles; nothing, of
+    one that steps when its caller does, or does not show itself."""
+    # Here, since workers need none of it.
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCore
+
+    core = caller(EngineCore)
+
+    def wake() -> None:
+        requests = getattr(core, "input_queue", None)
+        wakeup = getattr(EngineCoreRequestType, "WAKEUP", None)
+        if requests is not None and wakeup is not None:
+            requests.put_nowait((wakeup, None))
+
+    return wake
+
+
 def this_worker() -> Any:
     """Return the worker that is making its connector; None: it can't be seen."""
     return caller(WorkerBase)
