@@ -111,6 +111,7 @@ ROOMS: dict[str, set[str]] = {
         "ghosts",
         "wrappers",
         "host",
+        "concurrency",
     },
     "engine": {
         "connector",
