@@ -246,6 +246,8 @@ def test_no_token_differs_under_changes(tmp_path: Path, ranks: int) -> None:
                 requests.append((engine.add(prompt, max_tokens), prompt))
                 for _ in range(rng.randrange(4)):
                     engine.step()
+                if pending is not None and rng.random() < 0.2:
+                    finish(engine, pending)
                 if pending is None or pending.wait(0):
                     applied += pending is not None and not pending.why
                     pending = ask_for(engine, rng.choice(some))
