@@ -42,7 +42,12 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ControlServer]]:
     folder.mkdir()
 
     def make(name: str = "engine") -> ControlServer:
-        verbs: dict[str, Any] = {"echo": dict, "large": large, "refuse": refuse}
+        verbs: dict[str, Any] = {
+            "slow": lambda _: time.sleep(0.01),
+            "echo": dict,
+            "large": large,
+            "refuse": refuse,
+        }
         servers.append(ControlServer(folder / "control", name, verbs))
         return servers[-1]
 
@@ -189,6 +194,25 @@ def test_a_client_that_leaves_is_forgotten(serve: Callable[..., ControlServer]) 
     with connected(made.path) as client:
         client.sendall(LARGE)
         assert client.recv(10)
+
+
+def test_clients_that_ask_again_and_again_leave_the_engine_its_time(
+    serve: Callable[..., ControlServer],
+) -> None:
+    """An answer that takes 10 ms is made five times a second at most, however many ask."""
+    made = serve()
+    until, answers = time.monotonic() + 1, []
+
+    def hammer() -> None:
+        while time.monotonic() < until:
+            answers.append(ask(made.path, "slow"))
+
+    threads = [threading.Thread(target=hammer) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 1 <= len(answers) <= 5 + 2 * len(threads), "each asks once more than fits"
 
 
 def test_a_question_may_come_in_pieces(serve: Callable[..., ControlServer]) -> None:

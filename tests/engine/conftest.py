@@ -96,7 +96,7 @@ def run_vllm(
 ) -> Callable[..., Run]:
     """Run batches of requests through a fresh engine, with the chain of `tiers` or without."""
     folder = tmp_path_factory.mktemp("vllm")
-    control = tmp_path_factory.mktemp("control")
+    sockets = tmp_path_factory.mktemp("control")
     runs = itertools.count()
 
     def run(batches: Sequence[Batch], tiers: Sequence[Any] | None = None, **options: Any) -> Run:
@@ -104,6 +104,7 @@ def run_vllm(
         env = options.pop("env", {})
         extras = ("abort", "before", "is_async", "path", "preempt", "settled", "told")
         more = {name: options.pop(name) for name in extras if name in options}
+        control = options.pop("control", sockets)
         policy = options.pop("load_policy", "first")
         load_when = options.pop("load_when", "always")
         # A lookup has a tenth of it: a busy machine must not make misses of hits that tests count.

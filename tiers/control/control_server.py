@@ -34,6 +34,10 @@ QUEUE = 64
 """Clients that wait; more are turned away."""
 CLIENT_SECONDS = 5.0
 """From a client's connection to the end of its answer; one that takes longer is cut off."""
+PAUSES = 20
+"""Times as long as an answer took to make, until the next is made: whoever asks again and again
+takes a twentieth of the interpreter from the engine's steps, at most."""
+LONGEST_PAUSE = 0.5
 SUFFIX = ".sock"
 Verb = Callable[[Mapping[str, Any]], Any]
 """From a question's parameters to what JSON takes. Returns at once, and raises QuestionRefused."""
@@ -154,6 +158,8 @@ class ControlServer:
         self._verbs = verbs
         self._server, self.path = listen(folder, name)
         self._is_closed = False
+        self._answering = threading.Lock()
+        """Of several answers at once, each would pause for itself alone."""
         for _ in range(MAX_CLIENTS):
             threading.Thread(target=self._serve, name="kvtiers-control", daemon=True).start()
 
@@ -182,11 +188,20 @@ class ControlServer:
             question += part
             if not part or len(question) > MAX_QUESTION:
                 return
-        answer = json.dumps({"version": PROTOCOL, "engine": self.engine, **self._answer(question)})
+        answer = self._answer_in_turn(question)
         client.settimeout(max(0.0, until - time.monotonic()))
-        client.sendall(answer.encode() + b"\n")
+        client.sendall(answer)
 
-    def _answer(self, line: bytes | bytearray) -> dict[str, Any]:
+    def _answer_in_turn(self, question: bytearray) -> bytes:
+        with self._answering:
+            began = time.monotonic()
+            answer = {"version": PROTOCOL, "engine": self.engine, **self._answer(question)}
+            # In parts: the encoder of all at once would keep the interpreter while it runs.
+            text = "".join(json.JSONEncoder().iterencode(answer))
+            time.sleep(min(LONGEST_PAUSE, PAUSES * (time.monotonic() - began)))
+        return text.encode() + b"\n"
+
+    def _answer(self, line: bytearray) -> dict[str, Any]:
         try:
             question = Question.model_validate_json(line)
             if question.verb not in self._verbs:

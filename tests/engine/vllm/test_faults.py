@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.engine.vllm.tiny_vllm import Run, documents
 from tests.support.servers import RedisServer, binaries
+from tiers.control.ask_engines import NoAnswer, ask
+from tiers.control.control_server import short_path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
 
@@ -30,6 +34,40 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a file system can be mounted by root only")
     yield tmp_path
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+class Pest(threading.Thread):
+    """Does harm to an engine's control socket: it asks without a pause, says nonsense or half a
+    question, reads no answer, leaves."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self.done = threading.Event()
+        self.answers = 0
+        self._folder = folder
+        self._left_open: list[socket.socket] = []
+
+    def run(self) -> None:
+        while not self.done.is_set():
+            for path in self._folder.glob("*.sock"):
+                with suppress(OSError, NoAnswer):
+                    self._hang(path)
+                    for verb in ("status", "explain", "nonsense"):
+                        parameters = {"last": 1000} if verb == "explain" else {}
+                        with suppress(NoAnswer):
+                            self.answers += len(ask(path, verb, parameters))
+        for client in self._left_open:
+            client.close()
+
+    def _hang(self, path: Path) -> None:
+        """Begin two questions, of which one is never ended, and the other's answer never read."""
+        for line in (b'{"verb": ', b'{"verb": "status"}\n'):
+            client = socket.socket(socket.AF_UNIX)
+            client.settimeout(1)
+            with short_path(path) as short:
+                client.connect(short)
+            client.sendall(line)
+            self._left_open.append(client)
 
 
 class Vandal(threading.Thread):
@@ -105,3 +143,22 @@ def test_two_hundred_requests(run_vllm: Callable[..., Run], small_disk: Path) ->
     usual = sorted(ttft for (ttft,) in cold.ttft)
     print(f"p99 TTFT {late[198]:.3f} s, cold {usual[198]:.3f} s; from tiers: {served}")
     assert late[198] <= usual[198] + MAX_WAIT
+
+
+@pytest.mark.fault
+def test_two_hundred_requests_beside_pests(run_vllm: Callable[..., Run], tmp_path: Path) -> None:
+    """Clients that do harm to the control socket change no answer, and fail no request."""
+    tiers = [{"type": "cpu", "capacity": "64MiB"}]
+    usual = run_vllm([REQUESTS], tiers, enable_prefix_caching=False)
+    pests = [Pest(tmp_path) for _ in range(4)]
+    for pest in pests:
+        pest.start()
+    run = run_vllm([REQUESTS], tiers, enable_prefix_caching=False, control=tmp_path)
+    for pest in pests:
+        pest.done.set()
+        pest.join()
+    assert run.tokens == usual.tokens
+    assert min(pest.answers for pest in pests) > 0
+    for name, one in {"without": usual, "beside pests": run}.items():
+        late = sorted(ttft for ttft in one.ttft[0])
+        print(f"{name}: TTFT p50 {late[100]:.3f} s, p99 {late[198]:.3f} s")
