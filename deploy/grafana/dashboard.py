@@ -118,13 +118,21 @@ PANELS = (
     Panel(
         "Bytes held",
         "bytes",
-        ((gauge("used_bytes"), "{{tier}}"), (gauge("capacity_bytes"), "{{tier}} capacity")),
+        (
+            (gauge("used_bytes"), "{{tier}}"),
+            (f"{gauge('capacity_bytes')} > 0", "{{tier}} capacity"),
+        ),
         "Engines that share a folder each show all of it.",
     ),
     Panel(
         "How long a block stays",
         "s",
-        ((f"{gauge('used_bytes')} / ({rate('kvtiers_stored_bytes_total')} > 0)", "{{tier}}"),),
+        (
+            (
+                f"({gauge('used_bytes')} > 0) / ({rate('kvtiers_stored_bytes_total')} > 0)",
+                "{{tier}}",
+            ),
+        ),
         "In a full tier. Below the time until users come back it serves little.",
     ),
     Panel("Blocks evicted", "short", ((rate("kvtiers_evictions_total"), "{{tier}}"),), "A second."),

@@ -272,3 +272,17 @@ def test_no_command_loads_an_engine_or_a_client_to_talk(chain: Any, arguments: l
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip()) == (0, "")
+
+
+@pytest.mark.parametrize(("typed", "completed"), [("va", "validate"), ("tune --bud", "--budget")])
+def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> None:
+    words = f"kvtiers {typed}"
+    script = f"""
+        PATH={Path(KVTIERS).parent}:$PATH
+        eval "$(kvtiers --show-completion)"
+        COMP_WORDS=({words}) COMP_CWORD={words.count(" ")}
+        _kvtiers_completion kvtiers
+        echo "$COMPREPLY"
+    """
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{completed}\n"

@@ -35,7 +35,7 @@ COMMANDS = (
 
 app = typer.Typer(
     name="kvtiers",
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
