@@ -39,6 +39,7 @@ TIER = TierStatus(
 STATUS = EngineStatus(
     version="1",
     load_policy="stitched",
+    chain_version=3,
     up_seconds=7200,
     measured_seconds_ago=90,
     window_seconds=60,
@@ -52,8 +53,8 @@ STATUS = EngineStatus(
 
 def test_the_text_has_what_an_operator_looks_for() -> None:
     assert [*lines("chat-7", STATUS)] == [
-        "engine chat-7: up 2h, load policy stitched, 12,345 prompt tokens, 100 of late, computes "
-        "4,000 tokens/s, its last step was 90s ago",
+        "engine chat-7: up 2h, load policy stitched, chain version 3, 12,345 prompt tokens, 100 of "
+        "late, computes 4,000 tokens/s, its last step was 90s ago",
         "tier  state     fill              prompts  load/s      store/s  lookup ms  load ms  queue",
         "disk  degraded  50G of 200G, 25%  25.0%    1.5G of 3G  0        0.1 2.5    -        2+1",
         "  disk: writes are down: OSError: No space left on device",

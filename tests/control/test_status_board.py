@@ -27,8 +27,7 @@ class Observed:
         assert self.engine.connector is not None
         self.connector = self.engine.connector
         self.clock = Clock()
-        types = {tier.tier_name: tier.type for tier in chain.tiers}
-        self.board = StatusBoard(self.connector, types, chain.load_policy, self.clock)
+        self.board = StatusBoard(self.connector, self.clock)
 
     def serve(self, prompt: list[int]) -> None:
         self.engine.generate(prompt, 1)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from spec.errors import SpecError
+from tiers.cli.apply import apply
 from tiers.cli.bench import bench
 from tiers.cli.chain import config, schema, validate
 from tiers.cli.curve import curve
@@ -28,7 +29,7 @@ from tiers.cli.tune import tune
 from tiers.errors import KVTiersError, TraceError
 
 COMMANDS = (
-    *(validate, config, schema, doctor, status, explain),
+    *(validate, config, schema, doctor, status, explain, apply),
     *(inspect, verify, scrub),
     *(demo, bench, soak, curve, replay, tune),
 )

@@ -70,6 +70,7 @@ def _summary(status: EngineStatus) -> str:
     parts = [
         f"up {span(status.up_seconds)}",
         f"load policy {status.load_policy}",
+        f"chain version {status.chain_version}",
         f"{status.prompt_tokens:,.0f} prompt tokens, {status.prompt_tokens_late:,.0f} of late",
         "computing is not yet measured" if rate is None else f"computes {rate:,.0f} tokens/s",
     ]

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from spec.chain import ChainSpec
 from tiers.concurrency.executors import in_background
 from tiers.connector.multi.multi_scheduler import MultiScheduler
+from tiers.control.change_verbs import ChangeVerbs
 from tiers.control.control_server import (
     ControlServer,
     FolderRefused,
@@ -37,8 +38,9 @@ class Control:
         self._is_closed = False
         # Without it a socket that opens while the engine ends would stay.
         self._lock = threading.Lock()
-        types = {tier.tier_name: tier.type for tier in chain.tiers}
-        self.board = StatusBoard(scheduler, types, chain.load_policy)
+        assert scheduler.changes is not None, "it has a chain"
+        self._changes = ChangeVerbs(scheduler.changes)
+        self.board = StatusBoard(scheduler)
         if chain.control is not None:
             in_background(self._open, "control-open")
 
@@ -46,7 +48,12 @@ class Control:
         spec = self._chain.control
         assert spec is not None, "a chain without control opens none"
         folder = spec.folder or runtime_folder()
-        verbs: dict[str, Verb] = {"status": self._status, "explain": self._explain}
+        verbs: dict[str, Verb] = {
+            "status": self._status,
+            "explain": self._explain,
+            "apply": self._changes.apply,
+            "change": self._changes.change,
+        }
         try:
             server = ControlServer(folder, spec.name, verbs)
         except (FolderRefused, OSError, RuntimeError) as error:

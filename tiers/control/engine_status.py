@@ -70,6 +70,7 @@ class EngineStatus(BaseModel):
 
     version: str = Field(description="That of kvtiers.")
     load_policy: str
+    chain_version: int = Field(description="1 at the start, and one more with each change.")
     up_seconds: float
     measured_seconds_ago: float | None = Field(
         description="When a step last brought counts: an engine without requests takes no steps."

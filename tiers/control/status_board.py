@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from spec.offloading import OffloadingSpec
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.contract.stats import CHAIN, COUNTERS, LAST, TierStats
@@ -32,14 +33,11 @@ class StatusBoard:
     def __init__(
         self,
         scheduler: MultiScheduler,
-        types: Mapping[str, str],
-        load_policy: str,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`types`: of the tiers, by name, in load priority."""
-        self._scheduler = scheduler
-        self._types = types
-        self._load_policy = load_policy
+        """`scheduler`: of a chain."""
+        assert scheduler.changes is not None, "it has no chain"
+        self._scheduler, self._changes = scheduler, scheduler.changes
         self._now = now
         self._began = now()
         self._last: float | None = None
@@ -76,13 +74,14 @@ class StatusBoard:
             for tier, s in sums.items()
         }
         seconds = max(now - since, 1e-3)
-        chain, chain_late = sums.get(CHAIN, {}), late.get(CHAIN, {})
-        prompts = chain.get("prompt_tokens", 0.0), chain_late.get("prompt_tokens", 0.0)
-        children = zip(self._scheduler.names, self._scheduler.children, strict=True)
+        of_chain, of_chain_late = sums.get(CHAIN, {}), late.get(CHAIN, {})
+        prompts = of_chain.get("prompt_tokens", 0.0), of_chain_late.get("prompt_tokens", 0.0)
+        chain, version_of_chain = self._changes.chain, self._changes.version
+        children = dict(zip(self._scheduler.names, self._scheduler.children, strict=False))
         tiers = [
-            self._tier(name, child, sums.get(name, {}), late.get(name, {}), prompts, seconds)
-            for name, child in children
-            if isinstance(child, OffloadingScheduler)
+            self._tier(spec, child, sums.get(name, {}), late.get(name, {}), prompts, seconds)
+            for spec in chain.tiers
+            if isinstance(child := children.get(name := spec.tier_name), OffloadingScheduler)
         ]
         rates = (
             s["prefill_tokens_per_second"]
@@ -91,7 +90,8 @@ class StatusBoard:
         )
         return EngineStatus(
             version=version,
-            load_policy=self._load_policy,
+            load_policy=chain.load_policy,
+            chain_version=version_of_chain,
             up_seconds=now - self._began,
             measured_seconds_ago=None if self._last is None else now - self._last,
             window_seconds=seconds,
@@ -108,13 +108,14 @@ class StatusBoard:
 
     def _tier(
         self,
-        name: str,
+        spec: OffloadingSpec,
         child: OffloadingScheduler,
         sums: Mapping[str, float],
         late: Mapping[str, float],
         prompts: tuple[float, float],
         seconds: float,
     ) -> TierStatus:
+        name = spec.tier_name
         state, why = child.condition()
         used, capacity = child.room()
         tokens, rate = sums.get("loaded_tokens"), sums.get("load_tokens_per_second")
@@ -122,7 +123,7 @@ class StatusBoard:
         token_bytes = sums.get("loaded_bytes", 0.0) / tokens if tokens else None
         return TierStatus(
             name=name,
-            type=self._types.get(name, ""),
+            type=spec.type,
             state=state,
             why=why,
             capacity_bytes=capacity,

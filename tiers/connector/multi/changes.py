@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from spec.chain import ChainSpec
@@ -50,13 +50,14 @@ class PendingChange:
 
     `version`: of the chain afterwards. `why`: it was refused for this, and nothing has changed
     unless that says so; empty: it is in effect. `remains`: tiers that left, and still have blocks
-    in flight.
+    in flight. `is_begun`: whether a step has taken it.
     """
 
     def __init__(self) -> None:
         self.version = 0
         self.why = ""
         self.remains: tuple[str, ...] = ()
+        self.is_begun = False
         self._over = threading.Event()
 
     def wait(self, seconds: float) -> bool:
@@ -173,6 +174,8 @@ class Changes:
         self._asking = threading.Lock()
         self._is_closed = False
         self._pending: PendingChange | None = None
+        self._unbegun: list[PendingChange] = []
+        """The pending change, until a step begins it or its asker withdraws it."""
         self._state: Literal["asked", "preparing", "opening", "draining"] = "asked"
         self._stages: deque[Stage] = deque()
         self._before = rebuilder.chain
@@ -210,7 +213,7 @@ class Changes:
             stages = [Stage.between(old, between)] if anew else []
             self._stages = deque([*stages, Stage.between(between if anew else old, new)])
             self._before, self._failed, self._state = old, "", "asked"
-            self._until = self._now() + PREPARE_SECONDS
+            self._unbegun.append(pending)
             self._pending = pending
         self._wake()
         return pending
@@ -222,24 +225,30 @@ class Changes:
             return "another change is in flight; ask again when it is over"
         if if_version not in (None, self.version):
             return f"the chain has version {self.version}, not {if_version}: another change came"
+        return "\n".join(self.review(new).refused)
+
+    def review(self, new: ChainSpec) -> ChainDiff:
+        """What a change to this chain does here, and what of it this engine refuses; any thread may
+        ask."""
         found = diff(self.chain, new)
-        reasons = [*found.refused, *self._rebuilder.refusals(new, found)]
         names = {leaving.name for leaving in list(self._leaving.values())}
-        reasons += [
+        leaving = [
             f"tier {name} still has blocks in flight from before it left; ask again later"
             for name in found.of_kind("added", "reopened")
             if name in names
         ]
-        return "\n".join(reasons)
+        reasons = (*found.refused, *self._rebuilder.refusals(new, found), *leaving)
+        return replace(found, refused=reasons)
 
     def withdraw(self, pending: PendingChange) -> bool:
         """Take back a change that no step has begun; whether that was so."""
-        with self._asking:
-            if self._pending is pending and self._state == "asked" and self._before is self.chain:
-                self._pending = None
-                pending.end(self.version, "the engine made no step: it is idle, or hangs")
-                return True
-        return False
+        try:
+            self._unbegun.remove(pending)
+        except ValueError:
+            return False
+        self._pending = None
+        pending.end(self.version, "the engine made no step: it is idle, or hangs")
+        return True
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -293,6 +302,12 @@ class Changes:
         return []
 
     def _begin(self, pending: PendingChange) -> list[ChangeOrder]:
+        if not pending.is_begun:
+            try:
+                self._unbegun.remove(pending)
+            except ValueError:
+                return []  # it is withdrawn
+            pending.is_begun = True
         stage = self._stages[0]
         self._number += 1
         self._reports = ChangeReport()

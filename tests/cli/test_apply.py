@@ -1,0 +1,82 @@
+"""`kvtiers apply` against an engine in this process that serves meanwhile."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support.changing import changes_of
+from tests.support.replay_chains import cpu, disk
+from tiers.lab.replay import ReplayEngine
+
+Run = Callable[..., Any]
+Engine = Callable[..., ReplayEngine]
+
+
+@contextmanager
+def stepping(engine: ReplayEngine) -> Iterator[None]:
+    """Let the engine step on a thread, as one that serves does."""
+    is_over = threading.Event()
+
+    def step() -> None:
+        while not is_over.wait(0.001):
+            engine.step()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def written(folder: Path, *tiers: dict[str, Any], **more: Any) -> Path:
+    chain = {
+        "version": 1,
+        "tiers": list(tiers),
+        "staging": "256KiB",
+        "load_when": "always",
+        "control": {"folder": str(folder / "control")},
+        **more,
+    }
+    path = folder / "new.yaml"
+    path.write_text(yaml.safe_dump(chain))
+    return path
+
+
+def test_a_running_engine_takes_another_order(kvtiers: Run, engine: Engine, tmp_path: Path) -> None:
+    a, b = cpu(capacity="1MiB"), disk(tmp_path / "disk")
+    running = engine(a, b)
+    folder = ("--folder", tmp_path / "control")
+    dry = kvtiers("apply", written(tmp_path, b, a), "--dry-run", *folder)
+    assert dry.status == 0 and "tier disk: kept, load priority 1 (now 2)" in dry.out
+    assert changes_of(running).version == 1, "nothing is touched"
+    with stepping(running):
+        ran = kvtiers("apply", written(tmp_path, b, a), "--if-version", 1, *folder)
+        assert ran.status == 0 and "its chain has version 2" in ran.out, ran.err
+        again = kvtiers("apply", written(tmp_path, b, a), "--json", *folder)
+        assert again.status == 0 and json.loads(again.out)["version"] == 2
+        refused = kvtiers("apply", written(tmp_path, a, b), "--if-version", 1, *folder)
+        assert refused.status == 1 and "has version 2, not 1" in refused.err
+    status = kvtiers("status", *folder)
+    assert "chain version 2" in status.out and status.out.index("disk") < status.out.index("cpu ")
+
+
+def test_what_is_refused_and_what_is_bad(kvtiers: Run, engine: Engine, tmp_path: Path) -> None:
+    a, b = cpu(capacity="1MiB"), disk(tmp_path / "disk")
+    engine(a, b)
+    folder = ("--folder", tmp_path / "control")
+    refused = kvtiers("apply", written(tmp_path, a, b, salt="other"), *folder)
+    assert refused.status == 1 and "refused: salt" in refused.out
+    bad = kvtiers("apply", written(tmp_path, {"type": "disc"}), *folder)
+    assert bad.status == 2 and "new.yaml" in bad.err
+    engine(cpu(capacity="1MiB"))
+    several = kvtiers("apply", written(tmp_path, a), *folder)
+    assert several.status == 2 and "--to" in several.err

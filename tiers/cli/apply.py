@@ -1,0 +1,103 @@
+"""`kvtiers apply`: change the chain of a running engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tiers.cli.arguments import ChainFile, ControlFolder, ask_engines, refused
+
+POLL_SECONDS = 0.1
+BEGIN_SECONDS = 20.0
+"""A change that no step has begun by then is withdrawn."""
+MOST_SECONDS = 300.0
+"""No change takes longer; an engine that hangs is left alone."""
+
+To = Annotated[
+    str | None,
+    typer.Option("--to", metavar="NAME", help="The engine, by its name or the beginning of it."),
+]
+
+
+def apply(
+    chain: ChainFile,
+    engine: To = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what it would do.")
+    ] = False,
+    if_version: Annotated[
+        int | None,
+        typer.Option(
+            "--if-version", metavar="N", help="Only if the chain has this version: see status."
+        ),
+    ] = None,
+    folder: ControlFolder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Change the chain of a running engine to this one, on all ranks at once or not at all.
+
+    Prints what becomes of each tier: kept, changed, resized, reopened, added, drained. Requests in
+    flight keep their plan. Status 1: it was refused, and nothing has changed.
+
+    \b
+    kvtiers apply chain.yaml --dry-run
+    kvtiers apply chain.yaml --to engine-4711 --if-version 3
+    """
+    from spec.load import load_chain
+
+    spec = load_chain(chain)
+    name = _one_engine(engine, folder)
+    question = {"chain": spec.model_dump(mode="json"), "dry_run": dry_run}
+    if if_version is not None:
+        question["if_version"] = if_version
+    answer = _ask("apply", question, name, folder)
+    if not as_json:
+        for line in answer["lines"] or ["nothing to do"]:
+            typer.echo(line)
+    if not dry_run:
+        answer |= _outcome(answer, name, folder)
+    if as_json:
+        typer.echo(json.dumps({"engine": name, "dry_run": dry_run, **answer}))
+    elif not dry_run:
+        _print_outcome(name, answer)
+    if answer["why"] or answer["diff"]["refused"]:
+        raise typer.Exit(1)
+
+
+def _one_engine(engine: str | None, folder: Path | None) -> str:
+    found = [name for name, _ in ask_engines("status", {}, engine, folder)]
+    if len(found) > 1:
+        raise refused(f"several engines listen: name one of them, --to {' or '.join(found)}")
+    return found[0]
+
+
+def _ask(verb: str, question: dict[str, Any], name: str, folder: Path | None) -> dict[str, Any]:
+    ((_, answer),) = ask_engines(verb, question, name, folder)
+    return dict(answer)
+
+
+def _outcome(answer: dict[str, Any], name: str, folder: Path | None) -> dict[str, Any]:
+    """Wait for the end of a change."""
+    began, number = time.monotonic(), answer["change"]
+    while not answer["over"]:
+        waited = time.monotonic() - began
+        if waited > MOST_SECONDS:
+            raise refused(f"engine {name}: the change is not over yet; see status", status=1)
+        time.sleep(POLL_SECONDS)
+        question = {"change": number, "withdraw": waited > BEGIN_SECONDS}
+        answer = _ask("change", question, name, folder)
+    return answer
+
+
+def _print_outcome(name: str, answer: dict[str, Any]) -> None:
+    if answer["why"]:
+        if not answer["diff"]["refused"]:
+            typer.echo(f"refused: {answer['why']}", err=True)
+        return
+    typer.echo(f"engine {name}: its chain has version {answer['version']}")
+    for tier in answer["remains"]:
+        typer.echo(f"tier {tier}: blocks are still in flight; it closes when they have ended")
