@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from spec.offloading import OffloadingSpec
 from tiers.connector.multi.multi_scheduler import MultiScheduler
 from tiers.connector.scheduler.offloading_scheduler import OffloadingScheduler
 from tiers.contract.stats import CHAIN, COUNTERS, LAST, TierStats
+from tiers.control.change_watch import Saved
 from tiers.control.engine_status import EngineStatus, GhostStatus, Percentiles, TierStatus
 
 WINDOW = 60.0
@@ -19,6 +22,9 @@ MARKS = 6
 """Counts of before that are kept for that; a window is longer by one part of these at most."""
 SAMPLES = 512
 """Samples of a histogram whose percentiles are given: the last ones."""
+HISTORY = 6 * 3600.0
+"""Seconds for which it is kept what the tiers have saved, for whoever judges a change."""
+HISTORY_STEP = 5.0
 DROPPED = "store_dropped_"
 Sums = dict[str, dict[str, float]]
 
@@ -43,6 +49,10 @@ class StatusBoard:
         self._last: float | None = None
         self._sums: Sums = {}
         self._samples: dict[tuple[str, str], deque[float]] = {}
+        steps = int(HISTORY / HISTORY_STEP)
+        self._history: deque[tuple[float, Saved]] = deque(
+            [(self._began, Saved(0.0, 0.0))], maxlen=steps
+        )
         self._marks: deque[tuple[float, Sums]] = deque([(self._began, {})], maxlen=MARKS + 1)
 
     def measured(self, stats: Mapping[str, Any]) -> None:
@@ -61,6 +71,29 @@ class StatusBoard:
                         sums[name] = value
                     else:
                         sums[name] = sums.get(name, 0.0) + value
+
+        if now - self._history[-1][0] >= HISTORY_STEP:
+            self._history.append((now, self._saved()))
+
+    def _saved(self) -> Saved:
+        """What the tiers have saved since the start."""
+        seconds = sum(
+            of_tenant.get("tenant_prefill_seconds", 0.0) - of_tenant.get("tenant_load_seconds", 0.0)
+            for of_tenant in list(self._sums.values())
+        )
+        return Saved(self._sums.get(CHAIN, {}).get("prompt_tokens", 0.0), seconds)
+
+    def saved(self, since: float, until: float, parts: int) -> list[Saved]:
+        """See `SavedHistory`. Of a time before the engine's start there are fewer parts."""
+        history = [*list(self._history), (self._now(), self._saved())]
+        times = [at for at, _ in history]
+        step = (until - since) / parts
+        ends = [since + step * number for number in range(parts + 1)]
+        at_ends = [history[bisect_right(times, end) - 1][1] for end in ends if end >= history[0][0]]
+        return [
+            Saved(after.prompt_tokens - before.prompt_tokens, after.seconds - before.seconds)
+            for before, after in pairwise(at_ends)
+        ]
 
     def status(self, version: str) -> EngineStatus:
         """The status now. Raises RuntimeError if something grew while it was read."""

@@ -1,0 +1,113 @@
+"""The verdict on a change: by how much more or less the tiers save, and back where it is less."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.changing import change, changes_of, running
+from tests.support.clock import Clock
+from tests.support.replay_chains import chain_of, cpu, disk
+from tiers.contract.stats import CHAIN, TierStats
+from tiers.control.change_watch import PARTS, ChangeWatch, Saved, compare
+from tiers.control.status_board import StatusBoard
+from tiers.lab.replay import ReplayEngine
+
+
+def parts(rate: float, spread: float, count: int = PARTS, seed: int = 1) -> list[Saved]:
+    """Parts of some thousand tokens each, in which `rate` seconds are saved for a thousand."""
+    draw = random.Random(seed)
+    tokens = [draw.uniform(1000, 5000) for _ in range(count)]
+    return [Saved(n, n / 1000 * (rate + draw.gauss(0, spread))) for n in tokens]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "outcome"),
+    [
+        (parts(0.3, 0.05), parts(0.2, 0.05, seed=2), "worse"),
+        (parts(0.3, 0.05), parts(0.4, 0.05, seed=2), "better"),
+        (parts(0.3, 0.05), parts(0.3, 0.05, seed=2), "same"),
+        (parts(0.3, 0.4), parts(0.25, 0.4), "same"),
+        (parts(0.0, 0.01), parts(-0.2, 0.01, seed=2), "worse"),
+        (parts(0.3, 0.0), parts(0.3, 0.0, 4), "too little"),
+        ([Saved(0, 0)] * PARTS, parts(0.3, 0.0), "too little"),
+    ],
+)
+def test_the_verdict_is_by_what_varies(
+    before: Sequence[Saved], after: Sequence[Saved], outcome: str
+) -> None:
+    assert compare(before, after).outcome == outcome
+
+
+def test_chance_alone_is_called_a_difference_seldom() -> None:
+    """Of changes that change nothing, one in twenty at most, as the margin says; here of 400."""
+    verdicts = [
+        compare(parts(0.3, 0.3, seed=2 * n), parts(0.3, 0.3, 15, seed=2 * n + 1)).outcome
+        for n in range(400)
+    ]
+    assert verdicts.count("same") > 360
+
+
+class History:
+    """What was saved, as a test wants it."""
+
+    def __init__(self, before: float, after: float) -> None:
+        self.began = time.monotonic()
+        self.rates = before, after
+
+    def saved(self, since: float, until: float, parts_of_it: int) -> list[Saved]:
+        return parts(self.rates[since >= self.began], 0.01, parts_of_it)
+
+
+def watch(engine: ReplayEngine, watched: ChangeWatch) -> None:
+    """Step until the verdict is there."""
+    until = time.monotonic() + 30
+    while watched.verdict.outcome == "watching" and time.monotonic() < until:
+        if not engine.step():
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize(("after", "outcome"), [(0.1, "worse"), (0.5, "better"), (0.3, "same")])
+def test_a_change_for_the_worse_is_taken_back(tmp_path: Path, after: float, outcome: str) -> None:
+    old, new = chain_of(cpu(), disk(tmp_path)), chain_of(disk(tmp_path), cpu())
+    with running(old) as engine:
+        change(engine, new)
+        watched = ChangeWatch(changes_of(engine), History(0.3, after), old, seconds=0.4)
+        watch(engine, watched)
+        assert watched.verdict.outcome == outcome
+        assert watched.verdict.went_back == (outcome == "worse")
+        in_effect = changes_of(engine).chain
+        assert in_effect == (old if outcome == "worse" else new)
+
+
+def test_another_change_ends_the_watch(tmp_path: Path) -> None:
+    old, new = chain_of(cpu(), disk(tmp_path)), chain_of(disk(tmp_path), cpu())
+    with running(old) as engine:
+        change(engine, new)
+        watched = ChangeWatch(changes_of(engine), History(0.3, 0.1), old, seconds=0.4)
+        newest = new.model_copy(update={"max_wait": 5.0})
+        change(engine, newest)
+        watch(engine, watched)
+        assert watched.verdict.outcome == "another change"
+        assert changes_of(engine).chain == newest
+
+
+def test_what_was_saved_is_that_of_each_part(tmp_path: Path) -> None:
+    chain = chain_of(cpu())
+    clock = Clock()
+    with running(chain, ranks=1) as engine:
+        assert engine.connector is not None
+        types = {tier.tier_name: tier.type for tier in chain.tiers}
+        board = StatusBoard(engine.connector, types, chain.load_policy, clock)
+        began = clock.now
+        for _ in range(60):
+            clock.now += 10
+            of_tenant = {"tenant_prefill_seconds": 3.0, "tenant_load_seconds": 1.0}
+            stats = {"tenant (other)": of_tenant, CHAIN: {"prompt_tokens": 500.0}}
+            board.measured({"": TierStats({name: dict(m) for name, m in stats.items()})})
+        assert board.saved(began + 100, began + 500, 4) == [Saved(5000.0, 20.0)] * 4
+        assert len(board.saved(began - 300, began + 300, 6)) == 3, "before the start is nothing"

@@ -1,0 +1,137 @@
+"""Was a change of the chain for the better? What the tiers save before and after it is compared.
+
+What they save is the time that computing the loaded tokens would have taken, less the time that
+requests waited for their loads: the metrics `tenant_prefill_seconds` and `tenant_load_seconds`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from spec.chain import ChainSpec
+from tiers.connector.multi.changes import Changes
+
+PARTS = 20
+"""Parts of the time before a change, and after it, between which what is saved varies."""
+WARMING = 0.25
+"""The part of the time after it that is left out: a tier that came, or grew, is empty at first."""
+FEWEST_PARTS = 5
+"""With fewer parts that had requests, before or after, nothing is said."""
+ERRORS = 2.0
+"""A difference counts beyond so many standard errors of it: 19 times in 20 it is no chance."""
+BACK_SECONDS = 150.0
+"""How long going back may take."""
+
+Outcome = Literal["watching", "better", "same", "worse", "too little", "another change"]
+
+
+class Saved(NamedTuple):
+    """What tiers saved in some time."""
+
+    prompt_tokens: float
+    seconds: float
+
+
+class SavedHistory(Protocol):
+    """What tiers have saved so far."""
+
+    def saved(self, since: float, until: float, parts: int) -> list[Saved]:
+        """What they saved in equal parts of a time, which is given by `time.monotonic`."""
+
+
+class Verdict(BaseModel):
+    """What came of a change. `before`, `after`, `margin`: seconds saved for 1,000 tokens of a
+    prompt, and what the difference may be by chance."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    outcome: Outcome
+    before: float | None = None
+    after: float | None = None
+    margin: float | None = None
+    went_back: bool = Field(default=False, description="The chain of before is in effect again.")
+    why_not_back: str = Field(default="", description="Why that could not be done.")
+
+
+def compare(before: Sequence[Saved], after: Sequence[Saved]) -> Verdict:
+    """Compare what was saved for a token of a prompt: a ratio of sums, whose error follows from how
+    the parts differ from it (the ratio estimator; Cochran, Sampling Techniques, 1977, chapter 6).
+    """
+    rates = [_rate(parts) for parts in (before, after)]
+    if rates[0] is None or rates[1] is None:
+        return Verdict(outcome="too little")
+    (rate_before, error_before), (rate_after, error_after) = rates[0], rates[1]
+    margin = ERRORS * math.hypot(error_before, error_after)
+    gain = rate_after - rate_before
+    outcome: Outcome = "same" if abs(gain) <= margin else "better" if gain > 0 else "worse"
+    return Verdict(
+        outcome=outcome,
+        before=1000 * rate_before,
+        after=1000 * rate_after,
+        margin=1000 * margin,
+    )
+
+
+def _rate(parts: Sequence[Saved]) -> tuple[float, float] | None:
+    """Seconds saved for a token, and the standard error; None: too few parts had any."""
+    busy = [part for part in parts if part.prompt_tokens > 0]
+    if len(busy) < FEWEST_PARTS:
+        return None
+    tokens = math.fsum(part.prompt_tokens for part in busy)
+    rate = math.fsum(part.seconds for part in busy) / tokens
+    squares = math.fsum((part.seconds - rate * part.prompt_tokens) ** 2 for part in busy)
+    return rate, math.sqrt(squares * len(busy) / (len(busy) - 1)) / tokens
+
+
+class ChangeWatch:
+    """Watches a change on a thread of its own, and goes back where it was for the worse. The engine
+    keeps it, so that it goes on when whoever asked for the change has left."""
+
+    def __init__(
+        self,
+        changes: Changes,
+        history: SavedHistory,
+        back: ChainSpec,
+        seconds: float,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`back`: the chain before the change, which is in effect now. `seconds`: before and after
+        the change."""
+        self.verdict = Verdict(outcome="watching")
+        self._changes, self._history, self._back = changes, history, back
+        self._version, self._seconds = changes.version, seconds
+        self._began = now()
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, name="kvtiers-change-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Watch no more; nobody goes back. Does not wait."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        for _ in range(PARTS):
+            if self._stop.wait(self._seconds / PARTS):
+                return
+            if self._changes.version != self._version:
+                self.verdict = Verdict(outcome="another change")
+                return
+        verdict = self._judge()
+        self.verdict = self._go_back(verdict) if verdict.outcome == "worse" else verdict
+
+    def _judge(self) -> Verdict:
+        warm = self._began + WARMING * self._seconds
+        before = self._history.saved(self._began - self._seconds, self._began, PARTS)
+        after = self._history.saved(warm, self._began + self._seconds, PARTS)
+        return compare(before, after)
+
+    def _go_back(self, verdict: Verdict) -> Verdict:
+        pending = self._changes.request(self._back, self._version)
+        why = "" if pending.wait(BACK_SECONDS) else f"not done after {BACK_SECONDS:g} s"
+        why = why or pending.why
+        return verdict.model_copy(update={"went_back": not why, "why_not_back": why})
