@@ -69,6 +69,22 @@ def test_a_running_engine_takes_another_order(kvtiers: Run, engine: Engine, tmp_
     assert "chain version 2" in status.out and status.out.index("disk") < status.out.index("cpu ")
 
 
+def test_a_change_is_watched(kvtiers: Run, engine: Engine, tmp_path: Path) -> None:
+    a, b = cpu(capacity="1MiB"), disk(tmp_path / "disk")
+    running = engine(a, b)
+    folder = ("--folder", tmp_path / "control")
+    with stepping(running):
+        ran = kvtiers("apply", written(tmp_path, b, a), "--watch", "500ms", *folder)
+    assert ran.status == 0, ran.err
+    assert ran.out.splitlines()[-1] == (
+        "there were too few requests, before it or after it, to judge it"
+    )
+    bad = kvtiers("apply", written(tmp_path, b, a), "--watch", "soon", *folder)
+    assert bad.status == 2 and "--watch: found 'soon'" in bad.err
+    long = kvtiers("apply", written(tmp_path, b, a), "--watch", "30d", *folder)
+    assert long.status == 1 and "watch" in long.err
+
+
 def test_what_is_refused_and_what_is_bad(kvtiers: Run, engine: Engine, tmp_path: Path) -> None:
     a, b = cpu(capacity="1MiB"), disk(tmp_path / "disk")
     engine(a, b)

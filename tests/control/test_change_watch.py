@@ -75,8 +75,8 @@ def watch(engine: ReplayEngine, watched: ChangeWatch) -> None:
 def test_a_change_for_the_worse_is_taken_back(tmp_path: Path, after: float, outcome: str) -> None:
     old, new = chain_of(cpu(), disk(tmp_path)), chain_of(disk(tmp_path), cpu())
     with running(old) as engine:
-        change(engine, new)
-        watched = ChangeWatch(changes_of(engine), History(0.3, after), old, seconds=0.4)
+        history = History(0.3, after)
+        watched = ChangeWatch(changes_of(engine), history, change(engine, new), old, seconds=0.4)
         watch(engine, watched)
         assert watched.verdict.outcome == outcome
         assert watched.verdict.went_back == (outcome == "worse")
@@ -87,8 +87,8 @@ def test_a_change_for_the_worse_is_taken_back(tmp_path: Path, after: float, outc
 def test_another_change_ends_the_watch(tmp_path: Path) -> None:
     old, new = chain_of(cpu(), disk(tmp_path)), chain_of(disk(tmp_path), cpu())
     with running(old) as engine:
-        change(engine, new)
-        watched = ChangeWatch(changes_of(engine), History(0.3, 0.1), old, seconds=0.4)
+        history = History(0.3, 0.1)
+        watched = ChangeWatch(changes_of(engine), history, change(engine, new), old, seconds=0.4)
         newest = new.model_copy(update={"max_wait": 5.0})
         change(engine, newest)
         watch(engine, watched)
@@ -101,8 +101,7 @@ def test_what_was_saved_is_that_of_each_part(tmp_path: Path) -> None:
     clock = Clock()
     with running(chain, ranks=1) as engine:
         assert engine.connector is not None
-        types = {tier.tier_name: tier.type for tier in chain.tiers}
-        board = StatusBoard(engine.connector, types, chain.load_policy, clock)
+        board = StatusBoard(engine.connector, clock)
         began = clock.now
         for _ in range(60):
             clock.now += 10

@@ -35,17 +35,27 @@ def apply(
             "--if-version", metavar="N", help="Only if the chain has this version: see status."
         ),
     ] = None,
+    watch: Annotated[
+        str | None,
+        typer.Option(
+            "--watch",
+            metavar="TIME",
+            help="Compare what the tiers save in this time, like 15m, with as long before, and go "
+            "back if it is less.",
+        ),
+    ] = None,
     folder: ControlFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Change the chain of a running engine to this one, on all ranks at once or not at all.
 
     Prints what becomes of each tier: kept, changed, resized, reopened, added, drained. Requests in
-    flight keep their plan. Status 1: it was refused, and nothing has changed.
+    flight keep their plan. The engine goes on to watch a change with --watch when this command is
+    interrupted. Status 1: it was refused, and nothing has changed, or it was taken back.
 
     \b
     kvtiers apply chain.yaml --dry-run
-    kvtiers apply chain.yaml --to engine-4711 --if-version 3
+    kvtiers apply chain.yaml --to engine-4711 --if-version 3 --watch 15m
     """
     from spec.load import load_chain
 
@@ -54,6 +64,8 @@ def apply(
     question = {"chain": spec.model_dump(mode="json"), "dry_run": dry_run}
     if if_version is not None:
         question["if_version"] = if_version
+    if watch is not None:
+        question["watch"] = _seconds(watch)
     answer = _ask("apply", question, name, folder)
     if not as_json:
         for line in answer["lines"] or ["nothing to do"]:
@@ -65,6 +77,31 @@ def apply(
     elif not dry_run:
         _print_outcome(name, answer)
     if answer["why"] or answer["diff"]["refused"]:
+        raise typer.Exit(1)
+    if watch is not None and "change" in answer:
+        _watch(answer["change"], name, folder, as_json)
+
+
+def _seconds(watch: str) -> float:
+    from spec.fields import parse_duration
+
+    try:
+        return parse_duration(watch)
+    except ValueError as error:
+        raise refused(f"--watch: found {watch!r}; {error}") from None
+
+
+def _watch(number: int, name: str, folder: Path | None, as_json: bool) -> None:
+    """Wait for the verdict on a change, and print it."""
+    if not as_json:
+        typer.echo("it is watched; the engine goes on when this is interrupted")
+    while True:
+        answer = _ask("change", {"change": number}, name, folder)
+        if answer["verdict"]["outcome"] != "watching":
+            break
+        time.sleep(1.0)
+    typer.echo(json.dumps(answer) if as_json else answer["verdict_text"])
+    if answer["verdict"]["outcome"] == "worse":
         raise typer.Exit(1)
 
 

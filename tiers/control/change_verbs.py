@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spec.chain_diff import ChainDiff
 from spec.load import SpecError, load_chain
 from tiers.connector.multi.changes import Changes, PendingChange
+from tiers.control.change_watch import ChangeWatch, SavedHistory, describe
 from tiers.control.control_server import QuestionRefused
 
+MAX_WATCH = 3 * 3600.0
+"""Seconds: what was saved is kept for twice as long."""
 KEPT = 16
 """Changes whose end can still be asked for."""
 
 
 class ApplyQuestion(BaseModel):
     """Change to this chain, as `ChainSpec` dumps it as JSON; only if the chain has version
-    `if_version`. `dry_run`: only say what that would do."""
+    `if_version`. `dry_run`: only say what that would do. `watch`: seconds for which the change is
+    watched, and taken back if it is for the worse; None: it is not."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     chain: Mapping[str, Any]
     if_version: int | None = None
     dry_run: bool = False
+    watch: Annotated[float, Field(gt=0, le=MAX_WATCH)] | None = None
 
 
 class ChangeQuestion(BaseModel):
@@ -39,8 +44,10 @@ class ChangeQuestion(BaseModel):
 class ChangeVerbs:
     """Answers by one chain's `changes`. Any thread may ask; nothing here waits for a step."""
 
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
+    def __init__(self, changes: Changes, history: SavedHistory) -> None:
+        self._changes, self._history = changes, history
+        self._watch: ChangeWatch | None = None
+        """Of the last change that is watched; an earlier one ends when another change comes."""
         self._asked: dict[int, PendingChange] = {}
 
     def apply(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,10 +59,13 @@ class ChangeVerbs:
             raise QuestionRefused(f"no question: {error.errors()[0]['msg']}") from error
         except SpecError as error:
             raise QuestionRefused(f"the engine can't take this chain: {error}") from error
-        found = self._changes.review(chain)
+        found, before = self._changes.review(chain), self._changes.chain
         if question.dry_run:
             return self._answer(found, None)
         pending = self._changes.request(chain, question.if_version)
+        if question.watch is not None and not pending.why:
+            args = (self._changes, self._history, pending, before, question.watch)
+            self._watch = ChangeWatch(*args)
         number = len(self._asked)
         while number in self._asked:
             number += 1
@@ -82,4 +92,13 @@ class ChangeVerbs:
         if pending is not None:
             answer["over"] = pending.wait(0)
             answer |= {"why": pending.why, "remains": list(pending.remains)}
+            if self._watch is not None and self._watch.pending is pending:
+                verdict = self._watch.verdict
+                answer["verdict"] = verdict.model_dump(mode="json")
+                answer["verdict_text"] = describe(verdict)
         return answer
+
+    def close(self) -> None:
+        """The engine ends: nothing is watched any more."""
+        if self._watch is not None:
+            self._watch.close()

@@ -6,16 +6,19 @@ requests waited for their loads: the metrics `tenant_prefill_seconds` and `tenan
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from spec.chain import ChainSpec
-from tiers.connector.multi.changes import Changes
+from tiers.connector.multi.changes import Changes, PendingChange
+
+logger = logging.getLogger(__name__)
 
 PARTS = 20
 """Parts of the time before a change, and after it, between which what is saved varies."""
@@ -25,10 +28,12 @@ FEWEST_PARTS = 5
 """With fewer parts that had requests, before or after, nothing is said."""
 ERRORS = 2.0
 """A difference counts beyond so many standard errors of it: 19 times in 20 it is no chance."""
-BACK_SECONDS = 150.0
-"""How long going back may take."""
+CHANGE_SECONDS = 300.0
+"""No change takes longer."""
 
-Outcome = Literal["watching", "better", "same", "worse", "too little", "another change"]
+Outcome = Literal[
+    "watching", "not applied", "better", "same", "worse", "too little", "another change"
+]
 
 
 class Saved(NamedTuple):
@@ -57,6 +62,26 @@ class Verdict(BaseModel):
     margin: float | None = None
     went_back: bool = Field(default=False, description="The chain of before is in effect again.")
     why_not_back: str = Field(default="", description="Why that could not be done.")
+
+
+def describe(verdict: Verdict) -> str:
+    """The verdict as an operator reads it."""
+    said = {
+        "watching": "it is being watched",
+        "not applied": "it is not in effect, so there is nothing to judge",
+        "too little": "there were too few requests, before it or after it, to judge it",
+        "another change": "another change came, so it is not judged",
+    }.get(verdict.outcome)
+    if said is not None:
+        return said
+    assert verdict.before is not None and verdict.after is not None and verdict.margin is not None
+    text = (
+        f"{verdict.outcome}: tiers save {verdict.after:.3g} s for 1,000 tokens of prompts, "
+        f"{verdict.before:.3g} s before it; by chance it may be {verdict.margin:.2g} s"
+    )
+    if verdict.went_back:
+        text += "; the chain of before is in effect again"
+    return text + (f"; going back failed: {verdict.why_not_back}" if verdict.why_not_back else "")
 
 
 def compare(before: Sequence[Saved], after: Sequence[Saved]) -> Verdict:
@@ -97,16 +122,14 @@ class ChangeWatch:
         self,
         changes: Changes,
         history: SavedHistory,
+        pending: PendingChange,
         back: ChainSpec,
         seconds: float,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`back`: the chain before the change, which is in effect now. `seconds`: before and after
-        the change."""
+        """`back`: the chain before the change. `seconds`: before and after the change."""
         self.verdict = Verdict(outcome="watching")
         self._changes, self._history, self._back = changes, history, back
-        self._version, self._seconds = changes.version, seconds
-        self._began = now()
+        self.pending, self._seconds = pending, seconds
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="kvtiers-change-watch", daemon=True).start()
 
@@ -115,23 +138,30 @@ class ChangeWatch:
         self._stop.set()
 
     def _run(self) -> None:
+        asked = time.monotonic()
+        verdict = self._watch(asked)
+        if verdict is None:
+            return
+        self.verdict = self._go_back(verdict) if verdict.outcome == "worse" else verdict
+        log = logger.warning if verdict.outcome == "worse" else logger.info
+        log("the last change of the chain: %s", describe(self.verdict))
+
+    def _watch(self, asked: float) -> Verdict | None:
+        """The verdict, when the time is over; None: the engine ends before."""
+        if not self.pending.wait(CHANGE_SECONDS) or self.pending.why:
+            return Verdict(outcome="not applied")
+        began, version = time.monotonic(), self.pending.version
         for _ in range(PARTS):
             if self._stop.wait(self._seconds / PARTS):
-                return
-            if self._changes.version != self._version:
-                self.verdict = Verdict(outcome="another change")
-                return
-        verdict = self._judge()
-        self.verdict = self._go_back(verdict) if verdict.outcome == "worse" else verdict
-
-    def _judge(self) -> Verdict:
-        warm = self._began + WARMING * self._seconds
-        before = self._history.saved(self._began - self._seconds, self._began, PARTS)
-        after = self._history.saved(warm, self._began + self._seconds, PARTS)
-        return compare(before, after)
+                return None
+            if self._changes.version != version:
+                return Verdict(outcome="another change")
+        before = self._history.saved(asked - self._seconds, asked, PARTS)
+        warm = began + WARMING * self._seconds
+        return compare(before, self._history.saved(warm, began + self._seconds, PARTS))
 
     def _go_back(self, verdict: Verdict) -> Verdict:
-        pending = self._changes.request(self._back, self._version)
-        why = "" if pending.wait(BACK_SECONDS) else f"not done after {BACK_SECONDS:g} s"
+        pending = self._changes.request(self._back, self.pending.version)
+        why = "" if pending.wait(CHANGE_SECONDS) else f"not done after {CHANGE_SECONDS:g} s"
         why = why or pending.why
         return verdict.model_copy(update={"went_back": not why, "why_not_back": why})

@@ -39,8 +39,8 @@ class Control:
         # Without it a socket that opens while the engine ends would stay.
         self._lock = threading.Lock()
         assert scheduler.changes is not None, "it has a chain"
-        self._changes = ChangeVerbs(scheduler.changes)
         self.board = StatusBoard(scheduler)
+        self._changes = ChangeVerbs(scheduler.changes, self.board)
         if chain.control is not None:
             in_background(self._open, "control-open")
 
@@ -83,6 +83,7 @@ class Control:
 
     def close(self) -> None:
         """Remove the socket. Does not wait for clients."""
+        self._changes.close()
         with self._lock:
             self._is_closed = True
             if self._server is not None:
