@@ -27,7 +27,7 @@ MAX_KEY_BYTES = 128
 HEADER_BYTES = 512
 """One disk sector, so that a payload behind it stays aligned for direct I/O."""
 
-_MAGIC = b"kvtiers\n"
+MAGIC = b"kvtiers\n"
 _FIELDS = struct.Struct("<8sHBBHHQQ16s16s128s")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKED_BYTES = _FIELDS.size + _CHECKSUM.size
@@ -69,6 +69,10 @@ class Header(NamedTuple):
     stored_bytes: int
     checksum: bytes
 
+    def pack(self) -> bytes:
+        """The bytes that it was read from."""
+        return _pack(*self)
+
 
 def namespace(facts: Mapping[str, str], rank: int, world_size: int) -> bytes:
     """Digest all that makes KV interchangeable into 16 bytes: `facts` name the model, its weights,
@@ -95,16 +99,20 @@ def pack_header(
     known already."""
     if not NAMESPACE_BYTES < len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"key of {len(key)} bytes; {NAMESPACE_BYTES + 1}..{MAX_KEY_BYTES} fit")
+    return _pack(key, codec, payload_bytes, len(stored), checksum or digest(stored))
+
+
+def _pack(key: bytes, codec: int, payload_bytes: int, stored_bytes: int, checksum: bytes) -> bytes:
     fields = _FIELDS.pack(
-        _MAGIC,
+        MAGIC,
         FORMAT_VERSION,
         codec,
         _CHECKSUM_XXH3_128,
         len(key),
         0,
         payload_bytes,
-        len(stored),
-        checksum or digest(stored),
+        stored_bytes,
+        checksum,
         key[:NAMESPACE_BYTES],
         key[NAMESPACE_BYTES:],
     )
@@ -125,9 +133,19 @@ def parse_header(data: Buffer) -> Header:
     magic, version, codec, kind, key_len, _, payload, stored, checksum, space, rest = (
         _FIELDS.unpack(fields)
     )
-    if magic != _MAGIC or version != FORMAT_VERSION or kind != _CHECKSUM_XXH3_128:
+    if magic != MAGIC or version != FORMAT_VERSION or kind != _CHECKSUM_XXH3_128:
         raise RecordError(f"not a record of format {FORMAT_VERSION}")
     return Header(space + rest[: key_len - NAMESPACE_BYTES], codec, payload, stored, checksum)
+
+
+def is_other_format(data: Buffer) -> bool:
+    """Whether a whole header is that of a record of another format than this version's."""
+    if len(data) < HEADER_BYTES:
+        return False
+    fields = bytes(data[: _FIELDS.size])
+    (found,) = _CHECKSUM.unpack_from(data, _FIELDS.size)
+    is_whole: bool = found == xxhash.xxh3_64_intdigest(fields)
+    return is_whole and fields[len(MAGIC) : len(MAGIC) + 2] != FORMAT_VERSION.to_bytes(2, "little")
 
 
 def expect(data: Buffer, key: bytes, payload_bytes: int) -> Header:

@@ -17,13 +17,15 @@ from tiers.block import Header
 class StoredRecord(NamedTuple):
     """A record as its tier lists it.
 
-    `name`: what finds it there. `namespace`: the beginning of its namespace, 8 bytes at least.
-    `payload_bytes`: of its block; 0: what lies there is no record of this format. `size`: bytes
-    that it takes. `used`: when it was stored or used last, about, in seconds since the epoch; None:
-    unknown. `order`: larger for records used later. `entry`: the tier's own.
+    `name`: what finds it there. `digest`: of its whole key (`tiers.block`). `namespace`: the
+    beginning of its namespace, 8 bytes at least. `payload_bytes`: of its block; 0: what lies there
+    is no record of this format. `size`: bytes that it takes. `used`: when it was stored or used
+    last, about, in seconds since the epoch; None: unknown. `order`: larger for records used later.
+    `entry`: the tier's own.
     """
 
     name: bytes
+    digest: bytes
     namespace: bytes
     payload_bytes: int
     size: int
@@ -43,7 +45,7 @@ WHOLE, GONE = Finding("whole"), Finding("gone")
 
 Use = Callable[[Header, memoryview], object]
 """Called with a whole record: its header and its stored bytes, which are valid during the call. On
-threads of the tier, several at a time."""
+threads of the tier, several at a time; it does no I/O."""
 
 
 def ignore(header: Header, stored: memoryview) -> None:

@@ -1,10 +1,10 @@
-"""`kvtiers inspect`, `verify` and `scrub`: what a tier holds, and whether it is whole."""
+"""`kvtiers inspect`, `verify`, `scrub`, `export`, `import` and `gc`: what a tier holds."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,9 @@ from tiers.cli.arguments import ChainFile, bars, refused
 
 if TYPE_CHECKING:
     from spec.offloading import StoreSpec
+    from tiers.data.garbage import Garbage
     from tiers.data.inspection import Group, Inspection
+    from tiers.data.transfer import Transfer
     from tiers.data.verification import Progress, Verification
     from tiers.records import StoredRecords
 
@@ -90,6 +92,193 @@ def scrub(
     kvtiers scrub chain.yaml --tier disk
     """
     _verify(file, tier, rate, as_json, drops=True)
+
+
+ArchiveFile = Annotated[
+    Path, typer.Argument(metavar="ARCHIVE", help="The archive's file.", show_default=False)
+]
+
+
+def export(
+    file: ChainFile, archive: ArchiveFile, tier: TierOption = None, rate: RateOption = None
+) -> None:
+    """Write what a tier holds to an archive, to move a warm cache to another host.
+
+    Runs beside engines. Killed anywhere, it goes on where it was when it is run again. Damaged
+    blocks are left out, and it ends with 1. Encrypted blocks stay encrypted.
+
+    \b
+    kvtiers export chain.yaml warm.kvt --tier disk
+    """
+    from tiers.data.archive import count_of
+    from tiers.data.transfer import export_tier, key_marks
+
+    spec, wanted = _tier(file, tier), _parsed(rate)
+    done = count_of(archive)
+    if done is not None:
+        typer.echo(f"{archive}: whole already, {done:,} blocks; name another file to export anew")
+        return
+    with _records(spec) as records, _bar(f"{spec.tier_name} is exported") as progress:
+        report = export_tier(records, archive, key_marks(spec), _limit(wanted, records), progress)
+    typer.echo(_transfer_line(f"{archive}", report))
+    if report.damaged:
+        typer.echo(f"kvtiers verify {file} names the damaged blocks", err=True)
+        raise typer.Exit(1)
+
+
+def import_(file: ChainFile, archive: ArchiveFile, tier: TierOption = None) -> None:
+    """Put an archive's blocks into a tier, under the keys and checksums that they have.
+
+    Runs beside engines. Killed anywhere, it goes on when it is run again: what the tier holds is
+    left out. Only import what you would let write into the tier.
+
+    \b
+    kvtiers import chain.yaml warm.kvt --tier disk
+    """
+    from tiers.data.archive import ArchiveReader
+    from tiers.data.transfer import import_archive
+
+    spec = _tier(file, tier)
+    with ArchiveReader(archive) as reader, _bar(f"{spec.tier_name} is filled") as progress:
+        _require_keys(archive, reader.head.keys, spec)
+        report = import_archive(reader, spec, progress)
+        with _records(spec) as records:
+            for space, text in reader.head.notes.items():
+                records.note(bytes.fromhex(space), text.encode())
+    typer.echo(_transfer_line(spec.tier_name, report))
+    if not report.is_whole:
+        typer.echo(
+            f"{archive}: it ends early, or is damaged at byte {reader.end:,}: export again, which "
+            "goes on there, and import again",
+            err=True,
+        )
+    if report.damaged or report.refused or not report.is_whole:
+        raise typer.Exit(1)
+
+
+def gc(
+    file: ChainFile,
+    tier: TierOption = None,
+    unused: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Also what no engine has opened, stored or loaded for so long, like 30d.",
+        ),
+    ] = None,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HEX", help="Also a namespace that inspect shows; may be repeated."),
+    ] = None,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Drop them; without it they are only shown.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show, or drop, what a tier holds and no engine can use any more.
+
+    That is what ended with its engine: blocks of a generation behind a reset, and of weights that
+    can't be identified. What can't be told for sure stays, unless --unused or --namespace says it.
+
+    \b
+    kvtiers gc chain.yaml
+    kvtiers gc chain.yaml --tier disk --unused 30d --delete
+    """
+    from tiers.data.garbage import find_garbage, remove_garbage
+    from tiers.data.inspection import inspect_tier
+
+    age, spaces = _age_of(unused), [_space(text) for text in namespace or ()]
+    shown: dict[str, Any] = {}
+    for spec in _tiers(file, tier):
+        with _records(spec) as records:
+            found = inspect_tier(records, spec.encryption is not None)
+            garbage = find_garbage(found, age, spaces)
+            dropped = (0, 0)
+            if delete and garbage:
+                with _bar(f"{spec.tier_name} is cleaned") as progress:
+                    dropped = remove_garbage(records, garbage, progress)
+        rows = [{**_group_json(one.group), "why": one.why} for one in garbage]
+        shown[spec.tier_name] = {"garbage": rows, "dropped": dropped[0], "bytes": dropped[1]}
+        if not as_json:
+            for line in _garbage_lines(spec.tier_name, garbage, dropped[0], delete):
+                typer.echo(line)
+    if as_json:
+        typer.echo(json.dumps(shown, indent=1))
+
+
+def _age_of(unused: str | None) -> float | None:
+    from spec.fields import parse_duration
+
+    try:
+        return None if unused is None else parse_duration(unused)
+    except ValueError as error:
+        raise refused(f"--unused {unused}: {error}") from None
+
+
+def _space(text: str) -> bytes:
+    try:
+        space = bytes.fromhex(text)
+    except ValueError:
+        space = b""
+    if len(space) < 8:
+        raise refused(f"--namespace {text}: write 16 hex digits or more, as inspect shows them")
+    return space
+
+
+def _garbage_lines(
+    name: str, garbage: Sequence[Garbage], dropped: int, delete: bool
+) -> Iterator[str]:
+    from spec.fields import format_size
+
+    for one in garbage:
+        size = f"{one.group.blocks:,} blocks, {format_size(one.group.bytes)}"
+        yield f"{name}: namespace {one.group.namespace.hex()}: {size}: {one.why}"
+    if not garbage:
+        yield f"{name}: nothing to drop"
+    elif delete:
+        yield f"{name}: {dropped:,} blocks dropped"
+    else:
+        yield f"{name}: nothing was dropped; --delete drops these"
+
+
+def _tier(file: Path, name: str | None) -> StoreSpec:
+    tiers = _tiers(file, name)
+    if len(tiers) > 1:
+        from spec.errors import one_of
+
+        names = one_of([tier.tier_name for tier in tiers])
+        raise refused(f"{file}: say which tier, by --tier: {names}")
+    return tiers[0]
+
+
+def _require_keys(archive: Path, marks: Sequence[str], spec: StoreSpec) -> None:
+    """Refuse an archive that no engine on the tier could read."""
+    from tiers.data.transfer import key_marks
+
+    name, ours = spec.tier_name, key_marks(spec)
+    if bool(marks) != bool(ours):
+        what, has = ("encrypted", "has no") if marks else ("not encrypted", "has")
+        raise refused(f"{archive}: its blocks are {what}, and tier {name!r} {has} encryption")
+    if marks and not set(marks) & set(ours):
+        raise refused(
+            f"{archive}: its blocks are encrypted with none of the keys in "
+            f"{spec.encryption and spec.encryption.key_file}; add their key to that file"
+        )
+
+
+def _transfer_line(name: str, report: Transfer) -> str:
+    from spec.fields import format_size
+
+    parts = [f"{report.moved:,} blocks, {format_size(report.bytes)}"]
+    for count, what in (
+        (report.held, "there already"),
+        (report.gone, "evicted meanwhile"),
+        (report.damaged, "damaged and left out"),
+        (report.refused, "without room"),
+    ):
+        if count:
+            parts.append(f"{count:,} {what}")
+    return f"{name}: {', '.join(parts)}"
 
 
 def _verify(file: Path, tier: str | None, rate: str | None, as_json: bool, drops: bool) -> None:
@@ -229,7 +418,7 @@ def _inspection_lines(name: str, found: Inspection) -> Iterator[str]:
             salted = ", salted" if note.salted else ""
             rank = f", rank {note.rank} of {note.ranks}" if note.ranks > 1 else ""
             layout = f"{note.block_tokens} tokens a block, layout {note.layout[:8]}"
-            whose = f"{note.model}, {note.engine}, {layout}{rank}{salted}, {whose}"
+            whose = f"{note.model}, vLLM {note.engine}, {layout}{rank}{salted}, {whose}"
         yield f"  {whose}"
         size = f"{group.blocks:,} blocks of {group.payload_bytes:,} B, {format_size(group.bytes)}"
         yield f"    {size}{_ages(group)}"

@@ -18,7 +18,7 @@ from tiers.cli.apply import apply
 from tiers.cli.bench import bench
 from tiers.cli.chain import config, schema, validate
 from tiers.cli.curve import curve
-from tiers.cli.data import inspect, scrub, verify
+from tiers.cli.data import export, gc, import_, inspect, scrub, verify
 from tiers.cli.demo import demo
 from tiers.cli.doctor import doctor
 from tiers.cli.explain import explain
@@ -30,7 +30,7 @@ from tiers.errors import KVTiersError, TraceError
 
 COMMANDS = (
     *(validate, config, schema, doctor, status, explain, apply),
-    *(inspect, verify, scrub),
+    *(inspect, verify, scrub, export, import_, gc),
     *(demo, bench, soak, curve, replay, tune),
 )
 
@@ -43,7 +43,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command(command.__name__.rstrip("_"))(command)
 
 
 def _version(wanted: bool) -> None:

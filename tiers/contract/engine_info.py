@@ -29,6 +29,11 @@ MOMENT = 0.2
 """Seconds that a start waits for late facts: tiers of small models are there from the beginning."""
 
 
+ALONE = "alone: "
+"""The fact `weights` begins so where nobody else has the same, nor this engine once it is started
+again."""
+
+
 class LateFacts(Protocol):
     """Facts of a worker that are not there when it is made."""
 
@@ -61,6 +66,7 @@ class EngineInfo:
     empty: not known. `ranks_here`: ranks that share this host's memory, those of the engine's
     replicas too; 0: all of this engine. `replicated`: whether all ranks have the same KV, so
     that one of them may store it for all. `weights`: what a worker sees of its weights.
+    `model`: what its operator calls the model.
     """
 
     facts: Mapping[str, str]
@@ -84,6 +90,7 @@ class EngineInfo:
     ranks_here: int = 0
     replicated: bool = False
     weights: Weights = Weights()  # noqa: RUF009 - it has no state
+    model: str = ""
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

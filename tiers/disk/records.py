@@ -16,7 +16,7 @@ from tiers.disk.folder.folder import Folder
 from tiers.disk.folder.open_folder import THREADS, OpenFolder
 from tiers.disk.folder.open_folders import open_folders
 from tiers.disk.folder.owner import scan_owners
-from tiers.disk.index.edit import Entry, index_key
+from tiers.disk.index.edit import Entry, index_key, key_digest
 from tiers.disk.index.index import UNREADABLE
 from tiers.disk.slab import DEFAULT_ACCESS
 from tiers.errors import RecordError, TierUnusable
@@ -186,6 +186,7 @@ def _listed(
     used = float(times[at][0]) if at >= 0 else None
     return StoredRecord(
         key,
+        key_digest(key),
         key[: NAMESPACE_BYTES // 2],
         entry.payload_bytes,
         entry.slot.size,

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiers.contract.engine_info import ALONE
 from tiers.engine.identity.digests import Digests, FileChanged
 from tiers.engine.identity.facts import (
     BackgroundFacts,
@@ -39,7 +40,7 @@ def late_facts(
     an identity is not shared, unless the operator has named them by the chain's `salt`. `layers`
     returns the facts of the layers where the caller is no worker."""
     key = os.getpid(), str(vllm_config.instance_id)
-    alone = _alone.setdefault(key, f"alone: {secrets.token_hex(16)}")
+    alone = _alone.setdefault(key, ALONE + secrets.token_hex(16))
     return BackgroundFacts(
         layers or partial(layer_facts, vllm_config, this_worker()),
         partial(_weights, vllm_config, salt, alone),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from tiers.remote.pools import ConnectionSettings
+    from tiers.remote.records import RedisRecords
     from tiers.remote.redis_store import RedisStore
 
 logger = logging.getLogger(__name__)
@@ -193,6 +194,11 @@ class RedisSpec(StoreSpec):
             timeout=self.timeout,
             ttl=self.ttl,
         )
+
+    def records(self) -> RedisRecords:
+        from tiers.remote.records import RedisRecords
+
+        return RedisRecords(self.connection(), self.key_prefix, self.timeout, self.ttl)
 
     def connection(self) -> ConnectionSettings:
         """Make the settings of connections. Raises TierUnusable when the password or a file of TLS

@@ -140,6 +140,11 @@ class BlockCipher:
         return True
 
 
+def key_mark(key: bytes) -> str:
+    """What stands for an encryption key where nobody may learn it."""
+    return _derive(key, b"kvtiers key mark")[:8].hex()
+
+
 def _derive(key: bytes, purpose: bytes) -> bytes:
     return hashlib.blake2b(key=key, person=purpose.ljust(16), digest_size=32).digest()
 

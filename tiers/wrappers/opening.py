@@ -70,6 +70,15 @@ def log_name(spec: OffloadingSpec) -> str:
     return spec.tier_name if package is None else f"{spec.tier_name} (package {package})"
 
 
+def open_stored(spec: StoreSpec, payload_bytes: int) -> TierStore:
+    """Open a tier's store without a guard, under its encryption if it has one, to put blocks in the
+    form that they are stored in. Raises what `open` raises."""
+    site = StoreContext(payload_bytes)
+    if spec.encryption is not None:
+        return _with_verbs(spec.open(site))
+    return _open(spec, site, logging.WARNING)
+
+
 def _open(spec: StoreSpec, site: StoreContext, level: int) -> TierStore:
     if spec.encryption is not None:
         return _encrypt(spec, spec.encryption, site)

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from spec.load import load_chain
+from spec.offloading import StoreSpec
 from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, Run, documents
 from tests.support.explaining import check_sums, tier_of
 from tests.support.plugin_packages import write_package
+from tiers.data.inspection import inspect_tier
 from tiers.traces.open_trace import open_trace
 
 pytestmark = pytest.mark.vllm
@@ -111,6 +114,17 @@ def test_eviction_restart_and_replica(
     assert replica.tokens == answers
     assert replica.loaded() == {"redis": COMPLETE}
     assert replica.count("disk", "stored_blocks") == 72, "promoted to the disk as well"
+
+    for tier in (*disks, redis):  # each namespace has a note, which names the model and no salt
+        (spec,) = load_chain({"version": 1, "tiers": [tier]}).tiers
+        assert isinstance(spec, StoreSpec)
+        records = spec.records()
+        assert records is not None
+        (group,) = inspect_tier(records, is_encrypted=False).groups
+        records.close()
+        assert group.note is not None and group.note.model.startswith("/"), "its path"
+        note = (group.note.block_tokens, group.note.salted, group.note.lasts, group.blocks)
+        assert (*note, group.standing) == (BLOCK_TOKENS, False, True, 72, "usable")
 
 
 def test_concurrent_requests_and_preemption(

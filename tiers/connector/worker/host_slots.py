@@ -15,6 +15,7 @@ import torch
 from spec.fields import format_size
 from tiers.block import digest, namespace
 from tiers.concurrency.executors import io_executor
+from tiers.connector.worker.namespace_notes import describe
 from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.block_copier import Copier, Copy, OpenCopier
 from tiers.contract.engine_info import MOMENT, EngineInfo
@@ -23,6 +24,7 @@ from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
 from tiers.host.slot_memory import Prefault, SlotMemory, slot_stride
 from tiers.host.spare_memory import for_slots, spare_memory
+from tiers.records import NamespaceNote
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +115,7 @@ class HostSlots:
         self._gathers: dict[int, Copy] = {}
         self._checksums: Checksums | None = None
         self._namespace: bytes | None = None
+        self._note: NamespaceNote | None = None
         self._began: float | None = None
 
     def open(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -198,6 +201,12 @@ class HostSlots:
         """Bytes of one block on this rank."""
         return self.copier.payload_bytes
 
+    @property
+    def note(self) -> NamespaceNote:
+        """What to note of the worker's namespace; only once `shared_handshake` knows it."""
+        assert self._note is not None, "shared_handshake comes first"
+        return self._note
+
     def handshake(self, tier: str = "") -> WorkerHandshake:
         """What the scheduler must know of this worker, for a tier that only this engine finds.
         `tier`: its name, where memory may be there for some tiers alone."""
@@ -219,6 +228,7 @@ class HostSlots:
             facts["block_tokens"] = str(self.engine.block_tokens)
             rank = 0 if self.engine.replicated else self.engine.rank
             self._namespace = namespace(facts, rank, self.engine.world_size)
+            self._note = describe(self.engine, facts, self.payload_bytes)
             self._log_known()
         return self._handshake(self._namespace)
 

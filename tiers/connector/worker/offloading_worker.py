@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from tiers.concurrency.rate_limit import RateLimit
 from tiers.concurrency.repeated_log import RepeatedLog
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.connector.worker.loading import Loading
+from tiers.connector.worker.namespace_notes import NamespaceNotes
 from tiers.connector.worker.weight_watch import WeightVerdict
 from tiers.contract.block_copier import Copy
 from tiers.contract.connector import WorkerConnector
@@ -83,16 +85,26 @@ class Puts:
         self._in_host = in_host
         self._looks = host.engine.kv_events and host.engine.rank == 0
         self._store: Guarded | None = None
+        self._notes: NamespaceNotes | None = None
         self._namespace = b""
         self._waiting: deque[_QueuedPut] = deque()
         # Blocks so far: the engine's thread counts those queued, the writer's those taken.
         self._queued = self._taken = 0
         self._results: dict[int, JobResult] = {}
 
-    def serve(self, store: Guarded, namespace: bytes) -> None:
-        """Put into `store` from now on, under the worker's `namespace`."""
+    def serve(self, store: Guarded, namespace: bytes, notes: NamespaceNotes | None = None) -> None:
+        """Put into `store` from now on, under the worker's `namespace`, of which a note is kept."""
         self._namespace = namespace
+        self._notes = notes
         self._store = store
+        self._note(namespace, lasts=True)
+
+    def _note(self, space: bytes, lasts: bool) -> None:
+        """Have a note kept of what is stored under, behind the puts that wait: one that fails, in
+        whatever way, fails none."""
+        if self._notes is not None and self._notes.lacks(space):
+            with suppress(RuntimeError):  # the engine ends
+                self._writer.submit(self._notes.keep, space, lasts)
 
     def begin(self, job: StoreJob, is_ours: bool) -> Future[JobResult]:
         """Queue a job; its future raises what made its gather fail. Does not wait."""
@@ -176,6 +188,7 @@ class Puts:
         if self._store is None:
             return [False] * len(items), known
         space = space_of(self._namespace, generation)
+        self._note(space, lasts=not generation)
         memory, size = self._host.memory, self._host.payload_bytes
         step = batch_blocks(size)
         for start in range(0, len(items), step):
@@ -259,7 +272,8 @@ class OffloadingWorker(WorkerConnector):
                 site = StoreContext(handshake.payload_bytes, self._host.engine.world_size)
                 store = open_guarded(spec, site)
                 self._loading.serve(store, handshake.namespace)
-                self._puts.serve(store, handshake.namespace)
+                notes = NamespaceNotes(spec, self._host.note)
+                self._puts.serve(store, handshake.namespace, notes)
                 self._store = store
                 if self._spec is not None and self._spec is not spec:  # changed meanwhile
                     store.resize(self._spec.capacity_bytes)

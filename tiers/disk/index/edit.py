@@ -74,6 +74,11 @@ def index_key(key: bytes) -> bytes:
     return key[:_NAMESPACE_PART] + xxhash.xxh3_128_digest(key)
 
 
+def key_digest(index_key: bytes) -> bytes:
+    """Return the digest of the whole key that an index key stands for."""
+    return index_key[_NAMESPACE_PART:]
+
+
 def index_key_prefix(namespace: bytes) -> bytes:
     return namespace[:_NAMESPACE_PART]
 
@@ -166,7 +171,7 @@ class Edit:
 
     def _note_time(self) -> None:
         noted, now = self._get("meta", b"times") or b"", int(time.time())
-        if noted and now - fields(MOMENT, noted[-MOMENT.size :])[0] < MOMENT_EVERY:
+        if noted and abs(now - fields(MOMENT, noted[-MOMENT.size :])[0]) < MOMENT_EVERY:
             return
         if len(noted) >= _MOMENTS * MOMENT.size:  # every second one, of the older half
             times = parse_times(noted)

@@ -1,0 +1,123 @@
+"""What the tools find and drop on real servers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Ran
+from tests.cli.conftest import kvtiers as kvtiers  # the fixture
+from tests.support.redis_verbs import PAYLOAD, get, name, opened, put
+from tests.support.servers import RedisServer
+from tests.support.topologies import cluster
+from tiers.remote import records as remote_records
+from tiers.remote.spec import RedisSpec
+from tiers.testing import make_key
+
+
+def records_of(url: str) -> remote_records.RedisRecords:
+    return RedisSpec.model_validate({"url": url, "timeout": "5s"}).records()
+
+
+def value(client: Any, name: bytes) -> bytes:
+    return bytes(client.get(name))
+
+
+def flip(client: Any, name: bytes, place: int, bit: int) -> None:
+    """Flip a bit of a value."""
+    client.setrange(name, place, bytes([value(client, name)[place] ^ 1 << bit]))
+
+
+@pytest.fixture
+def chain(tmp_path: Path, server: RedisServer) -> Path:
+    file = tmp_path / "chain.yaml"
+    file.write_text(f"version: 1\ntiers: [{{type: redis, url: '{server.url}', timeout: 5s}}]\n")
+    return file
+
+
+@pytest.mark.fault
+def test_flipped_values_are_found_and_no_other_is_dropped(
+    server: RedisServer, chain: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    """Beside values that are none of ours, which stay; and without a use of any."""
+    chance, keys = random.Random(3), [make_key() for _ in range(150)]
+    client = server.client()
+    client.rpush("kvtiers:a list", "of somebody's")
+    client.set("kvtiers:text of another program", "some text" * 100)
+    with opened(server.url) as plain, opened(server.url, codec="zstd") as packed:
+        assert all(put(plain, *keys[:75]) + put(packed, *keys[75:]))
+        damaged = chance.sample(keys, 50)
+        for key in damaged:
+            # In the first 248 bytes is all that a header says.
+            size = client.strlen(name(key))
+            place = chance.choice((chance.randrange(248), chance.randrange(512, size)))
+            flip(client, name(key), place, chance.randrange(8))
+        client.set(name(damaged[0]), value(client, name(damaged[0]))[:-1])  # cut, too
+        ran = kvtiers("verify", chain)
+        assert ran.status == 1
+        assert {line.split(": ")[2] for line in ran.out.splitlines()[:-1]} == {
+            name(key).hex() for key in damaged
+        }
+        assert "150 blocks" in ran.out and "2 are no records of this format" in ran.out
+        ran = kvtiers("scrub", chain)
+        assert ran.status == 0 and "50 damaged, 50 dropped" in ran.out
+        whole = [key not in damaged for key in keys]
+        assert plain.has(keys) == whole
+        assert get(packed, *keys) == whole
+        assert client.exists("kvtiers:a list", "kvtiers:text of another program") == 2
+
+
+def test_reading_counts_as_no_use(
+    server: RedisServer, chain: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    """A server that evicts the least recently used ones must not take them for used."""
+    client: Any = server.client()
+    key = make_key()
+    with opened(server.url) as store:
+        put(store, key)
+        client.config_set("maxmemory-policy", "allkeys-lfu")
+        client.execute_command("CLIENT", "NO-TOUCH", "ON")
+        store.has([key])
+        get(store, key)
+        before = client.execute_command("OBJECT", "FREQ", name(key))
+        for _ in range(25):
+            assert kvtiers("verify", chain).status == 0
+        assert client.execute_command("OBJECT", "FREQ", name(key)) == before
+
+
+def test_a_value_that_is_stored_anew_before_it_is_dropped_stays(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, key = server.client(), make_key()
+    with opened(server.url) as store:
+        put(store, key)
+        whole = value(client, name(key))
+        flip(client, name(key), 600, 0)
+        records = records_of(server.url)
+        (listed,) = next(iter(records.listed()))
+        honest = remote_records._unlink_watched
+
+        def unlink(*of: object) -> bool:
+            client.set(name(key), whole)
+            return honest(*of)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(remote_records, "_unlink_watched", unlink)
+        assert records.drop_damaged([listed]) == 0
+        assert get(store, key) == [True]
+        records.close()
+
+
+def test_each_node_of_a_cluster_is_read() -> None:
+    keys = [make_key() for _ in range(60)]
+    with cluster() as nodes, opened(f"redis+cluster://127.0.0.1:{nodes[0].port}") as store:
+        assert all(put(store, *keys))
+        records = records_of(f"redis+cluster://127.0.0.1:{nodes[1].port}")
+        pieces = list(records.listed())
+        assert {record.name for piece in pieces for record in piece} == set(map(name, keys))
+        assert all(finding.state == "whole" for piece in pieces for finding in records.read(piece))
+        assert {record.payload_bytes for piece in pieces for record in piece} == {PAYLOAD}
+        records.close()

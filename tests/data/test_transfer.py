@@ -1,0 +1,228 @@
+"""Archives move what a tier holds, bit for bit, however often they are interrupted."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from spec.offloading import StoreContext
+from tests.cli.conftest import Ran
+from tests.cli.conftest import kvtiers as kvtiers  # the fixture
+from tests.data.test_verification import PAYLOAD, chain_of, flip
+from tests.disk import audit as disk
+from tests.support.redis_verbs import get as get_from_redis
+from tests.support.redis_verbs import opened as opened_redis
+from tests.support.servers import RedisServer
+from tiers.block import Header
+from tiers.disk.records import DiskRecords
+from tiers.disk.spec import DiskSpec
+from tiers.testing import Memory, make_key
+from tiers.wrappers.opening import open_guarded
+
+KILLED = """
+import os, signal, sys
+import tiers.cli.main as m
+import tiers.data.transfer, tiers.disk.disk_store, tiers.disk.records, tiers.wrappers.opening
+sizes, left = [int(size) for size in sys.argv.pop(1).split(",")], 0
+calls = {"pwrite": os.pwrite, "pwritev": os.pwritev}
+def write(handle, data, offset, one=calls["pwrite"]):
+    global left
+    if len(data) > left:
+        one(handle, data[:left], offset)
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= len(data)
+    return one(handle, data, offset)
+def writev(handle, parts, offset, many=calls["pwritev"]):
+    global left
+    left -= sum(map(len, parts))
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return many(handle, parts, offset)
+os.pwrite, os.pwritev = write, writev
+for left in sizes:
+    process = os.fork()
+    if not process:
+        m.main()
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+"""
+"""A command that is killed in the middle of a write, after so many bytes, once for each size."""
+
+
+def killed_after(sizes: Sequence[int], *arguments: object) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, ",".join(map(str, sizes)), *map(str, arguments)],
+        env=disk.child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def raw(folder: Path) -> dict[bytes, tuple[Header, bytes]]:
+    """Every record of a disk tier, by its key."""
+    records, found = DiskRecords(folder), dict[bytes, tuple[Header, bytes]]()
+
+    def use(header: Header, stored: memoryview) -> None:
+        found[header.key] = header, bytes(stored)
+
+    for piece in records.listed():
+        assert all(finding.state == "whole" for finding in records.read(piece, use))
+    records.close()
+    return found
+
+
+def test_an_export_goes_on_wherever_it_was_cut(tmp_path: Path, kvtiers: Callable[..., Ran]) -> None:
+    chance, archive = random.Random(6), tmp_path / "warm.kvt"
+    part, chain = tmp_path / "warm.kvt.part", chain_of(tmp_path / "kv")
+    with disk.opened(tmp_path / "kv", slots=100) as store:
+        assert all(disk.put(store, disk.keys(*range(40)), PAYLOAD))
+    assert kvtiers("export", chain, archive).status == 0
+    whole = archive.read_bytes()
+    for cut in (1, 17, 40, len(whole) - 1, len(whole), *chance.sample(range(len(whole)), 5)):
+        archive.unlink()
+        part.write_bytes(whole[:cut])
+        assert kvtiers("export", chain, archive).status == 0
+        assert archive.read_bytes() == whole and not part.exists(), cut
+
+
+@pytest.mark.faults
+@pytest.mark.fault
+def test_an_export_killed_at_ten_points_imports_bit_for_bit(
+    tmp_path: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    """And so does an import that is killed three times."""
+    chance, archive = random.Random(5), tmp_path / "warm.kvt"
+    chain, other = chain_of(tmp_path / "kv"), chain_of(tmp_path / "other")
+    with disk.opened(tmp_path / "kv", slots=100) as store:
+        assert all(disk.put(store, disk.keys(*range(60))))
+        assert all(disk.put(store, disk.keys(*range(60, 90)), PAYLOAD))
+    every = raw(tmp_path / "kv")
+    assert kvtiers("export", chain, tmp_path / "undisturbed.kvt").status == 0
+    part = (tmp_path / "undisturbed.kvt").stat().st_size // 10
+    killed_after([chance.randrange(1, part) for _ in range(10)], "export", chain, archive)
+    assert not archive.exists()
+    assert kvtiers("export", chain, archive).status == 0
+    # In its first put of 60 blocks, in its second one of 30, and in what is left of that.
+    sizes = [40 * disk.SLOT, 60 * disk.SLOT + 20_000, 30_000]
+    killed_after(sizes, "import", other, archive)
+    ran = kvtiers("import", other, archive)
+    assert ran.status == 0 and "there already" in ran.out
+    assert raw(tmp_path / "other") == every
+    assert "whole already, 90 blocks" in kvtiers("export", chain, archive).out
+
+
+def test_what_was_used_last_is_evicted_last_after_an_import(
+    tmp_path: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    archive, other = tmp_path / "warm.kvt", chain_of(tmp_path / "other")
+    with disk.opened(tmp_path / "kv", slots=8) as store:
+        for number in chosen(8):
+            disk.put(store, disk.keys(number))
+    assert kvtiers("export", chain_of(tmp_path / "kv"), archive).status == 0
+    other.write_text(other.read_text().replace("64MiB", f"{4 * disk.SLOT}B"))
+    ran = kvtiers("import", other, archive)
+    with disk.opened(tmp_path / "other", slots=4) as store:
+        held = store.has(disk.keys(*chosen(8)))
+    assert held == [False] * 4 + [True] * 4, ran
+
+
+def chosen(count: int) -> list[int]:
+    return random.Random(2).sample(range(count), count)
+
+
+def test_a_disk_s_blocks_serve_from_redis_and_back(
+    tmp_path: Path, shared_server: RedisServer, kvtiers: Callable[..., Ran]
+) -> None:
+    keys = [make_key() for _ in range(20)]
+    with disk.opened(tmp_path / "kv", slots=40) as store:
+        assert all(disk.put(store, keys))
+    redis, other = tmp_path / "redis.yaml", chain_of(tmp_path / "other")
+    settings = f"url: '{shared_server.url}', key_prefix: moved, codec: zstd"
+    redis.write_text(f"version: 1\ntiers: [{{type: redis, {settings}}}]\n")
+    assert kvtiers("export", chain_of(tmp_path / "kv"), tmp_path / "a.kvt").status == 0
+    assert kvtiers("import", redis, tmp_path / "a.kvt").status == 0
+    with opened_redis(shared_server.url, disk.PAYLOAD, key_prefix="moved", codec="zstd") as remote:
+        assert get_from_redis(remote, *keys, payload_bytes=disk.PAYLOAD) == [True] * 20
+    assert kvtiers("export", redis, tmp_path / "b.kvt").status == 0
+    assert kvtiers("import", other, tmp_path / "b.kvt").status == 0
+    assert raw(tmp_path / "other") == raw(tmp_path / "kv")
+
+
+@pytest.mark.fault
+def test_damage_is_left_out_and_a_damaged_archive_imports_nothing_wrong(
+    tmp_path: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    chance, archive = random.Random(9), tmp_path / "warm.kvt"
+    chain = chain_of(tmp_path / "kv")
+    with disk.opened(tmp_path / "kv", slots=100) as store:
+        assert all(disk.put(store, disk.keys(*range(50)), PAYLOAD))
+        flip(tmp_path / "kv", [3, 4], chance)
+    ran = kvtiers("export", chain, archive)
+    assert ran.status == 1 and "48 blocks" in ran.out and "2 damaged and left out" in ran.out
+    whole = archive.read_bytes()
+    for attempt in range(8):
+        other = tmp_path / f"other{attempt}"
+        place = chance.randrange(len(whole))
+        byte = whole[place] ^ 1 << chance.randrange(8)
+        archive.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+        ran = kvtiers("import", chain_of(other), archive)
+        assert ran.status == 1, place
+        if disk.slab_path(other, PAYLOAD).exists():
+            with disk.opened(other) as store:
+                disk.get(store, disk.keys(*range(50)), PAYLOAD)  # which checks each hit
+    archive.write_bytes(whole[:-5])
+    ran = kvtiers("import", chain_of(tmp_path / "cut"), archive)
+    assert ran.status == 1 and "export again" in ran.err
+
+
+def test_encrypted_blocks_stay_encrypted_and_go_where_their_key_is(
+    tmp_path: Path, kvtiers: Callable[..., Ran]
+) -> None:
+    archive, key = tmp_path / "warm.kvt", make_key()
+
+    def encrypted(name: str, digit: str) -> Path:
+        keys = tmp_path / f"key{digit}"
+        keys.write_text(digit * 64)
+        keys.chmod(0o600)
+        chain = chain_of(tmp_path / name)
+        text = chain.read_text().replace("}]", f", encryption: {{key_file: {keys}}}}}]")
+        chain.write_text(text)
+        return chain
+
+    def opened(name: str) -> DiskSpec:
+        settings = {"path": tmp_path / name, "capacity": "64MiB"}
+        return DiskSpec.model_validate({**settings, "encryption": {"key_file": tmp_path / "key1"}})
+
+    chain = encrypted("kv", "1")
+    store = open_guarded(opened("kv"), StoreContext(PAYLOAD))
+    assert store.put(Memory([key], PAYLOAD).fill().blocks) == [True]
+    store.close()
+    assert kvtiers("export", chain, archive).status == 0
+    for other, says in (
+        (chain_of(tmp_path / "plain"), "tier 'disk' has no encryption"),
+        (encrypted("other", "2"), "encrypted with none of the keys"),
+    ):
+        ran = kvtiers("import", other, archive)
+        assert ran.status == 2 and says in ran.err
+    assert kvtiers("import", encrypted("third", "1"), archive).status == 0
+    store = open_guarded(opened("third"), StoreContext(PAYLOAD))
+    memory = Memory([key], PAYLOAD)
+    assert store.get(memory.blocks) == [True] and memory.holds(0)
+    store.close()
+
+
+def test_files_of_others_stay(tmp_path: Path, kvtiers: Callable[..., Ran]) -> None:
+    with disk.opened(tmp_path / "kv") as store:
+        disk.put(store, disk.keys(1))
+    for name in ("a.kvt", "a.kvt.part"):
+        (tmp_path / name).write_text("a letter to somebody")
+        ran = kvtiers("export", chain_of(tmp_path / "kv"), tmp_path / "a.kvt")
+        assert ran.status == 1 and "no archive of kvtiers" in ran.err
+        assert (tmp_path / name).read_text() == "a letter to somebody"
+        (tmp_path / name).unlink()

@@ -1,0 +1,167 @@
+"""Moving what a tier holds: export to an archive, import into another tier. Both go on where they
+were interrupted, since what is there already is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spec.offloading import StoreSpec, read_keys
+from tiers.block import Header, digest
+from tiers.concurrency.rate_limit import RateLimit
+from tiers.data.archive import ArchiveHead, ArchiveReader, ArchiveWriter, Frame, PackedRecord, pack
+from tiers.data.verification import BATCH_BYTES, BATCH_SECONDS, Progress, silent
+from tiers.errors import RecordError
+from tiers.host.scratch import Scratch
+from tiers.records import Finding, StoredRecord, StoredRecords, in_batches
+from tiers.store import GatheredBlock, TierStore, batch_blocks, each
+from tiers.wrappers.opening import open_stored
+
+
+@dataclass
+class Transfer:
+    """What a transfer moved. `held`: were there already. `gone`: evicted meanwhile. `damaged`: left
+    out. `refused`: for want of room. `is_whole`: whether the archive has its end."""
+
+    moved: int = 0
+    bytes: int = 0
+    held: int = 0
+    gone: int = 0
+    damaged: int = 0
+    refused: int = 0
+    is_whole: bool = True
+
+
+def key_marks(spec: StoreSpec) -> list[str]:
+    """What stands for a tier's encryption keys in an archive; none: it has no encryption. Raises
+    ValueError and OSError if they can't be read."""
+    if spec.encryption is None:
+        return []
+    from tiers.wrappers.encryption import key_mark
+
+    return [key_mark(key) for key in read_keys(spec.encryption.key_file)]
+
+
+def export_tier(
+    records: StoredRecords,
+    path: Path,
+    keys: Sequence[str],
+    rate: float | None = None,
+    progress: Progress = silent,
+) -> Transfer:
+    """Write what a tier holds now to an archive, the least recently used first. Takes some 600
+    bytes of memory a block. `keys`: marks of the tier's encryption keys."""
+    report, limit = Transfer(), RateLimit(rate)
+    most = BATCH_BYTES if rate is None else max(1, int(rate * BATCH_SECONDS))
+    notes = {space.hex(): text.decode(errors="replace") for space, text in records.notes().items()}
+    with ArchiveWriter(path, ArchiveHead(keys, notes)) as archive:
+        every = [r for piece in records.listed() for r in piece if r.payload_bytes]
+        plan = [record for record in every if record.digest not in archive.held]
+        report.held = len(every) - len(plan)
+        plan.sort(key=lambda record: record.order)
+        for batch in in_batches(plan, most):
+            size = sum(record.size for record in batch)
+            limit.take(size)
+            states = [finding.state for finding in _read(records, batch, archive)]
+            report.moved += states.count("whole")
+            report.gone += states.count("gone")
+            report.damaged += states.count("damaged")
+            report.bytes += size
+            progress(report.moved, report.bytes)
+        archive.finish()
+    return report
+
+
+def _read(
+    records: StoredRecords, batch: Sequence[StoredRecord], archive: ArchiveWriter
+) -> list[Finding]:
+    """Add a batch to an archive, in its order, though the tier reads and packs it in threads."""
+    packed: dict[bytes, PackedRecord] = {}
+
+    def use(header: Header, stored: memoryview) -> None:
+        packed[digest(header.key)] = pack(header, stored)
+
+    findings = records.read(batch, use)
+    for record in batch:
+        if record.digest in packed:
+            archive.add(packed[record.digest])
+    return findings
+
+
+def import_archive(
+    archive: ArchiveReader, spec: StoreSpec, progress: Progress = silent
+) -> Transfer:
+    """Put an archive's records into a tier under their own keys, in the form that they are stored
+    in. Raises what the tier raises; import again then."""
+    report = Transfer()
+    stores: dict[int, TierStore] = {}
+    scratches: dict[int, Scratch] = {}
+    try:
+        for batch in _batches(archive.frames()):
+            size = batch[0].header.payload_bytes
+            if size not in stores:
+                stores[size] = open_stored(spec, size)
+                scratches[size] = Scratch(size * batch_blocks(size))
+            with scratches[size].borrow() as memory:
+                _put(archive, stores[size], batch, memory, report)
+            progress(report.moved, report.bytes)
+    finally:
+        for store in stores.values():
+            store.close()
+    report.is_whole = archive.is_whole
+    return report
+
+
+def _batches(frames: Iterator[Frame]) -> Iterator[list[Frame]]:
+    """Frames that follow each other, of payloads of one length, as many as one `put` takes."""
+    batch: list[Frame] = []
+    for frame in frames:
+        size = frame.header.payload_bytes
+        full = batch and len(batch) >= batch_blocks(size)
+        if full or (batch and size != batch[0].header.payload_bytes):
+            yield batch
+            batch = []
+        batch.append(frame)
+    if batch:
+        yield batch
+
+
+def _put(
+    archive: ArchiveReader,
+    store: TierStore,
+    batch: list[Frame],
+    memory: memoryview,
+    report: Transfer,
+) -> None:
+    names = [frame.header.key for frame in batch]
+    held = each("has", store.has(names), len(names))
+    report.held += sum(held)
+    missing = [frame for frame, is_held in zip(batch, held, strict=True) if not is_held]
+    size = batch[0].header.payload_bytes
+    blocks = []
+    for place, frame in enumerate(missing):
+        payload = memory[place * size : (place + 1) * size]
+        try:
+            blocks.append(_block(archive, frame, payload))
+        except RecordError:
+            report.damaged += 1
+    if not blocks:
+        return
+    # A store takes the first block of a call for the one used last.
+    stored = each("put", store.put([block.readonly() for block in blocks[::-1]]), len(blocks))
+    report.moved += sum(stored)
+    report.bytes += sum(stored) * size
+    report.refused += len(stored) - sum(stored)
+
+
+def _block(archive: ArchiveReader, frame: Frame, payload: memoryview) -> GatheredBlock:
+    """Fill the payload from a frame. Raises RecordError."""
+    header, stored = frame.header, archive.stored(frame)
+    if header.codec:
+        from tiers.codec import decode
+
+        decode(header.codec, stored, payload)
+        return GatheredBlock(header.key, payload, digest(payload))
+    payload[:] = stored
+    return GatheredBlock(header.key, payload, header.checksum)

@@ -1,0 +1,304 @@
+"""The records of a Redis tier, for tools. What they read counts as no use where the server can tell
+(CLIENT NO-TOUCH, since 7.2): its eviction goes by uses."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from operator import eq
+from typing import Any
+
+from tiers.block import (
+    HEADER_BYTES,
+    MAGIC,
+    MAX_KEY_BYTES,
+    NAMESPACE_BYTES,
+    digest,
+    is_other_format,
+    parse_header,
+    verify,
+)
+from tiers.errors import RecordError, TierUnavailable
+from tiers.records import GONE, WHOLE, Finding, StoredRecord, Use, ignore
+from tiers.remote import pipeline
+from tiers.remote.pipeline import GetRequest, Record, Window
+from tiers.remote.pools import ConnectionSettings, reason
+from tiers.remote.redis_store import EACH, SLOWEST
+from tiers.remote.stream import (
+    Deadline,
+    ServerError,
+    Stream,
+    command,
+    each_command,
+    read_integer,
+    read_length,
+    read_status,
+)
+from tiers.remote.topology import FAILURES, Cluster, Kind, OneMaster, Operation
+
+_SCAN = b"500"
+_NOTES = b"namespace:"
+_TRIES = 5
+_SPECIAL = re.compile(rb"[*?\[\]\\]")
+_OTHER_LENGTH = Finding("damaged", "the value has another length, or is of another type")
+
+
+class RedisRecords:
+    """`StoredRecords` of the names that begin with a prefix. Connects when it is first asked."""
+
+    def __init__(
+        self, settings: ConnectionSettings, key_prefix: str, timeout: float, ttl: float | None
+    ) -> None:
+        """`timeout`: as of a `RedisStore`'s verbs. `ttl`: how long a note is kept, in seconds."""
+        self._place = str(settings.url)
+        self._timeout = timeout
+        self._ttl = () if ttl is None else (b"PX", b"%d" % max(1, round(ttl * 1000)))
+        self._prefix = key_prefix.encode() + b":"
+        is_cluster = settings.url.is_cluster
+        self._topology = Cluster(settings, timeout) if is_cluster else OneMaster(settings)
+        self._window = Window()
+
+    def listed(self) -> Iterator[Sequence[StoredRecord]]:
+        """As the server scans its names, so that one may come twice."""
+        for names in self._scan(self._prefix):
+            some = [name for name in names if not name.startswith(self._prefix + _NOTES)]
+            if some:
+                yield self._looked_at(some)
+
+    def _scan(self, prefix: bytes) -> Iterator[list[bytes]]:
+        pattern = _SPECIAL.sub(rb"\\\g<0>", prefix) + b"*"
+        with self._translated():
+            pools = self._topology.masters(self._limit(0))[0].values()
+        for pool in pools:
+            cursor = b"0"
+            while True:
+                words = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN)
+                with self._translated():
+                    cursor, names = pool.ask(self._limit(int(_SCAN)), *words)
+                yield names
+                if cursor == b"0":
+                    break
+
+    def _looked_at(self, names: Sequence[bytes]) -> list[StoredRecord]:
+        found: dict[int, StoredRecord] = {}
+        now = time.time()
+
+        def operation(stream: Stream, positions: Sequence[int]) -> None:
+            here = [names[position] for position in positions]
+            _do_not_touch(stream)
+            asked = [each_command(b"GETRANGE", here, b"0", b"%d" % (HEADER_BYTES - 1))]
+            asked.append(each_command(b"STRLEN", here))
+            asked += [command(b"OBJECT", b"IDLETIME", name) for name in here]
+            stream.send(asked)
+            fronts = [_bulk(stream) for _ in here]
+            sizes = [_number(stream) for _ in here]
+            ages = [_number(stream) for _ in here]
+            for position, name, front, size, idle in zip(
+                positions, here, fronts, sizes, ages, strict=True
+            ):
+                used = None if idle is None else now - idle
+                found[position] = self._listed(name, front or b"", size or 0, used)
+
+        self._dispatch(names, "reads", operation)
+        return [found[position] for position in sorted(found)]
+
+    def _listed(self, name: bytes, front: bytes, size: int, used: float | None) -> StoredRecord:
+        key = name[len(self._prefix) :]
+        order = -math.inf if used is None else used
+        payload = _payload_bytes(key, front, size)
+        return StoredRecord(name, digest(key), key[:NAMESPACE_BYTES], payload, size, used, order)
+
+    def read(self, some: Sequence[StoredRecord], use: Use = ignore) -> list[Finding]:
+        findings = self._read(some, use)
+        odd = [place for place, finding in enumerate(findings) if finding is _OTHER_LENGTH]
+        if odd:  # stored anew by another codec, perhaps, since it was listed
+            now = self._looked_at([some[place].name for place in odd])
+            for place, finding in zip(odd, self._read(now, use), strict=True):
+                findings[place] = finding
+        return findings
+
+    def _read(self, some: Sequence[StoredRecord], use: Use) -> list[Finding]:
+        findings = [GONE] * len(some)
+
+        def operation(stream: Stream, positions: Sequence[int]) -> None:
+            here = [position for position in positions if findings[position] is GONE]
+
+            def on_value(at: int, record: Record | None) -> None:
+                findings[here[at]] = self._check(some[here[at]].name, record, use)
+
+            _do_not_touch(stream)
+            requests = [_request(some[at].name, some[at].size) for at in here]
+            if requests:
+                pipeline.load(stream, requests, on_value, self._window)
+
+        names = [record.name for record in some]
+        self._dispatch(names, "reads", operation, sum(record.size for record in some))
+        return findings
+
+    def _check(self, name: bytes, record: Record | None, use: Use) -> Finding:
+        if record is None:
+            return _OTHER_LENGTH
+        try:
+            header = parse_header(record.header)
+            if self._prefix + header.key != name:
+                raise RecordError("the record belongs to another key")
+            verify(header, record.stored, record.checksum)
+        except RecordError as error:
+            return Finding("damaged", str(error))
+        use(header, memoryview(record.stored))
+        return WHOLE
+
+    def drop_damaged(self, some: Sequence[StoredRecord]) -> int:
+        """Each is watched while it is read again: a store meanwhile undoes the drop."""
+        return sum(map(self._drop_damaged, some))
+
+    def _drop_damaged(self, record: StoredRecord) -> bool:
+        dropped: list[bool] = []
+
+        def operation(stream: Stream, _: Sequence[int]) -> None:
+            found: list[Finding] = []
+            stream.send([command(b"WATCH", record.name)])
+            read_status(stream)
+            _do_not_touch(stream)
+            stream.send([command(b"STRLEN", record.name)])
+            pipeline.load(
+                stream,
+                [_request(record.name, _number(stream) or 0)],
+                lambda _, value: found.append(self._check(record.name, value, ignore)),
+                self._window,
+            )
+            if found and found[0].state == "damaged":
+                dropped.append(_unlink_watched(stream, record.name))
+            else:
+                stream.send([command(b"UNWATCH")])
+                read_status(stream)
+
+        for _ in range(_TRIES):
+            dropped.clear()
+            self._dispatch([record.name], "writes", operation, record.size)
+            if dropped != [False]:
+                break
+        return dropped == [True]
+
+    def drop(self, some: Sequence[StoredRecord]) -> None:
+        names = [record.name for record in some]
+
+        def operation(stream: Stream, positions: Sequence[int]) -> None:
+            stream.send([each_command(b"UNLINK", [names[position] for position in positions])])
+            for _ in positions:
+                read_integer(stream)
+
+        self._dispatch(names, "writes", operation)
+
+    def others(self) -> bool | None:
+        """A server's other clients may be engines, and may be none."""
+        return None
+
+    def notes(self) -> Mapping[bytes, bytes]:
+        found: dict[bytes, bytes] = {}
+        for names in self._scan(self._prefix + _NOTES):
+            found.update(self._get_notes(names))
+        return found
+
+    def _get_notes(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
+        found: dict[bytes, bytes] = {}
+
+        def operation(stream: Stream, positions: Sequence[int]) -> None:
+            here = [names[position] for position in positions]
+            stream.send([each_command(b"GET", here)])
+            for name in here:
+                text = _bulk(stream)
+                with suppress(ValueError):
+                    space = bytes.fromhex(name[len(self._prefix + _NOTES) :].decode())
+                    found.update({space: text} if text else {})
+
+        self._dispatch(names, "reads", operation)
+        return found
+
+    def note(self, namespace: bytes, text: bytes) -> None:
+        name = self._prefix + _NOTES + namespace.hex().encode()
+
+        def operation(stream: Stream, _: Sequence[int]) -> None:
+            if not text:
+                stream.send([command(b"UNLINK", name)])
+                read_integer(stream)
+                return
+            stream.send([command(b"SET", name, text, *self._ttl)])
+            read_status(stream)
+
+        self._dispatch([name], "writes", operation)
+
+    def close(self) -> None:
+        self._topology.close()
+
+    def _limit(self, names: int, num_bytes: int = 0) -> Deadline:
+        return Deadline(self._timeout + EACH * names + num_bytes / SLOWEST)
+
+    def _dispatch(
+        self, names: Sequence[bytes], kind: Kind, operation: Operation, num_bytes: int = 0
+    ) -> None:
+        if names:
+            with self._translated():
+                self._topology.dispatch(names, kind, operation, self._limit(len(names), num_bytes))
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except FAILURES as error:
+            # Not chained: a traceback would print the server's text, which `reason` masks.
+            raise TierUnavailable(f"{self._place}: {reason(error)}") from None
+
+
+def _do_not_touch(stream: Stream) -> None:
+    stream.send([command(b"CLIENT", b"NO-TOUCH", b"ON")])
+    with suppress(ServerError):  # an older server, or one whose rules forbid it
+        read_status(stream)
+
+
+def _request(name: bytes, size: int) -> GetRequest:
+    return GetRequest(name, memoryview(bytearray(max(0, size - HEADER_BYTES))))
+
+
+def _payload_bytes(key: bytes, front: bytes, size: int) -> int:
+    """The length of a value's payload as its header says, or about, where that is damaged; 0: it is
+    none of our records, of this format."""
+    if not NAMESPACE_BYTES < len(key) <= MAX_KEY_BYTES:
+        return 0
+    try:
+        return parse_header(front).payload_bytes
+    except RecordError:
+        like_ours = sum(map(eq, front, MAGIC)) >= len(MAGIC) - 1
+        return max(1, size - HEADER_BYTES) if like_ours and not is_other_format(front) else 0
+
+
+def _unlink_watched(stream: Stream, name: bytes) -> bool:
+    stream.send([command(b"MULTI"), command(b"UNLINK", name), command(b"EXEC")])
+    read_status(stream)
+    read_status(stream)
+    if stream.line() != b"*1":  # a store came between
+        return False
+    return read_integer(stream) > 0
+
+
+def _bulk(stream: Stream) -> bytes | None:
+    try:
+        length = read_length(stream, HEADER_BYTES)
+    except ServerError as error:
+        if error.code not in ("WRONGTYPE", "ASK"):
+            raise
+        return None
+    if length < 0:
+        return None
+    text = stream.take(length)
+    stream.line()
+    return text
+
+
+def _number(stream: Stream) -> int | None:
+    """An integer; None: there is none, or the server keeps none."""
+    line: Any = stream.line()
+    return int(line[1:]) if line[:1] == b":" else None
