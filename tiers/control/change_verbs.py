@@ -13,7 +13,7 @@ from tiers.connector.multi.changes import Changes, PendingChange
 from tiers.control.change_watch import ChangeWatch, SavedHistory, describe
 from tiers.control.control_server import QuestionRefused
 
-MAX_WATCH = 3 * 3600.0
+MAX_WATCH = 3600.0
 """Seconds: what was saved is kept for twice as long."""
 KEPT = 16
 """Changes whose end can still be asked for."""

@@ -22,9 +22,9 @@ MARKS = 6
 """Counts of before that are kept for that; a window is longer by one part of these at most."""
 SAMPLES = 512
 """Samples of a histogram whose percentiles are given: the last ones."""
-HISTORY = 6 * 3600.0
+HISTORY = 2 * 3600.0
 """Seconds for which it is kept what the tiers have saved, for whoever judges a change."""
-HISTORY_STEP = 5.0
+HISTORY_STEP = 1.0
 DROPPED = "store_dropped_"
 Sums = dict[str, dict[str, float]]
 
