@@ -7,9 +7,9 @@ request is `[prompt_token_ids, max_tokens]` and perhaps more, see `Request`), `r
 requests of each batch are aborted, at random moments), `preempt` (each batch is one request: after
 how many tokens of its answer it is preempted, and the engine's own cache emptied), `before` (for
 the number of a batch, or `start`, the function of `damage` that is called before it, and its
-arguments), `told` (for the number of a batch, the methods of LLM, or functions of `training`, that
-are called before it, or with `preempt` when it is preempted, and their arguments), `settled`
-(whether each batch begins when all that was stored before is there) and `is_async` (whether the
+arguments), `told` (for the number of a batch, the methods of LLM, or functions of `training` or
+`live_changes`, that are called before it, or with `preempt` when it is preempted, and their
+arguments), `settled` (whether each batch begins when all that was stored before is there) and `is_async` (whether the
 engine is an AsyncLLM).
 The result:
 per batch and request its tokens, the tokens that came from any cache, and the logits that its
@@ -36,7 +36,7 @@ from typing import Any, TypedDict
 
 from PIL import Image
 
-from tests.engine.vllm import training
+from tests.engine.vllm import live_changes, training
 from tests.support import damage
 from tiers.control.ask_engines import NoAnswer, ask
 
@@ -147,8 +147,8 @@ def run(job: dict[str, Any]) -> None:
 
 
 def tell(llm: Any, method: str, arguments: dict[str, Any]) -> None:
-    """Call a method of LLM, or a function of `training`."""
-    step = getattr(training, method, None)
+    """Call a method of LLM, or a function of `training` or `live_changes`."""
+    step = getattr(training, method, None) or getattr(live_changes, method, None)
     called = getattr(llm, method) if step is None else partial(step, llm)
     assert called(**arguments) is not False, method
 
