@@ -9,8 +9,8 @@ how many tokens of its answer it is preempted, and the engine's own cache emptie
 the number of a batch, or `start`, the function of `damage` that is called before it, and its
 arguments), `told` (for the number of a batch, the methods of LLM, or functions of `training` or
 `live_changes`, that are called before it, or with `preempt` when it is preempted, and their
-arguments), `settled` (whether each batch begins when all that was stored before is there) and `is_async` (whether the
-engine is an AsyncLLM).
+arguments), `settled` (whether each batch begins when all that was stored before is there) and
+`is_async` (whether the engine is an AsyncLLM).
 The result:
 per batch and request its tokens, the tokens that came from any cache, and the logits that its
 sampling parameters ask for; the tiers' counters, and how the chain explains its requests.
