@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -34,6 +35,8 @@ def test_findings_come_in_order_and_whole() -> None:
 def test_more_findings_than_a_pipe_holds() -> None:
     many = [DoctorFinding("fine", "x" * 1000)] * 500
     assert results(lambda: many) == many
+    first, *_, last = results(lambda: itertools.repeat(many[0]))  # and no more than it is told
+    assert (first, last) == (many[0], SILENT)
 
 
 def test_one_that_hangs_is_left_behind_with_what_it_found(tmp_path: Path) -> None:

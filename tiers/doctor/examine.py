@@ -42,7 +42,7 @@ def examine(
     checks = [_check("machine", partial(examine_machine, chain), seconds)]
     checks.append(_check("engine", partial(examine_engine, environ), seconds))
     if engine is not None:
-        ask = partial(_examine_model, engine, file, chain, environ)
+        ask = partial(examine_model, engine, file, chain, environ)
         checks.append(_check("engine", ask, ENGINE_SECONDS))
     elif chain is not None:
         checks.append(_check("engine", partial(examine_hashes, chain, environ), seconds))
@@ -83,10 +83,11 @@ def _examine_tier(tier: OffloadingSpec) -> Iterator[DoctorFinding]:
         )
 
 
-def _examine_model(
+def examine_model(
     engine: Engine, file: Path | None, chain: ChainSpec | None, environ: Mapping[str, str]
 ) -> Iterator[DoctorFinding]:
-    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded; this process is the check's own
+    """Findings about what kvtiers makes of an engine, in a process of the check's own."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded
     try:
         from tiers.engine.vllm_settings import engine_config, examine_settings, hash_algorithm
     except ImportError as error:

@@ -27,6 +27,10 @@ SECONDS = 20.0
 """Limit for a check. A tier that opens later than 10 s after an engine's start joins late."""
 
 _PIECE = 1 << 16
+_MOST = 1 << 20
+"""Bytes of findings that are read of one check."""
+_DESCRIPTORS = 4096
+"""Handles that a check's process closes: others may wait for the end of what they write to."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def _read_all(running: dict[int, _Running]) -> None:
             for key, _ in selector.select(max(0.0, ends - time.monotonic())):
                 piece = os.read(key.fd, _PIECE)
                 running[key.fd].text += piece
-                if not piece:
+                if not piece or len(running[key.fd].text) > _MOST:
                     running[key.fd].ends = 0.0
             for pipe in [pipe for pipe in left if running[pipe].ends <= time.monotonic()]:
                 selector.unregister(pipe)
@@ -131,7 +135,9 @@ def _work(check: Check, pipe: int) -> NoReturn:
         null = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
             os.dup2(null, number)
-        sys.stdout = sys.stderr = os.fdopen(null, "w")
+        os.closerange(3, pipe)
+        os.closerange(pipe + 1, _DESCRIPTORS)
+        sys.stdout = sys.stderr = os.fdopen(1, "w")
         for ours in ("tiers", "spec"):
             logging.getLogger(ours).addHandler(_AsFindings(send))
         try:

@@ -9,6 +9,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -33,7 +34,10 @@ def engine_config(model: Path, arguments: Sequence[str], chain: Path | None) -> 
             parsed, _ = parser.parse_known_args(words)  # the server's own are none of the engine's
     except SystemExit:
         raise ValueError(refusal.getvalue().strip().rpartition("\n")[2]) from None
-    return EngineArgs.from_cli_args(parsed).create_engine_config()
+    try:
+        return EngineArgs.from_cli_args(parsed).create_engine_config()
+    except ValidationError as error:
+        raise ValueError("; ".join(each["msg"] for each in error.errors())) from None
 
 
 def examine_settings(config: VllmConfig) -> Iterator[DoctorFinding]:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from redis.exceptions import NoPermissionError
+from redis.exceptions import ResponseError
 
 from spec.fields import exact_size, format_duration, format_size
 from spec.findings import DoctorFinding, Gravity
@@ -43,7 +43,6 @@ class ExaminedTier(NamedTuple):
     connection: ConnectionSettings
     timeout: float
     ttl: float | None
-    maxmemory: int | None
     user: str
     key_prefix: str
     cert_file: str | None
@@ -106,11 +105,11 @@ def _info(
     """The server's INFO; empty: it may not be asked for. Raises an error of FAILURES."""
     try:
         answer = pool.ask(deadline, b"INFO")
-    except NoPermissionError:
+    except ResponseError as error:  # a user may not ask for it, or a proxy does not know it
         yield DoctorFinding(
             "can't tell",
-            f"{place}: its version, maxmemory and policy: this user may not ask INFO",
-            f"ask as another: INFO memory; or ACL SETUSER {tier.user} +info",
+            f"{place}: its version, maxmemory and policy: INFO is refused ({reason(error)})",
+            f"ask as another user, or ACL SETUSER {tier.user} +info",
             "nothing",
         )
         return {}
@@ -123,13 +122,6 @@ def _info(
         url = "rediss+cluster://" if tier.url.is_tls else "redis+cluster://"
         yield DoctorFinding(
             "error", f"{place} is a node of a Cluster", f"write {url} in url", "nothing"
-        )
-    if info.get("aof_enabled") == "1":
-        yield DoctorFinding(
-            "note",
-            f"{place} writes each block to its own disk too (appendonly)",
-            "CONFIG SET appendonly no, if it holds nothing else",
-            "after a restart of the server its blocks are computed again",
         )
     return info
 
@@ -164,22 +156,8 @@ def _memory(tier: ExaminedTier, place: str, info: Mapping[str, str]) -> Iterator
             f"set ttl: 1d in the chain; or {lru}",
             "blocks that nobody asks for go after that time",
         )
-    elif policy.endswith("-random"):
-        yield DoctorFinding(
-            "note",
-            f"{place}: its policy {policy} evicts the heads of prefixes as soon as their tails",
-            lru,
-            "nothing",
-        )
     else:
         yield DoctorFinding("fine", f"{place}: {held} used, policy {policy}")
-    if tier.maxmemory is not None and most and tier.maxmemory != most and not tier.url.is_cluster:
-        yield DoctorFinding(
-            "note",
-            f"the chain has maxmemory {format_size(tier.maxmemory)}, {place} {format_size(most)}",
-            f"write maxmemory: {exact_size(most)} in the chain",
-            "nothing: replays and searches go by it",
-        )
 
 
 def _certificate(tier: ExaminedTier, place: str, pool: Pool) -> Iterator[DoctorFinding]:
@@ -275,8 +253,6 @@ def _refusal(tier: ExaminedTier, why: str) -> DoctorFinding:
         "permission": _rights(tier),
         "READONLY": "name the master in url, or its sentinels",
         "MISCONF": "make room on the server's disk, or CONFIG SET stop-writes-on-bgsave-error no",
-        "LOADING": "wait until it has read its data",
-        "CLUSTERDOWN": "start the missing nodes; set cluster-require-full-coverage no",
         "no answer in time": "raise timeout, or see what slows the server or the link",
     }
     change = next((words[word] for word in words if word in why), "see the server's log")
@@ -313,22 +289,17 @@ def _exercise(store: RedisStore, keys: Sequence[bytes]) -> Iterator[DoctorFindin
             "more memory of its host, or what it then evicts",
         )
         return
-    if not all(loaded):
-        yield DoctorFinding(
-            "warning",
-            f"of {len(loaded)} blocks just stored {loaded.count(False)} were gone or damaged",
-            "raise its maxmemory; it evicts what is new",
-            "more memory of its host",
-        )
     read = len(loaded) * PIECE / seconds
     rates = f"it stores {written / 1e9:.2g} GB/s and loads {read / 1e9:.2g} GB/s, one at a time"
-    if min(written, read) >= SLOWEST:
+    if lost := loaded.count(False):
+        rates += f", and {lost} of {len(loaded)} MiB were gone at once"
+    if min(written, read) >= SLOWEST and not lost:
         yield DoctorFinding("fine", rates)
         return
     yield DoctorFinding(
         "warning",
-        f"{rates}: requests time out, and computing is as fast",
-        "a faster link, or codec: byteplanes",
+        f"{rates}: requests would time out or miss",
+        "a faster link, more maxmemory, or codec: byteplanes",
         "a codec costs processor time",
     )
 

@@ -218,9 +218,8 @@ class RedisSpec(StoreSpec):
             return self.model_copy(update={"ttl": ttl, "codec": "none"}).open(StoreContext(PIECE))
 
         cert_file = None if self.tls is None else self.tls.cert_file
-        limits = self.timeout, self.ttl, self.maxmemory
         names = self.username or "default", self.key_prefix, cert_file
-        return examine(ExaminedTier(self.connection(), *limits, *names, opened))
+        return examine(ExaminedTier(self.connection(), self.timeout, self.ttl, *names, opened))
 
     def _url_with_login(self) -> RedisUrl:
         """The URL with the user and password of `username` and `password`. Raises ValueError."""
