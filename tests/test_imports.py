@@ -148,7 +148,7 @@ ROOMS: dict[str, set[str]] = {
         "host",
     },
     "data": {"wrappers", "host", "concurrency"},
-    "doctor": {"engine", "contract", "wrappers", "host"},
+    "doctor": {"control", "engine", "contract", "wrappers", "host"},
     "cli": {
         "data",
         "doctor",

@@ -74,7 +74,7 @@ def test_json(kvtiers: Run, write: Any, tmp_path: Path) -> None:
     status, out, err = kvtiers("doctor", path, "--json")
     found = json.loads(out)["findings"]
     assert (status, err) == (0, "")
-    assert {"machine", "engine", "plugins", "disk"} == {each["about"] for each in found}
+    assert {"machine", "engine", "control", "plugins", "disk"} == {each["about"] for each in found}
     assert all(set(each) == {"about", "gravity", "found", "change", "cost"} for each in found)
 
 
@@ -102,6 +102,19 @@ def test_standard_input(write: Any) -> None:
         command = [str(Path(sys.executable).parent / "kvtiers"), "doctor", "-"]
         done = subprocess.run(command, stdin=file, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and "machine: " in done.stdout
+
+
+def test_nothing_heavy_is_loaded_before_the_forks(write: Any) -> None:
+    """It would take seconds, and start threads."""
+    path = write({"type": "cpu", "capacity": "1MiB"})
+    code = (
+        f"import sys; sys.argv[1:] = ['doctor', {str(path)!r}]\n"
+        "from tiers.cli.main import main\n"
+        "try: main()\n"
+        "finally: print(*{'torch', 'vllm', 'lmdb', 'redis', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, ""), done.stderr
 
 
 def test_tiers_of_plugins(kvtiers: Run, plugin: Install, write: Any) -> None:
@@ -143,6 +156,18 @@ def test_the_engines_own_environment(
     status, out, _ = kvtiers("doctor", path)
     assert status == 1 and "error       engine: VLLM_PLUGINS=others,more keeps vLLM from" in out
     assert "PYTHONHASHSEED is set" in out
+
+
+def test_the_folder_of_commands(kvtiers: Run, write: Any, tmp_path: Path) -> None:
+    """An engine would serve without it."""
+    (tmp_path / "file").touch()
+    for name, says in (("new", "fine        control: engines listen"), ("file", "is no folder")):
+        control = {"folder": str(tmp_path / name)}
+        status, out, _ = kvtiers(
+            "doctor", write({"type": "cpu", "capacity": "1MiB"}, control=control)
+        )
+        assert status == 0 and says in out
+    assert not (tmp_path / "new").exists()
 
 
 def test_options_that_need_each_other(kvtiers: Run, tmp_path: Path) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from spec.chain import ChainSpec
+from spec.chain import ChainSpec, ControlSpec
 from spec.errors import describe_error
 from spec.findings import GRAVITIES, DoctorFinding
 from spec.offloading import HostSpec, OffloadingSpec, StoreSpec
+from tiers.control.control_server import FolderRefused, prepare_folder, runtime_folder
 from tiers.doctor.isolated import SECONDS, Check, Found, run
 from tiers.doctor.machine import examine_machine
 from tiers.doctor.software import examine_engine, examine_hashes, examine_plugins, hashes
-from tiers.wrappers.opening import usable_keys
 
 ENGINE_SECONDS = 120.0
 """Limit for making the engine's configuration: its import takes 7 s, more from a cold disk."""
@@ -46,6 +47,8 @@ def examine(
         checks.append(_check("engine", ask, ENGINE_SECONDS))
     elif chain is not None:
         checks.append(_check("engine", partial(examine_hashes, chain, environ), seconds))
+    if chain is not None and chain.control is not None:
+        checks.append(_check("control", partial(_examine_control, chain.control), seconds))
     checks.append(_check("plugins", examine_plugins, PLUGIN_SECONDS))
     for tier in () if chain is None else chain.tiers:
         ask = partial(_examine_tier, tier)
@@ -69,6 +72,8 @@ def _hangs(seconds: float) -> DoctorFinding:
 
 def _examine_tier(tier: OffloadingSpec) -> Iterator[DoctorFinding]:
     if isinstance(tier, StoreSpec) and tier.encryption is not None:
+        from tiers.wrappers.opening import usable_keys  # here, since it imports torch
+
         keys = usable_keys(tier.encryption)
         yield DoctorFinding("fine", f"blocks are encrypted, with {len(keys)} key(s)")
     found = None
@@ -81,6 +86,21 @@ def _examine_tier(tier: OffloadingSpec) -> Iterator[DoctorFinding]:
             f"kvtiers bench tiers --live {tier.tier_name} tries it",
             "some hundred MiB are stored in it, and dropped",
         )
+
+
+def _examine_control(control: ControlSpec) -> Iterator[DoctorFinding]:
+    folder = control.folder or runtime_folder()
+    there = folder.exists()
+    try:
+        prepare_folder(folder)
+    except FolderRefused as error:
+        cost = "without it kvtiers status, explain and apply reach no engine; tiers serve"
+        yield DoctorFinding.of_line("warning", str(error), cost)
+        return
+    if not there:
+        with suppress(OSError):  # an engine may use it by now
+            folder.rmdir()
+    yield DoctorFinding("fine", f"engines listen to commands in {folder}")
 
 
 def examine_model(
