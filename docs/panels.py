@@ -49,7 +49,7 @@ def series(prometheus: str, query: str, end: float, minutes: float) -> list[dict
 
 def named(legend: str, labels: dict[str, str]) -> str:
     """A legend as Grafana fills it in."""
-    for label in ("alertname", "instance", "engine", "tier", "state"):
+    for label in ("alertname", "instance", "engine", "tier", "state", "tenant"):
         legend = legend.replace("{{" + label + "}}", labels.get(label, ""))
     return " ".join(legend.split())
 

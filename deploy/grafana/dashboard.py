@@ -69,7 +69,7 @@ PANELS = (
                 "{{instance}} {{engine}} {{tier}}: {{state}}",
             ),
         ),
-        "Any line that is not open has an alert. It stands still while an engine has no requests.",
+        "Any but open and detached has an alert. It stands still while an engine has no requests.",
         TIMELINE,
     ),
     Panel(
@@ -196,6 +196,18 @@ PANELS = (
             for name in FAILURES
         ),
         "A second. Damaged blocks are never served.",
+    ),
+    Panel(
+        "Prefill saved",
+        "short",
+        (
+            (
+                f"{rate('kvtiers_tenant_prefill_seconds_total', 'tenant', ENGINES)} - "
+                f"{rate('kvtiers_tenant_load_seconds_total', 'tenant', ENGINES)}",
+                "{{tenant}}",
+            ),
+        ),
+        "Seconds of computing a second, less those that requests waited for loads.",
     ),
     Panel(
         "Ghosts: hits with other settings",
