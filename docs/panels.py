@@ -88,12 +88,16 @@ def _panel(axis: Any, panel: dict[str, Any], prometheus: str, now: float, minute
     if panel["type"] == "state-timeline":
         _timeline(axis, sorted(lines))
         return
-    if panel["fieldConfig"]["defaults"]["custom"].get("stacking"):
+    drawn = panel["fieldConfig"]["defaults"]["custom"]
+    if drawn.get("stacking"):
         _stack(axis, lines)
     else:
         for place, (name, times, values) in enumerate(lines):
             axis.plot(times, values, linewidth=1, label=name if place < MOST_LINES else None)
-    axis.set_ylim(bottom=0)
+    if drawn.get("scaleDistribution"):
+        axis.set_yscale("log")
+    elif axis.get_ylim()[0] > 0:
+        axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter(FORMATS[panel["fieldConfig"]["defaults"]["unit"]])
     if lines:
         axis.legend(fontsize=6, loc="upper left", ncols=2, frameon=False)

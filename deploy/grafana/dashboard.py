@@ -28,6 +28,7 @@ class Panel(NamedTuple):
     says: str = ""
     kind: str = "timeseries"
     stacked: bool = False
+    logarithmic: bool = False
 
 
 def rate(name: str, by: str = "tier", among: str = TIERS) -> str:
@@ -149,6 +150,7 @@ PANELS = (
             ),
         ),
         "Tokens a second. A tier below the engine's line is left out by load_when: sooner.",
+        logarithmic=True,
     ),
     Panel("Time of a load on a rank", "s", quantiles("kvtiers_load_seconds")),
     Panel("Time of a store on a rank", "s", quantiles("kvtiers_store_seconds")),
@@ -259,13 +261,15 @@ def _variables() -> Iterator[dict[str, Any]]:
 
 def _panel(place: int, panel: Panel) -> dict[str, Any]:
     down, across = divmod(place, COLUMNS)
-    drawn: dict[str, Any] = {"fillOpacity": 10}
+    drawn: dict[str, Any] = {"fillOpacity": 10, "axisSoftMin": 0}
     options: dict[str, Any] = {
         "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
         "tooltip": {"mode": "multi", "sort": "desc"},
     }
     if panel.stacked:
-        drawn = {"fillOpacity": 40, "stacking": {"mode": "normal", "group": "A"}}
+        drawn = {"fillOpacity": 40, "axisSoftMin": 0, "stacking": {"mode": "normal", "group": "A"}}
+    if panel.logarithmic:
+        drawn = {"scaleDistribution": {"type": "log", "log": 10}}
     if panel.kind == TIMELINE:
         drawn = {"fillOpacity": 70}
         options |= {"showValue": "never", "rowHeight": 0.8, "mergeValues": True}
@@ -277,7 +281,7 @@ def _panel(place: int, panel: Panel) -> dict[str, Any]:
         "datasource": DATASOURCE,
         "gridPos": {"x": across * WIDTH, "y": down * HEIGHT, "w": WIDTH, "h": HEIGHT},
         "fieldConfig": {
-            "defaults": {"unit": panel.unit, "min": 0, "custom": drawn},
+            "defaults": {"unit": panel.unit, "custom": drawn},
             "overrides": [],
         },
         "options": options,
