@@ -151,6 +151,7 @@ def connected(path: Path) -> socket.socket:
     return client
 
 
+@pytest.mark.fault
 def test_clients_that_say_nothing_or_too_much_are_cut_off(
     serve: Callable[..., ControlServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_client_that_leaves_is_forgotten(serve: Callable[..., ControlServer]) 
         assert client.recv(10)
 
 
+@pytest.mark.fault
 def test_clients_that_ask_again_and_again_leave_the_engine_its_time(
     serve: Callable[..., ControlServer],
 ) -> None:
