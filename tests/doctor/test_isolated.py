@@ -6,6 +6,9 @@ import itertools
 import logging
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +38,7 @@ def test_findings_come_in_order_and_whole() -> None:
 def test_more_findings_than_a_pipe_holds() -> None:
     many = [DoctorFinding("fine", "x" * 1000)] * 500
     assert results(lambda: many) == many
-    first, *_, last = results(lambda: itertools.repeat(many[0]))  # and no more than it is told
+    first, *_, last = results(lambda: itertools.repeat(many[0]))
     assert (first, last) == (many[0], SILENT)
 
 
@@ -53,6 +56,30 @@ def test_one_that_hangs_is_left_behind_with_what_it_found(tmp_path: Path) -> Non
             pid = int((tmp_path / "pid").read_text())
             os.kill(pid, 0)
             os.waitpid(pid, 0)
+
+
+HANGS = """
+import os, sys
+from spec.findings import DoctorFinding
+from tiers.doctor.isolated import Check, run
+
+def hang():
+    print(os.getpid(), file=open(sys.argv[1] + "/pid", "w"), flush=True)
+    os.kill(os.getppid(), 9)
+    open(sys.argv[1] + "/fifo")
+    yield DoctorFinding("fine", "never")
+
+run([Check("it", hang, DoctorFinding("error", "it hangs"), 1.0)])
+"""
+
+
+def test_one_that_hangs_ends_though_the_command_was_killed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    command = [sys.executable, "-c", HANGS, str(tmp_path)]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL).returncode == -signal.SIGKILL
+    pid = int((tmp_path / "pid").read_text())
+    while Path(f"/proc/{pid}/fd").exists() and os.path.exists(f"/proc/{pid}/exe"):
+        time.sleep(0.05)  # pytest's own limit ends it where it stays
 
 
 def test_one_that_dies_is_named_and_the_others_end() -> None:

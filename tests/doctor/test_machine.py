@@ -57,7 +57,7 @@ def test_a_control_group_that_leaves_too_little(machine: Machine) -> None:
     assert memory.gravity == "error"
     assert "10GiB of memory can be had, all that the control group's limit leaves" in memory.found
     assert "takes 42.25GiB" in memory.found and "tier ram40GiB would be left out" in memory.found
-    assert "raise the container's limit, to 9.375GiB" in memory.change
+    assert "to 9.375GiB with staging, or raise the container's limit" in memory.change
 
 
 def test_a_sixteenth_stays_free(machine: Machine) -> None:

@@ -87,7 +87,7 @@ def _of_emmc(text: str) -> int | None:
 
 
 def _by_tool(name: str) -> tuple[int | None, str]:
-    """Percent used as the tool reads it, and what it has to say besides."""
+    """Percent used as the tool reads it, and a remark."""
     tool = shutil.which(TOOL)
     if tool is None:
         return None, f": {TOOL} is not installed"

@@ -131,6 +131,7 @@ def _work(check: Check, pipe: int) -> NoReturn:
     try:
         with suppress(OSError):
             os.setpgid(0, 0)
+        signal.alarm(int(check.seconds) + 2)  # it ends, too, if the command was killed before
         # Nobody who waits for the end of our output may wait for this process.
         null = os.open(os.devnull, os.O_RDWR)
         for number in range(3):

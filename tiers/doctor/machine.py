@@ -15,7 +15,7 @@ from tiers.contract.pool_size import PoolSize
 from tiers.host.spare_memory import for_slots, left_of_limits, spare_memory
 
 LEAST_SHM = 1 << 30
-"""vLLM's ranks hand their messages over in it; a container has 64 MiB unless it is told more."""
+"""vLLM's ranks hand their messages over in it; a container has 64 MiB by default."""
 
 _DEVICES = ("dev/nvidiactl", "dev/kfd")
 
@@ -55,13 +55,13 @@ def _memory(pool: PoolSize | None, root: Path) -> Iterator[DoctorFinding]:
     if not left_out and pool.num_bytes <= room:
         yield DoctorFinding("fine", f"{where}, and {need}, for each replica on this host")
         return
-    lower = "lower capacity, or raise the container's limit" if limits else "lower capacity"
+    higher = ", or raise the container's limit" if limits else ""
     names = ", ".join(sorted(left_out))
     who = f"tier {names} would be left out" if names else "staging gets fewer slots"
     yield DoctorFinding(
         "error" if names else "warning",
         f"{where}, a sixteenth of which stays free, and {need}: {who}",
-        f"{lower}, to {format_size(room)} of tiers and staging in all",
+        f"lower capacity, to {format_size(room)} with staging{higher}",
         "fewer hits in memory, and nothing else; the engine's own memory comes on top",
     )
 
