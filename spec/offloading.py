@@ -105,7 +105,7 @@ class OffloadingSpec(BaseModel):
 
     resizes: ClassVar[bool] = False
     """Whether `capacity` can change while the tier is open: its store has the capability
-    `Resizable`, or its residency `Resizes`."""
+    `Resizable`, or it is a trusted host tier, whose residency has `Resizes`."""
 
     type: str = Field(description="The tier type: the name of a kvtiers.tiers entry point.")
     name: TierName | None = Field(

@@ -54,6 +54,21 @@ def test_slots_that_move_together_are_in_the_order_of_moving_them_one_by_one() -
             assert together.where == single.where
 
 
+@pytest.mark.parametrize("more", range(6))
+def test_queues_that_grow_keep_their_order(more: int) -> None:
+    queues = SlotQueues(9, len(QUEUES))
+    for slot in range(8, -1, -1):
+        queues.append(slot, 1 + slot % 2)
+    queues.grow(9 + more)
+    queues.grow(5)
+    for slot in range(9, 9 + more):
+        queues.append(slot, 1 + slot % 2)
+    whole = [*range(8, -1, -1), *range(9, 9 + more)]
+    assert order(queues, 1) == [slot for slot in whole if slot % 2 == 0]
+    assert order(queues, 2) == [slot for slot in whole if slot % 2]
+    assert order(queues, 3) == []
+
+
 Open = Callable[[SlotPool, int], SlotResidency]
 
 

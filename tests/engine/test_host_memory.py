@@ -190,6 +190,89 @@ def test_pinning_goes_in_steps_and_says_how_far_it_is(
     memory.close()
 
 
+class Driver:
+    """Pins memory, and refuses as a driver does: a range that is pinned in part, one of which
+    nothing was pinned, and all from the moment on at which it has failed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ranges: dict[int, int] = {}
+        self.has_failed = False
+        monkeypatch.setattr(slot_memory, "register", self._register)
+        monkeypatch.setattr(slot_memory, "unregister", self._unregister)
+
+    def _register(self, address: int, size: int) -> None:
+        if self.has_failed or any(
+            address < start + length and start < address + size
+            for start, length in self.ranges.items()
+        ):
+            raise TierUnusable("CUDA error")
+        self.ranges[address] = size
+
+    def _unregister(self, address: int) -> None:
+        if self.has_failed:
+            raise TierUnusable("CUDA error")
+        del self.ranges[address]
+
+    def pieces(self, memory: SlotMemory) -> list[tuple[int, int]]:
+        """First slot and number of slots of each range."""
+        first, stride = memory.rows.data_ptr(), memory.rows.stride(0)
+        found = self.ranges.items()
+        return [((address - first) // stride, size // stride) for address, size in sorted(found)]
+
+
+def test_pinned_memory_grows_and_shrinks_by_whole_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy ends where a piece does (`cuda.cross`), so that no piece may have a second border."""
+    driver = Driver(monkeypatch)
+    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * 4096)
+    memory = SlotMemory(4, 4096, pin=True, reserve=11)
+    assert driver.pieces(memory) == [(0, 3), (3, 3)]
+    memory.rows.fill_(7)
+    memory.grow(11)
+    assert driver.pieces(memory) == [(0, 3), (3, 3), (6, 3), (9, 2)]
+    memory.rows[4:].fill_(8)
+    while memory.shrink(5):
+        pass
+    assert driver.pieces(memory) == [(0, 3), (3, 3)]
+    assert (memory.rows[:4] == 7).all() and (memory.rows[4] == 8).all()
+    memory.grow(7)
+    assert driver.pieces(memory) == [(0, 3), (3, 3), (6, 3)] and not memory.rows[6].any()
+    memory.rows.fill_(9)
+    driver.has_failed = True
+    with pytest.raises(TierUnusable):
+        memory.shrink(2)
+    with pytest.raises(TierUnusable):
+        memory.grow(11)
+    memory.grow(7)
+    assert (memory.rows == 9).all(), "what stays pinned is not given back under a device's copy"
+
+
+def test_pinned_memory_without_room_to_grow_comes_back_in_the_same_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(monkeypatch)
+    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * 4096)
+    memory = SlotMemory(8, 4096, pin=True)
+    assert driver.pieces(memory) == [(0, 3), (3, 3), (6, 2)]
+    while memory.shrink(4):
+        pass
+    assert driver.pieces(memory) == [(0, 3), (3, 3)]
+    for slots in (7, 8):
+        memory.grow(slots)
+        assert driver.pieces(memory) == [(0, 3), (3, 3), (6, 2)]
+
+
+def test_growth_that_fails_midway_leaves_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    monkeypatch.setattr(slot_memory, "REGISTER_BYTES", 3 * 4096)
+    memory = SlotMemory(3, 4096, pin=True, reserve=12)
+    memory.rows.fill_(7)
+    driver.ranges[memory.rows.data_ptr() + 9 * 4096] = 4096
+    with pytest.raises(TierUnusable):
+        memory.grow(12)
+    assert driver.pieces(memory) == [(0, 3), (9, 1)]
+    assert len(memory.rows) == 3 and (memory.rows == 7).all()
+
+
 def test_pinning_stops_when_the_memory_is_used_up_by_others(
     pinned: list[tuple[int, int]],
 ) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from tests.support.clock import wait_for
+from tiers.errors import TierUnusable
 from tiers.host.slot_memory import AHEAD, Prefault, SlotMemory
+from tiers.host.spare_memory import reservable_memory
 
 
 def test_a_child_does_not_get_the_slots() -> None:
@@ -81,3 +84,68 @@ def test_closing_does_not_wait_for_the_rest() -> None:
     prefault.used(4 << 30)
     prefault.close()
     assert prefault.done < 4 << 30
+
+
+@pytest.fixture
+def growing() -> SlotMemory:
+    return SlotMemory(64, SLOT, pin=False, reserve=256)
+
+
+def test_memory_grows_in_place_and_what_is_given_back_is_free_again(growing: SlotMemory) -> None:
+    address, before = growing.rows.data_ptr(), growing.rows
+    growing.rows.fill_(7)
+    growing.grow(256)
+    assert growing.rows.data_ptr() == address and len(growing.rows) == 256
+    assert (before == 7).all(), "copies in flight go on with the rows that they have"
+    growing.rows.fill_(9)
+    assert resident(growing) == 256 * SLOT
+    while growing.shrink(100):
+        pass
+    assert 100 * SLOT <= resident(growing) < 104 * SLOT and len(growing.rows) == 100
+    assert (growing.rows == 9).all()
+    growing.grow(200)
+    assert (growing.rows[:100] == 9).all() and not growing.rows[100:].any()
+    with pytest.raises(TierUnusable, match="256MiB of addresses were set aside"):
+        growing.grow(257)
+    assert len(growing.rows) == 200
+
+
+def test_a_child_gets_none_of_what_came_later(growing: SlotMemory) -> None:
+    growing.grow(128)
+    growing.rows.fill_(7)
+    mapping = f"{growing.rows.data_ptr():x}-"
+    child = os.fork()
+    if child == 0:
+        os._exit(mapping in Path("/proc/self/maps").read_text())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_pages_that_were_given_back_are_provided_anew() -> None:
+    memory = SlotMemory(64, SLOT, pin=False, reserve=64)
+    prefault = Prefault(memory.rows.data_ptr(), memory.rows.nbytes)
+    wait_until_given(prefault, 64 * SLOT)
+    prefault.resize(16 * SLOT)
+    while memory.shrink(16):
+        pass
+    assert prefault.done == 16 * SLOT <= resident(memory) < 20 * SLOT
+    memory.grow(64)
+    prefault.resize(64 * SLOT)
+    prefault.used(17 * SLOT)
+    wait_until_given(prefault, 64 * SLOT)
+    assert resident(memory) == 64 * SLOT
+    prefault.close()
+
+
+@pytest.mark.parametrize("limit", ["addresses", "overcommit"])
+def test_addresses_that_are_limited_are_not_set_aside(
+    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "proc/sys/vm").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1024 kB\n")
+    (tmp_path / "proc/sys/vm/overcommit_memory").write_text("1\n")
+    assert reservable_memory(tmp_path) == 1 << 20
+    if limit == "addresses":
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 40, 1 << 40))
+    else:
+        (tmp_path / "proc/sys/vm/overcommit_memory").write_text("2\n")
+    assert reservable_memory(tmp_path) == 0

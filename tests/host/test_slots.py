@@ -22,6 +22,8 @@ class PoolAndTier(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = SlotPool(SLOTS)
+        self.capacity = self.bound = CAPACITY
+        """How many blocks the tier may keep, and does at most."""
         self.kept: dict[bytes, int] = {}
         """What the tier must keep: all it took, less what it said it evicted."""
         self.held: list[tuple[bytes, int]] = []
@@ -41,17 +43,22 @@ class PoolAndTier(RuleBasedStateMachine):
     @rule(key=KEYS)
     def claim(self, key: bytes) -> None:
         """A store begins; a fresh slot is written, any other has the block already."""
-        in_other_hands = {slot for _, slot in self.held}
+        in_other_hands = {*self.in_hands()}
         claim = self.pool.claim(key)
         if claim is None:
-            pinned = sum(self.pool.references(slot) > 0 for slot in range(SLOTS))
-            assert pinned == SLOTS == len(in_other_hands), "refused while a slot could be had"
+            usable = range(self.pool.end)
+            assert all(map(self.pool.references, usable)), "refused while a slot was free"
+            assert in_other_hands.issuperset(usable), "refused while one could be evicted"
             return
         if claim.fresh:
             assert claim.slot not in in_other_hands
             self.written[claim.slot] = key
         assert self.written[claim.slot] == key
         self.held.append((key, claim.slot))
+
+    def in_hands(self) -> list[int]:
+        """The slot of each reference that is not the tier's own."""
+        return [slot for _, slot in self.held]
 
     @rule(key=KEYS)
     def load(self, key: bytes) -> None:
@@ -68,13 +75,15 @@ class PoolAndTier(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, keep: bool, broken: bool) -> None:
         """A copy ends: the tier may keep the block; one that failed is parted from its key."""
         number = data.draw(st.integers(0, len(self.held) - 1))
-        key, slot = self.held.pop(number)
+        self.end(*self.held.pop(number), keep, broken)
+
+    def end(self, key: bytes, slot: int, keep: bool, broken: bool = False) -> None:
         if broken:
             self.tier.discard(key)
             self.kept.pop(key, None)
             self.pool.forget(slot)
         elif keep:
-            had, full = key in self.kept, len(self.kept) == CAPACITY
+            had, full = key in self.kept, len(self.kept) >= self.capacity
             self.tier.admit(key, slot)
             found = self.tier.find(key)
             if found is not None and not had:
@@ -109,12 +118,12 @@ class PoolAndTier(RuleBasedStateMachine):
             for key in (b"abcdefg"[i : i + 1] for i in range(7))
             if (slot := self.tier.find(key)) is not None
         ]
-        for slot in range(SLOTS):
-            holders = sum(held == slot for _, held in self.held)
-            assert self.pool.references(slot) == holders + kept.count(slot)
+        slots = range(self.pool.num_slots)
+        for slot in slots:
+            assert self.pool.references(slot) == self.in_hands().count(slot) + kept.count(slot)
         assert sorted(kept) == sorted(self.kept.values())
-        assert len(kept) == len(set(kept)) == len(self.tier) <= CAPACITY
-        assert self.pool.in_use == sum(self.pool.references(s) > 0 for s in range(SLOTS))
+        assert len(kept) == len(set(kept)) == len(self.tier) <= self.bound
+        assert self.pool.in_use == sum(self.pool.references(slot) > 0 for slot in slots)
 
     def teardown(self) -> None:
         for _, slot in self.held:

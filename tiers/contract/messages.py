@@ -82,6 +82,30 @@ class LoadJob:
         return _job, (LoadJob, LoadItem, _columns(self))
 
 
+class SlotMove(NamedTuple):
+    """A block of the host pool that is to lie in another slot, `target`."""
+
+    key: bytes
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class MoveJob:
+    """Blocks in flight out of slots that will be given back."""
+
+    job_id: int
+    items: list[SlotMove]
+
+
+class Vacated(NamedTuple):
+    """No slot from number `slots` on is in use, or will be before the pool has been resized more
+    than `resizes` times: its memory may be given back."""
+
+    slots: int
+    resizes: int
+
+
 def _columns(job: StoreJob | LoadJob) -> dict[str, Any]:
     """The fields of a job, its items by column. A load of 128k tokens has 8,192: one by one the
     scheduler takes 6 ms to pickle them, and each worker 2 ms to read them."""
@@ -101,6 +125,7 @@ class OffloadingConnectorMetadata:
     `jobs_to_flush`: store jobs whose paged blocks are about to be overwritten.
     `idle`: the step computes nothing, so a worker may wait a moment for its transfers.
     `one_writer`: all ranks find one record of a block, which rank 0 stores.
+    `moves`, `vacated`: of a host pool that is made smaller.
     """
 
     reqs_to_load: list[LoadJob] = field(default_factory=list)
@@ -108,6 +133,8 @@ class OffloadingConnectorMetadata:
     jobs_to_flush: list[int] = field(default_factory=list)
     idle: bool = False
     one_writer: bool = False
+    moves: MoveJob | None = None
+    vacated: Vacated | None = None
 
 
 class LoadTimes(NamedTuple):

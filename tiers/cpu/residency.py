@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress
+from itertools import compress, takewhile
 from operator import ne
 
 from tiers.host.arc_queues import AGAIN, ONCE, Arc
@@ -77,6 +77,30 @@ class SlotQueues:
             if where[first] != queue:
                 self._renumber(slots[start:stop], queue)
             start = stop
+
+    def replace(self, slot: int, target: int) -> None:
+        """Put a slot that is NOWHERE, `target`, into the place of another one."""
+        before, after = self._before[slot], self._after[slot]
+        self._after[before] = self._before[after] = target
+        self._before[target], self._after[target] = before, after
+        self.where[target], self.where[slot] = self.where[slot], NOWHERE
+
+    def grow(self, num_slots: int) -> None:
+        """Have entries for as many slots, if there are fewer."""
+        more = num_slots - len(self.where)
+        if more <= 0:
+            return
+        self.where.extend(bytes(more))
+        for links in (self._after, self._before):
+            links.frombytes(bytes(8 * more))
+        # The last first: the new places of some are the old ones of others.
+        for old in range(self._ends + len(self._lengths) - 1, self._ends, -1):
+            new, first, last = old + more, self._after[old], self._before[old]
+            is_empty = first == old
+            self._after[new], self._before[new] = (new, new) if is_empty else (first, last)
+            if not is_empty:
+                self._before[first] = self._after[last] = new
+        self._ends += more
 
     def _renumber(self, run: Sequence[int], queue: int) -> None:
         """Count these slots, all of one queue, as slots of this queue."""
@@ -196,6 +220,18 @@ class SlotResidency(ABC):
         self._evict(victim)
         return True
 
+    def resize(self, max_slots: int) -> None:
+        self._max_slots = max_slots
+        self._queues.grow(self._pool.num_slots)
+
+    def trim(self, most: int) -> int:
+        too_many = min(most, len(self) - self._max_slots)
+        return sum(1 for _ in takewhile(bool, (self.evict_one() for _ in range(too_many))))
+
+    def move(self, slot: int, target: int) -> None:
+        self._queues.replace(slot, target)
+        self._idle(target)  # an eviction may have skipped it, as in use, while it was copied
+
     def _victim(self) -> int | None:
         queues = self._queues
         for _ in range(min(self.SCAN, len(queues) - queues.length(self._skipped))):
@@ -254,6 +290,10 @@ class ArcResidency(SlotResidency):
     def __init__(self, pool: Slots, max_slots: int) -> None:
         super().__init__(pool, max_slots, queues=2)
         self._arc: Arc[bytes] = Arc(max_slots)
+
+    def resize(self, max_slots: int) -> None:
+        super().resize(max_slots)
+        self._arc.resize(max_slots)
 
     def _used(self, slots: Sequence[int]) -> None:
         self._queues.move_all(slots, AGAIN)

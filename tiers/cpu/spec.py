@@ -15,6 +15,7 @@ class CpuSpec(HostSpec):
     """Host memory of the engine's machine: the fastest tier, lost when the engine ends."""
 
     is_trusted: ClassVar[bool] = True
+    resizes: ClassVar[bool] = True
 
     type: Literal["cpu"] = "cpu"
     eviction: Literal["lru", "arc"] = Field(

@@ -27,6 +27,10 @@ class History(Generic[Key]):
         self._count = 0
         self._old_count = 0
 
+    def resize(self, blocks: float) -> None:
+        """Remember `blocks` from now on; what is too much goes with the next that are evicted."""
+        self._half = max(1.0, blocks // 2)
+
     def add(self, key: Key, blocks: int = 1) -> None:
         self._young[key] = self._young.get(key, 0) | blocks
         self._count += blocks.bit_count()
@@ -69,6 +73,12 @@ class Arc(Generic[Key]):
         self._again: History[Key] = History(capacity)
         self._share = 0.0
         """Blocks that those used once may have before they are evicted first."""
+
+    def resize(self, capacity: float) -> None:
+        """Divide another capacity."""
+        self._capacity, self._share = capacity, min(self._share, capacity)
+        self._once.resize(capacity)
+        self._again.resize(capacity)
 
     def enter(self, key: Key, blocks: int = 1) -> int:
         """Blocks of a key are stored; return those that came back, which enter AGAIN."""

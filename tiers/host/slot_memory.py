@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 """Slots start at multiples of this: what direct I/O asks of addresses, to be safe everywhere."""
-REGISTER_BYTES = 16 << 30
-"""Most bytes that are pinned by one call, but for a slot that is larger. Drivers refuse calls of
-512 GiB, and on some hosts of 96."""
+REGISTER_BYTES = 64 << 20
+"""Most bytes that are pinned by one call, but for a slot that is larger: what is unpinned and given
+back at once. Drivers refuse calls of 512 GiB, and on some hosts of 96."""
 AHEAD = 256 << 20
 """Bytes to provide beyond those in use: a third of a second's work, and all that is wasted on a
 pool that is never filled."""
@@ -34,6 +34,9 @@ STEP = 1 << 30
 PIECE = 64 << 20
 PROVIDERS = 4
 SAY_SECONDS = 5.0
+MAP_NORESERVE = 0x4000
+"""Of Linux on most processors; Python has a name for it from 3.13 on. Where it means nothing, the
+kernel may refuse to set so many addresses aside."""
 MADV_POPULATE_WRITE = 23
 """Of Linux 5.14; Python has no name for it."""
 
@@ -60,7 +63,9 @@ class SlotMemory:
     With `touch` the system provides all of it now, not at first use. Huge pages, where it has any,
     halve what that takes (0.38 s per GiB instead of 0.73, measured in a virtual machine).
     What is pinned is provided in steps, before each of which `check` hears its bytes and may raise.
-    A forked child has none of it.
+    A forked child has none of it. With `reserve`, a number of slots, it can grow to as many: their
+    addresses are set aside, and `rows` keeps its own. What is pinned is then whole pieces of
+    `REGISTER_BYTES`, the last of which may go beyond the last slot.
     Owner of the bytes until `close`; views handed out must not outlive it.
     """
 
@@ -71,37 +76,84 @@ class SlotMemory:
         pin: bool,
         touch: bool = False,
         check: Callable[[int], None] = lambda size: None,
+        reserve: int = 0,
     ) -> None:
         self.payload_bytes = payload_bytes
-        stride = slot_stride(payload_bytes)
-        length = max(1, num_slots) * stride
-        self._map = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._stride = stride = slot_stride(payload_bytes)
+        self._piece = pinned_together(stride) * stride
+        self._pin = pin
+        self._map = _map(max(1, num_slots) * stride, reserve * stride)
         # After a fork a slot's next write would go to a new page, while a device still copies the
         # old one; or, with newer kernels, the fork itself copies all that is pinned.
         self._map.madvise(mmap.MADV_DONTFORK)
         _prefer_huge_pages(self._map, touch)
         flat = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.rows = flat.view(-1, stride)[:num_slots]
-        """All slots: uint8, shape (num_slots, slot_stride); a payload and then padding."""
+        self._address = flat.data_ptr()
+        self._all_rows = flat[: len(flat) // stride * stride].view(-1, stride)
         self._view = memoryview(self._map)
-        self._stride = stride
         self._pinned: list[int] = []
-        if pin:
-            self._pin(flat.data_ptr(), flat.nbytes, pinned_together(stride) * stride, check)
+        self._end = 0
+        """Bytes that there are, from the start; all are provided if they are pinned."""
+        self.rows = self._all_rows[:0]
+        """All slots: uint8, shape (num_slots, slot_stride); a payload and then padding."""
+        self.grow(num_slots, check)
 
-    def _pin(self, address: int, length: int, step: int, check: Callable[[int], None]) -> None:
-        log = PinningLog(length)
-        provide(address, length, check, log)
-        for start in range(0, length, step):
-            size = min(step, length - start)
+    def _whole(self, size: int) -> int:
+        """Bytes to have for `size`: of pinned memory whole pieces, as far as it can grow."""
+        pieces = -(-size // self._piece) * self._piece
+        return min(pieces, self._all_rows.nbytes) if self._pin else size
+
+    def grow(self, num_slots: int, check: Callable[[int], None] = lambda size: None) -> None:
+        """Have so many slots, provided and pinned in steps. Raises TierUnusable, and what `check`
+        raises; then nothing has changed. Copies in flight go on."""
+        if num_slots > len(self._all_rows):
+            room = format_size(self._all_rows.nbytes)
+            raise TierUnusable(f"{room} of addresses were set aside for it when the engine began")
+        before, end = self._end, self._whole(num_slots * self._stride)
+        if self._pin and end > before:
             try:
-                register(address + start, size)
-            except TierUnusable:
-                self.close()
+                self._provide(before, end, check)
+            except (TierUnusable, OSError):
+                with suppress(TierUnusable):  # a device that has failed unpins nothing
+                    self._release(before, end)
                 raise
-            self._pinned.append(address + start)
-            log.reached(start + size, "pinned")
+        self._end = max(before, end)
+        self.rows = self._all_rows[:num_slots]
+
+    def _provide(self, start: int, end: int, check: Callable[[int], None]) -> None:
+        log = PinningLog(end - start)
+        provide(self._address + start, end - start, check, log)
+        for at in range(start, end, self._piece):
+            size = min(self._piece, end - at)
+            register(self._address + at, size)
+            self._pinned.append(self._address + at)
+            log.reached(at + size - start, "pinned")
         log.ended()
+
+    def shrink(self, num_slots: int) -> bool:
+        """Give back a piece of the memory behind the first `num_slots` slots, which nothing uses
+        any more; return whether there may be more. Raises TierUnusable if it can't be unpinned."""
+        self.rows = self._all_rows[: min(num_slots, len(self.rows))]
+        end = self._whole(num_slots * self._stride)
+        if self._end <= end:
+            return False
+        start = max(end, (self._end - 1) // self._piece * self._piece)
+        self._release(start, self._end)
+        self._end = start
+        return start > end
+
+    def _release(self, start: int, end: int) -> None:
+        """Unpin what is pinned of a range, and give the range back; it reads as zeros then."""
+        while self._pinned and self._pinned[-1] >= self._address + start:
+            unregister(self._pinned[-1])
+            self._pinned.pop()
+        # By ctypes, which lets other threads run meanwhile.
+        _madvise()(self._address + start, end - start, mmap.MADV_DONTNEED)
+
+    def move(self, slot: int, target: int) -> None:
+        """Copy one slot's payload to another; other threads run meanwhile."""
+        at = self._address
+        ctypes.memmove(at + target * self._stride, at + slot * self._stride, self.payload_bytes)
 
     def payload(self, slot: int) -> memoryview:
         """The bytes of one slot, writable."""
@@ -114,6 +166,15 @@ class SlotMemory:
             # A device that has failed unpins nothing; what is closed next must be, all the same.
             with suppress(TierUnusable, RuntimeError):
                 unregister(self._pinned.pop())
+
+
+def _map(length: int, reserve: int) -> mmap.mmap:
+    """Fresh memory of `length` bytes, or of `reserve` if those are more and can be had."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if reserve > length:
+        with suppress(OSError):
+            return mmap.mmap(-1, reserve, flags | MAP_NORESERVE)
+    return mmap.mmap(-1, length, flags)
 
 
 def _prefer_huge_pages(memory: mmap.mmap, touch: bool) -> None:
@@ -220,6 +281,12 @@ class Prefault:
             with self._changed:
                 self._wanted = wanted
                 self._changed.notify()
+
+    def resize(self, length: int) -> None:
+        """The range has another length; what was beyond it is provided anew when it is used."""
+        with self._changed:
+            self._length = length
+            self._wanted, self._done = min(self._wanted, length), min(self._done, length)
 
     @property
     def done(self) -> int:

@@ -13,11 +13,16 @@ bookkeeping, so the scheduler gives it to nobody else. A slot's states, by its r
 unless a host tier has admitted the block. `pinned`: of a host tier and of loads or stores that copy
 it. `resident`: of the host tier alone; only such a slot may be evicted. A block that a tier drops
 while it is pinned keeps its slot until the last copy releases it.
+
+A pool that is made smaller hands out no slot beyond its new end. Those that are in use there are
+vacated step by step: a resident block is moved to a slot before the end, a pinned one stays until
+it is released. Then the workers give back their memory.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -29,14 +34,32 @@ class Claim(NamedTuple):
     fresh: bool
 
 
+IN_USE = 256
+"""Slots in use that one search for a free slot passes over at most."""
+EVICTIONS = 16
+"""Blocks that are evicted at most for one slot: of a pool that is made smaller they may lie in
+slots beyond its end."""
+LOOKS = 4096
+"""Slots beyond the end of which one step finds out whether they are in use, in 0.3 ms."""
+
+
 class SlotPool:
     """Which slot holds which key, and how many references each slot has (`Slots`). Used by the
     scheduler's thread alone. Keeps only arrays, and dicts of bytes and ints, which Python's garbage
     collector does not traverse."""
 
     def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._free = array("q", range(num_slots - 1, -1, -1))
+        self.end = num_slots
+        """Slots from this number on are not handed out."""
+        self.in_use = self.resizes = 0
+        """Slots with at least one reference; how often `resize` was called."""
+        self._free = array("q")
+        """Slots that were released. They are handed out before those from `_next` on."""
+        self._next = 0
+        """From this slot on those that are free need not be in `_free`."""
+        self._looked, self._waiting = num_slots, deque[int]()
+        self.is_vacating = False
+        """Whether slots beyond the end are, or may be, in use."""
         self._refs = array("q", bytes(8 * num_slots))
         self._keys: dict[int, bytes] = {}
         self._slots: dict[bytes, int] = {}
@@ -56,13 +79,33 @@ class SlotPool:
         if slot is not None:
             self._refs[slot] += 1
             return Claim(slot, fresh=False)
-        if not self._free and not any(evict() for evict in self._evictors):
+        slot = self.reserve()
+        if slot is None:
             return None
-        slot = self._free.pop()
-        self._refs[slot] = 1
         self._keys[slot] = key
         self._slots[key] = slot
         return Claim(slot, fresh=True)
+
+    def reserve(self) -> int | None:
+        """Take a reference on a free or evicted slot, which has no key yet; None: no room."""
+        slot = self._find_free()
+        for _ in range(EVICTIONS):
+            if slot is not None or not any(evict() for evict in self._evictors):
+                break
+            slot = self._find_free()
+        if slot is not None:
+            self._refs[slot] = 1
+            self.in_use += 1
+        return slot
+
+    def _find_free(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        for slot in range(self._next, min(self._next + IN_USE, self.end)):
+            self._next = slot + 1
+            if not self._refs[slot]:
+                return slot
+        return None
 
     def key(self, slot: int) -> bytes | None:
         return self._keys.get(slot)
@@ -81,7 +124,9 @@ class SlotPool:
         self._refs[slot] -= 1
         if self._refs[slot] == 0:
             self.forget(slot)
-            self._free.append(slot)
+            self.in_use -= 1
+            if slot < self.end:
+                self._free.append(slot)
         elif self._refs[slot] == 1:
             for idle in self._idle:
                 idle(slot)
@@ -92,20 +137,72 @@ class SlotPool:
         if key is not None:
             del self._slots[key]
 
+    @property
+    def num_slots(self) -> int:
+        """Slots that there are, those beyond the end too until they are vacated."""
+        return len(self._refs)
+
     def references(self, slot: int) -> int:
         return self._refs[slot]
 
+    def move(self, slot: int, target: int) -> None:
+        """The key of a slot belongs to `target`, which has none, from now on; both are in use."""
+        key = self._keys.pop(slot)
+        self._keys[target] = key
+        self._slots[key] = target
+
+    # -- another size ------------------------------------------------------------------------
+
+    def resize(self, num_slots: int) -> None:
+        """Hand out the slots below `num_slots` alone, which may be more than before. Those that are
+        in use beyond it stay so until they are released (see `beyond`)."""
+        self.resizes += 1
+        if num_slots < self.end:  # `_free` may have some that are beyond it, and many
+            self._free, self._next = array("q"), 0
+        self.end = num_slots
+        self._refs.frombytes(bytes(8 * max(0, num_slots - len(self._refs))))
+        self._looked = num_slots
+        self._waiting.clear()
+        self.is_vacating = num_slots < len(self._refs)
+
+    def beyond(self, most: int) -> list[int]:
+        """Some slots beyond the end that are in use yet, `most` at most; each time others, as far
+        as there are."""
+        found = [slot for slot in self._some_waiting(most) if self._refs[slot]]
+        for slot in range(self._looked, min(self._looked + LOOKS, len(self._refs))):
+            if len(found) >= most:
+                break
+            self._looked = slot + 1
+            if self._refs[slot]:
+                found.append(slot)
+        self._waiting.extend(found)
+        return found
+
+    def _some_waiting(self, most: int) -> list[int]:
+        return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+
     @property
-    def in_use(self) -> int:
-        """Slots with at least one reference."""
-        return self.num_slots - len(self._free)
+    def is_searching(self) -> bool:
+        """Whether some slots beyond the end were not looked at yet."""
+        return self._looked < len(self._refs)
+
+    def take_vacated(self) -> int | None:
+        """The number of slots, once none beyond it is in use any more; None: some are, or it was
+        returned before."""
+        if not self.is_vacating or self.is_searching or self._waiting:
+            return None
+        self.is_vacating = False
+        del self._refs[self.end :]
+        return self.end
 
 
 class Slots(Protocol):
     """What a host tier sees of the pool. Used by the scheduler's thread alone; lives as long as the
     engine's scheduler."""
 
-    num_slots: int
+    @property
+    def num_slots(self) -> int:
+        """Slots have lower numbers than this."""
 
     def add_evictor(
         self, evict_one: Callable[[], bool], idle: Callable[[int], None] | None = None
@@ -173,6 +270,22 @@ class Residency(Protocol):
         """Stop keeping all blocks; return their keys. `on_evict` is not called."""
 
     def __len__(self) -> int: ...
+
+
+@runtime_checkable
+class Resizes(Protocol):
+    """Capability: a host tier keeps more or fewer blocks from now on. Of trusted tiers alone."""
+
+    def resize(self, max_slots: int) -> None:
+        """Keep `max_slots` blocks at most, in slots below `pool.num_slots`, which may have grown;
+        `trim` evicts those beyond it."""
+
+    def trim(self, most: int) -> int:
+        """Evict blocks that are too many, `most` at most; return how many were evicted."""
+
+    def move(self, slot: int, target: int) -> None:
+        """The block in `slot` lies in `target` now, with all references of the tier, and keeps its
+        place in the order of eviction."""
 
 
 @runtime_checkable

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 _AVAILABLE = re.compile(r"^MemAvailable:\s+([0-9]+) kB$", re.M)
+_TOTAL = re.compile(r"^MemTotal:\s+([0-9]+) kB$", re.M)
 _RECLAIMABLE = re.compile(r"^(?:(?:total_)?(?:in)?active_file|slab_reclaimable) ([0-9]+)$", re.M)
 _V2 = ("memory.max", "memory.current")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -26,6 +28,17 @@ def spare_memory(root: Path = Path("/")) -> int:
     found = _AVAILABLE.search((root / "proc/meminfo").read_text())
     available = int(found[1]) * 1024 if found else 0
     return max(0, min([available, *left_of_limits(root)]))
+
+
+def reservable_memory(root: Path = Path("/")) -> int:
+    """Return how many bytes of addresses can be reserved for memory that is taken later: as many
+    as the machine has memory; 0 where addresses themselves are limited, by the process's limit
+    (ulimit -v) or since the kernel counts what is reserved as used (vm.overcommit_memory 2)."""
+    is_counted = _read(root / "proc/sys/vm/overcommit_memory") == "2"
+    if is_counted or resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return 0
+    found = _TOTAL.search((root / "proc/meminfo").read_text())
+    return int(found[1]) * 1024 if found else 0
 
 
 def left_of_limits(root: Path = Path("/")) -> Iterator[int]:

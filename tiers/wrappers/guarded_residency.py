@@ -44,7 +44,7 @@ class TierSlots:
 
     def _evict(self, evict_one: Callable[[], bool]) -> bool:
         self._ask(evict_one, False)
-        return self._pool.in_use < self._pool.num_slots
+        return self._pool.in_use < self._pool.end
 
     def _report(self, idle: Callable[[int], None], slot: int) -> None:
         if slot in self.kept:

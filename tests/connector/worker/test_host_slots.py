@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from tests.support.kept import kept
 from tiers.block import digest
 from tiers.connector.worker.host_slots import HostSlots
 from tiers.contract.engine_info import EngineInfo
-from tiers.contract.messages import StoreItem
+from tiers.contract.messages import SlotMove, StoreItem
 from tiers.contract.pool_size import PoolSize
 from tiers.gpu.copier import open_copier
 
@@ -95,3 +97,91 @@ def test_checksums_that_are_known_leave_no_future_behind() -> None:
     assert sizes[0] == sizes[1], "of millions of slots, futures of those in flight"
     host.gather([StoreItem(b"new", 0, 7)])
     assert host.checksums(range(8)) == [digest(host.memory.payload(slot)) for slot in range(8)]
+
+
+def growing(tmp_path: Path, slots: int = 8) -> HostSlots:
+    """Slots of a machine that has memory for 64; a chain with a tier named cpu."""
+    for name, text in {
+        "meminfo": "MemTotal: 256 kB\nMemAvailable: 256 kB\n",
+        "self/cgroup": "0::/\n",
+    }.items():
+        (tmp_path / "proc" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "proc" / name).write_text(text)
+    size = PoolSize(slots << 12, 0, 0, 1, (("cpu", slots << 12),), can_grow=True)
+    host = HostSlots(ENGINE, size, open_copier, tmp_path)
+    host.open({"layer": numbered()})
+    return host
+
+
+def settled(host: HostSlots) -> int:
+    """How many slots there are, once what was begun on another thread has ended."""
+    host.move([]).result()
+    return len(host.memory.rows)
+
+
+def test_slots_that_are_given_back_hold_no_block(tmp_path: Path) -> None:
+    host = growing(tmp_path)
+    host.keep_checksums()
+    host.gather([StoreItem(b"key%d" % slot, slot, slot) for slot in range(8)])
+    assert host.wait_and_verify([7], [b"key7"]) == [True] and host.is_intact(7)
+    assert host.prepare_resize("cpu", 4 << 12) == ""
+    host.resize("cpu", 4 << 12)
+    assert settled(host) == 8 and host.wait_and_verify([7], [b"key7"]) == [True], "for a load yet"
+    before = kept(host)
+    host.vacated(4, resizes=1)
+    assert settled(host) == 4 and kept(host) < before
+    assert host.wait_and_verify([3, 4, 7], [b"key3", b"key4", b"key7"]) == [True, False, False]
+    assert not any(map(host.is_intact, range(4, 8)))
+    assert host.prepare_resize("cpu", 16 << 12) == ""
+    host.resize("cpu", 16 << 12)
+    assert settled(host) == 16 and host.wait_and_verify([7], [b"key7"]) == [False]
+    host.close()
+
+
+def test_a_worker_that_was_told_of_growth_gives_nothing_back_for_before(tmp_path: Path) -> None:
+    host = growing(tmp_path)
+    for slots in (4, 8):
+        host.prepare_resize("cpu", slots << 12)
+        host.resize("cpu", slots << 12)
+    host.vacated(4, resizes=1)
+    assert settled(host) == 8, "the scheduler hands them out by now"
+    host.close()
+
+
+def test_what_is_prepared_is_kept_until_it_is_had_or_aborted(tmp_path: Path) -> None:
+    host = growing(tmp_path)
+    host.prepare_resize("cpu", 4 << 12)
+    host.resize("cpu", 4 << 12)
+    host.prepare_resize("cpu", 6 << 12)
+    host.vacated(4, resizes=1)
+    assert settled(host) == 6
+    host.abort_resize()
+    assert settled(host) == 4
+    host.prepare_resize("cpu", 12 << 12)
+    host.abort_resize()
+    assert settled(host) == 4
+    host.close()
+
+
+def test_what_there_is_no_memory_for_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    host = growing(tmp_path)
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 16 kB\n")
+    assert "16KiB can be had" in host.prepare_resize("cpu", 40 << 12)
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 1024 kB\n")
+    assert "256KiB of addresses were set aside" in host.prepare_resize("cpu", 65 << 12)
+    assert settled(host) == 8
+    assert host.prepare_resize("cpu", 40 << 12) == ""
+    host.close()
+
+
+def test_a_block_moves_with_its_bytes_its_key_and_its_checksum() -> None:
+    host = host_with(numbered())
+    host.keep_checksums()
+    host.gather([StoreItem(b"key%d" % slot, slot, slot) for slot in range(4)])
+    assert all(host.checksums(range(4)))
+    host.memory.payload(2)[0] ^= 1
+    moves = [SlotMove(b"key3", 3, 0), SlotMove(b"key2", 2, 5), SlotMove(b"other", 1, 6)]
+    assert host.move(moves).result().failed == {2}
+    assert host.wait_and_verify([0, 0, 6], [b"key0", b"key3", b"other"]) == [False, True, False]
+    assert host.memory.payload(0).cast("q")[0] == 3 and host.is_intact(0)
+    assert not host.is_intact(5), "damage of before shows after it"

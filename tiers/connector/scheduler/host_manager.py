@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from tiers.connector.scheduler.lookups import Changes, Lookup, LookupPace
 from tiers.connector.scheduler.tier_manager import DOWN, TierManager
-from tiers.host.slots import Demotes, Residency, SlotPool
+from tiers.contract.messages import SlotMove
+from tiers.host.slots import Demotes, Residency, Resizes, SlotPool
 from tiers.wrappers.guard import Health
 from tiers.wrappers.guarded_residency import health_of
 
 LOOK_BACK = 64
 """Blocks before those that a step stored among which one that is kept is looked for."""
+
+TRIMMED = 256
+"""Blocks that a tier which is made smaller evicts in a step at most, in a millisecond."""
 
 
 class HostManager(TierManager):
@@ -31,6 +35,8 @@ class HostManager(TierManager):
         self._changes = Changes()
         self._on_evict = on_evict
         self._pinned: dict[bytes, int] = {}
+        self._max_blocks = 0
+        self._is_resized = False
         self.pace = LookupPace(ranks=1)
         residency.on_evict = self._evicted
 
@@ -141,6 +147,69 @@ class HostManager(TierManager):
         self._changes.forget()
         self.unpin([*self._pinned])
         return self._residency.clear()
+
+    # -- another size ------------------------------------------------------------------------
+
+    def resize(self, capacity: int, max_blocks: int) -> None:
+        """Keep `max_blocks` at most, in the slots that the pool has now."""
+        if isinstance(self._residency, Resizes):
+            self._residency.resize(max_blocks)
+        self._max_blocks = max_blocks
+        self._is_resized = self.is_shrinking = True
+
+    def shrink(self, most: int) -> list[SlotMove]:
+        """Evict blocks beyond the capacity, then move those beyond the pool's end, so that the
+        policy alone decides which blocks stay."""
+        if not self._is_resized:
+            self.is_shrinking = False
+            return []
+        trimmed = self._residency.trim(TRIMMED) if isinstance(self._residency, Resizes) else 0
+        moves: list[SlotMove] = []
+        if not trimmed:
+            moves = [move for slot in self._pool.beyond(most) if (move := self._vacate(slot))]
+        self.is_shrinking = bool(trimmed or moves or self._pool.is_searching)
+        self._is_resized = self._pool.is_vacating or len(self._residency) > self._max_blocks
+        return moves
+
+    def _vacate(self, slot: int) -> SlotMove | None:
+        """Begin to move the block in a slot; None: it is in use, or another tier's, or dropped."""
+        pool, key = self._pool, self._pool.key(slot)
+        if key is None or pool.references(slot) > 1 or self._residency.find(key) != slot:
+            return None
+        if not isinstance(self._residency, Resizes):
+            self._drop_for_room(key)
+            return None
+        target = pool.reserve()
+        if target is None:
+            return None
+        if pool.key(slot) != key:  # it was evicted for that
+            pool.release(target)
+            return None
+        pool.retain(slot)
+        return SlotMove(key, slot, target)
+
+    def _drop_for_room(self, key: bytes) -> None:
+        self._residency.discard(key)
+        self._evicted(key)
+
+    def moved(self, moves: Sequence[SlotMove], failed: Container[int]) -> None:
+        """Serve blocks from their new slots; drop those that are in none."""
+        pool, residency = self._pool, self._residency
+        for number, (key, slot, target) in enumerate(moves):
+            is_kept = residency.find(key) == slot  # else it was dropped meanwhile
+            if is_kept and number not in failed and isinstance(residency, Resizes):
+                pool.move(slot, target)
+                residency.move(slot, target)
+                pool.release(slot)
+                if self._pinned.get(key) == slot:  # by a hint, meanwhile
+                    self._pinned[key] = target
+                    pool.retain(target)
+                    pool.release(slot)
+            else:
+                pool.release(target)
+                if is_kept:
+                    self._drop_for_room(key)
+            pool.release(slot)
 
     def health(self) -> Health:
         """Memory works; a plugin's bookkeeping may not."""

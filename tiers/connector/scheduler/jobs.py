@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.scheduler.tier import TierRequest
-from tiers.contract.messages import JobResult, LoadJob, StoreJob
+from tiers.contract.messages import JobResult, LoadJob, MoveJob, StoreJob
 
 
 @dataclass
@@ -53,34 +53,45 @@ class PendingStore:
     result: JobResult = field(default_factory=JobResult)
 
 
+@dataclass
+class PendingMove:
+    """Blocks in flight to other slots. `result`: of the ranks that have ended."""
+
+    job: MoveJob
+    result: JobResult = field(default_factory=JobResult)
+
+
+Pending = PendingLoad | PendingStore | PendingMove
+
+
 class Jobs:
     """The jobs in flight; used by the scheduler's thread alone."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._ids = itertools.count()
-        self._in_flight: dict[int, PendingLoad | PendingStore] = {}
+        self._in_flight: dict[int, Pending] = {}
         # Counted up and down: thousands may be in flight, and every step reports how much.
-        self._counts = {PendingLoad: [0, 0], PendingStore: [0, 0]}
+        self._counts = {PendingLoad: [0, 0], PendingStore: [0, 0], PendingMove: [0, 0]}
         """Jobs and blocks of each kind."""
 
     def __len__(self) -> int:
         return len(self._in_flight)
 
     def next_id(self) -> int:
-        """The number of a new job, of either kind."""
+        """The number of a new job, of any kind."""
         return next(self._ids)
 
-    def begin(self, pending: PendingLoad | PendingStore) -> None:
+    def begin(self, pending: Pending) -> None:
         self._in_flight[pending.job.job_id] = pending
         self._count(pending, 1)
 
-    def _count(self, pending: PendingLoad | PendingStore, sign: int) -> None:
+    def _count(self, pending: Pending, sign: int) -> None:
         counts = self._counts[type(pending)]
         counts[0] += sign
         counts[1] += sign * len(pending.job.items)
 
-    def end(self, job_id: int, result: JobResult) -> PendingLoad | PendingStore | None:
+    def end(self, job_id: int, result: JobResult) -> Pending | None:
         """Take in the `result` of some ranks; returns the job if these were the last of them."""
         pending = self._in_flight.get(job_id)
         if pending is None:
@@ -96,9 +107,13 @@ class Jobs:
     def any_loading(self) -> bool:
         return self._counts[PendingLoad][0] > 0
 
+    @property
+    def any_moving(self) -> bool:
+        return self._counts[PendingMove][0] > 0
+
     def gauges(self, block_bytes: int) -> dict[str, float]:
         """Counts and bytes of loads and stores in flight, over all ranks (see `stats`)."""
-        (loads, loading), (stores, storing) = self._counts.values()
+        (loads, loading), (stores, storing), _ = self._counts.values()
         return {
             "loading_jobs": float(loads),
             "loading_bytes": float(loading * block_bytes),

@@ -13,7 +13,7 @@ from tiers.connector.policy.block_loader import SharedLoad
 from tiers.connector.policy.request_state import RequestState, RequestTable, lookup_seconds
 from tiers.connector.policy.tenant_counts import tenant_of
 from tiers.connector.scheduler.admission import Admission, Tenants
-from tiers.connector.scheduler.jobs import Jobs, PendingLoad
+from tiers.connector.scheduler.jobs import Jobs, PendingLoad, PendingMove
 from tiers.connector.scheduler.kv_events import KVEvents, place_of
 from tiers.connector.scheduler.open_tier import NOT_OPEN, TierOpener
 from tiers.connector.scheduler.tier import Tier, TierRequest
@@ -27,8 +27,10 @@ from tiers.contract.messages import (
     LoadItem,
     LoadJob,
     LookupTimes,
+    MoveJob,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
+    Vacated,
     WorkerHandshake,
 )
 from tiers.contract.protocols import (
@@ -43,6 +45,7 @@ from tiers.contract.stats import TierStats
 from tiers.errors import TierUnusable
 from tiers.host.slots import SlotPool
 from tiers.loading.load_cost import LoadCost
+from tiers.store import batch_blocks
 
 
 class OffloadingScheduler(SchedulerConnector):
@@ -133,8 +136,9 @@ class OffloadingScheduler(SchedulerConnector):
         beyond the capacity are evicted in the next steps, or beside them.
         """
         self._spec = spec
+        opened = self._opener.resize(self._tier.open, spec)
         if self._tier.usable:
-            self._tier.open = self._opener.resize(self._tier.open, spec)
+            self._tier.open = opened
 
     def drain(self) -> None:
         """Store nothing more; what is in flight ends."""
@@ -227,7 +231,7 @@ class OffloadingScheduler(SchedulerConnector):
         """Whether only a step can report the end of a transfer that will end soon, how the tier
         opened, or events of before a restart."""
         ends_soon = self.manager.completes_on_gather or self._jobs.any_loading
-        has_news = self._is_news or self._tier.kv_events.is_announcing
+        has_news = self._is_news or self._tier.kv_events.is_announcing or self.manager.is_shrinking
         return (bool(self._jobs) and ends_soon) or has_news
 
     def lookup_times(self, request: Request) -> LookupTimes:
@@ -419,7 +423,21 @@ class OffloadingScheduler(SchedulerConnector):
         idle = not scheduler_output.num_scheduled_tokens
         if idle:
             self.manager.wait_a_moment()
-        return OffloadingConnectorMetadata(loads, stores, flush, idle, self._tier.open.one_writer)
+        one_writer = self._tier.open.one_writer
+        orders = OffloadingConnectorMetadata(loads, stores, flush, idle, one_writer)
+        if self.manager.completes_on_gather:
+            self._shrink(orders)
+        return orders
+
+    def _shrink(self, orders: OffloadingConnectorMetadata) -> None:
+        """Have slots given back that the host pool has no more: a step's part of it."""
+        pool, part = self.pool, self._tier.open.slot_bytes // self._requests.engine.world_size
+        most = 0 if self._jobs.any_moving else batch_blocks(max(1, part))
+        if moves := self.manager.shrink(most):
+            orders.moves = MoveJob(self._jobs.next_id(), [*moves])
+            self._jobs.begin(PendingMove(orders.moves))
+        if (slots := pool.take_vacated()) is not None:
+            orders.vacated = Vacated(slots, pool.resizes)
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -434,6 +452,8 @@ class OffloadingScheduler(SchedulerConnector):
             ended = self._jobs.end(job_id, result)
             if isinstance(ended, PendingLoad):
                 self._load_ended(ended)
+            elif isinstance(ended, PendingMove):
+                self.manager.moved(ended.job.items, ended.result.failed)
             elif ended is not None:
                 self._stores.ended(ended)
 

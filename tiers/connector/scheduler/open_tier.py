@@ -75,6 +75,9 @@ class TierOpener:
         self._now = now
         self.follow(chain)
         self._pool: SlotPool | None = None
+        self._resizes = 0
+        self._hosts: dict[HostManager, int] = {}
+        """How many blocks each may keep."""
         self._stores: list[StoreManager] = []
 
     def follow(self, chain: ChainSpec) -> None:
@@ -108,7 +111,8 @@ class TierOpener:
                 )
             residency = open_residency(tier, pool, slots)
             self._announcer.host(tier, slots)
-            manager: TierManager = HostManager(residency, pool, on_evict)
+            manager: TierManager = (host := HostManager(residency, pool, on_evict))
+            self._hosts[host] = slots
         elif isinstance(tier, StoreSpec):
             manager = store = self._store_manager(tier, payload, handshakes, in_step)
             inventory = self._inventory(tier, store, handshakes[0].namespace)
@@ -128,11 +132,21 @@ class TierOpener:
         return slots_within(tier.capacity_bytes, part, writers)
 
     def resize(self, opened: OpenTier, tier: OffloadingSpec) -> OpenTier:
-        """The open tier as it is with the capacity of `tier`, whose workers are prepared. Does not
-        wait."""
-        writers = 1 if opened.one_writer else self._engine.world_size
-        room = self._room(tier, writers)
-        opened.manager.resize(tier.capacity_bytes, room)
+        """The tier, open or not, as it is with the capacity of `tier`, whose workers are prepared.
+        Does not wait."""
+        ranks = self._engine.world_size
+        room = self._room(tier, 1 if opened.one_writer else ranks)
+        if isinstance(tier, HostSpec):
+            self.size = self.size.resized(tier.tier_name, tier.capacity_bytes)
+            self._resizes += 1
+            if self._pool is not None:
+                self._pool.resize(self.size.slots(self.block_bytes // ranks))
+            if isinstance(opened.manager, HostManager):
+                self._hosts[opened.manager] = room
+            for host, blocks in self._hosts.items():  # all have slots beyond its end
+                host.resize(self.size.capacity, blocks)
+        else:
+            opened.manager.resize(tier.capacity_bytes, room)
         return opened._replace(max_blocks=room)
 
     def _open_pool(self, payload_bytes: int, handshakes: Sequence[WorkerHandshake]) -> SlotPool:
@@ -140,6 +154,7 @@ class TierOpener:
         ranks, size = len(handshakes), self.size.slots(payload_bytes)
         made = [handshake.slots for handshake in handshakes if handshake.slots is not None]
         self._pool = SlotPool(min([size, *made]))
+        self._pool.resizes = self._resizes
         self.block_bytes = payload_bytes * ranks
         self.slot_bytes = slot_stride(payload_bytes) * ranks
         self._announcer.chain(payload_bytes, ranks, self._pool.num_slots)

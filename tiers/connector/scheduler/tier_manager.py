@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from spec.offloading import OffloadingSpec
 from tiers.connector.scheduler.lookups import Lookup, LookupPace
+from tiers.contract.messages import SlotMove
 from tiers.store import Usage
 from tiers.wrappers.guard import HEALTHY, Health
 
@@ -119,6 +120,16 @@ class TierManager:
     def resize(self, capacity: int, max_blocks: int) -> None:
         """Keep `capacity` bytes over all ranks, or `max_blocks` in the host pool, from now on. Does
         not wait: what is beyond them is evicted step by step, or beside the steps."""
+
+    is_shrinking = False
+    """Whether the next step can bring a tier that is made smaller on."""
+
+    def shrink(self, most: int) -> Sequence[SlotMove]:
+        """Do a step's part of giving slots back; return blocks to move, `most` at most."""
+        return ()
+
+    def moved(self, moves: Sequence[SlotMove], failed: Container[int]) -> None:
+        """Moves have ended; some, by their numbers, failed."""
 
     def evicted(self) -> int:
         """Blocks evicted so far that were not reported to this process one by one."""

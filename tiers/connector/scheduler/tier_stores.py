@@ -295,8 +295,8 @@ class TierStores:
         """How many blocks more may be stored at once, as far as that decides."""
         tier = self._tier.open
         if tier.manager.completes_on_gather:
-            return tier.pool.num_slots
-        most = self._admission.most_inflight(tier.block_bytes, tier.pool.num_slots)
+            return tier.pool.end
+        most = self._admission.most_inflight(tier.block_bytes, tier.pool.end)
         return most - self.slots_pinned
 
     # -- ends --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +20,11 @@ from tiers.connector.worker.namespace_notes import describe
 from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.block_copier import Copier, Copy, OpenCopier
 from tiers.contract.engine_info import MOMENT, EngineInfo
-from tiers.contract.messages import StoreItem, WorkerHandshake
+from tiers.contract.messages import JobResult, SlotMove, StoreItem, WorkerHandshake
 from tiers.contract.pool_size import PoolSize
 from tiers.errors import TierUnusable
 from tiers.host.slot_memory import Prefault, SlotMemory, slot_stride
-from tiers.host.spare_memory import for_slots, spare_memory
+from tiers.host.spare_memory import for_slots, reservable_memory, spare_memory
 from tiers.records import NamespaceNote
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,12 @@ class Checksums:
             future = self._thread.submit(self._compute, part, gather)
             self._in_flight.update(dict.fromkeys(part, future))
             self._begun.append((future, part))
+
+    def keep(self, slot: int, checksum: bytes | None) -> None:
+        """The slot holds a block of this checksum; what was begun for its last one has ended."""
+        self._known.pop(slot, None)
+        if checksum is not None:
+            self._known[slot] = checksum
 
     def _let_go(self) -> None:
         """Forget what has ended. A future has ten objects that Python's collector visits: with one
@@ -102,7 +109,13 @@ class HostSlots:
         self.engine = engine
         self.now = now
         self.watch = WeightWatch(engine.weights, engine.world_size, engine.adapters, engine.rank)
-        self._size = size
+        self._size = self._next_size = size
+        self._kept = self._wanted = self._resizes = 0
+        """Slots that the scheduler may hand out; those that a change in preparation asks for; and
+        how many changes there were."""
+        # Held while memory is taken or given back, by threads other than the engine's.
+        self._fitting = threading.Lock()
+        self._mover = io_executor(1, "move")
         self._open_copier = open_copier
         self._root = root
         self._shortage = ""
@@ -126,6 +139,7 @@ class HostSlots:
         self.watch.begin()
         self._copier = self._open_copier(kv_caches, self.engine.num_blocks)
         self._memory = memory = self._allocate(self._copier.pin)
+        self._kept = len(memory.rows)
         self._log_fewer_slots()
         rows = memory.rows
         if len(rows) and not self._copier.pin:  # what is pinned is there already
@@ -146,7 +160,9 @@ class HostSlots:
             before = size
             try:
                 self._check_room(slots, pin)
-                return SlotMemory(slots, self.payload_bytes, pin, check=self._check_step)
+                reserve = reservable_memory(self._root) if size.can_grow else 0
+                reserve //= slot_stride(self.payload_bytes)
+                return SlotMemory(slots, self.payload_bytes, pin, False, self._check_step, reserve)
             except (TierUnusable, OSError) as error:
                 why = self._describe(slots, str(error))
                 self._shortage = self._shortage or why
@@ -161,8 +177,9 @@ class HostSlots:
                 self._shortage,
             )
 
-    def _check_room(self, slots: int, pin: bool) -> None:
-        need, ranks = slots * slot_stride(self.payload_bytes), self._ranks_here
+    def _check_room(self, slots: int, pin: bool, there: int = 0) -> None:
+        """`there`: bytes of them that are taken already."""
+        need, ranks = slots * slot_stride(self.payload_bytes) - there, self._ranks_here
         spare = spare_memory(self._root)
         # Other ranks may have pinned theirs already; memory that is not pinned is taken later.
         if need * (1 if pin else ranks) > for_slots(spare):
@@ -183,6 +200,92 @@ class HostSlots:
             f"with what is beside it it would take {need} on this host, of {ranks} rank(s), more "
             f"than its memory or its control group's limit allows ({why}); lower it"
         )
+
+    # -- another size ------------------------------------------------------------------------
+
+    def prepare_resize(self, tier: str, capacity: int) -> str:
+        """See `OffloadingWorker`. Memory for more slots is taken here, beside the engine."""
+        if self._shortage:
+            return f"memory was short at the start, so that it can't be resized: {self._shortage}"
+        before = self._next_size, self._wanted
+        self._next_size = self._next_size.resized(tier, capacity)
+        self._wanted = slots = self._next_size.slots(self.payload_bytes)
+        with self._fitting:
+            if slots <= len(self.memory.rows):
+                return ""
+            pin, done = self.copier.pin, self._prefault.done if self._prefault else 0
+            try:
+                there = len(self.memory.rows) * slot_stride(self.payload_bytes) if pin else done
+                self._check_room(slots, pin, there)
+                self.memory.grow(slots, self._check_step)
+            except (TierUnusable, OSError) as error:
+                self._next_size, self._wanted = before
+                return f"capacity {format_size(capacity)}: {self._describe(slots, str(error))}"
+        return ""
+
+    def resize(self, tier: str, capacity: int) -> None:
+        """Have what was prepared for a tier. Fewer slots stay until they are `vacated`."""
+        self._size = self._size.resized(tier, capacity)
+        self._kept = max(self._kept, self._size.slots(self.payload_bytes))
+        self._resizes += 1
+        if self._size == self._next_size:
+            self._wanted = 0
+        if self._prefault is not None:
+            self._prefault.resize(self._kept * slot_stride(self.payload_bytes))
+
+    def abort_resize(self) -> None:
+        """Give back what was prepared."""
+        self._next_size, self._wanted = self._size, 0
+        self._mover.submit(self._fit)
+
+    def vacated(self, slots: int, resizes: int) -> None:
+        """Give back what is beyond `slots`, unless there was another change since."""
+        if resizes == self._resizes:
+            self._kept = slots
+            self._mover.submit(self._fit)
+
+    def _fit(self) -> None:
+        """Give back memory of slots that nobody uses, or asks for. A change that is prepared takes
+        its memory afterwards, so that none of it is given back."""
+        with self._fitting:
+            stride, before = slot_stride(self.payload_bytes), len(self.memory.rows)
+            keep = max(self._kept, self._wanted)
+            if self._prefault is not None:
+                self._prefault.resize(min(before, keep) * stride)
+            for slot in range(keep, before):
+                if slot % 1024 == 0:
+                    time.sleep(0.001)  # let the engine's thread have the interpreter
+                self._holds.pop(slot, None)
+                self._gathers.pop(slot, None)
+                if self._checksums is not None:
+                    self._checksums.keep(slot, None)
+            try:
+                while self.memory.shrink(max(self._kept, self._wanted)):
+                    pass
+            except TierUnusable as error:
+                logger.warning("host memory that is not used any more stays pinned: %s", error)
+        if keep < before and self.engine.rank == 0:
+            logger.info("host memory: %s were given back", format_size((before - keep) * stride))
+
+    def move(self, moves: Sequence[SlotMove]) -> Future[JobResult]:
+        """Begin to copy blocks to other slots. Does not wait."""
+        return self._mover.submit(self._move, moves)
+
+    def _move(self, moves: Sequence[SlotMove]) -> JobResult:
+        failed: set[int] = set()
+        for number, (key, source, target) in enumerate(moves):
+            self._holds.pop(target, None)
+            self._gathers.pop(target, None)
+            if self._holds.get(source) != key:
+                failed.add(number)
+                continue
+            # Waits for the target's last block, too.
+            checksum, _ = self.checksums([source, target])
+            self.memory.move(source, target)
+            if self._checksums is not None:
+                self._checksums.keep(target, checksum)
+            self._holds[target] = key
+        return JobResult(1, failed)
 
     @property
     def copier(self) -> Copier:
@@ -307,4 +410,6 @@ class HostSlots:
                 self._checksums.close()
             if self._prefault is not None:
                 self._prefault.close()
+            self._wanted = len(self.memory.rows) + self._kept  # what is given back goes at once
+            self._mover.shutdown(wait=True, cancel_futures=True)
             self.memory.close()

@@ -37,7 +37,7 @@ from tiers.contract.messages import (
 )
 from tiers.contract.stats import Measures, merge
 from tiers.errors import TierUnusable
-from tiers.host.slot_memory import ALIGNMENT
+from tiers.host.slot_memory import ALIGNMENT, slots_within
 from tiers.store import GatheredBlock, batch_blocks
 from tiers.wrappers.guard import HEALTHY, Guarded
 from tiers.wrappers.opening import log_name, open_guarded
@@ -231,6 +231,7 @@ class OffloadingWorker(WorkerConnector):
         self._closed = False
         # By job, oldest first. One of `dict` would be slow to tell its first after many have gone.
         self._stores: OrderedDict[int, _Store] = OrderedDict()
+        self._moves: dict[int, Future[JobResult]] = {}
         self._begun: OffloadingConnectorMetadata | None = None
         self._ended: dict[int, JobResult] = {}
         self._failed_blocks: set[int] = set()
@@ -309,10 +310,11 @@ class OffloadingWorker(WorkerConnector):
         the engine's calls it, for one change of the chain at a time."""
         if not spec.resizes:
             return f"type {spec.type} can't be resized while it is open"
-        least = (self._host.payload_bytes + 2 * ALIGNMENT) * self._host.engine.world_size
-        if spec.capacity_bytes < least:
-            return f"capacity {format_size(spec.capacity_bytes)} is less than a block of each rank"
-        return ""
+        capacity = spec.capacity_bytes
+        part = self._host.payload_bytes + 2 * ALIGNMENT * isinstance(spec, StoreSpec)
+        if not slots_within(capacity, part, self._host.engine.world_size):
+            return f"capacity {format_size(capacity)} is less than a block of each rank"
+        return self._host.prepare_resize(self.tier, capacity) if self._spec is None else ""
 
     def resize(self, spec: OffloadingSpec) -> None:
         """Have the tier hold the capacity of `spec`, its own settings otherwise; it is prepared.
@@ -321,9 +323,13 @@ class OffloadingWorker(WorkerConnector):
             self._spec = spec
             if self._store is not None:
                 self._store.resize(spec.capacity_bytes)
+        else:
+            self._host.resize(self.tier, spec.capacity_bytes)
 
     def abort_resize(self) -> None:
         """Give back what was prepared. Does not wait."""
+        if self._spec is None:
+            self._host.abort_resize()
 
     def unregister_kv_caches(self) -> None:
         """Wait for the gathers, and end the loads, of which no copy begins any more."""
@@ -350,7 +356,12 @@ class OffloadingWorker(WorkerConnector):
     # -- loading -----------------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._loading.begin(self._orders().reqs_to_load)
+        orders = self._orders()
+        if orders.moves is not None:
+            self._moves[orders.moves.job_id] = self._host.move(orders.moves.items)
+        if orders.vacated is not None:
+            self._host.vacated(*orders.vacated)
+        self._loading.begin(orders.reqs_to_load)
 
     def _orders(self) -> OffloadingConnectorMetadata:
         assert isinstance(self._metadata, OffloadingConnectorMetadata), "no step is bound"
@@ -457,6 +468,8 @@ class OffloadingWorker(WorkerConnector):
             result = self._outcome(store)
             blocks = len(store.job.items) if store.is_ours else len(result.failed)
             self._note_end(store.job.job_id, blocks, result, "store")
+        for job_id in [job_id for job_id, move in self._moves.items() if move.done()]:
+            self._ended[job_id] = self._moves.pop(job_id).result()
         if self._store is not None:
             totals = {
                 "tier_failures": self._store.failures.total,
