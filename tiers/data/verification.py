@@ -9,7 +9,7 @@ from tiers.concurrency.rate_limit import RateLimit
 from tiers.records import StoredRecord, StoredRecords, in_batches
 
 BATCH_BYTES = 64 << 20
-BATCH_SECONDS = 0.05
+BATCH_SECONDS = 0.005
 """A batch at a bounded rate takes this long at most, so that engines get their turn between."""
 NAMED = 1000
 """Damaged records that a report names; more are counted."""

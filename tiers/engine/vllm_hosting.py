@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +17,7 @@ from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.engine.core import EngineCore
 
 from tiers.block import namespace
+from tiers.connector.worker.namespace_notes import describe
 from tiers.connector.worker.weight_watch import WeightWatch
 from tiers.contract.engine_info import MOMENT
 from tiers.contract.weight_reports import WeightOrders
@@ -25,6 +27,7 @@ from tiers.engine.model_weights import ModelWeights
 from tiers.engine.vllm_groups import STATES_ON_V2, refuse_model
 from tiers.engine.vllm_identity import late_facts, layer_facts
 from tiers.engine.vllm_watch import before_resets, caller
+from tiers.records import NamespaceNote
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,6 +58,8 @@ class HostingEngine:
             "groups": repr([(g.tokens_per_block, g.layer_names) for g in spec.config.groups]),
         }
         self._late = late_facts(config, salt, self._layers)
+        self._model = str(config.model_config.model)
+        self._block_tokens = math.lcm(*(g.tokens_per_block for g in spec.config.groups))
         self._namespace = b""
         if not self.namespace(MOMENT):
             logger.info(
@@ -72,6 +77,11 @@ class HostingEngine:
         if not self._namespace and (late := self._late.known(seconds)) is not None:
             self._namespace = namespace({**self._facts, **late}, rank=0, world_size=1)
         return self._namespace
+
+    def note(self, payload_bytes: int) -> NamespaceNote:
+        """What to note of the namespace, once it is known."""
+        facts = {**self._facts, **(self._late.known() or {})}
+        return describe(facts, self._model, self._block_tokens, payload_bytes)
 
     @property
     def is_outdated(self) -> bool:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,6 +33,7 @@ from tiers.concurrency.executors import io_executor
 from tiers.connector.scheduler.lookups import Lookup
 from tiers.connector.scheduler.store_manager import StoreManager
 from tiers.connector.scheduler.tier_manager import TierManager
+from tiers.connector.worker.namespace_notes import NamespaceNotes
 from tiers.contract.generation import Generation, space_of
 from tiers.engine.vllm_hosting import HostingEngine
 from tiers.errors import TierUnusable
@@ -155,6 +157,7 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         self._requests: dict[str, TierLookups] = {}
         self._jobs: dict[int, RowJob] = {}
         self._store: Guarded | None = None
+        self._notes: NamespaceNotes | None = None
         self._manager = TierManager()
         self._opening: Future[Guarded | None] | None = None
         self._opener = io_executor(1, "open")
@@ -175,7 +178,16 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
             self._store = self._opening.result()
             if self._store is not None:
                 namespaces = [self._engine.namespace()]
+                self._notes = NamespaceNotes(self._spec, self._engine.note(self._row_bytes))
+                self._keep_note(b"")
                 self._manager = StoreManager(self._store, namespaces, self._generation)
+
+    def _keep_note(self, generation: bytes) -> None:
+        """Have a note kept of what a generation is stored under."""
+        space = space_of(self._engine.namespace(), generation)
+        if self._notes is not None and self._notes.lacks(space):
+            with suppress(RuntimeError):  # the engine ends
+                self._writer.submit(self._notes.keep, space, not generation)
 
     def _open(self) -> Guarded | None:
         try:
@@ -267,6 +279,8 @@ class KVTiersStore(SecondaryTierManager):  # type: ignore[misc]
         storing = sum(len(job.pairs) for job in self._jobs.values() if not job.job.is_promotion)
         # Stores may hold half of all rows; the others are left to loads and to vLLM.
         pairs = pairs[: max(0, self._half - storing)]
+        if pairs:
+            self._keep_note(self._generation.tag)
         self._begin(job_metadata, pairs, self._writer.submit, self._put)
 
     def _put(self, job: RowJob, store: Guarded) -> None:

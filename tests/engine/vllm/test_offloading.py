@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from spec.load import load_chain
-from tests.engine.vllm.tiny_vllm import GEMMA, Run, documents, hosted
+from tests.engine.vllm.tiny_vllm import BLOCK_TOKENS, GEMMA, Run, documents, hosted
 from tests.engine.vllm.vllm_chains import IN_PROCESS, ONE_BY_ONE, disk
+from tiers.data.inspection import inspect_tier
+from tiers.disk.records import DiskRecords
 
 pytestmark = pytest.mark.vllm
 
@@ -46,6 +48,12 @@ def test_disk_serves_a_restarted_engine_and_damage_is_a_miss(
     again = run_vllm(ONE_BY_ONE, kv_transfer_config=here, **IN_PROCESS)
     assert again.tokens == answers
     assert again.cached == ALL
+
+    records = DiskRecords(tmp_path / "disk")
+    (group,) = inspect_tier(records, is_encrypted=False).groups
+    records.close()
+    assert group.note is not None and group.note.model.startswith("/"), "its path"
+    assert (group.standing, group.note.block_tokens) == ("usable", BLOCK_TOKENS)
 
     overwrite(tmp_path / "disk")
     damaged = run_vllm(ONE_BY_ONE, kv_transfer_config=here, **IN_PROCESS)

@@ -331,7 +331,9 @@ class HostSlots:
             facts["block_tokens"] = str(self.engine.block_tokens)
             rank = 0 if self.engine.replicated else self.engine.rank
             self._namespace = namespace(facts, rank, self.engine.world_size)
-            self._note = describe(self.engine, facts, self.payload_bytes)
+            engine = self.engine
+            size = engine.block_tokens, self.payload_bytes
+            self._note = describe(facts, engine.model, *size, rank, engine.world_size)
             self._log_known()
         return self._handshake(self._namespace)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from spec.offloading import StoreSpec
-from tiers.contract.engine_info import ALONE, EngineInfo
+from tiers.contract.engine_info import ALONE
 from tiers.errors import KVTiersError
 from tiers.records import NamespaceNote
 from tiers.wrappers.opening import log_name
@@ -16,16 +16,23 @@ from tiers.wrappers.opening import log_name
 logger = logging.getLogger(__name__)
 
 
-def describe(engine: EngineInfo, facts: Mapping[str, str], payload_bytes: int) -> NamespaceNote:
-    """What a worker notes of its namespace. `facts`: all that it is a digest of."""
+def describe(
+    facts: Mapping[str, str],
+    model: str,
+    block_tokens: int,
+    payload_bytes: int,
+    rank: int = 0,
+    ranks: int = 1,
+) -> NamespaceNote:
+    """What to note of a namespace, which is a digest of these `facts`."""
     return NamespaceNote(
-        model=engine.model,
+        model=model,
         engine=facts.get("engine", ""),
         layout=facts.get("layout", ""),
-        block_tokens=engine.block_tokens,
+        block_tokens=block_tokens,
         payload_bytes=payload_bytes,
-        rank=engine.rank,
-        ranks=engine.world_size,
+        rank=rank,
+        ranks=ranks,
         salted=bool(facts.get("salt")),
         lasts=not facts.get("weights", "").startswith(ALONE),
         opened=0.0,
@@ -33,7 +40,7 @@ def describe(engine: EngineInfo, facts: Mapping[str, str], payload_bytes: int) -
 
 
 class NamespaceNotes:
-    """Keeps a note of each namespace that a worker stores under in one tier. Of an encrypted tier
+    """Keeps a note of each namespace that an engine stores under in one tier. Of an encrypted tier
     nothing is noted: a model's name would lie beside what hides it. Used by the tier's writer."""
 
     def __init__(self, spec: StoreSpec, note: NamespaceNote) -> None:
